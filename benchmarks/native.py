@@ -1,0 +1,215 @@
+"""How close the native CPU library comes to what the machine can do. Run: python benchmarks/native.py [--threads N].
+
+One decoded token reads every weight once, so a linear of few rows is bound by memory: its time should be its bytes
+over the read bandwidth, measured first, and stay flat as rows are added until arithmetic takes over (what verifying a
+draft costs). Weights are rotated among copies larger than the caches. Attention at length is bound by the bytes of the
+keys and values in the same way. Figures hold for the machine and the minute they were taken in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from aquiline.ops import cpu
+from aquiline.types import KVGroup, LayerWeights, ModelWeights, Rows, RowSampling
+
+ROW_COUNTS = (1, 2, 4, 6, 8, 16, 64)
+CACHE_BYTES = 160 << 20  # what the rotated copies must exceed
+
+
+def best_seconds(run: Callable[[], object], repeats: int, per_run: int = 1) -> float:
+    """The fastest of `repeats` runs, per inner step: the machine's noise only ever adds."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times) / per_run
+
+
+def read_bandwidth() -> float:
+    """GB/s of a float32 sum over 512 MB by torch, an estimate of the ceiling."""
+    data = torch.ones(128 << 20)
+    return 4 * data.numel() / best_seconds(lambda: data.sum(), 5) / 1e9
+
+
+def bench_linear(n: int, k: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """GB/s, GFLOP/s and microseconds of one linear, weights from memory."""
+    num_bytes = n * k * dtype.itemsize
+    copies = max(2, CACHE_BYTES // num_bytes)
+    linears = [cpu.NativeLinear(torch.randn(n, k).to(dtype)) for _ in range(copies)]
+    results = {}
+    for rows in ROW_COUNTS:
+        x = np.random.default_rng(0).standard_normal((rows, k), np.float32)
+        seconds = best_seconds(lambda x=x: [linear(x) for linear in linears], 5 if rows < 16 else 3, copies)
+        flops = 2.0 * rows * n * k / seconds / 1e9
+        results[str(rows)] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9, "gflop_s": flops}
+        print(f"  m={rows:3d}  {seconds * 1e6:8.1f} us  {num_bytes / seconds / 1e9:6.1f} GB/s  {flops:7.1f} GFLOP/s")
+    return results
+
+
+def random_model(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelWeights:
+    """A target of 64-wide heads with random bf16 weights."""
+    dim, generator = 64, torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            qkv=weight((heads + 2 * kv_heads) * dim, hidden),
+            o=weight(hidden, heads * dim),
+            gate_up=weight(2 * ffn, hidden),
+            down=weight(hidden, ffn),
+            input_norm=torch.ones(hidden),
+            post_norm=torch.ones(hidden),
+        )
+
+    embed = weight(vocab, hidden)
+    return ModelWeights(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        intermediate_size=ffn,
+        rms_norm_eps=1e-6,
+        inv_freq=10000.0 ** (-torch.arange(0, dim, 2) / dim),
+        rope_scale=1.0,
+        embed=embed,
+        layers=tuple(layer() for _ in range(layers)),
+        final_norm=torch.ones(hidden),
+        head=embed,
+    )
+
+
+def new_kv(weights: ModelWeights, length: int, page_size: int = 64) -> tuple[KVGroup, np.ndarray]:
+    """Pages for one slot of `length` keys, filled with small random values, and its table."""
+    pages = -(-length // page_size) + 1
+    layers, heads, dim = len(weights.layers), weights.num_kv_heads, weights.head_dim
+    v = torch.randn(layers, pages, heads, page_size, dim).bfloat16()
+    return KVGroup(v.clone().view(layers, pages, heads, page_size // 16, dim, 16), v), np.arange(pages, dtype=np.int32)[None]
+
+
+def tree_rows(table: np.ndarray, num: int, context: int) -> Rows:
+    """`num` rows as a verify step has them: a root at `context` with num - 1 children, each with its own path."""
+    rows = Rows(max(num, 1), 8, table)
+    rows.num = num
+    rows.write[:] = context + np.arange(num)
+    rows.positions[:] = context + (np.arange(num) > 0)
+    rows.context_len[:] = context
+    rows.tail[:, 0], rows.tail[:, 1] = context, context + np.arange(num)
+    rows.tail_len[:] = 1 + (np.arange(num) > 0)
+    return rows
+
+
+def bench_forward(weights: ModelWeights, context: int, row_counts: tuple[int, ...]) -> dict[str, float]:
+    """Milliseconds of one forward of m tree rows at a context."""
+    model = cpu.NativeModel(weights)
+    kv, table = new_kv(weights, context + 64)
+    results = {}
+    for num in row_counts:
+        rows, hidden = tree_rows(table, num, context), np.zeros((num, weights.hidden_size), np.float32)
+        seconds = best_seconds(lambda r=rows, h=hidden: [model.forward(kv, r, h) for _ in range(10)], 8, 10)
+        results[str(num)] = seconds * 1e3
+    print("  " + "  ".join(f"m={m}: {ms:.3f} ms" for m, ms in results.items()))
+    return results
+
+
+def bench_attention(context: int) -> dict[str, dict[str, float]]:
+    """What attention adds to a one-layer forward from 64 keys to `context` keys, beside the bytes of those keys.
+
+    Eight layers' keys are visited in turn so that they come from memory."""
+    import ctypes
+
+    heads, kv_heads, dim, layers = 16, 8, 64, max(2, CACHE_BYTES // (2 * context * 8 * 64 * 2))
+    v = torch.randn(layers, context // 64 + 2, kv_heads, 64, dim).bfloat16()
+    kv = KVGroup(v.clone().view(layers, -1, kv_heads, 4, dim, 16), v)
+    table = np.arange(v.shape[1], dtype=np.int32)[None].copy()
+    described = cpu._describe_kv(kv)
+    num_bytes = 2 * context * kv_heads * dim * 2
+    results = {}
+    for num in (1, 4, 8, 16):
+        rows = tree_rows(table, num, context)
+        struct = cpu._describe_rows(rows)
+        q, out = np.random.default_rng(0).standard_normal((num, heads * dim), np.float32), np.empty((num, heads * dim), np.float32)
+
+        def run(q=q, out=out, struct=struct) -> None:
+            for layer in range(layers):
+                cpu.library().attention(
+                    ctypes.byref(described), layer, ctypes.byref(struct), q.ctypes.data, heads, 0.125, 0, None, out.ctypes.data
+                )
+
+        seconds = best_seconds(run, 5, layers)
+        results[str(num)] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9}
+        print(f"  m={num:3d}  {seconds * 1e6:8.1f} us  {num_bytes / seconds / 1e9:6.1f} GB/s of keys and values")
+    return results
+
+
+def bench_head(vocab: int, hidden: int) -> dict[str, float]:
+    """Microseconds of a draw and of a top-k from the head, one row."""
+    weights = random_model(hidden, 1, hidden // 64, 1, 64, vocab)
+    model, state = cpu.NativeModel(weights), np.random.default_rng(0).standard_normal((1, hidden), np.float32)
+    index = np.zeros(1, np.int32)
+
+    def sampling(temperature: float, top_p: float) -> RowSampling:
+        ints, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        return RowSampling(floats + temperature, ints, floats + top_p, floats, np.zeros(1, np.uint64), ints)
+
+    runs = {
+        "greedy": lambda s=sampling(0.0, 1.0): model.draw(state, index, s),
+        "temperature": lambda s=sampling(1.0, 1.0): model.draw(state, index, s),
+        "top_p": lambda s=sampling(1.0, 0.9): model.draw(state, index, s),
+        "top_k": lambda: model.top_k(state, index, 10),
+    }
+    results = {name: best_seconds(run, 20) * 1e6 for name, run in runs.items()}
+    print("  " + "  ".join(f"{name}: {us:.0f} us" for name, us in results.items()))
+    return results
+
+
+def main() -> None:
+    """Print every table, then one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", default=None)
+    parser.add_argument("--quick", action="store_true", help="the demo forward and one linear only")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    cpu.set_threads(args.threads)
+    cpu.select_isa(args.isa)
+    report: dict[str, object] = {"machine": platform.processor() or platform.machine(), **cpu.system()}
+    report["read_gb_s"] = read_bandwidth()
+    print(f"{report}")
+    shapes = [(2816, 1024, torch.bfloat16)]
+    if not args.quick:
+        shapes += [(1024, 2816, torch.bfloat16), (2816, 1024, torch.float32), (384, 384, torch.bfloat16)]
+        shapes += [(2048, 384, torch.bfloat16)]
+    linears = {}
+    for n, k, dtype in shapes:
+        name = f"{n}x{k} {str(dtype).removeprefix('torch.')}"
+        print(f"linear {name}")
+        linears[name] = bench_linear(n, k, dtype)
+    report["linear"] = linears
+    print("forward: 10 layers, hidden 384, 6/2 heads, ffn 1024, 128 keys")
+    report["demo_forward_ms"] = bench_forward(random_model(384, 10, 6, 2, 1024, 4096), 128, (1, 2, 4, 6, 8, 16, 64))
+    if not args.quick:
+        print("forward: 8 layers, hidden 1024, 16/8 heads, ffn 2816, 128 keys")
+        report["big_forward_ms"] = bench_forward(random_model(1024, 8, 16, 8, 2816, 4096), 128, (1, 2, 4, 6, 8, 16, 64))
+        for context in (2048, 8192):
+            print(f"attention: 16/8 heads of 64, {context} keys")
+            report[f"attention_{context}"] = bench_attention(context)
+        for vocab, hidden in ((4096, 384), (151936, 256)):
+            print(f"head: vocabulary {vocab}, hidden {hidden}, one row")
+            report[f"head_{vocab}_us"] = bench_head(vocab, hidden)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

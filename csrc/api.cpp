@@ -1,0 +1,421 @@
+// The C interface: validates, chooses the kernels, owns scratch memory, and hands jobs to the pool.
+#include <stdlib.h>
+#include <string.h>
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "aquiline.h"
+#include "check.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace {
+
+using namespace aq;
+
+struct Isa {
+  const char* name;
+  const Kernels* kernels;
+  bool available;
+};
+
+std::vector<Isa> detect() {
+  std::vector<Isa> isas;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  isas.push_back({"avx512", &kAvx512, fma && wide});
+  isas.push_back({"avx2", &kAvx2, fma});
+#endif
+  isas.push_back({"portable", &kPortable, true});
+  return isas;
+}
+
+const std::vector<Isa>& isas() {
+  static const std::vector<Isa> all = detect();
+  return all;
+}
+
+const Isa* best_isa() {
+  for (const Isa& isa : isas())
+    if (isa.available) return &isa;
+  return nullptr;  // not reached: the portable kernels are always available
+}
+
+// Scratch that grows to the largest call seen and is then reused.
+class Buffer {
+ public:
+  template <class T = float>
+  T* reserve(size_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    if (bytes > capacity_) {
+      free(data_);
+      data_ = aligned_alloc(64, bytes);
+      capacity_ = data_ == nullptr ? 0 : bytes;
+    }
+    return (T*)data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
+// One call at a time: the pool and the scratch are shared. Never destroyed, like the pool.
+struct Engine {
+  std::mutex mutex;
+  const Isa* isa = best_isa();
+  std::vector<Tile> tiles;
+  Buffer normed, qkv, attended, gate_up, cosine, sine, partials, workspace, logits, best;
+};
+
+Engine& engine() {
+  static Engine* const e = new Engine;
+  return *e;
+}
+
+const Kernels& kernels() { return *engine().isa->kernels; }
+
+using Lock = std::lock_guard<std::mutex>;
+
+template <class Job, void (*Kernels::*member)(const Worker&, const Job&)>
+void run_job(const Job& job) {
+  run([](const Worker& worker, const void* argument) { (kernels().*member)(worker, *(const Job*)argument); }, &job);
+}
+
+size_t padded_vocab(int vocab) { return ((size_t)vocab + 63) / 64 * 64; }
+
+#define AQ_RESERVE(pointer, buffer, type, count)                                                   \
+  do {                                                                                             \
+    pointer = engine().buffer.reserve<type>(count);                                                \
+    AQ_REQUIRE(pointer != nullptr, "out of memory: %s of %zu elements", #buffer, (size_t)(count)); \
+  } while (0)
+
+// Tiles of rows, whether spans are work items of their own, and the memory for both.
+int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJob* job) {
+  Engine& e = engine();
+  const int group = num_heads / kv.num_kv_heads;
+  const int tile_rows = kTileQueries / group;
+  e.tiles.clear();
+  int high = 0;
+  for (int r = 0; r < rows.num_rows; r++) {
+    const int own = rows.context_len[r] + rows.tail_len[r];
+    high = own > high ? own : high;
+    if (r > 0 && rows.slots[r] == rows.slots[r - 1] && e.tiles.back().num_rows < tile_rows) e.tiles.back().num_rows++;
+    else e.tiles.push_back({r, 1});
+  }
+  job->kv = &kv, job->rows = &rows, job->num_heads = num_heads;
+  job->tiles = e.tiles.data(), job->num_tiles = (int)e.tiles.size();
+  job->num_spans = (high + kSpan - 1) / kSpan;
+  const int items = job->num_tiles * kv.num_kv_heads, threads = num_threads();
+  job->deferred = job->num_spans > 1 && items % threads != 0 && items < 4 * threads;
+  if (job->deferred)
+    AQ_RESERVE(job->partials, partials, float, (size_t)rows.num_rows * num_heads * job->num_spans * (16 + kv.head_dim));
+  job->workspace_floats = (size_t)kTileQueries * (3 * kv.head_dim + 4) + (size_t)AQ_BLOCK * kv.head_dim;
+  AQ_RESERVE(job->workspace, workspace, float, threads * job->workspace_floats);
+  return 0;
+}
+
+int check_selection(const AqModel* model, const float* hidden, const int32_t* row_index, int n) {
+  AQ_TRY(check_model(model));
+  AQ_REQUIRE(n >= 0, "n=%d: must be at least 0", n);
+  AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
+  AQ_TRY(check_pointer("row_index", row_index, sizeof(int32_t)));
+  for (int i = 0; i < n; i++) AQ_REQUIRE(row_index[i] >= 0, "row_index[%d]=%d: must be at least 0", i, row_index[i]);
+  return 0;
+}
+
+int draw(DrawJob job) {
+  AQ_TRY(check_pointer("tokens", job.tokens, sizeof(int32_t)));
+  AQ_TRY(check_sampling(job.sampling, job.n));
+  if (job.n == 0) return 0;
+  const size_t width = padded_vocab(job.vocab), threads = num_threads();
+  if (job.model != nullptr) {
+    AQ_RESERVE(job.normed, normed, float, (size_t)job.n * job.model->hidden);
+    AQ_RESERVE(job.logits, logits, float, job.n * width);
+  }
+  AQ_RESERVE(job.best, best, Best, threads * job.n);
+  job.workspace_floats = 6 * width;
+  AQ_RESERVE(job.workspace, workspace, float, threads * job.workspace_floats);
+  run_job<DrawJob, &Kernels::draw>(job);
+  return 0;
+}
+
+template <class T>
+void move_keys(const AqKV& kv, const int32_t* table, int src, int dst) {
+  const size_t page = (size_t)kv.page_size * kv.head_dim;
+  const auto base = [&](int layer, int head, int index) {
+    return (((size_t)layer * kv.num_pages + table[index / kv.page_size]) * kv.num_kv_heads + head) * page;
+  };
+  const auto key = [&](int index) { return (size_t)(index % kv.page_size / 16) * 16 * kv.head_dim + index % 16; };
+  const auto value = [&](int index) { return (size_t)(index % kv.page_size) * kv.head_dim; };
+  for (int layer = 0; layer < kv.num_layers; layer++)
+    for (int head = 0; head < kv.num_kv_heads; head++) {
+      const size_t from = base(layer, head, src), to = base(layer, head, dst);
+      const T* k = (const T*)kv.k + from + key(src);
+      T* new_k = (T*)kv.k + to + key(dst);
+      for (int d = 0; d < kv.head_dim; d++) new_k[d * 16] = k[d * 16];
+      memcpy((T*)kv.v + to + value(dst), (const T*)kv.v + from + value(src), kv.head_dim * sizeof(T));
+    }
+}
+
+template <class T>
+void pack(const T* weight, int n, int k, T* packed) {
+  for (int block = 0; block * 16 < n; block++)
+    for (int i = 0; i < k; i++)
+      for (int lane = 0; lane < 16; lane++, packed++)
+        *packed = block * 16 + lane < n ? weight[((size_t)block * 16 + lane) * k + i] : T(0);
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* aq_last_error(void) { return last_error(); }
+
+const char* aq_isa(void) { return engine().isa->name; }
+
+const char* aq_available_isas(void) {
+  static const std::string names = [] {
+    std::string joined;
+    for (const Isa& isa : isas())
+      if (isa.available) joined += (joined.empty() ? "" : ",") + std::string(isa.name);
+    return joined;
+  }();
+  return names.c_str();
+}
+
+int aq_select_isa(const char* name) {
+  Lock lock(engine().mutex);
+  if (name == nullptr) {
+    engine().isa = best_isa();
+    return 0;
+  }
+  for (const Isa& isa : isas())
+    if (isa.available && strcmp(isa.name, name) == 0) {
+      engine().isa = &isa;
+      return 0;
+    }
+  return fail("isa=%s: must be one of %s", name, aq_available_isas());
+}
+
+int aq_set_threads(int32_t threads) {
+  AQ_REQUIRE(threads >= 1 && threads <= 1024, "threads=%d: must be in [1, 1024]", threads);
+  Lock lock(engine().mutex);
+  set_threads(threads);
+  return 0;
+}
+
+int32_t aq_num_threads(void) {
+  Lock lock(engine().mutex);
+  return num_threads();
+}
+
+int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype) {
+  return ((int64_t)n + 15) / 16 * 16 * k * (dtype == AQ_BFLOAT16 ? 2 : 4);
+}
+
+int aq_pack(const void* weight, int32_t n, int32_t k, int32_t dtype, void* packed) {
+  const AqLinear linear{packed, nullptr, n, k, dtype};
+  AQ_TRY(check_linear("packed", linear, 0, 0));
+  AQ_TRY(check_pointer("weight", weight, dtype == AQ_BFLOAT16 ? 2 : 4));
+  if (dtype == AQ_BFLOAT16) pack((const uint16_t*)weight, n, k, (uint16_t*)packed);
+  else pack((const float*)weight, n, k, (float*)packed);
+  return 0;
+}
+
+int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, float* hidden, float* features) {
+  AQ_TRY(check_model(model));
+  AQ_TRY(check_kv(kv, model->num_kv_heads, model->head_dim));
+  AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers, model->num_layers);
+  AQ_TRY(check_rows(rows, *kv, model->vocab, true));
+  AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
+  if (model->is_draft) AQ_TRY(check_pointer("g", g, sizeof(float)));
+  if (features != nullptr) AQ_TRY(check_pointer("features", features, sizeof(float)));
+  if (rows->num_rows == 0) return 0;
+  Lock lock(engine().mutex);
+  ForwardJob job{};
+  job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.hidden = hidden, job.features = features;
+  const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
+  AQ_RESERVE(job.normed, normed, float, n * model->layers[0].qkv.k);
+  AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].qkv.n);
+  AQ_RESERVE(job.attended, attended, float, n * heads);
+  AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
+  AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);
+  AQ_RESERVE(job.sine, sine, float, n * model->head_dim / 2);
+  AQ_TRY(plan_attention(*kv, *rows, model->num_heads, &job.attention));
+  job.attention.q = job.qkv, job.attention.q_stride = model->layers[0].qkv.n;
+  job.attention.out = job.attended, job.attention.scale = model->attn_scale;
+  run_job<ForwardJob, &Kernels::forward>(job);
+  return 0;
+}
+
+int aq_head_logits(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, float* logits) {
+  AQ_TRY(check_selection(model, hidden, row_index, n));
+  AQ_TRY(check_pointer("logits", logits, sizeof(float)));
+  if (n == 0) return 0;
+  Lock lock(engine().mutex);
+  TopKJob job{};
+  job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.logits = logits;
+  AQ_RESERVE(job.normed, normed, float, (size_t)n * model->hidden);
+  run_job<TopKJob, &Kernels::head_logits>(job);
+  return 0;
+}
+
+int aq_head_draw(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n,
+                 const AqSampling* sampling, int32_t* tokens) {
+  AQ_TRY(check_selection(model, hidden, row_index, n));
+  Lock lock(engine().mutex);
+  DrawJob job{};
+  job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.vocab = model->head.n;
+  job.sampling = sampling, job.tokens = tokens;
+  return draw(job);
+}
+
+int aq_head_topk(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
+                 float* logprobs) {
+  AQ_TRY(check_selection(model, hidden, row_index, n));
+  AQ_REQUIRE(k >= 1 && k <= model->head.n, "k=%d: must be in [1, %d]", k, model->head.n);
+  AQ_TRY(check_pointer("ids", ids, sizeof(int32_t)));
+  AQ_TRY(check_pointer("logprobs", logprobs, sizeof(float)));
+  if (n == 0) return 0;
+  Lock lock(engine().mutex);
+  TopKJob job{};
+  job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.k = k;
+  job.ids = ids, job.logprobs = logprobs;
+  const size_t width = padded_vocab(model->head.n);
+  AQ_RESERVE(job.normed, normed, float, (size_t)n * model->hidden);
+  AQ_RESERVE(job.logits, logits, float, n * width);
+  job.workspace_floats = 3 * width;
+  AQ_RESERVE(job.workspace, workspace, float, num_threads() * job.workspace_floats);
+  run_job<TopKJob, &Kernels::head_topk>(job);
+  return 0;
+}
+
+int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling* sampling, int32_t* tokens) {
+  AQ_REQUIRE(n >= 0, "n=%d: must be at least 0", n);
+  AQ_REQUIRE(vocab > 0, "vocab=%d: must be positive", vocab);
+  AQ_TRY(check_pointer("logits", logits, sizeof(float)));
+  Lock lock(engine().mutex);
+  DrawJob job{};
+  job.given_logits = logits, job.n = n, job.vocab = vocab, job.sampling = sampling, job.tokens = tokens;
+  return draw(job);
+}
+
+int aq_linear(const AqLinear* linear, const float* x, int32_t rows, float* y) {
+  AQ_TRY(check_pointer("linear", linear, alignof(AqLinear)));
+  AQ_TRY(check_linear("weight", *linear, 0, 0));
+  AQ_REQUIRE(rows >= 0, "rows=%d: must be at least 0", rows);
+  AQ_TRY(check_pointer("x", x, sizeof(float)));
+  AQ_TRY(check_pointer("y", y, sizeof(float)));
+  Lock lock(engine().mutex);
+  run_job<LinearJob, &Kernels::linear>(LinearJob{linear, x, rows, y});
+  return 0;
+}
+
+int aq_rms_norm(const float* x, const float* weight, int32_t rows, int32_t width, float eps, float* y) {
+  AQ_REQUIRE(rows >= 0, "rows=%d: must be at least 0", rows);
+  AQ_REQUIRE(width > 0 && width % 16 == 0, "width=%d: must be a positive multiple of 16", width);
+  AQ_TRY(check_pointer("x", x, sizeof(float)));
+  AQ_TRY(check_pointer("weight", weight, sizeof(float)));
+  AQ_TRY(check_pointer("y", y, sizeof(float)));
+  kernels().rms_norm(x, weight, rows, width, eps, y);
+  return 0;
+}
+
+int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y) {
+  AQ_REQUIRE(rows >= 0, "rows=%d: must be at least 0", rows);
+  AQ_REQUIRE(width > 0 && width % 16 == 0, "width=%d: must be a positive multiple of 16", width);
+  AQ_TRY(check_pointer("gate_up", gate_up, sizeof(float)));
+  AQ_TRY(check_pointer("y", y, sizeof(float)));
+  kernels().swiglu(gate_up, rows, width, y);
+  return 0;
+}
+
+int aq_rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int32_t rows, int32_t heads,
+            int32_t head_dim) {
+  AQ_REQUIRE(rows >= 0, "rows=%d: must be at least 0", rows);
+  AQ_REQUIRE(heads > 0, "heads=%d: must be positive", heads);
+  AQ_REQUIRE(head_dim > 0 && head_dim % 16 == 0 && head_dim <= kMaxHeadDim,
+             "head_dim=%d: must be a positive multiple of 16 up to %d", head_dim, kMaxHeadDim);
+  AQ_TRY(check_pointer("x", x, sizeof(float)));
+  AQ_TRY(check_pointer("positions", positions, sizeof(int32_t)));
+  AQ_TRY(check_pointer("inv_freq", inv_freq, sizeof(float)));
+  kernels().rope(x, positions, inv_freq, scale, rows, heads, head_dim);
+  return 0;
+}
+
+int aq_write_kv(const AqKV* kv, int32_t layer, const AqRows* rows, const float* k, const float* v) {
+  AQ_TRY(check_kv(kv, 0, 0));
+  AQ_REQUIRE(layer >= 0 && layer < kv->num_layers, "layer=%d: must be in [0, %d)", layer, kv->num_layers);
+  AQ_TRY(check_rows(rows, *kv, 0, false));
+  AQ_TRY(check_pointer("k", k, sizeof(float)));
+  AQ_TRY(check_pointer("v", v, sizeof(float)));
+  kernels().write_kv(*kv, layer, *rows, k, v);
+  return 0;
+}
+
+int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float* q, int32_t num_heads, float scale,
+                 int32_t window, const float* sinks, float* out) {
+  AQ_TRY(check_kv(kv, 0, 0));
+  AQ_REQUIRE(layer >= 0 && layer < kv->num_layers, "layer=%d: must be in [0, %d)", layer, kv->num_layers);
+  AQ_REQUIRE(num_heads > 0 && num_heads % kv->num_kv_heads == 0 && num_heads / kv->num_kv_heads <= kTileQueries,
+             "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", num_heads, kTileQueries, kv->num_kv_heads);
+  AQ_REQUIRE(window >= 0, "window=%d: must be at least 0 (none)", window);
+  AQ_TRY(check_rows(rows, *kv, 0, true));
+  AQ_TRY(check_pointer("q", q, sizeof(float)));
+  AQ_TRY(check_pointer("out", out, sizeof(float)));
+  if (rows->num_rows == 0) return 0;
+  Lock lock(engine().mutex);
+  AttentionJob job{};
+  AQ_TRY(plan_attention(*kv, *rows, num_heads, &job));
+  job.q = q, job.q_stride = num_heads * kv->head_dim, job.out = out, job.sinks = sinks;
+  job.layer = layer, job.window = window, job.scale = scale;
+  run_job<AttentionJob, &Kernels::attention>(job);
+  return 0;
+}
+
+int aq_exp_log(const float* x, int32_t count, float* exps, float* logs) {
+  AQ_REQUIRE(count >= 0, "count=%d: must be at least 0", count);
+  AQ_TRY(check_pointer("x", x, sizeof(float)));
+  AQ_TRY(check_pointer("exps", exps, sizeof(float)));
+  AQ_TRY(check_pointer("logs", logs, sizeof(float)));
+  kernels().exp_log(x, count, exps, logs);
+  return 0;
+}
+
+int aq_gumbel(uint64_t seed, int32_t position, int32_t count, float* noise) {
+  AQ_REQUIRE(count >= 0, "count=%d: must be at least 0", count);
+  AQ_TRY(check_pointer("noise", noise, sizeof(float)));
+  kernels().gumbel(seed, position, count, noise);
+  return 0;
+}
+
+int aq_move_kv(const AqKV* kv, const int32_t* page_table, int32_t table_stride, const int32_t* slots, const int32_t* src,
+               const int32_t* dst, int32_t count) {
+  AQ_TRY(check_kv(kv, 0, 0));
+  AQ_REQUIRE(count >= 0, "count=%d: must be at least 0", count);
+  AQ_REQUIRE(table_stride > 0, "table_stride=%d: must be positive", table_stride);
+  AQ_TRY(check_pointer("page_table", page_table, sizeof(int32_t)));
+  AQ_TRY(check_pointer("slots", slots, sizeof(int32_t)));
+  AQ_TRY(check_pointer("src", src, sizeof(int32_t)));
+  AQ_TRY(check_pointer("dst", dst, sizeof(int32_t)));
+  for (int i = 0; i < count; i++) {
+    AQ_REQUIRE(slots[i] >= 0, "slots[%d]=%d: must be at least 0", i, slots[i]);
+    const int32_t* table = page_table + (size_t)slots[i] * table_stride;
+    AQ_TRY(check_index("src", i, src[i], *kv, table, table_stride));
+    AQ_TRY(check_index("dst", i, dst[i], *kv, table, table_stride));
+  }
+  for (int i = 0; i < count; i++) {
+    const int32_t* table = page_table + (size_t)slots[i] * table_stride;
+    if (kv->dtype == AQ_BFLOAT16) move_keys<uint16_t>(*kv, table, src[i], dst[i]);
+    else move_keys<uint32_t>(*kv, table, src[i], dst[i]);
+  }
+  return 0;
+}
+
+}  // extern "C"

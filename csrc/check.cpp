@@ -1,0 +1,205 @@
+#include "check.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "kernels.h"
+
+namespace aq {
+namespace {
+
+thread_local char message[256] = "";
+
+int check_dtype(const char* name, int dtype) {
+  AQ_REQUIRE(dtype == AQ_FLOAT32 || dtype == AQ_BFLOAT16, "%s=%d: must be 0 (float32) or 1 (bfloat16)", name, dtype);
+  return 0;
+}
+
+size_t element_size(int dtype) { return dtype == AQ_BFLOAT16 ? 2 : 4; }
+
+int check_floats(const char* name, const float* pointer) { return check_pointer(name, pointer, sizeof(float)); }
+
+int check_optional(const char* name, const float* pointer) {
+  return pointer == nullptr ? 0 : check_floats(name, pointer);
+}
+
+int check_layer(const AqModel& m, const AqLayer& layer) {
+  const int heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
+  AQ_TRY(check_linear("qkv", layer.qkv, heads, m.is_draft ? 2 * m.hidden : m.hidden));
+  AQ_TRY(check_linear("o", layer.o, m.hidden, m.num_heads * m.head_dim));
+  AQ_TRY(check_linear("gate_up", layer.gate_up, 2 * m.intermediate, m.hidden));
+  AQ_TRY(check_linear("down", layer.down, m.hidden, m.intermediate));
+  AQ_TRY(check_floats("input_norm", layer.input_norm));
+  AQ_TRY(check_floats("post_norm", layer.post_norm));
+  if (m.is_draft) AQ_TRY(check_floats("hidden_norm", layer.hidden_norm));
+  AQ_TRY(check_optional("q_norm", layer.q_norm));
+  AQ_TRY(check_optional("k_norm", layer.k_norm));
+  AQ_TRY(check_optional("sinks", layer.sinks));
+  AQ_REQUIRE(layer.window >= 0, "window=%d: must be at least 0 (none)", layer.window);
+  return 0;
+}
+
+// Pages of the context [key_start, context_len) of rows [begin, end), which are of one slot and overlap.
+int check_context(const AqRows& rows, const AqKV& kv, int begin, int end) {
+  const int slot = rows.slots[begin];
+  AQ_REQUIRE(slot >= 0 && slot < rows.num_slots, "slots[%d]=%d: must be in [0, %d)", begin, slot, rows.num_slots);
+  int low = INT32_MAX, high = 0;
+  for (int r = begin; r < end; r++) {
+    const int start = rows.key_start[r], length = rows.context_len[r], tail = rows.tail_len[r];
+    AQ_REQUIRE(start >= 0, "key_start[%d]=%d: must be at least 0", r, start);
+    AQ_REQUIRE(length >= 0, "context_len[%d]=%d: must be at least 0", r, length);
+    AQ_REQUIRE(tail >= 0 && tail <= rows.tail_stride, "tail_len[%d]=%d: must be in [0, %d]", r, tail, rows.tail_stride);
+    AQ_REQUIRE((int64_t)length + tail > start, "row %d sees no key: key_start=%d, context_len=%d, tail_len=%d", r, start,
+               length, tail);
+    if (start < length) low = start < low ? start : low, high = length > high ? length : high;
+  }
+  const int32_t* table = rows.page_table + (size_t)slot * rows.table_stride;
+  const int64_t capacity = (int64_t)rows.table_stride * kv.page_size;
+  AQ_REQUIRE(high <= capacity, "context_len=%d of slot %d: its page table holds %lld", high, slot, (long long)capacity);
+  for (int page = low / kv.page_size; low < high && page <= (high - 1) / kv.page_size; page++)
+    AQ_REQUIRE(table[page] >= 0 && table[page] < kv.num_pages, "page_table[%d][%d]=%d: must be in [0, %d)", slot, page,
+               table[page], kv.num_pages);
+  for (int r = begin; r < end; r++)
+    for (int t = 0; t < rows.tail_len[r]; t++)
+      AQ_TRY(check_index("tail", r, rows.tail[(size_t)r * rows.tail_stride + t], kv, table, rows.table_stride));
+  return 0;
+}
+
+}  // namespace
+
+int fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(message, sizeof message, format, arguments);
+  va_end(arguments);
+  return -1;
+}
+
+const char* last_error() { return message; }
+
+int check_pointer(const char* name, const void* pointer, size_t alignment) {
+  AQ_REQUIRE(pointer != nullptr, "%s is NULL", name);
+  AQ_REQUIRE((uintptr_t)pointer % alignment == 0, "%s is not aligned to %zu bytes", name, alignment);
+  return 0;
+}
+
+int check_linear(const char* name, const AqLinear& linear, int n, int k) {
+  AQ_TRY(check_dtype(name, linear.dtype));
+  AQ_TRY(check_pointer(name, linear.weight, element_size(linear.dtype)));
+  AQ_TRY(check_optional(name, linear.bias));
+  AQ_REQUIRE(linear.n > 0 && (n == 0 || linear.n == n), "%s.n=%d: must be %d", name, linear.n, n);
+  AQ_REQUIRE(linear.k > 0 && linear.k % AQ_LANES == 0, "%s.k=%d: must be a positive multiple of 16", name, linear.k);
+  AQ_REQUIRE(k == 0 || linear.k == k, "%s.k=%d: must be %d", name, linear.k, k);
+  return 0;
+}
+
+int check_model(const AqModel* model) {
+  AQ_TRY(check_pointer("model", model, alignof(AqModel)));
+  const AqModel& m = *model;
+  AQ_REQUIRE(m.hidden > 0 && m.hidden % 16 == 0, "hidden=%d: must be a positive multiple of 16", m.hidden);
+  AQ_REQUIRE(m.intermediate > 0 && m.intermediate % 16 == 0, "intermediate=%d: must be a positive multiple of 16",
+             m.intermediate);
+  AQ_REQUIRE(m.head_dim > 0 && m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim,
+             "head_dim=%d: must be a positive multiple of 16 up to %d", m.head_dim, kMaxHeadDim);
+  AQ_REQUIRE(m.num_kv_heads > 0 && m.num_heads > 0 && m.num_heads % m.num_kv_heads == 0 &&
+                 m.num_heads / m.num_kv_heads <= kTileQueries,
+             "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", m.num_heads, kTileQueries, m.num_kv_heads);
+  AQ_REQUIRE(m.num_layers > 0 && (!m.is_draft || m.num_layers == 1), "num_layers=%d: must be positive, 1 for a draft",
+             m.num_layers);
+  AQ_REQUIRE(m.vocab > 0, "vocab=%d: must be positive", m.vocab);
+  AQ_TRY(check_dtype("embed_dtype", m.embed_dtype));
+  AQ_TRY(check_pointer("embed", m.embed, element_size(m.embed_dtype)));
+  AQ_TRY(check_floats("inv_freq", m.inv_freq));
+  AQ_TRY(check_floats("final_norm", m.final_norm));
+  AQ_TRY(check_linear("head", m.head, 0, m.hidden));
+  AQ_TRY(check_pointer("layers", m.layers, alignof(AqLayer)));
+  for (int i = 0; i < m.num_layers; i++) AQ_TRY(check_layer(m, m.layers[i]));
+  AQ_REQUIRE(m.num_capture >= 0, "num_capture=%d: must be at least 0", m.num_capture);
+  if (m.num_capture > 0) AQ_TRY(check_pointer("capture", m.capture, sizeof(int32_t)));
+  for (int i = 0; i < m.num_capture; i++)
+    AQ_REQUIRE(m.capture[i] < m.num_layers && m.capture[i] > (i == 0 ? -1 : m.capture[i - 1]),
+               "capture[%d]=%d: must ascend within [0, %d)", i, m.capture[i], m.num_layers);
+  return 0;
+}
+
+int check_kv(const AqKV* kv, int num_kv_heads, int head_dim) {
+  AQ_TRY(check_pointer("kv", kv, alignof(AqKV)));
+  AQ_TRY(check_dtype("kv.dtype", kv->dtype));
+  AQ_TRY(check_pointer("kv.k", kv->k, element_size(kv->dtype)));
+  AQ_TRY(check_pointer("kv.v", kv->v, element_size(kv->dtype)));
+  AQ_REQUIRE(kv->num_layers > 0, "kv.num_layers=%d: must be positive", kv->num_layers);
+  AQ_REQUIRE(kv->num_pages > 0, "kv.num_pages=%d: must be positive", kv->num_pages);
+  AQ_REQUIRE(kv->page_size > 0 && kv->page_size % 16 == 0, "kv.page_size=%d: must be a positive multiple of 16",
+             kv->page_size);
+  AQ_REQUIRE(kv->num_kv_heads > 0 && (num_kv_heads == 0 || kv->num_kv_heads == num_kv_heads),
+             "kv.num_kv_heads=%d: must be %d", kv->num_kv_heads, num_kv_heads);
+  AQ_REQUIRE(kv->head_dim > 0 && kv->head_dim % 16 == 0 && kv->head_dim <= kMaxHeadDim,
+             "kv.head_dim=%d: must be a positive multiple of 16 up to %d", kv->head_dim, kMaxHeadDim);
+  AQ_REQUIRE(head_dim == 0 || kv->head_dim == head_dim, "kv.head_dim=%d: must be %d", kv->head_dim, head_dim);
+  return 0;
+}
+
+int check_index(const char* name, int row, int index, const AqKV& kv, const int32_t* table, int table_stride) {
+  AQ_REQUIRE(index >= 0 && index / kv.page_size < table_stride, "%s[%d]=%d: must be in [0, %lld)", name, row, index,
+             (long long)table_stride * kv.page_size);
+  const int page = table[index / kv.page_size];
+  AQ_REQUIRE(page >= 0 && page < kv.num_pages, "%s[%d]=%d lies in page %d: must be in [0, %d)", name, row, index, page,
+             kv.num_pages);
+  return 0;
+}
+
+// vocab 0: tokens and positions are not used. reads: the rows also attend.
+int check_rows(const AqRows* rows, const AqKV& kv, int vocab, bool reads) {
+  AQ_TRY(check_pointer("rows", rows, alignof(AqRows)));
+  AQ_REQUIRE(rows->num_rows >= 0, "num_rows=%d: must be at least 0", rows->num_rows);
+  AQ_REQUIRE(rows->num_slots > 0, "num_slots=%d: must be positive", rows->num_slots);
+  AQ_REQUIRE(rows->table_stride > 0, "table_stride=%d: must be positive", rows->table_stride);
+  AQ_REQUIRE(rows->tail_stride >= 0, "tail_stride=%d: must be at least 0", rows->tail_stride);
+  const struct { const char* name; const int32_t* pointer; bool needed; } arrays[] = {
+      {"slots", rows->slots, true},           {"write", rows->write, true},
+      {"page_table", rows->page_table, true}, {"key_start", rows->key_start, reads},
+      {"tail_len", rows->tail_len, reads},    {"context_len", rows->context_len, reads},
+      {"tail", rows->tail, reads && rows->tail_stride > 0},
+      {"tokens", rows->tokens, vocab > 0},    {"positions", rows->positions, vocab > 0},
+  };
+  for (const auto& array : arrays)
+    if (array.needed) AQ_TRY(check_pointer(array.name, array.pointer, sizeof(int32_t)));
+  for (int r = 0; r < rows->num_rows; r++) {
+    const int slot = rows->slots[r];
+    AQ_REQUIRE(slot >= 0 && slot < rows->num_slots, "slots[%d]=%d: must be in [0, %d)", r, slot, rows->num_slots);
+    if (vocab > 0) {
+      AQ_REQUIRE(rows->tokens[r] >= 0 && rows->tokens[r] < vocab, "tokens[%d]=%d: must be in [0, %d)", r, rows->tokens[r],
+                 vocab);
+      AQ_REQUIRE(rows->positions[r] >= 0, "positions[%d]=%d: must be at least 0", r, rows->positions[r]);
+    }
+    AQ_REQUIRE(rows->write[r] >= -1, "write[%d]=%d: must be at least -1 (nothing)", r, rows->write[r]);
+    if (rows->write[r] >= 0)
+      AQ_TRY(check_index("write", r, rows->write[r], kv, rows->page_table + (size_t)slot * rows->table_stride,
+                         rows->table_stride));
+  }
+  for (int begin = 0, end; reads && begin < rows->num_rows; begin = end) {
+    for (end = begin + 1; end < rows->num_rows && rows->slots[end] == rows->slots[begin];) end++;
+    AQ_TRY(check_context(*rows, kv, begin, end));
+  }
+  return 0;
+}
+
+int check_sampling(const AqSampling* s, int n) {
+  AQ_TRY(check_pointer("sampling", s, alignof(AqSampling)));
+  AQ_TRY(check_floats("temperature", s->temperature));
+  AQ_TRY(check_floats("top_p", s->top_p));
+  AQ_TRY(check_floats("min_p", s->min_p));
+  AQ_TRY(check_pointer("top_k", s->top_k, sizeof(int32_t)));
+  AQ_TRY(check_pointer("position", s->position, sizeof(int32_t)));
+  AQ_TRY(check_pointer("seed", s->seed, sizeof(uint64_t)));
+  for (int i = 0; i < n; i++) {
+    AQ_REQUIRE(s->temperature[i] >= 0.0f && s->temperature[i] < 1e30f, "temperature[%d]=%g: must be finite, at least 0", i,
+               (double)s->temperature[i]);
+    AQ_REQUIRE(s->top_p[i] >= 0.0f && s->top_p[i] <= 1.0f, "top_p[%d]=%g: must be in [0, 1]", i, (double)s->top_p[i]);
+    AQ_REQUIRE(s->min_p[i] >= 0.0f && s->min_p[i] <= 1.0f, "min_p[%d]=%g: must be in [0, 1]", i, (double)s->min_p[i]);
+    AQ_REQUIRE(s->top_k[i] >= 0, "top_k[%d]=%d: must be at least 0 (off)", i, s->top_k[i]);
+  }
+  return 0;
+}
+
+}  // namespace aq

@@ -1,0 +1,71 @@
+// Compiled once per instruction set, with AQ_AVX512, AQ_AVX2 or neither defined (setup.py).
+#if defined(AQ_AVX512)
+#define AQ_NAMESPACE avx512
+#define AQ_TABLE kAvx512
+#elif defined(AQ_AVX2)
+#define AQ_NAMESPACE avx2
+#define AQ_TABLE kAvx2
+#else
+#define AQ_NAMESPACE portable
+#define AQ_TABLE kPortable
+#endif
+
+#include "forward.h"
+#include "sample.h"
+
+namespace AQ_NAMESPACE {
+
+static void linear(const Worker& worker, const aq::LinearJob& job) {
+  linear_store(worker, *job.linear, job.x, job.rows, job.y);
+}
+
+static void rms_norm(const float* x, const float* weight, int rows, int width, float eps, float* y) {
+  for (size_t r = 0; r < (size_t)rows; r++) rms_norm_row(x + r * width, weight, width, eps, y + r * width);
+}
+
+static void swiglu(const float* gate_up, int rows, int width, float* y) {
+  for (size_t i = 0; i < (size_t)rows * width; i += 16) swiglu_run(gate_up + 2 * i, y + i);
+}
+
+static void rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int rows, int heads, int dim) {
+  const int half = dim / 2;
+  for (size_t r = 0; r < (size_t)rows; r++) {
+    float cosine[aq::kMaxHeadDim / 2], sine[aq::kMaxHeadDim / 2];
+    rope_table(positions[r], inv_freq, scale, half, cosine, sine);
+    for (int h = 0; h < heads; h++) rotate(x + (r * heads + h) * dim, cosine, sine, half);
+  }
+}
+
+static void write_kv(const AqKV& kv, int layer, const AqRows& rows, const float* k, const float* v) {
+  for (int r = 0; r < rows.num_rows; r++)
+    for (int h = 0; h < kv.num_kv_heads; h++) {
+      const size_t at = ((size_t)r * kv.num_kv_heads + h) * kv.head_dim;
+      store_key(kv, layer, h, rows, r, k + at, v + at);
+    }
+}
+
+static void gumbel_row(uint64_t seed, int32_t position, int count, float* noise) {
+  const Noise key(seed, position);
+  for (int i = 0; i < count; i += 16) {
+    float lane[16];
+    store(lane, gumbel(key, iadd(iota(), iset1(i))));
+    memcpy(noise + i, lane, (count - i < 16 ? count - i : 16) * sizeof(float));
+  }
+}
+
+// exp and log alone, so that a test can measure their accuracy.
+static void exp_log(const float* x, int count, float* exps, float* logs) {
+  for (int i = 0; i < count; i++) exps[i] = exp1(x[i]), logs[i] = x[i] > 0.0f ? log1(x[i]) : 0.0f;
+}
+
+}  // namespace AQ_NAMESPACE
+
+namespace aq {
+
+const Kernels AQ_TABLE = {
+    AQ_NAMESPACE::forward,     AQ_NAMESPACE::attention, AQ_NAMESPACE::linear, AQ_NAMESPACE::head_logits,
+    AQ_NAMESPACE::head_topk,   AQ_NAMESPACE::draw,      AQ_NAMESPACE::rms_norm, AQ_NAMESPACE::swiglu,
+    AQ_NAMESPACE::rope,        AQ_NAMESPACE::write_kv,  AQ_NAMESPACE::gumbel_row, AQ_NAMESPACE::exp_log,
+};
+
+}  // namespace aq

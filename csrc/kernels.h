@@ -1,0 +1,109 @@
+// What the dispatching side (api.cpp) and the kernels, compiled once per instruction set, know of each other.
+//
+// A kernel is called by every worker of the pool at once and divides the work by (index, count); how it divides it
+// never changes a result. Plain data only: see vec.h for why nothing from std:: may appear here.
+#pragma once
+#include <stddef.h>
+
+#include "aquiline.h"
+
+namespace aq {
+
+struct Worker {
+  int index, count;
+  void barrier() const;  // returns once every worker has arrived; pool.cpp
+};
+
+constexpr int kSpan = 512;         // attention folds blocks within spans of this many positions, then the spans
+constexpr int kMaxHeadDim = 512;
+constexpr int kTileQueries = 128;  // attention reads a block of keys once for this many (row, head) pairs
+
+struct Tile {
+  int32_t row, num_rows;  // consecutive rows of one slot
+};
+
+struct AttentionJob {
+  const AqKV* kv;
+  const AqRows* rows;
+  const float* q;  // [R, q_stride], heads first
+  float* out;      // [R, num_heads * head_dim]
+  const float* sinks;
+  int layer, num_heads, q_stride, window;
+  float scale;
+  const Tile* tiles;
+  int num_tiles, num_spans;
+  bool deferred;       // each span is a work item of its own, and its state goes to `partials`
+  float* partials;     // [R, num_heads, num_spans, 16 + head_dim]: maximum, sum, ..., accumulator
+  float* workspace;    // per worker
+  size_t workspace_floats;
+};
+
+struct ForwardJob {
+  const AqModel* model;
+  const AqKV* kv;
+  const AqRows* rows;
+  const float* g;
+  float *hidden, *features;
+  float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
+  AttentionJob attention;  // the fields that are the same for every layer
+};
+
+struct LinearJob {
+  const AqLinear* linear;
+  const float* x;
+  int rows;
+  float* y;
+};
+
+// The best score of a row that one worker has seen, per lane.
+struct alignas(64) Best {
+  float score[16];
+  uint32_t id[16];
+  uint32_t has_nan, has_finite;
+};
+
+struct DrawJob {
+  const AqModel* model;      // NULL: logits are given
+  const float* hidden;
+  const int32_t* row_index;
+  const float* given_logits;
+  int n, vocab;
+  const AqSampling* sampling;
+  int32_t* tokens;
+  float* normed;             // [n, hidden]
+  float* logits;             // [n, padded vocab], used by rows with a filter
+  Best* best;                // [workers, n]
+  float* workspace;          // per worker: 6 * padded vocab
+  size_t workspace_floats;
+};
+
+struct TopKJob {
+  const AqModel* model;
+  const float* hidden;
+  const int32_t* row_index;
+  int n, k;
+  int32_t* ids;
+  float* logprobs;
+  float *normed, *logits;
+  float* workspace;          // per worker: 3 * padded vocab
+  size_t workspace_floats;
+};
+
+struct Kernels {
+  void (*forward)(const Worker&, const ForwardJob&);
+  void (*attention)(const Worker&, const AttentionJob&);
+  void (*linear)(const Worker&, const LinearJob&);
+  void (*head_logits)(const Worker&, const TopKJob&);
+  void (*head_topk)(const Worker&, const TopKJob&);
+  void (*draw)(const Worker&, const DrawJob&);
+  void (*rms_norm)(const float* x, const float* weight, int rows, int width, float eps, float* y);
+  void (*swiglu)(const float* gate_up, int rows, int width, float* y);
+  void (*rope)(float* x, const int32_t* positions, const float* inv_freq, float scale, int rows, int heads, int dim);
+  void (*write_kv)(const AqKV& kv, int layer, const AqRows& rows, const float* k, const float* v);
+  void (*gumbel)(uint64_t seed, int32_t position, int count, float* noise);
+  void (*exp_log)(const float* x, int count, float* exps, float* logs);
+};
+
+extern const Kernels kAvx512, kAvx2, kPortable;
+
+}  // namespace aq

@@ -1,0 +1,74 @@
+"""Builds the native CPU library, aquiline/_native.so: a plain shared library that ops/native.py loads with ctypes.
+
+kernels.cpp is compiled once per instruction set, each with its own flags; the rest is baseline code. Without a working
+compiler the package still installs, says so, and runs on its slower torch path.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+KERNEL = ["-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
+KERNELS = {
+    "avx512": ["-DAQ_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "avx2": ["-DAQ_AVX2", "-mavx2", "-mfma", "-mf16c"],
+    "portable": [],
+}
+
+
+class BuildNative(build_ext):
+    """Compiles csrc with per-file flags, which setuptools' own Extension cannot express."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        objects = Path(self.build_temp) / "native"
+        objects.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._compile(objects, target)
+        except (OSError, subprocess.CalledProcessError) as error:
+            target.unlink(missing_ok=True)
+            print(
+                f"\nWARNING: aquiline's native CPU library was not built ({error}).\n"
+                "WARNING: the package works without it, several times slower; install a C++17 compiler and reinstall.\n",
+                file=sys.stderr,
+            )
+
+    def _compile(self, objects: Path, target: Path) -> None:
+        compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        units = [(name, f"{name}.cpp", []) for name in ("api", "check", "pool")]
+        units += [(isa, "kernels.cpp", KERNEL + flags) for isa, flags in KERNELS.items() if x86 or isa == "portable"]
+        running = []
+        for name, source, flags in units:
+            command = [*compiler, *COMMON, *flags, "-c", str(ROOT / "csrc" / source), "-o", str(objects / f"{name}.o")]
+            running.append((command, subprocess.Popen(command)))
+        failed = [(command, process.returncode) for command, process in running if process.wait() != 0]
+        for command, code in failed:
+            raise subprocess.CalledProcessError(code, command)
+        linked = [str(objects / f"{name}.o") for name, _, _ in units]
+        subprocess.run([*compiler, "-shared", "-pthread", *linked, "-o", str(target)], check=True)
+
+    def get_outputs(self) -> list[str]:
+        return [path for path in super().get_outputs() if os.path.exists(path)]
+
+    def copy_extensions_to_source(self) -> None:
+        if all(os.path.exists(path) for path in super().get_outputs()):
+            super().copy_extensions_to_source()
+
+
+setup(
+    ext_modules=[Extension("aquiline._native", sources=["csrc/api.cpp"])],
+    cmdclass={"build_ext": BuildNative},
+)

@@ -1,0 +1,30 @@
+"""aquiline: EAGLE-3 speculative decoding, exact and fast.
+
+The names below load on first use, so that `aquiline --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+    from aquiline.engine.llm import LLM, Output
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "Output", "SamplingParams", "SpecConfig", "__version__"]
+
+_HOMES = {
+    "LLM": "aquiline.engine.llm",
+    "Output": "aquiline.engine.llm",
+    "EngineConfig": "aquiline.config",
+    "SamplingParams": "aquiline.config",
+    "SpecConfig": "aquiline.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'aquiline' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

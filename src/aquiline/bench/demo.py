@@ -1,0 +1,118 @@
+"""The demo: one pair, held-out prompts, every setting on each prompt in turn, outputs compared token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from aquiline.bench.prompts import Prompt
+from aquiline.config import SamplingParams, SpecConfig
+from aquiline.engine.llm import LLM, Output
+from aquiline.metrics import Counters, RunSummary, mean, repeated_share
+
+NEW_TOKENS = 128
+SEED = 0
+TEMPERATURES = (0.0, 0.8)
+SETTINGS = {
+    "baseline": SpecConfig(drafter="none"),
+    "chain": SpecConfig(drafter="chain", num_spec_tokens=4),
+    "tree": SpecConfig(drafter="dynamic", depth=3, top_k=2, num_nodes=8),
+}
+"""What the demo compares; sizes chosen on other files than the demo's prompts (LOG.md)."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One setting at one temperature over all prompts."""
+
+    name: str
+    spec: SpecConfig
+    temperature: float
+    outputs: list[Output] = field(default_factory=list)
+    summaries: list[RunSummary] = field(default_factory=list)
+
+    @property
+    def counters(self) -> Counters:
+        """Sums over the prompts."""
+        total = Counters()
+        for summary in self.summaries:
+            total.merge(summary.counters)
+        return total
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Committed tokens per second of decode steps."""
+        seconds = sum(s.decode_ms for s in self.summaries) / 1e3
+        return self.counters.num_committed / seconds if seconds else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Prefill and decode of all prompts."""
+        return sum(s.decode_ms + s.prefill_ms for s in self.summaries) / 1e3
+
+    def as_dict(self, baseline: Run) -> dict[str, object]:
+        """The demo's JSON row; speedups are against the baseline at the same temperature."""
+        counters = self.counters.as_dict()
+        picked = ("tau", "acceptance_rate", "per_position", "target_calls_per_token", "num_committed", "num_steps")
+        return {
+            "name": self.name,
+            "drafter": self.spec.drafter,
+            "temperature": self.temperature,
+            "repeated_share": mean([repeated_share(o.token_ids) for o in self.outputs]),
+            "tokens_per_s": self.tokens_per_s,
+            "speedup": self.tokens_per_s / baseline.tokens_per_s,
+            "speedup_with_prefill": baseline.seconds / self.seconds,
+        } | {key: counters[key] for key in picked}
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All runs, the baselines first at each temperature."""
+
+    runs: list[Run]
+    prompts: list[Prompt]
+    system: dict[str, object]
+
+    def baseline(self, temperature: float) -> Run:
+        """The run without speculation at a temperature."""
+        return next(r for r in self.runs if r.temperature == temperature and r.spec.drafter == "none")
+
+    def is_identical(self, run: Run) -> bool:
+        """Whether a run's every token equals the baseline's."""
+        expected = self.baseline(run.temperature).outputs
+        return [o.token_ids for o in run.outputs] == [o.token_ids for o in expected]
+
+    @property
+    def identical(self) -> bool:
+        """Whether speculation changed nothing anywhere."""
+        return all(self.is_identical(run) for run in self.runs)
+
+    def as_dict(self) -> dict[str, object]:
+        """The JSON of `aquiline demo --json`."""
+        return {
+            "identical": self.identical,
+            "runs": [run.as_dict(self.baseline(run.temperature)) for run in self.runs],
+            "prompts": [p.source for p in self.prompts],
+            "system": self.system,
+        }
+
+
+def run_demo(llm: LLM, prompts: list[Prompt], on_progress: Callable[[], None], new_tokens: int = NEW_TOKENS) -> DemoResult:
+    """Run every setting at every temperature on every prompt, alternating settings, after one warm-up each."""
+    runs = [Run(name, spec, t) for t in TEMPERATURES for name, spec in SETTINGS.items()]
+    warm = SamplingParams(max_tokens=16, ignore_eos=True)
+    for spec in SETTINGS.values():
+        llm.run(prompts[0].text, warm, spec=spec)
+    for prompt, run in _alternated(prompts, runs):
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=run.temperature, seed=SEED, ignore_eos=True)
+        result = llm.run(prompt.text, sampling, spec=run.spec)
+        run.outputs.append(result.outputs[0])
+        run.summaries.append(result.summary)
+        on_progress()
+    return DemoResult(runs, prompts, llm.models.system())
+
+
+def _alternated(prompts: list[Prompt], runs: list[Run]) -> Iterator[tuple[Prompt, Run]]:
+    for index, prompt in enumerate(prompts):
+        for place in range(len(runs)):
+            yield prompt, runs[(index + place) % len(runs)]

@@ -1,0 +1,104 @@
+"""`aquiline demo`: the bundled pair, the same text with and without speculation, and how fast."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from aquiline.bench.demo import DemoResult, Run
+    from aquiline.engine.llm import LLM
+
+
+def demo(
+    package: Annotated[
+        str | None, typer.Option(help="Take the prompts from this installed package (not one it was trained on).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run the bundled pair on held-out code: baseline, chain and tree, greedy and sampled, and compare every token.
+
+    Exits with 1 if speculation changed a token.
+
+    Examples:
+
+      aquiline demo
+
+      aquiline demo --package networkx --json
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from aquiline.bench.demo import SETTINGS, TEMPERATURES, run_demo
+    from aquiline.bench.prompts import package_prompts, read_prompts
+    from aquiline.config import EngineConfig
+    from aquiline.engine.bundled import BUNDLED_PROMPTS
+    from aquiline.engine.llm import LLM
+
+    llm = LLM(engine=EngineConfig(max_batch=1))
+    assert llm.models.tokenizer is not None, "the bundled pair has a tokenizer"
+    prompts = package_prompts(package, llm.models.tokenizer) if package else read_prompts(BUNDLED_PROMPTS)
+    console = Console()
+    with Progress(console=Console(stderr=True), disable=as_json, transient=True) as progress:
+        task = progress.add_task("generating", total=len(prompts) * len(SETTINGS) * len(TEMPERATURES))
+        result = run_demo(llm, prompts, lambda: progress.advance(task))
+    if as_json:
+        print(json.dumps(result.as_dict()))
+    else:
+        _show(console, result, llm)
+    if not result.identical:
+        raise typer.Exit(1)
+
+
+def _show(console: Console, result: DemoResult, llm: LLM) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{len(result.prompts)} held-out prompts, {len(result.runs[0].outputs[0].token_ids)} new tokens each")
+    for column in ("setting", "temperature", "tok/s", "speedup", "tau", "accepted by position", "repeated", "identical"):
+        table.add_column(column, justify="left" if column in ("setting", "accepted by position") else "right")
+    for run in result.runs:
+        row = run.as_dict(result.baseline(run.temperature))
+        identical = "yes" if result.is_identical(run) else "NO"
+        table.add_row(
+            _describe(run), f"{run.temperature:g}", f"{row['tokens_per_s']:.0f}", f"{row['speedup']:.2f}x",
+            f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position),
+            f"{row['repeated_share']:.0%}", identical if run.spec.drafter != "none" else "-",
+        )  # fmt: skip
+    console.print(table)
+    s = result.system
+    console.print(f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, float32 arithmetic")
+    console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
+    _show_completion(console, result, llm)
+
+
+def _show_completion(console: Console, result: DemoResult, llm: LLM) -> None:
+    from rich.text import Text
+
+    run = result.runs[-1]
+    output = run.outputs[0]
+    assert llm.models.tokenizer is not None
+    text = Text()
+    for token, by_draft in zip(output.token_ids, output.by_draft, strict=True):
+        text.append(llm.models.tokenizer.decode([token]), style="green" if by_draft else "bold magenta")
+    console.print(
+        Text.assemble(
+            f"{result.prompts[0].source}, {_describe(run)}, temperature {run.temperature:g}: written by the ",
+            ("draft", "green"), " and the ", ("target", "bold magenta"), "\n",
+        )
+    )  # fmt: skip
+    console.print(text, soft_wrap=True)
+
+
+def _describe(run: Run) -> str:
+    spec = run.spec
+    shapes = {
+        "none": "",
+        "chain": f" K={spec.num_spec_tokens}",
+        "dynamic": f" N={spec.num_nodes} depth={spec.depth} k={spec.top_k}",
+        "static": f" N={len(spec.static_paths) + 1}",
+    }
+    return run.name + shapes[spec.drafter]

@@ -1,0 +1,134 @@
+"""`aquiline generate`: one prompt, one continuation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from aquiline.config import SamplingParams, SpecConfig
+    from aquiline.engine.llm import LLM, Result
+
+SAMPLING, DRAFTING = "Sampling", "Drafting"
+
+EXAMPLES = """
+Examples:
+
+  aquiline generate --prompt 'def fibonacci(n):' --max-tokens 64
+
+  aquiline generate --target DIR --draft DIR --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
+
+  echo 'import os' | aquiline generate --drafter dynamic --depth 4 --draft-top-k 4 --num-nodes 16
+"""
+
+
+def generate(
+    target: Annotated[str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")] = None,
+    draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt text. Default: --prompt-file, else stdin.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File whose whole text is the prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", rich_help_panel=SAMPLING)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=SAMPLING)] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=SAMPLING)] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="TOKEN_ID:BIAS; repeatable.", rich_help_panel=SAMPLING)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: a fresh one.", rich_help_panel=SAMPLING)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", rich_help_panel=SAMPLING)] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Stop token id; repeatable.", rich_help_panel=SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Run on past EOS.", rich_help_panel=SAMPLING)] = False,
+    drafter: Annotated[
+        str | None, typer.Option(help="none, chain, static or dynamic. Default: chain.", rich_help_panel=DRAFTING)
+    ] = None,
+    num_spec_tokens: Annotated[int | None, typer.Option(help="Chain length.", rich_help_panel=DRAFTING)] = None,
+    depth: Annotated[int | None, typer.Option(help="Dynamic: passes past the first.", rich_help_panel=DRAFTING)] = None,
+    draft_top_k: Annotated[int | None, typer.Option(help="Dynamic: beam width.", rich_help_panel=DRAFTING)] = None,
+    num_nodes: Annotated[int | None, typer.Option(help="Dynamic: nodes, root too.", rich_help_panel=DRAFTING)] = None,
+    dtype: Annotated[str, typer.Option(help="Storage of weights and KV: bfloat16 or float32.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Continue a prompt with a target, with or without a draft; the text is the same either way."""
+    from aquiline.config import SamplingParams, SpecConfig
+    from aquiline.engine.llm import LLM
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, logit_bias=_biases(logit_bias or []), seed=seed,
+        stop=tuple(stop or ()), stop_token_ids=tuple(stop_token_ids or ()), ignore_eos=ignore_eos,
+    )  # fmt: skip
+    given = {"num_spec_tokens": num_spec_tokens, "depth": depth, "top_k": draft_top_k, "num_nodes": num_nodes}
+    kind = drafter or ("none" if target is not None and draft is None else "chain")
+    spec = SpecConfig(drafter=kind, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    if target is None and draft is not None:
+        raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
+    llm = LLM(target, None if kind == "none" else draft, spec=spec, dtype=dtype)
+    _print(llm, _prompt_text(prompt, prompt_file), sampling, as_json)
+
+
+generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
+
+
+def _print(llm: LLM, text: str, sampling: SamplingParams, as_json: bool) -> None:
+    streams = not as_json and sys.stdout.isatty()
+    result = llm.run(text, sampling, on_delta=(lambda d: print(d.text, end="", flush=True)) if streams else None)
+    if as_json:
+        print(json.dumps(as_dict(result, llm.models.system())))
+        return
+    print("" if streams else result.outputs[0].text)
+    s = result.summary
+    print(
+        f"{len(result.outputs[0].token_ids)} tokens, {s.decode_tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}, "
+        f"acceptance {s.counters.acceptance_rate:.0%}, finish: {result.outputs[0].finish_reason}",
+        file=sys.stderr,
+    )
+
+
+def as_dict(result: Result, system: dict[str, object]) -> dict[str, object]:
+    """The JSON of `aquiline generate --json`."""
+    return {
+        "outputs": [
+            {
+                "prompt": o.prompt,
+                "token_ids": o.token_ids,
+                "text": o.text,
+                "finish_reason": o.finish_reason,
+                "accepted_by": ["draft" if by_draft else "target" for by_draft in o.by_draft],
+            }
+            for o in result.outputs
+        ],
+        "metrics": result.summary.as_dict(),
+        "system": system,
+    }
+
+
+def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise ValueError(f"prompt_file={str(prompt_file)!r}: give --prompt or --prompt-file, not both")
+    if prompt_file is not None:
+        return prompt_file.read_text(encoding="utf-8")
+    if prompt is None and sys.stdin.isatty():
+        raise ValueError("prompt: give --prompt, --prompt-file or text on stdin")
+    return sys.stdin.read() if prompt is None else prompt
+
+
+def _biases(pairs: list[str]) -> dict[int, float]:
+    biases = {}
+    for pair in pairs:
+        token, _, bias = pair.partition(":")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise ValueError(f"logit_bias={pair!r}: must be TOKEN_ID:BIAS, for example 42:-5") from None
+    return biases

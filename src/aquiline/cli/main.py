@@ -1,0 +1,36 @@
+"""The `aquiline` command. Commands parse, call and print; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from aquiline.cli.demo import demo
+from aquiline.cli.generate import generate
+from aquiline.cli.train import train
+from aquiline.errors import AquilineError
+
+
+class Group(typer.core.TyperGroup):
+    """Turns errors a user can mend into one line on stderr and exit code 2."""
+
+    def invoke(self, ctx: typer.Context) -> object:
+        """Run a command; ValueError, AquilineError and OSError carry their own explanation."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, AquilineError, OSError) as error:
+            print(f"aquiline: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
+)
+app.command()(demo)
+app.command()(generate)
+app.command()(train)

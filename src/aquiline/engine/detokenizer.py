@@ -1,0 +1,49 @@
+"""Text from token ids as they come, and the stop strings in it. One instance follows one sequence."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """Streams text out of tokens, holding back what might yet become a stop string or half a character.
+
+    num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
+    tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        # The last prompt tokens give the decoder its left context (byte-level pieces, leading spaces).
+        self.stream = DecodeStream(ids=list(prompt_ids[-8:]), skip_special_tokens=True) if tokenizer else None
+        self.held = ""
+        self.num_until_stop: int | None = None
+        self.longest = max((len(s) for s in stop), default=0)
+
+    def add(self, token_ids: list[int], hide_last: bool = False) -> str:
+        """Text made final by these tokens; hide_last leaves the last one (a stop token) out of the text."""
+        self.num_until_stop = None
+        if self.tokenizer is None or self.stream is None:
+            return ""
+        for i, token in enumerate(token_ids[:-1] if hide_last else token_ids):
+            self.held += self.stream.step(self.tokenizer, token) or ""
+            ends = [(at, s) for s in self.stop if (at := self.held.find(s)) >= 0]
+            if ends:
+                text, self.held = self.held[: min(ends)[0]], ""
+                self.num_until_stop = i + 1
+                return text
+        keep = self._partial_stop()
+        text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return text
+
+    def finish(self) -> str:
+        """What was held back, when nothing more comes."""
+        text, self.held = self.held, ""
+        return text
+
+    def _partial_stop(self) -> int:
+        """Length of the longest end of `held` that a stop string begins with."""
+        for length in range(min(self.longest - 1, len(self.held)), 0, -1):
+            if any(s.startswith(self.held[-length:]) for s in self.stop):
+                return length
+        return 0

@@ -1,0 +1,172 @@
+"""What an engine runs: target, draft and tokenizer, loaded once, checked against each other, in their runners."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from aquiline.config import MAX_NODES, EngineConfig, Environment, SpecConfig
+from aquiline.errors import CheckpointError
+from aquiline.kv import view
+from aquiline.kv.pool import KVGeometry, new_group
+from aquiline.models.config import ModelConfig
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+from aquiline.models.formats import load_draft, read_draft_config
+from aquiline.models.load import load_target, resolve
+from aquiline.models.runner import (
+    DraftRunner,
+    NativeDraft,
+    NativeTarget,
+    TargetRunner,
+    TorchDraft,
+    TorchTarget,
+    use_native,
+)
+from aquiline.ops import cpu
+from aquiline.types import Int32, KVGroup, storage_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModels:
+    """Target, optional draft and tokenizer, ready to run; shared by any number of engines, one at a time."""
+
+    target: TargetRunner
+    draft: DraftRunner | None
+    tokenizer: Tokenizer | None
+    target_config: ModelConfig
+    draft_config: ModelConfig | None
+    draft_vocab_size: int
+    dtype: torch.dtype
+    max_rows: int
+    is_native: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the target's embedding."""
+        return self.target_config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Positions the target was built for."""
+        return self.target_config.max_positions
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self.target_config.eos_token_ids
+
+    def new_target_kv(self, num_pages: int, page_size: int) -> KVGroup:
+        """Storage for the target's keys and values."""
+        return new_group(geometry(self.target_config), num_pages, page_size, self.dtype)
+
+    def new_draft_kv(self, num_pages: int, page_size: int) -> KVGroup:
+        """Storage for the draft's keys and values, under the same page table."""
+        assert self.draft_config is not None
+        return new_group(geometry(self.draft_config), num_pages, page_size, self.dtype)
+
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token, target and draft together."""
+        configs = [self.target_config] + ([self.draft_config] if self.draft_config else [])
+        return sum(geometry(c).bytes_per_token(self.dtype) for c in configs)
+
+    def move_kv(self, kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:
+        """Copy keys and values of every layer from KV index src[i] to dst[i] of slots[i], in order."""
+        move = cpu.move_kv if self.is_native else view.move_kv
+        move(kv, page_table, *(np.ascontiguousarray(a, np.int32) for a in (slots, src, dst)))
+
+    def check_width(self, spec: SpecConfig) -> None:
+        """Raises ValueError if a tree asks for more children than the draft's vocabulary has."""
+        widths = {"chain": 1, "dynamic": spec.top_k, "static": 1 + max(rank for p in spec.static_paths for rank in p)}
+        width = widths[spec.drafter]
+        if width > self.draft_vocab_size:
+            raise ValueError(f"draft_top_k={width}: the draft's vocabulary has {self.draft_vocab_size} tokens")
+
+    def system(self) -> dict[str, object]:
+        """What ran, for results: library, instruction set, arithmetic, versions."""
+        native = cpu.system() if self.is_native else {"isa": "torch", "threads": torch.get_num_threads()}
+        return {
+            "path": "native" if self.is_native else "torch",
+            "arithmetic": "float32",
+            "exact_trees": self.is_native,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        } | native
+
+
+def load_models(
+    target: str | Path, draft: str | Path | None, dtype: str, config: EngineConfig, environment: Environment
+) -> LoadedModels:
+    """Load and pack a target and its draft. Raises CheckpointError listing everything that is wrong or does not fit."""
+    target_dir = resolve(target)
+    draft_dir = resolve(draft) if draft is not None else None
+    capture: tuple[int, ...] = ()
+    if draft_dir is not None:
+        capture = read_draft_config(draft_dir, target_dir).capture
+    decoder = load_target(target_dir, dtype=dtype, capture=capture)
+    head = load_draft(draft_dir, decoder, dtype=dtype) if draft_dir is not None else None
+    return from_modules(decoder, head, load_tokenizer(target_dir), dtype, config, environment)
+
+
+def from_modules(
+    decoder: Decoder,
+    head: DraftHead | None,
+    tokenizer: Tokenizer | None,
+    dtype: str,
+    config: EngineConfig,
+    environment: Environment,
+) -> LoadedModels:
+    """Put loaded modules into the runners this machine has."""
+    is_native = use_native(environment)
+    max_rows = max(config.row_budget, config.max_batch * MAX_NODES)
+    target_type, draft_type = (NativeTarget, NativeDraft) if is_native else (TorchTarget, TorchDraft)
+    return LoadedModels(
+        target=target_type(decoder, max_rows),
+        draft=draft_type(head, max_rows) if head is not None else None,
+        tokenizer=tokenizer,
+        target_config=decoder.config,
+        draft_config=head.config.model if head is not None else None,
+        draft_vocab_size=head.config.draft_vocab_size if head is not None else 0,
+        dtype=storage_dtype(dtype),
+        max_rows=max_rows,
+        is_native=is_native,
+    )
+
+
+def geometry(config: ModelConfig) -> KVGeometry:
+    """What one token of a model stores."""
+    return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The target's tokenizer.json; None where there is none (token ids in, token ids out).
+
+    Raises CheckpointError if the file is broken."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: not a readable tokenizer ({error}); save it again with save_pretrained") from None
+
+
+def cpu_name() -> str:
+    """The processor's own name, as the operating system reports it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

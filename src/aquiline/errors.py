@@ -1,0 +1,25 @@
+"""Errors that callers can tell apart. Bad arguments are ValueError; bugs are assertions; these are the rest."""
+
+
+class AquilineError(Exception):
+    """Base of the errors below; the command line prints its message and exits with 2."""
+
+
+class CheckpointError(AquilineError):
+    """A checkpoint is missing, broken or does not fit; the message lists every miss."""
+
+
+class OutOfPages(AquilineError):
+    """The page pool cannot hold a request; the message says how many pages it needs and how many there are."""
+
+
+class NumericalError(AquilineError):
+    """The model produced NaN or no finite logit for a token that had to be drawn."""
+
+
+class ExactnessError(AquilineError):
+    """Two outputs that must be identical differ."""
+
+
+class NativeError(AquilineError):
+    """The native library refused a call: a wrong shape, dtype, stride or pointer."""

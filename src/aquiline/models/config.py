@@ -1,0 +1,65 @@
+"""What a decoder is, in the few fields that tell the families apart. load.py and formats.py read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base and scaling. `kind` is default, linear, llama3 or yarn; `parameters` are its own fields
+    under their Hugging Face names (factor, low_freq_factor, original_max_position_embeddings, ...)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    parameters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Geometry and flags of one decoder; the same fields describe a target and a draft's own layer."""
+
+    family: str  # llama, mistral, qwen2, qwen3
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    qk_norm: bool = False  # qwen3: one RMS norm per head on q and k, before the rotation
+    tied_head: bool = False
+    windows: tuple[int, ...] = ()  # per layer, 0 for none; empty: none anywhere
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def window(self, layer: int) -> int:
+        """Sliding window of a layer in positions, the current one included; 0 means none."""
+        return self.windows[layer] if self.windows else 0
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """An EAGLE-3 draft head. Source: SafeAILab/EAGLE@cb7e084, SpecForge@a6b6b02, and EAGLE3.md §1 for the flags."""
+
+    model: ModelConfig  # its own geometry, RoPE and norm; num_layers is 1, vocab_size the target's
+    draft_vocab_size: int
+    target_hidden_size: int
+    capture: tuple[int, ...]  # target layers whose OUTPUT is a feature, ascending: the one canonical numbering
+    norm_before_fc: bool = False  # one norm over the concatenated features before fc
+    fc_norm: bool = False  # one norm per captured feature before fc (EAGLE-3.1)
+    norm_before_residual: bool = False  # the layer's residual is the normed feature, not the raw one
+    norm_feedback: bool = False  # the next pass is fed the normed output (EAGLE-3.1), not the raw one
+
+
+def default_capture(num_layers: int) -> tuple[int, ...]:
+    """The three layers EAGLE-3 reads: inputs of {2, L//2, L-3}, that is outputs of {1, L//2-1, L-4}.
+
+    Raises ValueError below 7 layers, where they collide and must be chosen explicitly."""
+    if num_layers < 7:
+        raise ValueError(f"num_layers={num_layers}: default capture layers collide below 7; name three explicitly")
+    return (1, num_layers // 2 - 1, num_layers - 4)

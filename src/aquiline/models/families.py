@@ -1,0 +1,226 @@
+"""The target families and how their config.json is read: old and transformers-5 style, into one ModelConfig.
+
+What a family means is data (`FAMILIES`); whatever a config asks for beyond that is refused, naming field and value.
+Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3}/configuration_*.py and modeling_rope_utils.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from aquiline.errors import CheckpointError
+from aquiline.models.config import ModelConfig, RopeConfig
+from aquiline.models.files import read_json, resolve
+
+Raw = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the name of a family implies. `windows`: no layer, every layer, or the layers that the config lists."""
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: Literal["none", "all", "listed"] = "none"
+    head_dim: int | None = None  # when the config names none: hidden_size / num_attention_heads
+    num_kv_heads: int | None = None  # when the config names none: num_attention_heads
+    bias_allowed: tuple[str, ...] = ()  # *_bias flags that change nothing here
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", windows="all", num_kv_heads=8),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", qkv_bias=True, windows="listed", num_kv_heads=32, bias_allowed=("attention_bias",)
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, windows="listed", head_dim=128, num_kv_heads=32),
+}
+
+_ROPE_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    },
+}  # fmt: skip
+_ROPE_REQUIRED = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor"},
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+
+
+def read_model_config(path: str | Path) -> ModelConfig:
+    """The ModelConfig of a Hugging Face target directory or hub id; end tokens of generation_config.json included.
+
+    Raises CheckpointError naming file, field, value and what is supported."""
+    directory = resolve(path)
+    file = directory / "config.json"
+    raw = read_json(file)
+    generation = directory / "generation_config.json"
+    extra = read_json(generation) if generation.exists() else {}
+    family = _family(raw, file)
+    refuse_features(raw, file, FAMILIES[family].bias_allowed)
+    return geometry(raw, file, family, (*eos_ids(raw, file), *eos_ids(extra, generation)))
+
+
+def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> ModelConfig:
+    """A ModelConfig from raw config fields under Hugging Face names. Raises CheckpointError on missing or odd ones."""
+    kind = FAMILIES[family]
+    heads, hidden = count(raw, file, "num_attention_heads"), count(raw, file, "hidden_size")
+    layers = count(raw, file, "num_hidden_layers")
+    kv_default = heads if raw.get("num_key_value_heads", 0) is None else kind.num_kv_heads or heads
+    kv_heads = count(raw, file, "num_key_value_heads", kv_default)
+    head_dim = count(raw, file, "head_dim", kind.head_dim or hidden // heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"{file}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+    if head_dim % 2:
+        raise CheckpointError(f"{file}: head_dim={head_dim} is odd; rotary embedding needs pairs")
+    max_positions = count(raw, file, "max_position_embeddings")
+    bos = raw.get("bos_token_id")
+    return ModelConfig(
+        family=family,
+        vocab_size=count(raw, file, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=count(raw, file, "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        rms_norm_eps=_number(raw.get("rms_norm_eps", 1e-6), file, "rms_norm_eps"),
+        rope=read_rope(raw, file, max_positions),
+        qkv_bias=kind.qkv_bias,
+        qk_norm=kind.qk_norm,
+        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        windows=_windows(raw, file, kind, layers),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=bos if isinstance(bos, int) else None,
+    )
+
+
+def count(raw: Raw, file: Path, name: str, default: int | None = None) -> int:
+    """A positive integer field; `default` stands in for one that is absent or null."""
+    value = raw.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"{file}: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{file}: {name}={value!r} must be a positive integer")
+    return value
+
+
+def refuse_features(raw: Raw, file: Path, allowed: tuple[str, ...] = ()) -> None:
+    """Raise CheckpointError for the first thing a config switches on that no decoder here does."""
+    act = raw.get("hidden_act", "silu")
+    if act != "silu":
+        raise CheckpointError(f"{file}: hidden_act={act!r}; supported is 'silu'")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{file}: quantization_config (quant_method={method!r}) is not supported; use the bfloat16 checkpoint"
+        )
+    for name in _EXPERTS:
+        if raw.get(name):
+            raise CheckpointError(f"{file}: {name}={raw[name]!r}; mixture-of-experts layers are not supported")
+    for name in ("attention_bias", "mlp_bias"):
+        if raw.get(name) and name not in allowed:
+            raise CheckpointError(f"{file}: {name}=true adds biases that are not supported; supported is false")
+    if raw.get("use_mrope"):
+        raise CheckpointError(f"{file}: use_mrope=true is not supported; supported is false")
+
+
+def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
+    """RoPE from rope_parameters (transformers 5) or rope_theta and rope_scaling; base 10000 when none is named.
+
+    Source: transformers 5.23 RotaryEmbeddingConfigMixin (rope_scaling wins; original_max_position_embeddings falls
+    back to max_position_embeddings). Raises CheckpointError for schemes and fields that are not supported."""
+    fields = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
+        raise CheckpointError(f"{file}: {name}={fields!r}; one flat set of parameters for all layers is supported")
+    fields = {key: value for key, value in fields.items() if value is not None}
+    kind = fields.pop("rope_type", fields.pop("type", "default"))
+    fields.pop("type", None)
+    fallback = raw.get("rope_theta")
+    theta = _number(fields.pop("rope_theta", 10000.0 if fallback is None else fallback), file, "rope_theta")
+    partial = fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise CheckpointError(f"{file}: partial_rotary_factor={partial!r}; supported is 1.0")
+    if kind not in _ROPE_FIELDS:
+        raise CheckpointError(f"{file}: {name} rope_type={kind!r}; supported are {', '.join(_ROPE_FIELDS)}")
+    if kind == "default":
+        return RopeConfig(theta)
+    unknown, missing = sorted(set(fields) - _ROPE_FIELDS[kind]), sorted(_ROPE_REQUIRED[kind] - set(fields))
+    if unknown or missing:
+        raise CheckpointError(f"{file}: {name} of type {kind!r}: unknown fields {unknown}, missing fields {missing}")
+    if kind in ("llama3", "yarn"):
+        outer = raw.get("original_max_position_embeddings") or max_positions
+        fields.setdefault("original_max_position_embeddings", outer)
+    return RopeConfig(theta, kind, {key: _number(value, file, f"{name}.{key}") for key, value in fields.items()})
+
+
+def _number(value: object, file: Path, name: str) -> float:
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"{file}: {name}={value!r} must be a number")
+    return float(value)
+
+
+def _family(raw: Raw, file: Path) -> str:
+    family, architectures = raw.get("model_type"), raw.get("architectures") or []
+    supported = ", ".join(kind.architecture for kind in FAMILIES.values())
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"{file}: model_type={family!r}, architectures={architectures!r}; supported are {supported}"
+        )
+    expected = FAMILIES[family].architecture
+    if architectures and architectures != [expected]:
+        raise CheckpointError(f"{file}: architectures={architectures!r}; supported are {supported}")
+    return str(family)
+
+
+def eos_ids(raw: Raw, file: Path) -> tuple[int, ...]:
+    """The end tokens of a config: one id, a list of them, or none."""
+    value = raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise CheckpointError(f"{file}: eos_token_id={value!r} must be a token id or a list of them")
+    return tuple(ids)
+
+
+def _windows(raw: Raw, file: Path, kind: Family, layers: int) -> tuple[int, ...]:
+    """Per layer, 0 for none; empty when no layer has one. A missing sliding_window means 4096, as in transformers."""
+    if kind.windows == "none" or (kind.windows == "listed" and not raw.get("use_sliding_window", False)):
+        _check_types(raw, file, layers, {"full_attention"} if kind.windows == "listed" else None)
+        return ()
+    if raw.get("sliding_window", 4096) is None:
+        _check_types(raw, file, layers, {"full_attention"})
+        return ()
+    window = count(raw, file, "sliding_window", 4096)
+    if kind.windows == "all":
+        _check_types(raw, file, layers, {"sliding_attention"})
+        return (window,) * layers
+    types = _check_types(raw, file, layers, {"full_attention", "sliding_attention"})
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    windows = tuple(window if name == "sliding_attention" else 0 for name in types)
+    return windows if any(windows) else ()
+
+
+def _check_types(raw: Raw, file: Path, layers: int, allowed: set[str] | None) -> list[str] | None:
+    types = raw.get("layer_types")
+    if types is None or allowed is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= allowed:
+        raise CheckpointError(
+            f"{file}: layer_types={types!r}; supported here are {layers} entries of {', '.join(sorted(allowed))}"
+        )
+    return types

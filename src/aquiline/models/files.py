@@ -1,0 +1,213 @@
+"""Checkpoint files: finding them, reading tensors one at a time, and matching names to parameters through weight maps.
+
+Knows nothing of families or drafts; load.py and formats.py bring the maps. Every failure is a CheckpointError that
+names the file and the fix, and every tensor that does not fit is listed, not the first one only.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from aquiline.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+_IGNORED = ["original/*", "consolidated*", "metal/*"]
+_FLOATS = {"F32", "F16", "BF16", "float32", "float16", "bfloat16"}
+
+
+def resolve(path: str | Path, *, revision: str | None = None) -> Path:
+    """The directory of a checkpoint: `path` itself if it is one, otherwise a Hugging Face hub id, downloaded.
+
+    Downloads safetensors, JSON and tokenizer files only, and pytorch_model.bin where there are no safetensors.
+    Raises CheckpointError when the path is neither, or the download fails."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise CheckpointError(f"{path} is a file; name the directory that holds config.json")
+    if not _HUB_ID.fullmatch(str(path)):
+        raise CheckpointError(f"{path} is neither a directory nor a Hugging Face id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def download(patterns: list[str]) -> Path:
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED))
+
+    try:
+        found = download(_PATTERNS)
+        return found if any(found.glob("*.safetensors")) else download([*_PATTERNS, "pytorch_model.bin"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a directory here, and the Hugging Face hub did not give it: {error}. Check the name, the "
+            "network and, for gated models, `hf auth login`"
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError when it is missing, broken or not an object."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing; a checkpoint directory needs it") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); download or write it again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(data).__name__}, not an object")
+    return data
+
+
+class Tensors:
+    """The tensors of one checkpoint directory, by name: shapes without reading, contents one at a time.
+
+    Reads model.safetensors, the shards of model.safetensors.index.json, or pytorch_model.bin (weights only: no code
+    is run). Raises CheckpointError on missing, truncated or corrupt files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._handles: dict[str, Any] = {}
+        self._loaded: dict[str, Tensor] = {}
+        for file in self._files():
+            if file.suffix == ".bin":
+                self._loaded.update(_read_bin(file))
+                continue
+            handle = _open(file)
+            for name in handle.keys():  # noqa: SIM118
+                self._handles[name] = handle
+
+    def _files(self) -> list[Path]:
+        single, index = self.directory / "model.safetensors", self.directory / "model.safetensors.index.json"
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index} has no weight_map; download it again")
+            files = [self.directory / name for name in sorted(set(weight_map.values()))]
+            missing = [file.name for file in files if not file.exists()]
+            if missing:
+                raise CheckpointError(f"{self.directory} lacks {', '.join(missing)}, named by {index.name}; fetch them")
+            return files
+        binary = self.directory / "pytorch_model.bin"
+        found = [file for file in (single, binary) if file.exists()]
+        if not found:
+            raise CheckpointError(
+                f"{self.directory} has no weights: model.safetensors, model.safetensors.index.json or pytorch_model.bin"
+            )
+        return found[:1]
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+        return sorted([*self._handles, *self._loaded])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._handles or name in self._loaded
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        if name in self._loaded:
+            return tuple(self._loaded[name].shape)
+        return tuple(self._handles[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype as its file names it, without reading it."""
+        if name in self._loaded:
+            return str(self._loaded[name].dtype).removeprefix("torch.")
+        return str(self._handles[name].get_slice(name).get_dtype())
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor; it is not kept."""
+        if name in self._loaded:
+            return self._loaded[name]
+        try:
+            tensor: Tensor = self._handles[name].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.directory}: {name} cannot be read ({error}); download it again") from error
+        return tensor
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is truncated or corrupt ({error}); download it again") from error
+
+
+def _read_bin(file: Path) -> dict[str, Tensor]:
+    try:
+        data = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        raise CheckpointError(f"{file} is truncated, corrupt or holds more than tensors ({error})") from error
+    if not isinstance(data, dict) or not all(isinstance(t, Tensor) for t in data.values()):
+        raise CheckpointError(f"{file} is not a dictionary of tensors; save a plain state_dict")
+    return data
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a weight map: the tensor `source` of `shape` fills rows [start, start + ...) of parameter `target`.
+
+    Fused parameters have several entries. `shard` is the source's axis that tensor parallelism splits, None where
+    every rank keeps a copy."""
+
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    start: int = 0
+    shard: int | None = None
+
+
+def check_entries(tensors: Tensors, entries: Iterable[Entry], is_ignored: Callable[[str], bool]) -> list[str]:
+    """Every missing, unexpected, mis-shaped or non-float tensor, one line each; empty if the checkpoint fits."""
+    problems, known = [], set()
+    for entry in entries:
+        known.add(entry.source)
+        if entry.source not in tensors:
+            problems.append(f"missing tensor {entry.source} {list(entry.shape)}")
+        elif tensors.shape(entry.source) != entry.shape:
+            found = list(tensors.shape(entry.source))
+            problems.append(f"tensor {entry.source} has shape {found}, the config says {list(entry.shape)}")
+        elif tensors.dtype(entry.source) not in _FLOATS:
+            problems.append(
+                f"tensor {entry.source} has dtype {tensors.dtype(entry.source)}; float32, float16, bfloat16 are read"
+            )
+    extra = [name for name in tensors.names if name not in known and not is_ignored(name)]
+    return problems + [f"unexpected tensor {name} {list(tensors.shape(name))}" for name in extra]
+
+
+def fill(module: nn.Module, tensors: Tensors, entries: Iterable[Entry]) -> None:
+    """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for entry in entries:
+        whole = parameters[entry.target].data
+        rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1  # a stack of vectors takes one row each
+        whole.narrow(0, entry.start, rows).view(entry.shape).copy_(tensors.get(entry.source))
+
+
+def refuse(where: Path | str, problems: list[str]) -> None:
+    """Raise one CheckpointError that lists every problem, or return if there is none."""
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise CheckpointError(f"{where} does not fit ({len(problems)} problem{'s' * (len(problems) > 1)}):\n{lines}")
+
+
+@contextmanager
+def parameters_in(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters built inside are allocated in `dtype` straight away, so that no second copy of a model ever exists."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

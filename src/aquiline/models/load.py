@@ -1,0 +1,96 @@
+"""Targets from Hugging Face checkpoints: the weight map, as data, and the strict, memory-lean loader.
+
+`families.py` reads the config, `files.py` the tensors; drafts are `formats.py`'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aquiline.errors import CheckpointError
+from aquiline.models.config import ModelConfig
+from aquiline.models.decoder import Decoder
+from aquiline.models.families import read_model_config
+from aquiline.models.files import Entry, Tensors, check_entries, fill, parameters_in, refuse, resolve
+from aquiline.types import storage_dtype
+
+__all__ = ["layer_entries", "load_target", "read_model_config", "resolve", "target_entries"]
+
+ROWS, COLUMNS = 0, 1  # the axes tensor parallelism splits: a projection's outputs, or its inputs
+
+
+def layer_entries(config: ModelConfig, source: str, target: str, in_features: int) -> list[Entry]:
+    """The weight map of one decoder layer, from names under `source` to parameters under `target`.
+
+    The names are those of every Llama-like checkpoint, target or draft; in_features is 2H in a draft."""
+    H, Dh, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    q, kv = config.num_heads * Dh, config.num_kv_heads * Dh
+    parts = (("q", 0, q), ("k", q, kv), ("v", q + kv, kv))
+    attn, mlp = f"{source}.self_attn", f"{source}.mlp"
+    entries = [
+        Entry(f"{attn}.{name}_proj.weight", f"{target}.qkv", (rows, in_features), start, ROWS)
+        for name, start, rows in parts
+    ]
+    if config.qkv_bias:
+        entries += [
+            Entry(f"{attn}.{name}_proj.bias", f"{target}.qkv_bias", (rows,), start, ROWS) for name, start, rows in parts
+        ]
+    if config.qk_norm:
+        entries += [Entry(f"{attn}.{name}_norm.weight", f"{target}.{name}_norm", (Dh,)) for name in "qk"]
+    return [
+        *entries,
+        Entry(f"{attn}.o_proj.weight", f"{target}.o", (H, q), 0, COLUMNS),
+        Entry(f"{mlp}.gate_proj.weight", f"{target}.gate_up", (inner, H), 0, ROWS),
+        Entry(f"{mlp}.up_proj.weight", f"{target}.gate_up", (inner, H), inner, ROWS),
+        Entry(f"{mlp}.down_proj.weight", f"{target}.down", (H, inner), 0, COLUMNS),
+        Entry(f"{source}.input_layernorm.weight", f"{target}.input_norm", (H,)),
+        Entry(f"{source}.post_attention_layernorm.weight", f"{target}.post_norm", (H,)),
+    ]
+
+
+def target_entries(config: ModelConfig) -> list[Entry]:
+    """The weight map of a whole target. A tied head has no entry: it is the embedding."""
+    V, H = config.vocab_size, config.hidden_size
+    entries = [Entry("model.embed_tokens.weight", "embed", (V, H), 0, ROWS)]
+    for i in range(config.num_layers):
+        entries += layer_entries(config, f"model.layers.{i}", f"layers.{i}", H)
+    entries.append(Entry("model.norm.weight", "final_norm", (H,)))
+    if not config.tied_head:
+        entries.append(Entry("lm_head.weight", "head", (V, H), 0, ROWS))
+    return entries
+
+
+def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
+    """A target from a Hugging Face directory or hub id, weights stored in `dtype` (bfloat16 or float32), frozen.
+
+    `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
+    place, so the peak is the model plus one tensor. float32 files round to bfloat16 storage; the other way is exact.
+    Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file or
+    unsupported field; ValueError for an unknown dtype or capture layers out of range."""
+    storage = storage_dtype(dtype)
+    directory = resolve(path)
+    config = read_model_config(directory)
+    if list(capture) != sorted({i for i in capture if 0 <= i < config.num_layers}):
+        raise ValueError(f"capture={capture}: name different layers of 0 .. {config.num_layers - 1}, ascending")
+    tensors, entries = Tensors(directory), target_entries(config)
+
+    def is_ignored(name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
+
+    refuse(directory, check_entries(tensors, entries, is_ignored))
+    _check_tied(config, tensors)
+    with parameters_in(storage):
+        target = Decoder(config, tuple(capture))
+    target.requires_grad_(False)
+    fill(target, tensors, entries)
+    return target.eval()
+
+
+def _check_tied(config: ModelConfig, tensors: Tensors) -> None:
+    """A tied checkpoint may ship its head again, but not another one."""
+    name = "lm_head.weight"
+    if config.tied_head and name in tensors and not tensors.get(name).equal(tensors.get("model.embed_tokens.weight")):
+        raise CheckpointError(
+            f"{tensors.directory}: tie_word_embeddings=true, but {name} differs from model.embed_tokens.weight; "
+            "set it to false or drop the tensor"
+        )

@@ -1,0 +1,95 @@
+"""Inverse frequencies of the rotary embedding, for every scaling the supported families use.
+
+Computed with Python floats so that the bits do not depend on a vector library, then rounded to float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.models.config import RopeConfig
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """inv_freq float32 [Dh / 2] and the factor on cos and sin."""
+
+    inv_freq: Tensor
+    scale: float
+
+
+def rotary(config: RopeConfig, head_dim: int, max_positions: int) -> Rotary:
+    """Inverse frequencies for a RopeConfig. Source: transformers 5.23 modeling_rope_utils, the named schemes.
+
+    Raises ValueError for a scheme that is not supported."""
+    base = [1.0 / _f32(config.theta ** (2 * i / head_dim)) for i in range(head_dim // 2)]
+    schemes = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    if config.kind not in schemes:
+        raise ValueError(f"rope_type={config.kind!r}: supported are {', '.join(schemes)}")
+    freqs, scale = schemes[config.kind](base, config, head_dim, max_positions)
+    return Rotary(torch.tensor(freqs, dtype=torch.float32), scale)
+
+
+def _f32(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float64).float())
+
+
+def _default(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:
+    return base, 1.0
+
+
+def _linear(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:
+    return [f / config.parameters["factor"] for f in base], 1.0
+
+
+def _llama3(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:
+    p = config.parameters
+    factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
+    original = p["original_max_position_embeddings"]
+
+    def scaled(freq: float) -> float:
+        wavelength = 2 * math.pi / freq
+        if wavelength < original / high:
+            return freq
+        if wavelength > original / low:
+            return freq / factor
+        smooth = (original / wavelength - low) / (high - low)
+        return (1 - smooth) * freq / factor + smooth * freq
+
+    return [scaled(f) for f in base], 1.0
+
+
+def _yarn(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:
+    p = config.parameters
+    original = p.get("original_max_position_embeddings", max_positions)
+    factor = p.get("factor") or max_positions / original
+    beta_fast, beta_slow = p.get("beta_fast", 32.0), p.get("beta_slow", 1.0)
+
+    def mscale(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    scale = p.get("attention_factor")
+    if scale is None:
+        if p.get("mscale") and p.get("mscale_all_dim"):
+            scale = mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
+        else:
+            scale = mscale(1.0)
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(beta_fast), dimension(beta_slow)
+    if p.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    freqs = []
+    for i, freq in enumerate(base):
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        freqs.append(freq / factor * ramp + freq * (1 - ramp))
+    return freqs, scale

@@ -1,0 +1,201 @@
+"""Runs a decoder or a draft head over flat rows: by one native call where the library is there, else in torch.
+
+Owns the output buffers of a forward. Which of the two runs is decided once, by `use_native`, logged and reported in
+every result; nothing falls back at run time.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from aquiline.config import Environment
+from aquiline.kv import view
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+from aquiline.ops import cpu, reference
+from aquiline.types import Float32, Int32, KVGroup, Rows, RowSampling
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """ids int32 [n, k] in the target's vocabulary, best first, and their log-probabilities float32 [n, k]."""
+
+    ids: Int32
+    logprobs: Float32
+
+
+class TargetRunner(Protocol):
+    """hidden [max_rows, H] and features [max_rows, 3H] hold the last forward's rows."""
+
+    hidden: Float32
+    features: Float32
+
+    def forward(self, rows: Rows, kv: KVGroup) -> None:
+        """Run the rows, store their keys and values, fill hidden and features."""
+
+    def draw(self, row_index: Int32, sampling: RowSampling) -> Int32:
+        """The token drawn at each of the named rows of hidden; -1 where the logits are not numbers."""
+
+    def logits(self, row_index: Int32) -> Float32:
+        """float32 [n, V] of the named rows of hidden."""
+
+    def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:
+        """The token drawn from each row of given logits [n, V]."""
+
+
+class DraftRunner(Protocol):
+    """hidden [max_rows, H] holds the last pass's outputs, as the next pass takes them."""
+
+    hidden: Float32
+
+    def fuse(self, features: Float32) -> Float32:
+        """Target features [n, 3 Ht] -> [n, H]."""
+
+    def forward(self, rows: Rows, kv: KVGroup, g: Float32) -> None:
+        """One pass over the rows, g [n, H] beside their tokens."""
+
+    def top_k(self, row_index: Int32, k: int) -> TopK:
+        """The best children of the named rows of the last pass."""
+
+
+def use_native(environment: Environment) -> bool:
+    """Decide between the native library and torch, once, and say so."""
+    reason = "AQUILINE_ISA=off" if environment.isa == "off" else cpu.missing()
+    if reason is None:
+        cpu.configure(environment.isa, environment.num_threads)
+        return True
+    logger.warning("native CPU library not used (%s): torch runs, slower, and trees are not bit-exact", reason)
+    return False
+
+
+class NativeTarget:
+    """TargetRunner over the native library; the decoder's own tensors are packed and may be dropped."""
+
+    def __init__(self, decoder: Decoder, max_rows: int) -> None:
+        self.model = cpu.NativeModel(decoder.weights())
+        H = decoder.config.hidden_size
+        self.hidden = np.empty((max_rows, H), np.float32)
+        self.features = np.empty((max_rows, len(decoder.capture) * H), np.float32)
+
+    def forward(self, rows: Rows, kv: KVGroup) -> None:  # noqa: D102
+        self.model.forward(kv, rows, self.hidden, self.features if self.features.size else None)
+
+    def draw(self, row_index: Int32, sampling: RowSampling) -> Int32:  # noqa: D102
+        return self.model.draw(self.hidden, row_index, sampling)
+
+    def logits(self, row_index: Int32) -> Float32:  # noqa: D102
+        return self.model.logits(self.hidden, row_index)
+
+    def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:  # noqa: D102
+        return cpu.draw(logits, sampling)
+
+
+class NativeDraft:
+    """DraftRunner over the native library."""
+
+    def __init__(self, head: DraftHead, max_rows: int) -> None:
+        self.config = head.config
+        eps = head.config.model.rms_norm_eps
+        self.model = cpu.NativeModel(head.weights())
+        self.fc = cpu.NativeLinear(head.fc.data)
+        self.d2t = head.d2t.numpy().astype(np.int32)
+        self.final_norm = _float32(head.norm)
+        self.input_norm = None if head.input_norm is None else _float32(head.input_norm)
+        self.fc_norm = None if head.fc_norm is None else _float32(head.fc_norm)
+        self.eps = eps
+        self.raw = np.empty((max_rows, head.config.model.hidden_size), np.float32)
+        self.hidden = self.raw
+
+    def fuse(self, features: Float32) -> Float32:  # noqa: D102
+        if self.input_norm is not None:
+            features = cpu.rms_norm(features, self.input_norm, self.eps)
+        if self.fc_norm is not None:
+            parts = np.split(features, len(self.fc_norm), axis=1)
+            normed = [cpu.rms_norm(np.ascontiguousarray(p), w, self.eps) for p, w in zip(parts, self.fc_norm, strict=True)]
+            features = np.concatenate(normed, axis=1)
+        return self.fc(features)
+
+    def forward(self, rows: Rows, kv: KVGroup, g: Float32) -> None:  # noqa: D102
+        self.model.forward(kv, rows, self.raw, None, g)
+        if self.config.norm_feedback:
+            self.hidden = cpu.rms_norm(self.raw[: rows.num], self.final_norm, self.eps)
+
+    def top_k(self, row_index: Int32, k: int) -> TopK:  # noqa: D102
+        best = self.model.top_k(self.raw, row_index, k)
+        return TopK(best.ids + self.d2t[best.ids], best.logprobs)
+
+
+class TorchTarget:
+    """TargetRunner in torch: float32 arithmetic over weights that were rounded to their storage dtype."""
+
+    def __init__(self, decoder: Decoder, max_rows: int) -> None:
+        self.decoder = decoder.float()
+        config = decoder.config
+        self.windows = config.windows
+        self.hidden = np.empty((max_rows, config.hidden_size), np.float32)
+        self.features = np.empty((max_rows, len(decoder.capture) * config.hidden_size), np.float32)
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, kv: KVGroup) -> None:  # noqa: D102
+        attn = view.PagedAttention(kv, rows, self.decoder.config.head_dim, self.windows)
+        tokens, positions = (torch.from_numpy(a[: rows.num]).long() for a in (rows.tokens, rows.positions))
+        out = self.decoder(tokens, positions, attn)
+        self.hidden[: rows.num] = out.hidden.numpy()
+        self.features[: rows.num] = out.features.numpy()
+
+    def draw(self, row_index: Int32, sampling: RowSampling) -> Int32:  # noqa: D102
+        return self.draw_from(self.logits(row_index), sampling)
+
+    @torch.inference_mode()
+    def logits(self, row_index: Int32) -> Float32:  # noqa: D102
+        logits: Float32 = self.decoder.logits(torch.from_numpy(self.hidden[row_index])).numpy()
+        return logits
+
+    def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:  # noqa: D102
+        s = sampling
+        return np.array([
+            reference.draw(
+                torch.from_numpy(row), float(s.temperature[i]), int(s.top_k[i]), float(s.top_p[i]), float(s.min_p[i]),
+                int(s.seed[i]), int(s.position[i]),
+            )
+            for i, row in enumerate(logits)
+        ], np.int32)  # fmt: skip
+
+
+class TorchDraft:
+    """DraftRunner in torch."""
+
+    def __init__(self, head: DraftHead, max_rows: int) -> None:
+        self.head = head.float()
+        self.raw = np.empty((max_rows, head.config.model.hidden_size), np.float32)
+        self.hidden = self.raw
+
+    @torch.inference_mode()
+    def fuse(self, features: Float32) -> Float32:  # noqa: D102
+        fused: Float32 = self.head.fuse(torch.from_numpy(features)).numpy()
+        return fused
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, kv: KVGroup, g: Float32) -> None:  # noqa: D102
+        attn = view.PagedAttention(kv, rows, self.head.config.model.head_dim, ())
+        tokens, positions = (torch.from_numpy(a[: rows.num]).long() for a in (rows.tokens, rows.positions))
+        out = self.head(torch.from_numpy(g), tokens, positions, attn)
+        self.raw[: rows.num] = out.numpy()
+        self.hidden = self.head.feedback(out).numpy()
+
+    @torch.inference_mode()
+    def top_k(self, row_index: Int32, k: int) -> TopK:  # noqa: D102
+        ids, logprobs = reference.top_k(self.head.logits(torch.from_numpy(self.raw[row_index])), k)
+        return TopK(self.head.target_ids(ids).numpy().astype(np.int32), logprobs.numpy())
+
+
+def _float32(weight: torch.Tensor) -> Float32:
+    array: Float32 = weight.detach().float().contiguous().numpy()
+    return array

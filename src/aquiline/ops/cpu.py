@@ -1,0 +1,354 @@
+"""The native CPU path as the layers above call it: models, linears, sampling, on numpy buffers.
+
+Owns packed weights and the structs that describe the caller's buffers; computes nothing itself. A decode step of a
+small model takes a millisecond, so a call may cost microseconds: addresses and structs are kept for buffers that come
+again (the caller's static ones), and looked up afresh for others.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aquiline.errors import NativeError
+from aquiline.ops import native
+from aquiline.ops.native import AqKV, AqLayer, AqLinear, AqModel, AqRows, AqSampling, Library
+from aquiline.types import KEY_GROUP, Float32, Int32, KVGroup, LayerWeights, ModelWeights, Rows, RowSampling
+
+_ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")
+_SAMPLING_DTYPES = {
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "top_k": np.int32,
+    "position": np.int32,
+    "seed": np.uint64,
+}
+_MAX_KNOWN = 256
+
+
+def library() -> Library:
+    """The native library. Raises NativeError with the reason where there is none."""
+    loaded = native.load()
+    if loaded is None:
+        raise NativeError(f"the native CPU library is missing: {native.missing_reason()}")
+    return loaded
+
+
+def missing_reason() -> str | None:
+    """Why the native path cannot be used; None if it can."""
+    return native.missing_reason()
+
+
+def system() -> dict[str, str | int]:
+    """What results depend on or should be reported with: instruction set, threads, arithmetic."""
+    loaded = library()
+    return {"isa": loaded.isa(), "threads": loaded.num_threads(), "arithmetic": "float32"}
+
+
+def set_threads(threads: int) -> None:
+    """Use this many threads, the calling one included. Results do not depend on it."""
+    library().set_threads(threads)
+
+
+def select_isa(name: str | None) -> None:
+    """Use "avx512", "avx2" or "portable"; None takes the best this CPU has. Results do not depend on it."""
+    library().select_isa(None if name is None else name.encode())
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k most probable ids of each row, descending, ties to the lowest id. Both [n, k]."""
+
+    ids: Int32
+    logprobs: Float32
+
+
+class _Addresses:
+    """The addresses of arrays seen lately.
+
+    An entry holds its array, so that neither the id nor the memory can be reused while it is known (and numpy refuses
+    to resize an array that is referenced)."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int]] = {}
+
+    def of(self, name: str, array: NDArray[Any], dtype: Any) -> int:
+        entry = self._known.get(id(array))
+        if entry is not None:
+            return entry[1]
+        address = _address(name, array, dtype)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[id(array)] = (array, address)
+        return address
+
+
+def _address(name: str, array: NDArray[Any], dtype: Any) -> int:
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{name} is {array.dtype} {array.shape}: must be C-contiguous {np.dtype(dtype)}")
+    return int(array.__array_interface__["data"][0])
+
+
+def _dtype_code(name: str, tensor: Tensor) -> int:
+    codes = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
+    if tensor.dtype not in codes:
+        raise ValueError(f"{name} is {tensor.dtype}: the native path stores float32 or bfloat16")
+    return codes[tensor.dtype]
+
+
+class _Packed:
+    """A linear weight in the library's layout, with the arrays that its struct points to."""
+
+    def __init__(self, name: str, weight: Tensor, bias: Tensor | None = None) -> None:
+        n, k = weight.shape
+        if k % KEY_GROUP != 0:
+            raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
+        dtype = _dtype_code(name, weight)
+        source = weight.detach().contiguous()
+        # 64 spare bytes let the weight start on a cache line.
+        self._memory = np.empty(library().packed_bytes(n, k, dtype) + 64, np.uint8)
+        address = -(-self._memory.ctypes.data // 64) * 64
+        library().pack(source.data_ptr(), n, k, dtype, address)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, dtype)
+
+
+def _interleave(gate_up: Tensor) -> Tensor:
+    """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs."""
+    rows, width = gate_up.shape
+    return gate_up.view(2, rows // (2 * KEY_GROUP), KEY_GROUP, width).transpose(0, 1).reshape(rows, width)
+
+
+class NativeModel:
+    """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
+
+    Not thread-safe: it reuses its argument structs (the library serialises calls anyway)."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self._check_widths(weights)
+        self._library = library()
+        self._kept: list[Any] = []
+        self._addresses = _Addresses()
+        self._kvs: dict[int, tuple[KVGroup, AqKV]] = {}
+        self._rows: dict[int, tuple[Rows, tuple[Any, ...], AqRows]] = {}
+        self._sampling = AqSampling()
+        self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
+        self.num_capture, self.head_size = len(weights.capture), weights.head.shape[0]
+        self._model = self._describe(weights)
+        self._model_ref = byref(self._model)
+
+    @staticmethod
+    def _check_widths(weights: ModelWeights) -> None:
+        for name in ("hidden_size", "head_dim", "intermediate_size"):
+            if getattr(weights, name) % KEY_GROUP != 0:
+                raise ValueError(f"{name}={getattr(weights, name)}: the native path needs a multiple of {KEY_GROUP}")
+
+    def _describe(self, weights: ModelWeights) -> AqModel:
+        layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
+        embed = weights.embed.detach().contiguous()
+        head = _Packed("head", weights.head)
+        capture = np.asarray(weights.capture, np.int32)
+        self._kept += [layers, embed, head, capture]
+        return AqModel(
+            hidden=weights.hidden_size,
+            num_layers=len(weights.layers),
+            num_heads=weights.num_heads,
+            num_kv_heads=weights.num_kv_heads,
+            head_dim=weights.head_dim,
+            intermediate=weights.intermediate_size,
+            vocab=embed.shape[0],
+            embed_dtype=_dtype_code("embed", embed),
+            is_draft=weights.is_draft,
+            norm_before_residual=weights.norm_before_residual,
+            num_capture=len(weights.capture),
+            eps=weights.rms_norm_eps,
+            attn_scale=weights.head_dim**-0.5,
+            rope_scale=weights.rope_scale,
+            inv_freq=self._floats(weights.inv_freq),
+            embed=embed.data_ptr(),
+            layers=layers,
+            final_norm=self._floats(weights.final_norm),
+            head=head.struct,
+            capture=capture.ctypes.data,
+        )
+
+    def _layer(self, weights: LayerWeights) -> AqLayer:
+        packed = {
+            "qkv": _Packed("qkv", weights.qkv, weights.qkv_bias),
+            "o": _Packed("o", weights.o),
+            "gate_up": _Packed("gate_up", _interleave(weights.gate_up.detach())),
+            "down": _Packed("down", weights.down),
+        }
+        self._kept.append(packed)
+        names = ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")
+        floats = {name: self._floats(getattr(weights, name)) for name in names}
+        return AqLayer(**{name: linear.struct for name, linear in packed.items()}, **floats, window=weights.window)
+
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        own = tensor.detach().float().clone().contiguous()
+        self._kept.append(own)
+        return own.data_ptr()
+
+    def forward(
+        self, kv: KVGroup, rows: Rows, hidden: Float32, features: Float32 | None = None, g: Float32 | None = None
+    ) -> None:
+        """Run the first rows.num rows through all layers.
+
+        Writes keys and values, hidden [max_rows, H] (the residual stream before the final norm) and, if wanted,
+        features [max_rows, num_capture * H]. A draft reads g [max_rows, H], which may be `hidden` itself."""
+        assert hidden.shape[0] >= rows.num and hidden.shape[1] == self.hidden_size, (hidden.shape, rows.num)
+        of = self._addresses.of
+        features_at = g_at = None
+        if features is not None:
+            assert features.shape[0] >= rows.num and features.shape[1] == self.num_capture * self.hidden_size
+            features_at = of("features", features, np.float32)
+        if g is not None:
+            assert g.shape[0] >= rows.num and g.shape[1] == self.hidden_size, (g.shape, rows.num)
+            g_at = of("g", g, np.float32)
+        self._library.forward(
+            self._model_ref,
+            byref(self._kv_of(kv)),
+            byref(self._rows_of(rows)),
+            g_at,
+            of("hidden", hidden, np.float32),
+            features_at,
+        )
+
+    def logits(self, hidden: Float32, row_index: Int32) -> Float32:
+        """Logits [n, V] of rows of hidden (the residual stream: the final norm is applied here)."""
+        at, index, n = self._selection(hidden, row_index)
+        logits = np.empty((n, self.head_size), np.float32)
+        self._library.head_logits(self._model_ref, at, index, n, logits.ctypes.data)
+        return logits
+
+    def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling) -> Int32:
+        """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite."""
+        at, index, n = self._selection(hidden, row_index)
+        _fill_sampling(self._sampling, sampling, n, self._addresses)
+        tokens = np.empty(n, np.int32)
+        self._library.head_draw(self._model_ref, at, index, n, byref(self._sampling), tokens.ctypes.data)
+        return tokens
+
+    def top_k(self, hidden: Float32, row_index: Int32, k: int) -> TopK:
+        """The k most probable ids and their log-probabilities for each of n rows of hidden."""
+        at, index, n = self._selection(hidden, row_index)
+        result = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+        ids, logprobs = result.ids.ctypes.data, result.logprobs.ctypes.data
+        self._library.head_topk(self._model_ref, at, index, n, k, ids, logprobs)
+        return result
+
+    def _selection(self, hidden: Float32, row_index: Int32) -> tuple[int, int, int]:
+        n = len(row_index)
+        assert hidden.shape[1] == self.hidden_size, hidden.shape
+        assert n == 0 or max(row_index.tolist()) < hidden.shape[0], (row_index, hidden.shape)
+        of = self._addresses.of
+        return of("hidden", hidden, np.float32), _address("row_index", row_index, np.int32), n
+
+    def _kv_of(self, kv: KVGroup) -> AqKV:
+        entry = self._kvs.get(id(kv))
+        if entry is None:
+            entry = self._kvs[id(kv)] = (kv, _describe_kv(kv))
+        return entry[1]
+
+    def _rows_of(self, rows: Rows) -> AqRows:
+        arrays = tuple(getattr(rows, name) for name in _ROWS_ARRAYS)
+        entry = self._rows.get(id(rows))
+        if entry is None or not all(map(is_, arrays, entry[1])):
+            entry = self._rows[id(rows)] = (rows, arrays, _describe_rows(rows))
+        entry[2].num_rows = rows.num
+        return entry[2]
+
+
+def _describe_kv(kv: KVGroup) -> AqKV:
+    num_layers, num_pages, heads, page_size, dim = kv.v.shape
+    expected = (num_layers, num_pages, heads, page_size // KEY_GROUP, dim, KEY_GROUP)
+    if tuple(kv.k.shape) != expected:
+        raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected} beside v {tuple(kv.v.shape)}")
+    if not (kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype):
+        raise ValueError("KVGroup.k and v must be contiguous and of one dtype")
+    dtype = _dtype_code("KVGroup.k", kv.k)
+    return AqKV(kv.k.data_ptr(), kv.v.data_ptr(), num_layers, num_pages, page_size, heads, dim, dtype)
+
+
+def _describe_rows(rows: Rows) -> AqRows:
+    addresses = (_address(f"Rows.{name}", getattr(rows, name), np.int32) for name in _ROWS_ARRAYS)
+    num_slots, stride = rows.page_table.shape
+    return AqRows(*addresses, num_rows=rows.num, tail_stride=rows.max_tail, table_stride=stride, num_slots=num_slots)
+
+
+def _fill_sampling(struct: AqSampling, sampling: RowSampling, n: int, addresses: _Addresses | None = None) -> None:
+    for name, dtype in _SAMPLING_DTYPES.items():
+        array = getattr(sampling, name)
+        assert len(array) >= n, (name, len(array), n)
+        at = _address(name, array, dtype) if addresses is None else addresses.of(name, array, dtype)
+        setattr(struct, name, at)
+
+
+class NativeLinear:
+    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16), plus a bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = _Packed("weight", weight, bias)
+        self.num_outputs, self.num_inputs = weight.shape
+
+    def __call__(self, x: Float32) -> Float32:
+        """[R, K] to a new array [R, N]."""
+        assert x.ndim == 2 and x.shape[1] == self.num_inputs, (x.shape, self.num_inputs)
+        y = np.empty((x.shape[0], self.num_outputs), np.float32)
+        library().linear(byref(self._packed.struct), _address("x", x, np.float32), x.shape[0], y.ctypes.data)
+        return y
+
+
+def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
+    """Root-mean-square norm of rows x [R, W]; W is a multiple of 16."""
+    rows, width = x.shape
+    assert weight.shape == (width,), (weight.shape, width)
+    y = np.empty_like(x)
+    at, weight_at = _address("x", x, np.float32), _address("weight", weight, np.float32)
+    library().rms_norm(at, weight_at, rows, width, eps, y.ctypes.data)
+    return y
+
+
+def draw(logits: Float32, sampling: RowSampling) -> Int32:
+    """Draw a token from each row of logits [n, V]; -1 where a logit is NaN or none is finite."""
+    n, vocab = logits.shape
+    struct = AqSampling()
+    _fill_sampling(struct, sampling, n)
+    tokens = np.empty(n, np.int32)
+    library().draw(_address("logits", logits, np.float32), n, vocab, byref(struct), tokens.ctypes.data)
+    return tokens
+
+
+def move_kv(kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:
+    """Copy every layer's key and value from KV index src[i] to dst[i] of slot slots[i], in order."""
+    count = len(slots)
+    assert len(src) == len(dst) == count, (count, len(src), len(dst))
+    assert count == 0 or max(slots.tolist()) < len(page_table), (slots, len(page_table))
+    at = [_address(name, a, np.int32) for name, a in (("slots", slots), ("src", src), ("dst", dst))]
+    table = _address("page_table", page_table, np.int32)
+    library().move_kv(byref(_describe_kv(kv)), table, page_table.shape[1], *at, count)
+
+
+__all__ = [
+    "NativeLinear",
+    "NativeModel",
+    "TopK",
+    "draw",
+    "library",
+    "missing_reason",
+    "move_kv",
+    "rms_norm",
+    "select_isa",
+    "set_threads",
+    "system",
+]

@@ -1,0 +1,171 @@
+"""The ctypes mirror of csrc/aquiline.h: structs, signatures, loading. Knows nothing of models or the engine.
+
+Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
+behind it alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aquiline.errors import NativeError
+
+FLOAT32, BFLOAT16 = 0, 1
+
+LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
+
+
+class AqLinear(Structure):
+    """A packed weight [ceil(n / 16), k, 16] and its bias."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32), ("dtype", c_int32)]
+
+
+class AqLayer(Structure):
+    """One decoder layer."""
+
+    _fields_ = [
+        *((name, AqLinear) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")),
+        ("window", c_int32),
+    ]
+
+
+class AqModel(Structure):
+    """A decoder: target or one-layer draft."""
+
+    _fields_ = [
+        *((n, c_int32) for n in ("hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate")),
+        *((n, c_int32) for n in ("vocab", "embed_dtype", "is_draft", "norm_before_residual", "num_capture")),
+        *((n, c_float) for n in ("eps", "attn_scale", "rope_scale")),
+        ("inv_freq", c_void_p),
+        ("embed", c_void_p),
+        ("layers", POINTER(AqLayer)),
+        ("final_norm", c_void_p),
+        ("head", AqLinear),
+        ("capture", c_void_p),
+    ]
+
+
+class AqKV(Structure):
+    """The pages of one KVGroup."""
+
+    _fields_ = [
+        ("k", c_void_p),
+        ("v", c_void_p),
+        *((n, c_int32) for n in ("num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim", "dtype")),
+    ]
+
+
+class AqRows(Structure):
+    """The rows of one forward."""
+
+    _fields_ = [
+        *((n, c_void_p) for n in ("tokens", "positions", "slots", "write", "key_start", "context_len")),
+        *((n, c_void_p) for n in ("tail", "tail_len", "page_table")),
+        *((n, c_int32) for n in ("num_rows", "tail_stride", "table_stride", "num_slots")),
+    ]
+
+
+class AqSampling(Structure):
+    """How rows are drawn."""
+
+    _fields_ = [(n, c_void_p) for n in ("temperature", "top_p", "min_p", "top_k", "position", "seed")]
+
+
+_MODEL, _KV, _ROWS, _SAMPLING, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqSampling, AqLinear))
+_P, _I, _F = c_void_p, c_int32, c_float
+
+_CHECKED: dict[str, list[Any]] = {
+    "aq_select_isa": [c_char_p],
+    "aq_set_threads": [_I],
+    "aq_pack": [_P, _I, _I, _I, _P],
+    "aq_forward": [_MODEL, _KV, _ROWS, _P, _P, _P],
+    "aq_head_logits": [_MODEL, _P, _P, _I, _P],
+    "aq_head_draw": [_MODEL, _P, _P, _I, _SAMPLING, _P],
+    "aq_head_topk": [_MODEL, _P, _P, _I, _I, _P, _P],
+    "aq_draw": [_P, _I, _I, _SAMPLING, _P],
+    "aq_linear": [_LINEAR, _P, _I, _P],
+    "aq_rms_norm": [_P, _P, _I, _I, _F, _P],
+    "aq_swiglu": [_P, _I, _I, _P],
+    "aq_rope": [_P, _P, _P, _F, _I, _I, _I],
+    "aq_write_kv": [_KV, _I, _ROWS, _P, _P],
+    "aq_attention": [_KV, _I, _ROWS, _P, _I, _F, _I, _P, _P],
+    "aq_exp_log": [_P, _I, _P, _P],
+    "aq_gumbel": [c_uint64, _I, _I, _P],
+    "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
+}
+"""Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""
+
+
+class Library:
+    """The loaded library: `library.forward(...)` is aq_forward, raising NativeError where that returns -1."""
+
+    def __init__(self, dll: ctypes.CDLL) -> None:
+        self._dll = dll
+        for name, restype in (("aq_last_error", c_char_p), ("aq_isa", c_char_p), ("aq_available_isas", c_char_p)):
+            getattr(dll, name).restype = restype
+        dll.aq_packed_bytes.restype, dll.aq_packed_bytes.argtypes = c_int64, [_I, _I, _I]
+        dll.aq_num_threads.restype = c_int32
+        for name, argtypes in _CHECKED.items():
+            function = getattr(dll, name)
+            function.argtypes, function.restype, function.errcheck = argtypes, c_int32, self._check
+
+    def _check(self, result: int, function: Any, arguments: tuple[Any, ...]) -> None:
+        if result != 0:
+            raise NativeError(f"{function.__name__}: {self._dll.aq_last_error().decode()}")
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._dll, f"aq_{name}")
+        setattr(self, name, function)  # later look-ups find it without coming here
+        return function
+
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return str(self._dll.aq_isa().decode())
+
+    def available_isas(self) -> list[str]:
+        """What this CPU can run, best first."""
+        return str(self._dll.aq_available_isas().decode()).split(",")
+
+    def num_threads(self) -> int:
+        """Threads in use, the calling one included."""
+        return int(self._dll.aq_num_threads())
+
+    def packed_bytes(self, n: int, k: int, dtype: int) -> int:
+        """Size of a packed weight."""
+        return int(self._dll.aq_packed_bytes(n, k, dtype))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The library, or why there is none."""
+
+    library: Library | None
+    reason: str | None
+
+
+@functools.cache
+def load_from(path: Path) -> Loaded:
+    """Load the library at `path`, once per process."""
+    if not path.exists():
+        return Loaded(None, f"{path} does not exist: it is built by `pip install .` where a C++17 compiler is present")
+    try:
+        return Loaded(Library(ctypes.CDLL(str(path))), None)
+    except (OSError, AttributeError) as error:
+        return Loaded(None, f"{path} cannot be loaded: {error}; reinstall aquiline to rebuild it")
+
+
+def load() -> Library | None:
+    """The native library, or None: then `missing_reason()` says why."""
+    return load_from(LIBRARY_PATH).library
+
+
+def missing_reason() -> str | None:
+    """Why there is no native library; None if there is one."""
+    return load_from(LIBRARY_PATH).reason

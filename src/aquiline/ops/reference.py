@@ -1,0 +1,141 @@
+"""Plain, obvious torch in float32: what every faster path is tested against, and what training differentiates.
+
+Owns no state. Each function has a native twin of the same name in csrc/aquiline.h.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aquiline.types import KEY_GROUP, KVGroup
+
+_MASK32 = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times weight [N, K], computed in x's dtype."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, statistics in float32."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [..., 2 I], gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., Dh / 2] of positions [...]; the angle is rounded to float32 as transformers does."""
+    angle = positions.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
+    return angle.double().cos().float() * scale, angle.double().sin().float() * scale
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [..., heads, Dh] by cos, sin [..., Dh / 2], halves paired as in Hugging Face's Llama."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def write_kv(group: KVGroup, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store k, v [R, Hkv, Dh] at (page, offset within the page) of each row, rounding to the group's dtype."""
+    group.k[layer, pages, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP] = k.to(group.k.dtype)
+    group.v[layer, pages, :, offsets] = v.to(group.v.dtype)
+
+
+def read_kv(group: KVGroup, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """k, v [T, Hkv, Dh] in float32 at (page, offset) of each of T keys."""
+    k = group.k[layer, pages, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP]
+    return k.float(), group.v[layer, pages, :, offsets].float()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    """One row: q [Hq, Dh] over its own keys k, v [T, Hkv, Dh], all visible. Returns [Hq * Dh].
+
+    sinks [Hq] are logits that join the softmax denominator only (gpt-oss)."""
+    groups = q.shape[0] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = torch.einsum("hd,thd->ht", q.float(), k) * scale
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None]), dim=1)
+    probs = torch.softmax(scores, dim=-1)[:, : k.shape[0]]
+    return torch.einsum("ht,thd->hd", probs, v).reshape(-1)
+
+
+def lowbias32(x: Tensor) -> Tensor:
+    """A 32-bit mixing function on int64 tensors holding uint32 values. Source: C. Wellons, hash-prospector."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK32
+    x = x ^ (x >> 15)
+    x = (x * (0x846CA68B - (1 << 32))) & _MASK32  # the signed twin of the multiplier keeps int64 from overflowing
+    return x ^ (x >> 16)
+
+
+def gumbel(seed: int, position: int, count: int) -> Tensor:
+    """Gumbel noise [count] of the token ids 0 .. count - 1 for the token drawn at an absolute position.
+
+    Counter-based: bits = lowbias32(lowbias32(id * golden + a) ^ b) with (a, b) hashed from seed and position. The
+    uniform (bits + 1/2) / 2^32 lies in the open interval and is resolved at both ends: its exponential -log(u) is
+    taken as -log1p(-(1 - u)) above one half, so that neither tail collapses."""
+    words = torch.tensor([seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32])
+    a = lowbias32(lowbias32(words[0] ^ 0x243F6A88) ^ words[1])
+    b = lowbias32(lowbias32(a ^ words[2]) ^ 0x85A308D3)
+    ids = torch.arange(count, dtype=torch.int64)
+    bits = lowbias32(lowbias32((ids * _GOLDEN + a) & _MASK32) ^ b)
+    low = -torch.log((bits.double() + 0.5) / 2**32)
+    high = -torch.log1p(-((2**32 - bits).double() - 0.5) / 2**32)
+    exponential = torch.where(bits < 2**31, low, high).float()
+    return -torch.log(exponential)
+
+
+def filter_logits(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """One row's logits [V] over temperature with everything filtered set to -inf: top-k, then top-p, then min-p.
+
+    Top-k keeps exactly k, ties to the lowest id. Top-p keeps an id while the probability mass ranked before it, among
+    what top-k left, is below top_p. Min-p keeps probabilities of at least min_p times the largest."""
+    scaled = logits.float() / temperature
+    order = torch.argsort(scaled, descending=True, stable=True)
+    keep = torch.ones(len(order), dtype=torch.bool)
+    if 0 < top_k < len(order):
+        keep[top_k:] = False
+    ranked = scaled[order].masked_fill(~keep, -math.inf)
+    if top_p < 1.0:
+        probs = torch.softmax(ranked, dim=-1)
+        keep &= (torch.cumsum(probs, 0) - probs) < top_p
+    if min_p > 0.0:
+        keep &= ranked >= ranked[0] + math.log(min_p)
+    keep[0] = True
+    filtered = torch.full_like(scaled, -math.inf)
+    filtered[order[keep]] = scaled[order[keep]]
+    return filtered
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> int:
+    """The token id drawn from one row of logits [V]: argmax at temperature 0, Gumbel-argmax otherwise.
+
+    Ties go to the lowest id. Returns -1 if a logit is NaN or none is finite."""
+    if torch.isnan(logits).any() or not torch.isfinite(logits).any():
+        return -1
+    if temperature == 0.0:
+        return int(torch.argmax((logits == logits.max()).int()))
+    scores = filter_logits(logits, temperature, top_k, top_p, min_p) + gumbel(seed, position, len(logits))
+    return int(torch.argmax((scores == scores.max()).int()))
+
+
+def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best ids (int64) of logits [R, V] and their log-probabilities, descending, ties to the lowest id."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    ids = torch.argsort(logprobs, dim=-1, descending=True, stable=True)[:, :k]
+    return ids, logprobs.gather(1, ids)

@@ -1,0 +1,56 @@
+"""Sample and match: keep the drafted path that equals what the target itself draws. Exact at any temperature.
+
+At every node the target's own token is drawn from that node's distribution, with noise keyed by (seed, position), so
+the token drawn after a given prefix is the same whether the prefix was drafted or not. In symbols, for row i with
+parent p(i): ok(i) = token(i) == drawn(p(i)); i is accepted iff ok holds on its whole path; the deepest accepted row's
+drawn token is the bonus. Source: EAGLE3.md §4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from aquiline.spec.tree import WORD, DraftTree
+from aquiline.types import Int32
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptResult:
+    """What a step decided for each of B slots.
+
+    path int32 [B, D + 1]: slot-local nodes from the root (0) down, valid up to num_accepted[b]; tokens int32
+    [B, D + 1]: the num_accepted[b] accepted tokens, then the bonus, then -1."""
+
+    path: Int32
+    tokens: Int32
+    num_accepted: Int32
+
+
+def accept(tree: DraftTree, drawn: Int32) -> AcceptResult:
+    """Select each slot's path given the token drawn [R] at every row."""
+    shape = tree.topology
+    ok = tree.tokens == drawn[shape.parent_rows]
+    ok[shape.offsets[:-1]] = True
+    masks = shape.ancestors
+    bits = np.zeros_like(masks)
+    rows = np.flatnonzero(ok)
+    local = shape.local[rows]
+    bits[rows, local // WORD] = np.int64(1) << (local % WORD).astype(np.int64)
+    ok_bits = np.bitwise_or.reduceat(bits, shape.offsets[:-1], axis=0)
+    accepted = ((ok_bits[shape.owner] & masks) == masks).all(axis=1)
+
+    level = np.where(accepted, shape.depths, -1)
+    num_accepted = np.maximum.reduceat(level, shape.offsets[:-1])
+    winners = np.flatnonzero(level == num_accepted[shape.owner])
+    # Siblings carry different tokens, so one path is accepted; were two equal, the first is as good as any.
+    leaf = winners[np.searchsorted(winners, shape.offsets[:-1])]
+
+    path = shape.paths[leaf]
+    tokens = np.full((len(leaf), shape.max_depth + 1), -1, np.int32)
+    if shape.max_depth:
+        tokens[:, :-1] = tree.tokens[shape.offsets[:-1, None] + path[:, 1:]]
+        tokens[np.arange(shape.max_depth + 1) >= num_accepted[:, None]] = -1
+    tokens[np.arange(len(leaf)), num_accepted] = drawn[leaf]
+    return AcceptResult(path=path, tokens=tokens, num_accepted=num_accepted)

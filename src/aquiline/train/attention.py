@@ -1,0 +1,172 @@
+"""Dense attention over packed rows [B, T], for the frozen target and for the draft's training-time test.
+
+Owns the masks of packed documents and the one softmax that joins a step's causal keys with its own earlier steps.
+Knows nothing of losses. Rows of a batch hold whole documents or prefixes of them, so a row sees the earlier positions
+of its own document only; training attends as serving does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aquiline.models.config import ModelConfig
+
+CHUNK = 128
+"""Queries are taken this many at a time, so that keys beyond a chunk's last position are not multiplied at all."""
+
+
+@dataclass(frozen=True)
+class QueryChunk:
+    """A run of queries [start, stop) that sees no key at or beyond num_keys."""
+
+    start: int
+    stop: int
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query position sees: additive bias [B, N, T] (0 or -inf) and the query chunks."""
+
+    bias: Tensor
+    chunks: tuple[QueryChunk, ...]
+
+
+def visibility(document: Tensor, queries: Tensor, window: int = 0) -> Visibility:
+    """Causal, same document, within `window` positions if nonzero. document int [B, T]; queries ascending int [N]."""
+    keys = torch.arange(document.shape[1], device=document.device)
+    seen = (keys[None, :] <= queries[:, None]) & (document[:, queries, None] == document[:, None, :])
+    if window:
+        seen &= keys[None, :] > queries[:, None] - window
+    bias = torch.zeros(seen.shape, device=document.device).masked_fill_(~seen, -torch.inf)
+    last = queries.tolist()
+    starts = range(0, len(last), CHUNK)
+    stops = [min(s + CHUNK, len(last)) for s in starts]
+    return Visibility(bias, tuple(QueryChunk(a, b, last[b - 1] + 1) for a, b in zip(starts, stops, strict=True)))
+
+
+class PackedAttention:
+    """The target's attention over a packed batch: no cache, no gradient needed; one mask per distinct window."""
+
+    def __init__(self, config: ModelConfig, document: Tensor) -> None:
+        self.config = config
+        queries = torch.arange(document.shape[1], device=document.device)
+        windows = {config.window(i) for i in range(config.num_layers)}
+        self.masks = {w: visibility(document, queries, w) for w in windows}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, T, Hq, Dh], k and v [B, T, Hkv, Dh] -> [B, T, Hq * Dh]."""
+        return step_attention(q, [k], [v], self.masks[self.config.window(layer)])
+
+
+class TTTAttention:
+    """The draft's attention during training-time test (EAGLE3.md §7): call `begin(step)` before each pass.
+
+    Step 0 covers all T positions and attends causally. Step k >= 1 covers the positions `queries` [N] only; each sees
+    the step-0 keys up to its own position and, on the diagonal, its own keys of steps 1 .. k."""
+
+    def __init__(self, document: Tensor, queries: Tensor, window: int = 0) -> None:
+        every = torch.arange(document.shape[1], device=document.device)
+        self.first = visibility(document, every, window)
+        self.later = visibility(document, queries, window) if len(queries) < len(every) else self.first
+        self.step = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def begin(self, step: int) -> None:
+        """Start pass `step`; passes come in order."""
+        assert step == len(self.keys), f"step {step} follows {len(self.keys)} passes"
+        self.step = step
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, N, Hq, Dh], k and v [B, N, Hkv, Dh] of this step's rows -> [B, N, Hq * Dh]; keeps k and v."""
+        assert len(self.keys) == self.step, "begin(step) must precede each pass"
+        self.keys.append(k)
+        self.values.append(v)
+        return step_attention(q, self.keys, self.values, self.later if self.step else self.first)
+
+
+def step_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], seen: Visibility) -> Tensor:
+    """One softmax over keys[0] [B, T, Hkv, Dh] under `seen` and the diagonals keys[1:] [B, N, Hkv, Dh].
+
+    q [B, N, Hq, Dh] -> [B, N, Hq * Dh]. Computes in bfloat16 under autocast, else in q's dtype; no [T, (k+1) T] mask
+    or score matrix is built."""
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+    B, N, Hq, Dh = q.shape
+    Hkv = keys[0].shape[2]
+    with torch.autocast(device, enabled=False):
+        grouped = q.to(dtype).reshape(B, N, Hkv, Hq // Hkv, Dh).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, N, Dh]
+        flat = [t.to(dtype).transpose(1, 2) for t in (*keys, *values)]  # [B, Hkv, T or N, Dh]
+        out: Tensor = _StepAttention.apply(grouped * Dh**-0.5, seen, *flat)  # type: ignore[no-untyped-call]
+        return out.permute(0, 3, 1, 2, 4).reshape(B, N, Hq * Dh)
+
+
+class _StepAttention(torch.autograd.Function):
+    """Causal scores as two matrix products, k diagonal scores beside them, merged through the causal log-sum-exp.
+
+    With w = softmax([lse, d_1 .. d_k]) the output is w_0 O_0 + sum w_j v_j; backward needs the causal probabilities
+    P_0, w, and D = sum(dO * O): dS = w_0 P_0 (dO V' - D), dd_j = w_j (dO v_j - D)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, seen: Visibility, *flat: Tensor) -> Tensor:
+        n = len(flat) // 2
+        k, v, own_k, own_v = flat[0], flat[n], flat[1:n], flat[n + 1 :]
+        diagonal = [(q * t[:, :, None]).sum(-1, dtype=torch.float32) for t in own_k]
+        out, probs, lse = torch.empty_like(q), [], []
+        for c in seen.chunks:
+            shape = (*q.shape[:3], c.stop - c.start, -1)
+            scores = (_rows(q, c) @ k[:, :, : c.num_keys].mT).view(shape)
+            scores += seen.bias[:, None, None, c.start : c.stop, : c.num_keys].to(scores.dtype)
+            p = torch.softmax(scores, -1)
+            if own_k:  # max(s) - log max(p) is the log-sum-exp, for the price of two cheap reductions
+                lse.append(scores.amax(-1).float() - p.amax(-1).float().log())
+            out[:, :, :, c.start : c.stop] = (p.flatten(2, 3) @ v[:, :, : c.num_keys]).view(shape)
+            probs.append(p)
+        weights = q.new_ones(0)
+        if own_k:
+            weights = torch.softmax(torch.stack((torch.cat(lse, -1), *diagonal), -1), -1).to(q.dtype)
+            out *= weights[..., :1]
+            for j, t in enumerate(own_v, 1):
+                out += weights[..., j : j + 1] * t[:, :, None]
+        if any(ctx.needs_input_grad):
+            ctx.seen, ctx.n = seen, n
+            ctx.save_for_backward(q, out, weights, *probs, *flat)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, weights, *rest = ctx.saved_tensors
+        seen, n = ctx.seen, ctx.n
+        probs, flat = rest[: len(seen.chunks)], rest[len(seen.chunks) :]
+        k, v, own_k, own_v = flat[0], flat[n], flat[1:n], flat[n + 1 :]
+        inner = (grad * out).sum(-1, keepdim=True)
+        scaled = grad * weights[..., :1] if own_k else grad
+        scaled_inner = inner * weights[..., :1] if own_k else inner
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for c, p in zip(seen.chunks, probs, strict=True):
+            rows, out_grad = _rows(q, c), _rows(scaled, c)
+            dv[:, :, : c.num_keys] += p.flatten(2, 3).mT @ out_grad
+            ds = out_grad @ v[:, :, : c.num_keys].mT
+            ds -= _rows(scaled_inner, c)
+            ds *= p.flatten(2, 3)
+            shape = (*q.shape[:3], c.stop - c.start, -1)
+            dq[:, :, :, c.start : c.stop] = (ds @ k[:, :, : c.num_keys]).view(shape)
+            dk[:, :, : c.num_keys] += ds.mT @ rows
+        dk_own, dv_own = [], []
+        for j, (kj, vj) in enumerate(zip(own_k, own_v, strict=True), 1):
+            w = weights[..., j : j + 1]
+            dd = w * ((grad * vj[:, :, None]).sum(-1, keepdim=True) - inner)
+            dq += dd * kj[:, :, None]
+            dk_own.append((dd * q).sum(2))
+            dv_own.append((w * grad).sum(2))
+        return dq, None, dk, *dk_own, dv, *dv_own
+
+
+def _rows(x: Tensor, c: QueryChunk) -> Tensor:
+    """x [B, Hkv, G, N, W] -> the chunk's [B, Hkv, G * n, W], one matrix per key/value head."""
+    return x[:, :, :, c.start : c.stop].flatten(2, 3)

@@ -1,0 +1,70 @@
+"""Settings of one training run, checked where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from aquiline.train.losses import LOSSES
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. None means: derived from the target when the run starts (see `aquiline train --help`)."""
+
+    target: Path
+    data: tuple[Path, ...]
+    out: Path
+    held_out: tuple[Path, ...] = ()
+    draft_vocab_size: int | None = None  # special tokens included; None: the target's, at most 32000
+    intermediate_size: int | None = None  # None: the target's
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    capture: tuple[int, ...] | None = None  # None: EAGLE-3's three layers
+    context: int = 512
+    batch_size: int = 8
+    ttt_steps: int = 7
+    late_share: float = 1.0  # share of positions that steps 1 .. S-1 train on
+    loss: str = "ce"
+    decay: float = 0.8
+    optimizer: str = "adamw"
+    lr: float | None = None
+    warmup: float = 0.02  # share of the run
+    clip: float = 0.5
+    weight_decay: float = 0.0
+    steps: int | None = None
+    minutes: float | None = None
+    epochs: float | None = None
+    init: Path | None = None
+    resume: bool = False
+    seed: int = 0
+    log_every: int = 20
+    eval_every: int = 200
+    eval_rows: int = 32
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        least = self.ttt_steps + 3
+        checks = [
+            (bool(self.data), "data: name at least one file or folder"),
+            (1 <= self.ttt_steps <= 16, f"ttt_steps={self.ttt_steps}: must be 1 to 16"),
+            (self.context >= least, f"context={self.context}: must be at least ttt_steps + 3 = {least}"),
+            (self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1"),
+            (0 < self.late_share <= 1, f"late_share={self.late_share}: must be above 0 and at most 1"),
+            (self.loss in LOSSES, f"loss={self.loss!r}: must be one of {', '.join(LOSSES)}"),
+            (self.optimizer in ("adamw", "muon"), f"optimizer={self.optimizer!r}: must be adamw or muon"),
+            (self.lr is None or self.lr > 0, f"lr={self.lr}: must be above 0"),
+            (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),
+            (0 <= self.warmup < 1, f"warmup={self.warmup}: must be in [0, 1)"),
+            (self.clip > 0, f"clip={self.clip}: must be above 0"),
+            (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
+            (self.log_every >= 1 and self.eval_every >= 1, "log_every and eval_every must be at least 1"),
+            (self.eval_rows >= 1, f"eval_rows={self.eval_rows}: must be at least 1"),
+        ]
+        budgets = {"steps": self.steps, "minutes": self.minutes, "epochs": self.epochs}
+        checks += [(v is None or v > 0, f"{name}={v}: must be above 0") for name, v in budgets.items()]
+        return [text for ok, text in checks if not ok]

@@ -1,0 +1,113 @@
+"""Rows of a fixed length out of documents: a plan per epoch, batches by step number.
+
+Everything follows from (seed, epoch, step), so a resumed run sees the batches it would have seen. A long document is
+cut into pieces of the row length, from a first cut that moves with the epoch; pieces are then packed, best fit first.
+A piece is a document to the model: its positions start at 0, as a prompt's do at serving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from aquiline.train.data import Corpus
+from aquiline.train.ttt import TokenBatch
+from aquiline.types import Int64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, start + length) of the corpus stream."""
+
+    start: int
+    length: int
+
+
+def cut(corpus: Corpus, context: int, shortest: int, rng: np.random.Generator | None) -> list[Piece]:
+    """Pieces of at most `context` tokens, none across documents, none under `shortest`; rng moves the first cut."""
+    pieces = []
+    for start, end in zip(corpus.starts[:-1].tolist(), corpus.starts[1:].tolist(), strict=True):
+        at = start
+        if rng is not None and end - start > context:
+            first = int(rng.integers(context // 8, context + 1))
+            pieces.append(Piece(at, first))
+            at += first
+        while at < end:
+            pieces.append(Piece(at, min(context, end - at)))
+            at += context
+    return [p for p in pieces if p.length >= shortest]
+
+
+def pack(pieces: list[Piece], context: int) -> list[list[Piece]]:
+    """Rows of pieces that fit `context`: longest first, each into the row whose gap it fills best."""
+    rows: list[list[Piece]] = []
+    by_gap: list[list[int]] = [[] for _ in range(context + 1)]
+    gaps_in_use = np.zeros(context + 1, np.bool_)
+    for piece in sorted(pieces, key=lambda p: -p.length):
+        fitting = np.flatnonzero(gaps_in_use[piece.length :])
+        if len(fitting):
+            gap = int(fitting[0]) + piece.length
+            row = by_gap[gap].pop()
+            gaps_in_use[gap] = bool(by_gap[gap])
+            rows[row].append(piece)
+        else:
+            gap, row = context, len(rows)
+            rows.append([piece])
+        by_gap[gap - piece.length].append(row)
+        gaps_in_use[gap - piece.length] = gap > piece.length
+    return rows
+
+
+def gather(corpus: Corpus, rows: list[list[Piece]], context: int, device: torch.device | str) -> TokenBatch:
+    """The batch of the given rows; what no piece fills is padding of document -1."""
+    tokens, positions = np.zeros((2, len(rows), context), np.int64)
+    document = np.full((len(rows), context), -1, np.int64)
+    mask = np.zeros((len(rows), context), np.bool_)
+    for b, row in enumerate(rows):
+        at = 0
+        for d, piece in enumerate(row):
+            here, there = slice(at, at + piece.length), slice(piece.start, piece.start + piece.length)
+            tokens[b, here], mask[b, here] = corpus.tokens[there], corpus.mask[there]
+            positions[b, here], document[b, here] = np.arange(piece.length), d
+            at += piece.length
+    arrays = (tokens, document, positions, mask)
+    return TokenBatch(*(torch.from_numpy(x).to(device) for x in arrays))
+
+
+class Batches:
+    """Batch number `step` of an endless run over the corpus, reshuffled and recut every epoch."""
+
+    def __init__(self, corpus: Corpus, context: int, batch_size: int, num_steps: int, seed: int) -> None:
+        self.corpus, self.context, self.batch_size, self.seed = corpus, context, batch_size, seed
+        self.shortest = num_steps + 3
+        self.epoch, self.first_step = -1, 0
+        self.rows: list[list[Piece]] = []
+        self._plan(0)
+        if not self.rows:
+            raise ValueError(f"no training document is as long as ttt_steps + 3 = {self.shortest} tokens")
+        self.steps_in_first_epoch = self.num_batches
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the current epoch; the last one is filled up from the epoch's start."""
+        return -(-len(self.rows) // self.batch_size)
+
+    def _plan(self, epoch: int) -> None:
+        rng = np.random.default_rng((self.seed, epoch))
+        rows = pack(cut(self.corpus, self.context, self.shortest, rng), self.context)
+        order: Int64 = rng.permutation(len(rows))
+        self.rows, self.epoch = [rows[i] for i in order], epoch
+
+    def at(self, step: int, device: torch.device | str = "cpu") -> TokenBatch:
+        """Batch of a step; steps may be asked for in any order, ascending is cheap."""
+        if step < self.first_step:
+            self.first_step = 0
+            self._plan(0)
+        while step >= self.first_step + self.num_batches:
+            self.first_step += self.num_batches
+            self._plan(self.epoch + 1)
+        begin = (step - self.first_step) * self.batch_size
+        chosen = [self.rows[i % len(self.rows)] for i in range(begin, begin + self.batch_size)]
+        return gather(self.corpus, chosen, self.context, device)

@@ -1,0 +1,113 @@
+"""What a run shows and keeps: a progress bar or log lines, OUT/train.jsonl, OUT/train.png."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from aquiline.train.evaluate import Judgement
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One logged step; done is the share of the budget used."""
+
+    step: int
+    done: float
+    loss: float
+    accuracy: tuple[float, ...]
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+
+
+class Reporter:
+    """Shows a run on stderr and appends one JSON object a log step to OUT/train.jsonl."""
+
+    def __init__(self, out: Path, *, resume: bool, quiet: bool = False) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.quiet = out, quiet
+        self.console = Console(stderr=True, quiet=quiet)
+        self.log = (out / "train.jsonl").open("a" if resume else "w", encoding="utf-8")
+        self.tau = float("nan")
+        self.started = time.perf_counter()
+        columns = [BarColumn(24), TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}")]
+        self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
+        self.task = self.bar.add_task("train", total=1.0, text="")
+        if self.console.is_terminal and not quiet:
+            self.bar.start()
+
+    def say(self, text: str) -> None:
+        """A line for the reader."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, r: StepReport) -> None:
+        """A logged training step."""
+        self._write({"kind": "step", **r.__dict__, "accuracy": list(r.accuracy)})
+        accuracy = "/".join(f"{100 * a:.0f}" for a in r.accuracy)
+        text = f"step {r.step} loss {r.loss:.3f} acc {accuracy}% tau {self.tau:.2f} {r.tokens_per_s:.0f} tok/s"
+        self.bar.update(self.task, completed=r.done, text=text)
+        if not self.console.is_terminal:
+            spent = time.perf_counter() - self.started
+            self.say(f"{100 * r.done:5.1f}%  {text}  ETA {spent * (1 - r.done) / max(r.done, 1e-6):.0f} s")
+
+    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, is_best: bool) -> None:
+        """A look at held-out text."""
+        self.tau = j.tau
+        self._write({"kind": "eval", "step": step, "seconds": seconds, "tokens": tokens, **judgement_dict(j)})
+        accuracy = "/".join(f"{100 * a:.0f}" for a in j.accuracy)
+        best = "  best so far, saved" if is_best else ""
+        self.say(
+            f"step {step}: held-out loss {j.loss:.3f}, accuracy {accuracy}%, simulated tau {j.tau:.3f} greedy, "
+            f"{j.tau_sampled:.3f} sampled{best}"
+        )
+
+    def close(self) -> None:
+        """End the bar, close the log, draw OUT/train.png if matplotlib is there."""
+        self.bar.stop()
+        self.log.close()
+        draw_curves(self.out)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self.log.write(json.dumps(record) + "\n")
+        self.log.flush()
+
+
+def judgement_dict(j: Judgement) -> dict[str, Any]:
+    """A judgement as JSON."""
+    return {
+        "held_out_loss": j.loss,
+        "accuracy": list(j.accuracy),
+        "simulated_tau": j.tau,
+        "simulated_tau_sampled": j.tau_sampled,
+    }
+
+
+def draw_curves(out: Path) -> bool:
+    """Loss and tau over steps, from OUT/train.jsonl to OUT/train.png. False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    records = [json.loads(line) for line in (out / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [r for r in records if r["kind"] == "step"]
+    looks = [r for r in records if r["kind"] == "eval"]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss, tau = figure.subplots(1, 2)
+    loss.plot([r["step"] for r in steps], [r["loss"] for r in steps], lw=0.8, label="training (weighted sum of steps)")
+    loss.set(xlabel="step", ylabel="loss", yscale="log")
+    loss.plot([r["step"] for r in looks], [r["held_out_loss"] for r in looks], label="held out (mean of steps)")
+    loss.legend()
+    for name, label in (("simulated_tau", "greedy"), ("simulated_tau_sampled", "temperature 1")):
+        tau.plot([r["step"] for r in looks], [r[name] for r in looks], marker=".", label=label)
+    tau.set(xlabel="step", ylabel="simulated tau, held-out target text")
+    tau.legend()
+    figure.savefig(out / "train.png", dpi=120)
+    return True

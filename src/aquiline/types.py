@@ -1,0 +1,160 @@
+"""The data that crosses layers, the legend of shapes and the glossary. No behaviour lives here.
+
+Shapes     R rows of one forward, B active slots, N tree nodes, D tree depth, H hidden size, I MLP width, V vocabulary,
+           Vd draft vocabulary, Hq query heads, Hkv key/value heads, Dh head dimension, L layers, S slots, P pages.
+
+Glossary   target    the model whose text is produced          draft   the small head that guesses ahead
+           root      last token known, not yet in the KV cache node    a drafted token hanging below the root
+           path      the nodes from the root to a node         bonus   the token the target adds after the path
+           slot      a place in the running batch              page    a run of KV indices owned by one sequence
+           feature   target residual-stream vectors of three layers, concatenated (3H)
+           KV index  place of a key in its sequence; equals the token's position, except for tree nodes, which are
+                     written one after the other behind the root, and for the draft, which stores row j at j + 1
+           tau       mean number of tokens committed per active slot and step, bonus included
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+UInt64 = NDArray[np.uint64]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length"]
+
+KEY_GROUP = 16
+"""Keys are stored transposed in groups of this many, so that one vector register holds one channel of 16 keys."""
+
+ATTENTION_BLOCK = 64
+"""Attention reduces over blocks of this many absolute positions, whatever the page size (ARCHITECTURE.md, exactness)."""
+
+
+class Attention(Protocol):
+    """The seam between models and caches: the only thing a model knows of attention."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend from rotated q [..., Hq, Dh] over everything the rows may see, k and v [..., Hkv, Dh] included.
+
+        Returns [..., Hq * Dh]. Writes k and v where the rows' keys belong."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer, fused: qkv [(Hq + 2 Hkv) Dh, In], gate_up [2 I, H] (gate rows first), o, down; norms [H].
+
+    In is H for a target, 2H for a draft, which then also has hidden_norm. q_norm and k_norm are [Dh] (qwen3)."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv_bias: Tensor | None = None
+    hidden_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    window: int = 0  # 0: every earlier position is visible
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All that a forward needs, as plain tensors: what models hand to ops. head is [V, H] (a draft: [Vd, H])."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    inv_freq: Tensor  # float32 [Dh / 2]
+    rope_scale: float  # multiplies cos and sin (yarn)
+    embed: Tensor  # [V, H]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Tensor
+    capture: tuple[int, ...] = ()  # layers whose output is a feature, ascending
+    is_draft: bool = False
+    norm_before_residual: bool = False  # draft only: the residual is the normed input
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """The storage of one model's keys and values, in pages.
+
+    k [L, P, Hkv, page_size / 16, Dh, 16]: transposed in groups of KEY_GROUP keys; v [L, P, Hkv, page_size, Dh].
+    Values outside the written indices are undefined and never read into a result."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return int(self.v.shape[3])
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.v.shape[1])
+
+
+@dataclass(eq=False)
+class Rows:
+    """The flat rows of one forward: static buffers of which the first `num` are valid.
+
+    A row sees the KV indices [key_start, context_len) of its slot, in order, then tail[:tail_len] in order; the t-th
+    tail entry stands at position context_len + t. A chunk row or chain node has an empty tail and
+    context_len = its KV index + 1; a tree node's tail is its own path, itself last. Rows are grouped by slot.
+    """
+
+    max_rows: int
+    max_tail: int
+    page_table: Int32  # [S, max pages per slot]: page of a slot's KV indices [i * page_size, (i + 1) * page_size)
+    num: int = 0
+    tokens: Int32 = field(init=False)
+    positions: Int32 = field(init=False)  # rotary positions
+    slots: Int32 = field(init=False)
+    write: Int32 = field(init=False)  # KV index the row's key and value go to; -1 writes nothing
+    key_start: Int32 = field(init=False)
+    context_len: Int32 = field(init=False)
+    tail: Int32 = field(init=False)  # [max_rows, max_tail] KV indices
+    tail_len: Int32 = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail_len")
+        for name in names:
+            setattr(self, name, np.zeros(self.max_rows, np.int32))
+        self.tail = np.zeros((self.max_rows, self.max_tail), np.int32)
+
+
+@dataclass(eq=False)
+class RowSampling:
+    """How the next token of each of n rows is drawn; arrays of n, or of more with the first n valid.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch a filter off. `position` is the absolute position of
+    the token being drawn, which with the seed keys the noise."""
+
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    seed: UInt64
+    position: Int32
+
+
+def storage_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a `dtype` setting, which names how weights and KV are stored."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise ValueError(f"dtype={name!r}: must be one of {', '.join(dtypes)}")
+    return dtypes[name]

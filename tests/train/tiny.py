@@ -1,0 +1,82 @@
+"""A target of a few thousand parameters, its files and some text, for every test of training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from aquiline.models.config import ModelConfig, RopeConfig
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+from aquiline.train.start import new_head
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=48, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_positions=256, rms_norm_eps=1e-5, rope=RopeConfig(), eos_token_ids=(0,), bos_token_id=0,
+)  # fmt: skip
+CAPTURE = (0, 1, 2)
+
+
+def target(seed: int = 0) -> Decoder:
+    model = Decoder(CONFIG, CAPTURE)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else 0.3 * noise
+    return model.requires_grad_(False)
+
+
+def head(model: Decoder, num_ids: int = 32, seed: int = 0) -> DraftHead:
+    """A draft away from its orderly beginning, so that every weight matters."""
+    draft = new_head(model, torch.arange(num_ids) * 48 // num_ids, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def write_target(directory: Path) -> Path:
+    """The tiny target as a Hugging Face folder."""
+    model, c = target(), CONFIG
+    q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
+    tensors["lm_head.weight"] = model.head
+    for i, layer in enumerate(model.layers):
+        name = f"model.layers.{i}"
+        for part, weight in zip("qkv", layer.qkv.split([q, kv, kv]), strict=True):
+            tensors[f"{name}.self_attn.{part}_proj.weight"] = weight
+        gate, up = layer.gate_up.split([inner, inner])
+        tensors |= {
+            f"{name}.self_attn.o_proj.weight": layer.o, f"{name}.mlp.gate_proj.weight": gate,
+            f"{name}.mlp.up_proj.weight": up, f"{name}.mlp.down_proj.weight": layer.down,
+            f"{name}.input_layernorm.weight": layer.input_norm,
+            f"{name}.post_attention_layernorm.weight": layer.post_norm,
+        }  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.detach().clone().contiguous() for n, t in tensors.items()}, directory / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size, "intermediate_size": inner, "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
+        "max_position_embeddings": c.max_positions, "rms_norm_eps": c.rms_norm_eps, "hidden_act": "silu",
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0, "torch_dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_bin(path: Path, documents: int, seed: int = 0) -> Path:
+    """Documents of 20 to 60 tokens, each a noisy walk, behind id 0."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(documents):
+        steps = rng.integers(1, 4, rng.integers(20, 60))
+        out += [np.zeros(1, np.int64), 1 + np.cumsum(steps) % 47]
+    np.concatenate(out).astype(np.uint16).tofile(path)
+    return path
