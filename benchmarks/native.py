@@ -9,10 +9,12 @@ keys and values in the same way. Figures hold for the machine and the minute the
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,21 +26,25 @@ ROW_COUNTS = (1, 2, 4, 6, 8, 16, 64)
 CACHE_BYTES = 160 << 20  # what the rotated copies must exceed
 
 
-def best_seconds(run: Callable[[], object], repeats: int, per_run: int = 1) -> float:
-    """The fastest of `repeats` runs, per inner step: the machine's noise only ever adds."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+def quick_seconds(runs: Sequence[Callable[[], object]], budget_s: float = 0.4) -> float:
+    """The tenth percentile of single calls over rounds of `runs`: other processes only ever add time, and short calls
+    fit between their time slices."""
+    times: list[float] = []
+    for run in runs:
         run()
-        times.append(time.perf_counter() - start)
-    return min(times) / per_run
+    deadline = time.perf_counter() + budget_s
+    while time.perf_counter() < deadline or len(times) < 10:
+        for run in runs:
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    return float(np.quantile(times, 0.1))
 
 
 def read_bandwidth() -> float:
-    """GB/s of a float32 sum over 512 MB by torch, an estimate of the ceiling."""
-    data = torch.ones(128 << 20)
-    return 4 * data.numel() / best_seconds(lambda: data.sum(), 5) / 1e9
+    """GB/s of a float32 sum over 128 MB by torch, an estimate of the ceiling."""
+    data = torch.ones(32 << 20)
+    return data.numel() * 4 / quick_seconds([data.sum], 2.0) / 1e9
 
 
 def bench_linear(n: int, k: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
@@ -49,7 +55,7 @@ def bench_linear(n: int, k: int, dtype: torch.dtype) -> dict[str, dict[str, floa
     results = {}
     for rows in ROW_COUNTS:
         x = np.random.default_rng(0).standard_normal((rows, k), np.float32)
-        seconds = best_seconds(lambda x=x: [linear(x) for linear in linears], 5 if rows < 16 else 3, copies)
+        seconds = quick_seconds([partial(linear, x) for linear in linears])
         flops = 2.0 * rows * n * k / seconds / 1e9
         results[str(rows)] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9, "gflop_s": flops}
         print(f"  m={rows:3d}  {seconds * 1e6:8.1f} us  {num_bytes / seconds / 1e9:6.1f} GB/s  {flops:7.1f} GFLOP/s")
@@ -95,7 +101,9 @@ def new_kv(weights: ModelWeights, length: int, page_size: int = 64) -> tuple[KVG
     pages = -(-length // page_size) + 1
     layers, heads, dim = len(weights.layers), weights.num_kv_heads, weights.head_dim
     v = torch.randn(layers, pages, heads, page_size, dim).bfloat16()
-    return KVGroup(v.clone().view(layers, pages, heads, page_size // 16, dim, 16), v), np.arange(pages, dtype=np.int32)[None]
+    return KVGroup(v.clone().view(layers, pages, heads, page_size // 16, dim, 16), v), np.arange(pages, dtype=np.int32)[
+        None
+    ]
 
 
 def tree_rows(table: np.ndarray, num: int, context: int) -> Rows:
@@ -117,18 +125,16 @@ def bench_forward(weights: ModelWeights, context: int, row_counts: tuple[int, ..
     results = {}
     for num in row_counts:
         rows, hidden = tree_rows(table, num, context), np.zeros((num, weights.hidden_size), np.float32)
-        seconds = best_seconds(lambda r=rows, h=hidden: [model.forward(kv, r, h) for _ in range(10)], 8, 10)
+        seconds = quick_seconds([partial(model.forward, kv, rows, hidden)])
         results[str(num)] = seconds * 1e3
     print("  " + "  ".join(f"m={m}: {ms:.3f} ms" for m, ms in results.items()))
     return results
 
 
 def bench_attention(context: int) -> dict[str, dict[str, float]]:
-    """What attention adds to a one-layer forward from 64 keys to `context` keys, beside the bytes of those keys.
+    """Microseconds of one layer's attention over `context` keys, beside the bytes of those keys.
 
-    Eight layers' keys are visited in turn so that they come from memory."""
-    import ctypes
-
+    Layers are visited in turn so that the keys come from memory."""
     heads, kv_heads, dim, layers = 16, 8, 64, max(2, CACHE_BYTES // (2 * context * 8 * 64 * 2))
     v = torch.randn(layers, context // 64 + 2, kv_heads, 64, dim).bfloat16()
     kv = KVGroup(v.clone().view(layers, -1, kv_heads, 4, dim, 16), v)
@@ -139,15 +145,14 @@ def bench_attention(context: int) -> dict[str, dict[str, float]]:
     for num in (1, 4, 8, 16):
         rows = tree_rows(table, num, context)
         struct = cpu._describe_rows(rows)
-        q, out = np.random.default_rng(0).standard_normal((num, heads * dim), np.float32), np.empty((num, heads * dim), np.float32)
+        q, out = (
+            np.random.default_rng(0).standard_normal((num, heads * dim), np.float32),
+            np.empty((num, heads * dim), np.float32),
+        )
 
-        def run(q=q, out=out, struct=struct) -> None:
-            for layer in range(layers):
-                cpu.library().attention(
-                    ctypes.byref(described), layer, ctypes.byref(struct), q.ctypes.data, heads, 0.125, 0, None, out.ctypes.data
-                )
-
-        seconds = best_seconds(run, 5, layers)
+        arguments = (ctypes.byref(struct), q.ctypes.data, heads, 0.125, 0, None, out.ctypes.data)
+        attend = partial(cpu.library().attention, ctypes.byref(described))
+        seconds = quick_seconds([partial(attend, layer, *arguments) for layer in range(layers)])
         results[str(num)] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9}
         print(f"  m={num:3d}  {seconds * 1e6:8.1f} us  {num_bytes / seconds / 1e9:6.1f} GB/s of keys and values")
     return results
@@ -169,7 +174,7 @@ def bench_head(vocab: int, hidden: int) -> dict[str, float]:
         "top_p": lambda s=sampling(1.0, 0.9): model.draw(state, index, s),
         "top_k": lambda: model.top_k(state, index, 10),
     }
-    results = {name: best_seconds(run, 20) * 1e6 for name, run in runs.items()}
+    results = {name: quick_seconds([run]) * 1e6 for name, run in runs.items()}
     print("  " + "  ".join(f"{name}: {us:.0f} us" for name, us in results.items()))
     return results
 

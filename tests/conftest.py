@@ -1,1 +1,83 @@
-"""Puts tests/ on the import path, for checkpoints.py."""
+"""Small random pairs that run in milliseconds, shared by all suites."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+
+from aquiline.config import EngineConfig, Environment
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+from aquiline.ops import cpu
+
+TINY = ModelConfig(
+    family="llama", vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2,
+    head_dim=16, max_positions=400, rms_norm_eps=1e-5, rope=RopeConfig(), eos_token_ids=(0,),
+)  # fmt: skip
+TINY_CAPTURE = (0, 1, 2)
+TINY_DRAFT = DraftConfig(
+    model=dataclasses.replace(TINY, num_layers=1), draft_vocab_size=48, target_hidden_size=64, capture=TINY_CAPTURE
+)
+
+needs_native = pytest.mark.skipif(cpu.missing_reason() is not None, reason=f"native library: {cpu.missing_reason()}")
+
+
+def init_random(module: nn.Module, seed: int, scale: float = 0.15) -> None:
+    """Fill weights so that the model's distributions are neither flat nor frozen."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in module.named_parameters():
+        if "norm" in name:
+            weight.data.copy_(1 + 0.1 * torch.randn(weight.shape, generator=generator))
+        else:
+            weight.data.copy_(scale * torch.randn(weight.shape, generator=generator))
+
+
+def round_to(module: nn.Module, dtype: torch.dtype) -> None:
+    """Store the weights as a checkpoint of that dtype would be loaded."""
+    for weight in module.parameters():
+        weight.data = weight.data.to(dtype)
+
+
+def tiny_pair(seed: int = 0, config: ModelConfig = TINY, draft: DraftConfig = TINY_DRAFT) -> tuple[Decoder, DraftHead]:
+    """A random target and a random draft for it: drafts are almost never accepted."""
+    decoder, head = Decoder(config, capture=draft.capture), DraftHead(draft)
+    init_random(decoder, seed)
+    init_random(head, seed + 1)
+    step = config.vocab_size // draft.draft_vocab_size
+    head.d2t.copy_(torch.arange(draft.draft_vocab_size) * (step - 1))
+    head.embed.data.copy_(decoder.embed.data)
+    return decoder, head
+
+
+@lru_cache
+def tiny_models(dtype: str = "bfloat16", seed: int = 0, max_batch: int = 8, row_budget: int = 48) -> LoadedModels:
+    """A tiny pair in the runners this machine has."""
+    decoder, head = tiny_pair(seed)
+    for module in (decoder, head):
+        round_to(module, getattr(torch, dtype))
+    return from_modules(decoder, head, None, dtype, engine_config(max_batch, row_budget), Environment.read())
+
+
+def engine_config(max_batch: int = 8, row_budget: int = 48, page_size: int = 16) -> EngineConfig:
+    """Small pages and chunks, so that short texts cross many of either, and conservation checked at every step."""
+    return EngineConfig(max_batch=max_batch, page_size=page_size, row_budget=row_budget, check=True)
+
+
+def tiny_llm(dtype: str = "bfloat16", max_batch: int = 8, row_budget: int = 48, page_size: int = 16) -> LLM:
+    """An LLM over a tiny pair."""
+    models = tiny_models(dtype, max_batch=max_batch, row_budget=row_budget)
+    return LLM.from_models(models, engine_config(max_batch, row_budget, page_size))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_per_worker() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield

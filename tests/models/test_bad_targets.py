@@ -169,7 +169,7 @@ def test_neither_a_directory_nor_a_hub_id(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CheckpointError, match="owner/name.*no route"):
+    with pytest.raises(CheckpointError, match=r"owner/name.*no route"):
         resolve("owner/name")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_window_matters(tmp_path: Path) -> None:
     model = load_target(tmp_path, dtype="float32")
     assert worst(reference, model, random_tokens(24)) < 1e-4
     assert worst(reference, model, random_tokens(40)) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_without_layer_types_begin_at_max_window_layers(family: str, tmp_path: Path) -> None:
+    """Configs that list no layer_types: the first max_window_layers layers see everything."""
+    write_target(tmp_path, family, use_sliding_window=True, sliding_window=24, max_window_layers=3)
+    listed = read_model_config(tmp_path).windows
+    edit_json(tmp_path / "config.json", lambda c: c.pop("layer_types"))
+    assert read_model_config(tmp_path).windows == listed == (0, 0, 0, 24, 24, 24, 24, 24)
+    edit_json(tmp_path / "config.json", lambda c: c.update(max_window_layers=8))
+    assert read_model_config(tmp_path).windows == ()
+    edit_json(tmp_path / "config.json", lambda c: c.update(use_sliding_window=False, max_window_layers=0))
+    assert read_model_config(tmp_path).windows == ()
 
 
 def _old_style(config: dict[str, Any]) -> None:
@@ -205,5 +219,5 @@ def test_every_parameter_is_filled_once_with_a_sharding_axis() -> None:
     for name, parameter in model.named_parameters():
         spans = sorted(filled.pop(name))
         assert spans[0][0] == 0 and spans[-1][1] == parameter.shape[0], name
-        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False)), name
+        assert all(a[1] == b[0] for a, b in pairwise(spans)), name
     assert not filled

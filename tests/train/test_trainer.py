@@ -51,7 +51,7 @@ def test_thirty_steps_lower_the_loss_and_leave_a_draft_that_loads(config: TrainC
     assert head.config.draft_vocab_size == 40 and head.config.capture == tiny.CAPTURE
     newest = load_draft(config.out / "last", target, dtype="float32")
     state = torch.load(config.out / "last" / "training.pt", weights_only=True)
-    assert torch.equal(newest.fc, state["head"]["fc"].to(torch.bfloat16).float())
+    assert torch.equal(newest.fc, (state["head"]["fc"] * state["scale"]).to(torch.bfloat16).float())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

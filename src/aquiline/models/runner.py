@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import psutil
 import torch
 
 from aquiline.config import Environment
@@ -67,9 +68,10 @@ class DraftRunner(Protocol):
 
 def use_native(environment: Environment) -> bool:
     """Decide between the native library and torch, once, and say so."""
-    reason = "AQUILINE_ISA=off" if environment.isa == "off" else cpu.missing()
+    reason = "AQUILINE_ISA=off" if environment.isa == "off" else cpu.missing_reason()
     if reason is None:
-        cpu.configure(environment.isa, environment.num_threads)
+        cpu.select_isa(environment.isa)
+        cpu.set_threads(environment.num_threads or psutil.cpu_count(logical=False) or 1)
         return True
     logger.warning("native CPU library not used (%s): torch runs, slower, and trees are not bit-exact", reason)
     return False

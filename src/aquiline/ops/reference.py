@@ -120,9 +120,7 @@ def filter_logits(logits: Tensor, temperature: float, top_k: int, top_p: float, 
     return filtered
 
 
-def draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
-) -> int:
+def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> int:
     """The token id drawn from one row of logits [V]: argmax at temperature 0, Gumbel-argmax otherwise.
 
     Ties go to the lowest id. Returns -1 if a logit is NaN or none is finite."""

@@ -48,7 +48,14 @@ class GrowingAttention:
 
 @torch.no_grad()
 def continue_prompts(target: Decoder, prompts: Tensor, num_new: int, temperature: float, seed: int) -> Tensor:
-    """The target's own text: prompts int64 [B, P] -> [B, P + num_new]. temperature 0 is greedy."""
+    """The target's own text: prompts int64 [B, P] -> [B, P + num_new]. temperature 0 is greedy.
+
+    Autocast is off: for a few rows, casting the weights anew for every token costs more than it saves."""
+    with torch.autocast(prompts.device.type, enabled=False):
+        return _continue(target, prompts, num_new, temperature, seed)
+
+
+def _continue(target: Decoder, prompts: Tensor, num_new: int, temperature: float, seed: int) -> Tensor:
     generator = torch.Generator(prompts.device).manual_seed(seed)
     attn, tokens = GrowingAttention(target.config), prompts
     step = prompts

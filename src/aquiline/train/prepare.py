@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import default_capture
@@ -24,7 +26,7 @@ from aquiline.train.data import TokenIds, load_split, token_ids
 from aquiline.train.evaluate import HeldOut
 from aquiline.train.packing import Batches, cut, gather, pack
 from aquiline.train.start import new_head
-from aquiline.train.target import TargetTeacher, argmax_counts, autocast
+from aquiline.train.target import TargetTeacher, argmax_counts, autocast, feature_scale
 from aquiline.train.vocabulary import choose_vocabulary
 from aquiline.types import Int64
 
@@ -42,7 +44,7 @@ class Prepared:
     batches: Batches
     held_out: HeldOut
     device: str
-    state: dict[str, object] | None
+    state: dict[str, Any] | None
 
 
 def keep_memory() -> None:
@@ -77,8 +79,15 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Prepared:
     )
     if split.rejects.counts:
         say(f"not used: {split.rejects}")
-    head = _head(config, target, batches, ids, state, say).to(device)
-    teacher = TargetTeacher(target, head_rows(head.d2t.cpu()).to(device))
+    with autocast(device):
+        scale = feature_scale(target, batches.at(0, device))
+    if state is not None:
+        scale = state["scale"].to(device)
+    head = _head(config, target, batches, ids, scale, say).to(device)
+    if head.config.norm_before_fc or head.config.fc_norm:
+        scale = torch.ones_like(scale)  # the head norms its input itself
+    head.fc.data /= scale
+    teacher = TargetTeacher(target, head_rows(head.d2t.cpu()).to(device), scale)
     shortest = config.ttt_steps + 3
     rows = pack(cut(split.held_out, config.context, shortest, None), config.context)
     chosen = np.random.default_rng(0).permutation(len(rows))[: config.eval_rows]
@@ -88,11 +97,11 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Prepared:
     return Prepared(target, head, teacher, batches, held_out, device, state)
 
 
-def _read_state(config: TrainConfig) -> dict[str, object]:
+def _read_state(config: TrainConfig) -> dict[str, Any]:
     path = config.out / STATE
     if not path.is_file():
         raise ValueError(f"--resume: {path} does not exist; start without --resume")
-    state: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
 
 
@@ -101,12 +110,12 @@ def _head(
     target: Decoder,
     batches: Batches,
     ids: TokenIds,
-    state: dict[str, object] | None,
+    scale: Tensor,
     say: Callable[[str], None],
 ) -> DraftHead:
     """The draft to train: a resumed, an --init or a new one. Only a new one chooses its vocabulary: a head's rows
     mean nothing under another."""
-    source = config.out / "last" if state is not None else config.init
+    source = config.out / "last" if config.resume else config.init
     if source is not None:
         head = load_draft(source, target, dtype="float32")
         wanted = {
@@ -124,14 +133,17 @@ def _head(
     say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
-    return new_head(
+    head = new_head(
         target,
         torch.from_numpy(vocabulary.ids).to(target.embed.device),
         intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         seed=config.seed,
+        size=1 / float(scale[-1]),
     )
+    head.fc.data *= scale.to(head.fc.device)  # new_head is made for features of unit size; a draft takes them raw
+    return head
 
 
 def _counts(config: TrainConfig, target: Decoder, batches: Batches, device: str) -> Int64:

@@ -2,7 +2,7 @@
 
 A draft guesses what the target's remaining layers and head will say; the target's final norm, head rows and, where
 the geometry is the same, last decoder layer are a far better beginning than noise. The fused feature begins as the
-deepest captured one.
+deepest captured one. Everything is set for features of unit size (target.py, feature_scale).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def new_head(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     seed: int = 0,
+    size: float = 1.0,
 ) -> DraftHead:
     """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry.
 
-    vocab int64 [Vd]: target ids, ascending. The embedding is a frozen copy of the target's."""
+    vocab int64 [Vd]: target ids, ascending; size as in `initialise`. The embedding is a frozen copy of the target's."""
     t = target.config
     model = replace(
         t, family="llama", num_layers=1, qkv_bias=False, qk_norm=False, tied_head=False, windows=(),
@@ -40,14 +41,15 @@ def new_head(
     if model.num_heads % model.num_kv_heads:
         raise ValueError(f"num_heads={model.num_heads}: must be a multiple of num_kv_heads={model.num_kv_heads}")
     head = DraftHead(DraftConfig(model, len(vocab), t.hidden_size, target.capture))
-    initialise(head, target, vocab, seed)
+    initialise(head, target, vocab, seed, size)
     head.embed.requires_grad_(False)
     return head
 
 
 @torch.no_grad()
-def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> None:
-    """Fill every parameter of a draft with the target's embedding. vocab int64 [Vd]: target ids, ascending."""
+def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int, size: float) -> None:
+    """Fill every parameter. vocab int64 [Vd]: target ids, ascending. size: rms of the deepest captured feature before
+    it was brought to unit size; what the target's layer adds to the stream shrinks by as much."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in head.named_parameters():
         if parameter.ndim == 1 or name == "fc_norm":
@@ -65,9 +67,13 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> No
     assert isinstance(last, DecoderLayer)
     if head.layer.qkv.shape[0] == last.qkv.shape[0] and head.layer.o.shape == last.o.shape:
         head.layer.qkv[:, -H:] = last.qkv
-        head.layer.o.copy_(last.o)
+        head.layer.o.copy_(last.o / size)
         head.hidden_norm.copy_(last.input_norm)
-    if head.layer.gate_up.shape == last.gate_up.shape:
-        head.layer.gate_up.copy_(last.gate_up)
-        head.layer.down.copy_(last.down)
+    width, inner = head.config.model.intermediate_size, last.down.shape[1]
+    if width <= inner and head.layer.down.shape[0] == last.down.shape[0]:
+        gate, up = last.gate_up.chunk(2)
+        weight = last.down.norm(dim=0) * up.norm(dim=1)  # the neurons that say most, in their order
+        kept = weight.topk(width).indices.sort().values
+        head.layer.gate_up.copy_(torch.cat((gate[kept], up[kept])))
+        head.layer.down.copy_(last.down[:, kept] / size)
         head.layer.post_norm.copy_(last.post_norm)

@@ -30,10 +30,13 @@ def autocast(device: str) -> contextlib.AbstractContextManager[object]:
 
 
 class TargetTeacher:
-    """Runs the frozen target over packed batches, and keeps its head split into draft vocabulary and the rest."""
+    """Runs the frozen target over packed batches, and keeps its head split into draft vocabulary and the rest.
 
-    def __init__(self, target: Decoder, vocab: Tensor) -> None:
+    `scale` [3H] multiplies the features it shows; a draft trained on them has it folded into fc when it is saved."""
+
+    def __init__(self, target: Decoder, vocab: Tensor, scale: Tensor | None = None) -> None:
         self.target = target
+        self.scale = torch.ones((), device=vocab.device) if scale is None else scale
         rest = torch.ones(target.config.vocab_size, dtype=torch.bool)
         rest[vocab] = False
         self.inside = target.head.detach()[vocab].clone()
@@ -48,7 +51,19 @@ class TargetTeacher:
         in_vocab = torch.ones(batch.tokens.shape, dtype=torch.bool, device=batch.tokens.device)
         if len(self.outside):
             in_vocab = logits.amax(-1) >= ops.linear(normed, self.outside).amax(-1)
-        return TargetView(out.features, torch.softmax(logits, -1, dtype=torch.float32), in_vocab)
+        return TargetView(out.features * self.scale, torch.softmax(logits, -1, dtype=torch.float32), in_vocab)
+
+
+@torch.no_grad()
+def feature_scale(target: Decoder, batch: TokenBatch) -> Tensor:
+    """[3H]: one over the root mean square of each captured layer's features, over a batch's valid positions.
+
+    A residual stream may run at 40 times unit size; left so, fc's share of every update is as much too large, and the
+    draft's layer cannot be heard beside the residual it adds to."""
+    features = target(batch.tokens, batch.positions, PackedAttention(target.config, batch.document)).features
+    parts = features[batch.document >= 0].unflatten(-1, (len(target.capture), -1))
+    scale: Tensor = parts.float().pow(2).mean((0, 2)).rsqrt()
+    return scale.repeat_interleave(parts.shape[-1])
 
 
 @torch.no_grad()

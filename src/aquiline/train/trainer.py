@@ -149,11 +149,15 @@ class Trainer:
 
     def _save_draft(self, directory: Any) -> None:
         """In the target checkpoint's storage, bfloat16; the float32 master stays in training.pt."""
-        save_draft(copy.deepcopy(self.head).to(torch.bfloat16), directory, target=self.run.target)
+        served = copy.deepcopy(self.head)
+        served.fc.data *= self.run.teacher.scale
+        save_draft(served.to(torch.bfloat16), directory, target=self.run.target)
 
     def _state(self) -> dict[str, Any]:
         head = {n: t for n, t in self.head.state_dict().items() if n != "embed"}
-        return {"head": head, "optimizers": [o.state_dict() for o in self.optimizers], "progress": vars(self.progress)}
+        optimizers = [o.state_dict() for o in self.optimizers]
+        scale = self.run.teacher.scale
+        return {"head": head, "scale": scale, "optimizers": optimizers, "progress": vars(self.progress)}
 
     def _restore(self, state: dict[str, Any]) -> None:
         missing = self.head.load_state_dict(state["head"], strict=False)

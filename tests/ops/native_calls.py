@@ -1,0 +1,133 @@
+"""The library's single parts on numpy arrays and torch tensors, and small KV caches to run them on."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from aquiline.ops import cpu, native
+from aquiline.ops import reference as ref
+from aquiline.types import KVGroup, Rows
+
+LOADED = native.load()
+ISAS = LOADED.available_isas() if LOADED is not None else []
+
+
+def at(array):
+    assert array.flags.c_contiguous, "the library takes C-contiguous arrays"
+    return array.ctypes.data
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(np.uint32)
+
+
+def swiglu(gate, up):
+    """gate, up [R, I] through the native op, which wants them interleaved in runs of 16."""
+    rows, width = gate.shape
+    both = np.stack([gate.reshape(rows, -1, 16), up.reshape(rows, -1, 16)], axis=2).reshape(rows, 2 * width)
+    out = np.empty((rows, width), np.float32)
+    LOADED.swiglu(at(np.ascontiguousarray(both)), rows, width, at(out))
+    return out
+
+
+def rope(x, positions, inv_freq, scale):
+    out = x.copy()
+    LOADED.rope(at(out), at(positions), at(inv_freq), scale, *x.shape)
+    return out
+
+
+def exp_log(x):
+    exps, logs = np.empty_like(x), np.empty_like(x)
+    LOADED.exp_log(at(x), len(x), at(exps), at(logs))
+    return exps, logs
+
+
+def gumbel(seed, position, count):
+    noise = np.empty(count, np.float32)
+    LOADED.gumbel(seed, position, count, at(noise))
+    return noise
+
+
+@dataclass
+class Cache:
+    """One layer of KV for several slots, all NaN until written, with scattered pages; k, v keep what was written."""
+
+    group: KVGroup
+    table: np.ndarray
+
+    @staticmethod
+    def new(capacity, kv_heads, dim, page_size=16, dtype=torch.bfloat16, slots=1, seed=0):
+        per_slot = -(-capacity // page_size)
+        pages = per_slot * slots + 3
+        k = torch.full((1, pages, kv_heads, page_size // 16, dim, 16), float("nan"), dtype=dtype)
+        v = torch.full((1, pages, kv_heads, page_size, dim), float("nan"), dtype=dtype)
+        order = np.random.default_rng(seed).permutation(pages)[: per_slot * slots].astype(np.int32)
+        return Cache(KVGroup(k, v), order.reshape(slots, per_slot).copy())
+
+    def place(self, slot, indices):
+        indices = torch.as_tensor(np.asarray(indices, np.int64))
+        size = self.group.page_size
+        return torch.as_tensor(self.table[slot].astype(np.int64))[indices // size], indices % size
+
+    def write(self, slot, indices, k, v):
+        ref.write_kv(self.group, 0, *self.place(slot, indices), torch.as_tensor(k), torch.as_tensor(v))
+
+    def read(self, slot, indices):
+        return ref.read_kv(self.group, 0, *self.place(slot, indices))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one row sees."""
+
+    context_len: int
+    tail: tuple[int, ...] = ()
+    key_start: int = 0
+    slot: int = 0
+
+    def path(self, window):
+        indices = [*range(self.context_len), *self.tail]
+        low = max(self.key_start, len(indices) - window) if window else self.key_start
+        return indices[low:]
+
+
+def rows_of(table, specs, write=None):
+    rows = Rows(len(specs), max([len(s.tail) for s in specs] + [1]), table, num=len(specs))
+    for i, spec in enumerate(specs):
+        rows.slots[i], rows.context_len[i], rows.key_start[i] = spec.slot, spec.context_len, spec.key_start
+        rows.tail_len[i] = len(spec.tail)
+        rows.tail[i, : len(spec.tail)] = spec.tail
+    rows.write[:] = -1 if write is None else write
+    return rows
+
+
+def attention(cache, specs, q, scale, window=0, sinks=None):
+    """q [R, Hq, Dh] -> [R, Hq * Dh]."""
+    out = np.full((q.shape[0], q.shape[1] * q.shape[2]), np.nan, np.float32)
+    kv, rows = cpu._describe_kv(cache.group), rows_of(cache.table, specs)
+    struct = cpu._describe_rows(rows)
+    LOADED.attention(
+        ctypes.byref(kv),
+        0,
+        ctypes.byref(struct),
+        at(q),
+        q.shape[1],
+        scale,
+        window,
+        None if sinks is None else at(sinks),
+        at(out),
+    )
+    return out
+
+
+def reference_attention(cache, specs, q, scale, window=0, sinks=None):
+    out = []
+    for spec, row in zip(specs, q, strict=True):
+        k, v = cache.read(spec.slot, spec.path(window))
+        sink = None if sinks is None else torch.as_tensor(sinks)
+        out.append(ref.attention(torch.as_tensor(row), k, v, scale, sink).numpy())
+    return np.stack(out)

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from native_calls import ISAS, bits
+from test_sampling import reference_draws, sampling
+
+from aquiline.ops import cpu
+from aquiline.ops import reference as ref
+from aquiline.types import KVGroup, LayerWeights, ModelWeights, Rows
+
+HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 64, 4, 2, 32, 96, 203
+
+
+def random_weights(dtype=torch.bfloat16, layers=3, draft=False, qwen=False):
+    generator = torch.Generator().manual_seed(layers)
+
+    def weight(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    def norm(n):
+        return 1 + 0.1 * torch.randn(n, generator=generator)
+
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    return ModelWeights(
+        hidden_size=HIDDEN,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        intermediate_size=FFN,
+        rms_norm_eps=1e-5,
+        inv_freq=10000.0 ** (-torch.arange(0, DIM, 2) / DIM),
+        rope_scale=1.1,
+        embed=weight(VOCAB, HIDDEN, scale=8.0),
+        layers=tuple(
+            LayerWeights(
+                qkv=weight(width, 2 * HIDDEN if draft else HIDDEN),
+                o=weight(HIDDEN, HEADS * DIM),
+                gate_up=weight(2 * FFN, HIDDEN),
+                down=weight(HIDDEN, FFN),
+                input_norm=norm(HIDDEN),
+                post_norm=norm(HIDDEN),
+                qkv_bias=weight(width) if qwen else None,
+                hidden_norm=norm(HIDDEN) if draft else None,
+                q_norm=norm(DIM) if qwen else None,
+                k_norm=norm(DIM) if qwen else None,
+                sinks=torch.linspace(-1, 1, HEADS) if qwen else None,
+                window=40 if qwen and i % 2 else 0,
+            )
+            for i in range(layers)
+        ),
+        final_norm=norm(HIDDEN),
+        head=weight(VOCAB, HIDDEN),
+        capture=() if draft else (0, layers - 1),
+        is_draft=draft,
+    )
+
+
+def new_kv(weights, pages=12, page_size=16, dtype=torch.bfloat16):
+    layers = len(weights.layers)
+    k = torch.full((layers, pages, KV_HEADS, page_size // 16, DIM, 16), float("nan"), dtype=dtype)
+    v = torch.full((layers, pages, KV_HEADS, page_size, DIM), float("nan"), dtype=dtype)
+    return KVGroup(k, v), np.random.default_rng(0).permutation(pages).astype(np.int32)[None].copy()
+
+
+def reference_forward(w, tokens, positions, paths, g=None, kv_dtype=torch.bfloat16):
+    """Every row's residual stream and features, written from the reference ops; paths[i]: the rows that row i sees."""
+    embed = ref.linear(torch.eye(VOCAB), w.embed.T)[torch.as_tensor(tokens).long()]
+    cos, sin = ref.rope_cos_sin(torch.as_tensor(positions), w.inv_freq, w.rope_scale)
+    features, x = [], embed if g is None else g
+    for index, layer in enumerate(w.layers):
+        h = ref.rms_norm(embed if w.is_draft else x, layer.input_norm, w.rms_norm_eps)
+        if w.is_draft:
+            normed_g = ref.rms_norm(g, layer.hidden_norm, w.rms_norm_eps)
+            h, x = torch.cat((h, normed_g), -1), normed_g if w.norm_before_residual else g
+        qkv = ref.linear(h, layer.qkv, layer.qkv_bias).view(len(tokens), -1, DIM)
+        q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        if layer.q_norm is not None:
+            q, k = ref.rms_norm(q, layer.q_norm, w.rms_norm_eps), ref.rms_norm(k, layer.k_norm, w.rms_norm_eps)
+        q, k, v = ref.rope(q, cos, sin), ref.rope(k, cos, sin).to(kv_dtype).float(), v.to(kv_dtype).float()
+        seen = [path[-layer.window :] if layer.window else path for path in paths]
+        rows = [ref.attention(q[i], k[p], v[p], DIM**-0.5, layer.sinks) for i, p in enumerate(seen)]
+        x = x + ref.linear(torch.stack(rows), layer.o)
+        h = ref.rms_norm(x, layer.post_norm, w.rms_norm_eps)
+        x = x + ref.linear(ref.swiglu(ref.linear(h, layer.gate_up)), layer.down)
+        if index in w.capture:
+            features.append(x)
+    return x, torch.cat(features, -1) if features else None
+
+
+def chunk_rows(table, tokens, first, num):
+    """Rows of a prompt: KV indices first .. first + num - 1."""
+    rows = Rows(num, 4, table, num=num)
+    index = np.arange(first, first + num)
+    rows.tokens[:], rows.positions[:], rows.write[:], rows.context_len[:] = tokens[index], index, index, index + 1
+    return rows
+
+
+def run(model, kv, rows, width=HIDDEN, features=0, g=None):
+    hidden = np.full((rows.max_rows, width), np.nan, np.float32)
+    captured = np.full((rows.max_rows, features * width), np.nan, np.float32) if features else None
+    model.forward(kv, rows, hidden, captured, g)
+    return hidden, captured
+
+
+TOKENS = np.random.default_rng(3).integers(0, VOCAB, 140).astype(np.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("qwen", [False, True], ids=["llama", "norms-bias-window-sinks"])
+def test_target_matches_reference(dtype, qwen, isa):
+    w = random_weights(dtype, qwen=qwen)
+    kv, table = new_kv(w, dtype=dtype)
+    num = 100 if isa != "portable" else 20
+    hidden, captured = run(cpu.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, num), features=2)
+    expected, features = reference_forward(
+        w, TOKENS[:num], np.arange(num), [list(range(i + 1)) for i in range(num)], kv_dtype=dtype
+    )
+    # Where a key lands on the other side of a bf16 rounding boundary, the results differ by its share of the attention.
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+    np.testing.assert_allclose(hidden, expected, atol=tolerance * float(expected.abs().max()))
+    np.testing.assert_allclose(captured, features, atol=tolerance * float(features.abs().max()))
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_draft_matches_reference_and_feeds_back_in_place(norm_before_residual, isa):
+    w = replace(random_weights(torch.float32, 1, draft=True), norm_before_residual=norm_before_residual)
+    kv, table = new_kv(w, dtype=torch.float32)
+    g = np.random.default_rng(1).normal(0, 1, (20, HIDDEN)).astype(np.float32)
+    rows = chunk_rows(table, np.concatenate([[0], TOKENS]), 1, 20)  # row j is stored at j + 1; index 0 stays empty
+    rows.key_start[:], rows.positions[:] = 1, np.arange(20)
+    expected, _ = reference_forward(
+        w, rows.tokens, np.arange(20), [list(range(i + 1)) for i in range(20)], torch.as_tensor(g), torch.float32
+    )
+    model = cpu.NativeModel(w)
+    hidden, _ = run(model, kv, rows, g=g)
+    np.testing.assert_allclose(hidden, expected, atol=2e-5 * float(expected.abs().max()))
+    model.forward(kv, rows, g, None, g)
+    assert np.array_equal(bits(g), bits(hidden))
+
+
+def test_bits_do_not_depend_on_chunks_threads_or_isa():
+    w = random_weights(qwen=True)
+    model = cpu.NativeModel(w)
+    expected = None
+    for isa, threads, sizes in (
+        (ISAS[0], 1, [140]),
+        (ISAS[0], 2, [1] * 140),
+        (ISAS[0], 3, [64, 7, 69]),
+        (ISAS[len(ISAS) // 2], 2, [13, 127]),
+        (ISAS[-1], 2, [100, 40]),
+    ):
+        cpu.select_isa(isa)
+        cpu.set_threads(threads)
+        kv, table = new_kv(w)
+        starts = np.cumsum([0, *sizes[:-1]])
+        parts = [
+            run(model, kv, chunk_rows(table, TOKENS, s, n), features=2) for s, n in zip(starts, sizes, strict=True)
+        ]
+        got = bits(np.concatenate([np.concatenate(part, axis=1) for part in parts]))
+        expected = got if expected is None else expected
+        assert np.array_equal(got, expected), (isa, threads, sizes)
+
+
+@pytest.mark.parametrize("root", [15, 16, 62, 63, 64, 65, 100])
+def test_tree_equals_sequences_decoded_alone_and_moving_its_path_keeps_them_equal(root):
+    """A root with two children and a grandchild below the second; then the winning path made contiguous."""
+    w = random_weights(qwen=True)
+    model = cpu.NativeModel(w)
+    kv, table = new_kv(w)
+    run(model, kv, chunk_rows(table, TOKENS, 0, root))
+    tokens = np.array([TOKENS[root], 7, 8, 9, 10], np.int32)
+    paths = [(root,), (root, root + 1), (root, root + 2), (root, root + 2, root + 3)]
+    rows = Rows(8, 4, table, num=4)
+    for i, path in enumerate(paths):
+        rows.tokens[i], rows.positions[i], rows.write[i] = tokens[i], root + len(path) - 1, root + i
+        rows.context_len[i], rows.tail_len[i] = root, len(path)
+        rows.tail[i, : len(path)] = path
+    tree, _ = run(model, kv, rows)
+    alone, alone_table = new_kv(w)
+    sequence = np.concatenate([TOKENS[:root], tokens[[0, 2, 3, 4]]])
+    run(model, alone, chunk_rows(alone_table, sequence, 0, root))
+    decoded = [run(model, alone, chunk_rows(alone_table, sequence, root + i, 1))[0][0] for i in range(4)]
+    assert np.array_equal(bits(tree[[0, 2, 3]]), bits(np.stack(decoded[:3])))
+    slots, src, dst = (np.array(a, np.int32) for a in ([0, 0], [root + 2, root + 3], [root + 1, root + 2]))
+    cpu.move_kv(kv, table, slots, src, dst)
+    after, _ = run(model, kv, chunk_rows(table, sequence, root + 3, 1))
+    assert np.array_equal(bits(after[0]), bits(decoded[3]))
+
+
+def test_head_draws_what_its_logits_say():
+    w = random_weights()
+    model = cpu.NativeModel(w)
+    hidden = np.random.default_rng(2).normal(0, 1, (40, HIDDEN)).astype(np.float32)
+    index = np.random.default_rng(4).permutation(40)[:30].astype(np.int32)
+    s = sampling(30, 0.9, seed=5)
+    s.temperature[::3], s.top_k[::4], s.top_p[::5], s.min_p[::7] = 0.0, 11, 0.8, 0.02
+    exact = ref.linear(ref.rms_norm(torch.as_tensor(hidden[index]), w.final_norm, w.rms_norm_eps), w.head)
+    results = []
+    for isa in ISAS:
+        cpu.select_isa(isa)
+        for threads in (1, 2):
+            cpu.set_threads(threads)
+            logits = model.logits(hidden, index)
+            assert model.draw(hidden, index, s).tolist() == cpu.draw(logits, s).tolist() == reference_draws(logits, s)
+            results.append(bits(logits))
+    np.testing.assert_allclose(logits, exact, atol=1e-5)
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("k", [1, 4, 10, 150, VOCAB])
+def test_top_k_takes_ties_in_id_order(k, isa):
+    w = random_weights(torch.float32)
+    head = w.head.clone()
+    head[[5, 77, 130]] = head[11].clone()  # equal logits
+    model = cpu.NativeModel(replace(w, head=head))
+    hidden = np.random.default_rng(k).normal(0, 1, (9, HIDDEN)).astype(np.float32)
+    hidden[0] = 0  # every logit is equal
+    index = np.arange(9, dtype=np.int32)
+    logits = model.logits(hidden, index)
+    top = model.top_k(hidden, index, k)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    assert np.array_equal(top.ids, order)
+    logprobs = torch.log_softmax(torch.as_tensor(logits).double(), -1).gather(1, torch.as_tensor(order))
+    np.testing.assert_allclose(top.logprobs, logprobs, atol=2e-6)
