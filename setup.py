@@ -41,7 +41,7 @@ class BuildNative(build_ext):
             target.unlink(missing_ok=True)
             print(
                 f"\nWARNING: aquiline's native CPU library was not built ({error}).\n"
-                "WARNING: the package works without it, several times slower; install a C++17 compiler and reinstall.\n",
+                "WARNING: the package works without it, several times slower: install a C++17 compiler, reinstall.\n",
                 file=sys.stderr,
             )
 

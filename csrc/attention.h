@@ -17,10 +17,13 @@ using aq::AttentionJob;
 using aq::kSpan;
 using aq::kTileQueries;
 
+constexpr int kGroups = AQ_BLOCK / 16;
+
 // The keys of one block that a row sees: positions [from, to) of it. k[g]: [dim][16] of a group, v[j]: [dim].
+// next_k and next_v are groups of 16 keys to prefetch meanwhile: pages are too short for the hardware to run ahead.
 template <class S>
 struct Keys {
-  const S* k[AQ_BLOCK / 16];
+  const S *k[kGroups], *next_k[kGroups], *next_v[kGroups];
   const S* v[AQ_BLOCK];
   int from, to;
 };
@@ -62,11 +65,11 @@ static void finish(State s, int dim, const float* sink, float* out) {
 }
 
 template <class S, int QUERIES, int GROUPS>
-AQ_INLINE void score_groups(const float* q, int dim, const S* const* k, float* scores) {
-  const S* keys[GROUPS];
+AQ_INLINE void score_groups(const float* q, int dim, const S* const* k, const S* const* next_k, float* scores) {
+  const S *keys[GROUPS], *next[GROUPS];
   Vec sum[QUERIES][GROUPS];
 #pragma GCC unroll 8
-  for (int g = 0; g < GROUPS; g++) keys[g] = k[g];
+  for (int g = 0; g < GROUPS; g++) keys[g] = k[g], next[g] = next_k[g];
 #pragma GCC unroll 8
   for (int m = 0; m < QUERIES; m++)
 #pragma GCC unroll 8
@@ -74,7 +77,7 @@ AQ_INLINE void score_groups(const float* q, int dim, const S* const* k, float* s
   for (int d = 0; d < dim; d++) {
     Vec key[GROUPS];
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; g++) key[g] = load(keys[g] + d * 16);
+    for (int g = 0; g < GROUPS; g++) key[g] = load(keys[g] + d * 16), prefetch(next[g] + d * 16);
 #pragma GCC unroll 8
     for (int m = 0; m < QUERIES; m++) {
       const Vec value = set1(q[m * dim + d]);
@@ -99,9 +102,10 @@ AQ_INLINE void weigh_values(const float* p, const Keys<S>& keys, int first_dim, 
     for (int d = 0; d < DIMS; d++) sum[m][d] = zero();
   for (int j = keys.from; j < keys.to; j++) {
     const S* v = keys.v[j] + first_dim;
+    const S* next = keys.next_v[j / 16] + j % 16 * dim + first_dim;
     Vec value[DIMS];
 #pragma GCC unroll 8
-    for (int d = 0; d < DIMS; d++) value[d] = load(v + d * 16);
+    for (int d = 0; d < DIMS; d++) value[d] = load(v + d * 16), prefetch(next + d * 16);
 #pragma GCC unroll 8
     for (int m = 0; m < QUERIES; m++) {
       const Vec weight = set1(p[m * AQ_BLOCK + j]);
@@ -118,24 +122,29 @@ AQ_INLINE void weigh_values(const float* p, const Keys<S>& keys, int first_dim, 
     }
 }
 
-// Turns the raw scores of one query into exp(score - maximum); lanes outside [from, to) become 0 whatever they held.
-static void softmax_block(float* p, int from, int to, float scale, float* maximum, float* sum) {
-  Vec s[4];
+// Scales the raw scores of one query and returns their maximum; lanes outside [from, to) become -inf whatever they held.
+static float mask_scores(float* p, int from, int to, float scale) {
   Vec top = set1(-kInfinity);
 #pragma GCC unroll 4
-  for (int g = 0; g < 4; g++) {
+  for (int g = 0; g < kGroups; g++) {
     const Vec position = add(to_float(iota()), set1(16.0f * g));
     const auto visible = both(less(position, set1((float)to)), less(set1((float)from - 1.0f), position));
-    s[g] = select(visible, mul(load(p + g * 16), set1(scale)), set1(-kInfinity));
-    top = max(top, s[g]);
+    const Vec s = select(visible, mul(load(p + g * 16), set1(scale)), set1(-kInfinity));
+    store(p + g * 16, s);
+    top = max(top, s);
   }
-  *maximum = max_lanes(top);
+  return max_lanes(top);
+}
+
+// Turns scores into exp(score - maximum) and returns their sum.
+static float exp_scores(float* p, float maximum) {
+  Vec s[kGroups];
 #pragma GCC unroll 4
-  for (int g = 0; g < 4; g++) {
-    s[g] = exp(sub(s[g], set1(*maximum)));
+  for (int g = 0; g < kGroups; g++) {
+    s[g] = exp(sub(load(p + g * 16), set1(maximum)));
     store(p + g * 16, s[g]);
   }
-  *sum = sum_lanes(add(add(s[0], s[1]), add(s[2], s[3])));
+  return sum_lanes(add(add(s[0], s[1]), add(s[2], s[3])));
 }
 
 // Folds one block into the state of QUERIES queries q [QUERIES][dim] that see the same keys.
@@ -146,18 +155,20 @@ static __attribute__((noinline)) void block_tile(const float* q, int dim, const 
   const int last_group = (keys.to + 15) / 16;
   for (int g = keys.from / 16; g < last_group;) {
     const int left = last_group - g;
-    if (kWide >= 4 && left >= 4) score_groups<S, QUERIES, kWide >= 4 ? 4 : 1>(q, dim, keys.k + g, p + g * 16), g += 4;
-    else if (kWide >= 2 && left >= 2) score_groups<S, QUERIES, kWide >= 2 ? 2 : 1>(q, dim, keys.k + g, p + g * 16), g += 2;
-    else score_groups<S, QUERIES, 1>(q, dim, keys.k + g, p + g * 16), g += 1;
+    if (kWide >= 4 && left >= 4) score_groups<S, QUERIES, kWide >= 4 ? 4 : 1>(q, dim, keys.k + g, keys.next_k + g, p + g * 16), g += 4;
+    else if (kWide >= 2 && left >= 2) score_groups<S, QUERIES, kWide >= 2 ? 2 : 1>(q, dim, keys.k + g, keys.next_k + g, p + g * 16), g += 2;
+    else score_groups<S, QUERIES, 1>(q, dim, keys.k + g, keys.next_k + g, p + g * 16), g += 1;
   }
-  float old_weight[QUERIES], new_weight[QUERIES];
+  // One lane per query; lanes from QUERIES on hold values that nobody reads.
+  float maximum[16] = {}, top[16], old_weight[16], new_weight[16];
+  for (int m = 0; m < QUERIES; m++) maximum[m] = mask_scores(p + m * AQ_BLOCK, keys.from, keys.to, scale);
+  const Vec old_top = load(s.maximum), new_top = max(old_top, load(maximum));
+  store(top, new_top);
+  store(old_weight, exp(sub(old_top, new_top)));
+  store(new_weight, exp(sub(load(maximum), new_top)));
   for (int m = 0; m < QUERIES; m++) {
-    float maximum, sum;
-    softmax_block(p + m * AQ_BLOCK, keys.from, keys.to, scale, &maximum, &sum);
-    const float top = s.maximum[m] > maximum ? s.maximum[m] : maximum;
-    old_weight[m] = exp1(s.maximum[m] - top), new_weight[m] = exp1(maximum - top);
-    s.maximum[m] = top;
-    s.sum[m] = s.sum[m] * old_weight[m] + sum * new_weight[m];
+    s.sum[m] = s.sum[m] * old_weight[m] + exp_scores(p + m * AQ_BLOCK, maximum[m]) * new_weight[m];
+    s.maximum[m] = top[m];
   }
   for (int d = 0; d < dim;) {
     const int left = (dim - d) / 16;
@@ -222,12 +233,13 @@ struct Path {
 };
 
 // The block of a row at an edge of its range or in its tail. A group of keys is used in place where every visible
-// position is its own KV index, and otherwise put together in `gathered` [AQ_BLOCK / 16][dim][16].
+// position is its own KV index, and otherwise put together in `gathered` [kGroups][dim][16].
 template <class S>
 static void gather(const Pages<S>& pages, const Path& path, int block, S* gathered, Keys<S>* keys) {
   keys->from = path.low > block ? path.low - block : 0;
   keys->to = path.high < block + AQ_BLOCK ? path.high - block : AQ_BLOCK;
   const int dim = pages.dim;
+  for (int g = 0; g < kGroups; g++) keys->next_k[g] = pages.k, keys->next_v[g] = pages.v;  // nothing worth fetching
   for (int g = keys->from / 16; g * 16 < keys->to; g++) {
     const int first = g * 16 > keys->from ? g * 16 : keys->from, last = g * 16 + 16 < keys->to ? g * 16 + 16 : keys->to;
     bool in_place = true;
@@ -252,11 +264,13 @@ static void gather(const Pages<S>& pages, const Path& path, int block, S* gather
   }
 }
 
+// A block of the shared context; `next` is the block that will be read after it.
 template <class S>
-static void share_block(const Pages<S>& pages, int block, Keys<S>* keys) {
+static void share_block(const Pages<S>& pages, int block, int next, Keys<S>* keys) {
   keys->from = 0, keys->to = AQ_BLOCK;
-  for (int g = 0; g < AQ_BLOCK / 16; g++) {
+  for (int g = 0; g < kGroups; g++) {
     keys->k[g] = pages.key_group(block + g * 16);
+    keys->next_k[g] = pages.key_group(next + g * 16), keys->next_v[g] = pages.value(next + g * 16);
     const S* v = pages.value(block + g * 16);
     for (int j = 0; j < 16; j++) keys->v[g * 16 + j] = v + j * pages.dim;
   }
@@ -299,7 +313,8 @@ struct TileWork {
         continue;
       }
       if (shared > 0) {
-        share_block(pages, block, &keys);
+        const bool more = path(r - 1).shares(block + AQ_BLOCK);
+        share_block(pages, block, more ? block + AQ_BLOCK : block, &keys);
         update(r - shared, shared, keys);
         shared = 0;
       }

@@ -1,13 +1,10 @@
 #include "pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
 
@@ -20,10 +17,46 @@ inline void pause() {
 #endif
 }
 
-// A worker that waits first spins, since the next phase of a forward is microseconds away; then yields, so that an
-// oversubscribed machine lets the others arrive; between calls it finally sleeps, so that an idle engine is idle.
-constexpr int kSpins = 2000;
-constexpr auto kAwake = std::chrono::microseconds(500);
+// A counter to wait on. A waiter first spins, since the next phase of a forward is microseconds away, and then sleeps:
+// an idle engine burns nothing, and on a busy machine a woken thread preempts where one that yields in a loop would
+// wait out other programs' time slices. Spinning that fails is cut short the next time: when two workers share a core,
+// because something else holds the other one, each spin only delays the worker it waits for.
+class Gate {
+ public:
+  unsigned value() const { return value_.load(std::memory_order_acquire); }
+
+  void advance() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    // Taking the lock closes the gap between a sleeper's last look and its wait.
+    std::lock_guard<std::mutex> lock(mutex_);
+    changed_.notify_all();
+  }
+
+  void wait_past(unsigned seen) {
+    const int budget = spins_.load(std::memory_order_relaxed);
+    for (int i = 0; i < budget; i++) {
+      if (value() != seen) {
+        if (budget < kMaxSpins) spins_.store(budget * 2, std::memory_order_relaxed);
+        return;
+      }
+      pause();
+    }
+    if (budget > kMinSpins) spins_.store(budget / 2, std::memory_order_relaxed);
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    changed_.wait(lock, [&] { return value_.load(std::memory_order_seq_cst) != seen; });
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kMinSpins = 1 << 7, kMaxSpins = 1 << 12;  // about 2 and 60 microseconds, more on Intel
+  std::atomic<int> spins_{kMaxSpins};
+  alignas(64) std::atomic<unsigned> value_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
 
 class Pool {
  public:
@@ -33,7 +66,7 @@ class Pool {
 
   ~Pool() {
     stop_ = true;
-    start();
+    calls_.advance();
     for (auto& worker : workers_) worker.join();
   }
 
@@ -41,79 +74,42 @@ class Pool {
 
   void run(void (*fn)(const Worker&, const void*), const void* argument) {
     fn_ = fn, argument_ = argument;
-    start();
+    if (threads_ > 1) calls_.advance();
     fn(Worker{0, threads_}, argument);
     barrier();
   }
 
   void barrier() {
     if (threads_ == 1) return;
-    const unsigned phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-      if (spins < kSpins) pause();
-      else sched_yield();
-    }
+    const unsigned phase = phases_.value();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) < threads_ - 1) return phases_.wait_past(phase);
+    arrived_.store(0, std::memory_order_relaxed);
+    phases_.advance();
   }
 
  private:
-  void start() {
-    if (threads_ == 1) return;
-    call_.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-      // Taking the lock closes the gap between a sleeper's last look at call_ and its wait.
-      std::lock_guard<std::mutex> lock(mutex_);
-      wake_.notify_all();
-    }
-  }
-
   void work(int index) {
-    for (unsigned seen = 0;; ) {
-      await_call(seen);
-      seen = call_.load(std::memory_order_acquire);
+    for (unsigned seen = 0;; seen++) {  // every call ends with a barrier, so none is missed
+      calls_.wait_past(seen);
       if (stop_) return;
       fn_(Worker{index, threads_}, argument_);
       barrier();
     }
   }
 
-  void await_call(unsigned seen) {
-    for (int spins = 0; spins < kSpins; spins++) {
-      if (call_.load(std::memory_order_acquire) != seen) return;
-      pause();
-    }
-    const auto sleep_at = std::chrono::steady_clock::now() + kAwake;
-    while (std::chrono::steady_clock::now() < sleep_at) {
-      if (call_.load(std::memory_order_acquire) != seen) return;
-      sched_yield();
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    wake_.wait(lock, [&] { return call_.load(std::memory_order_seq_cst) != seen; });
-    sleepers_.fetch_sub(1, std::memory_order_relaxed);
-  }
-
   const int threads_;
   void (*fn_)(const Worker&, const void*) = nullptr;
   const void* argument_ = nullptr;
   std::atomic<bool> stop_{false};
-  alignas(64) std::atomic<unsigned> call_{0};
-  alignas(64) std::atomic<unsigned> phase_{0};
+  Gate calls_, phases_;
   alignas(64) std::atomic<int> arrived_{0};
-  std::atomic<int> sleepers_{0};
-  std::mutex mutex_;
-  std::condition_variable wake_;
   std::vector<std::thread> workers_;
 };
 
 // Never destroyed at exit: a worker may be inside a wait, and joining it from a static destructor can deadlock.
 Pool* pool = nullptr;
 
-// A forked child has no worker threads: it abandons the parent's pool and starts its own on the next call.
+// A forked child has no worker threads: it abandons the parent's pool and computes alone until set_threads.
 void forget_pool_in_child() {
   if (pool != nullptr) pool = new Pool(1);
 }

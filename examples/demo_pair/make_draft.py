@@ -24,7 +24,7 @@ from aquiline.models.load import load_target
 from aquiline.train.evaluate import continue_prompts
 from aquiline.train.prepare import keep_memory
 
-SHAPE = ["--draft-vocab-size", "3072", "--intermediate-size", "768", "--optimizer", "muon"]
+SHAPE = ["--draft-vocab-size", "3072", "--intermediate-size", "768", "--lr", "3e-3"]
 TRAINING = ["--context", "512", "--batch-size", "8", "--ttt-steps", "5", "--late-share", "0.25"]
 
 
@@ -64,7 +64,7 @@ def everything(args: argparse.Namespace) -> None:
     _train("--data", str(args.corpus / "train.bin"), "--out", str(first), *SHAPE, "--minutes", "30", *common)
     args.corpus, args.out, out = args.corpus / "train.bin", own_text, args.out
     generate(args)
-    _train("--data", str(own_text), "--out", str(out), "--init", str(first), "--lr", "3e-4", "--minutes", "15", *common)
+    _train("--data", str(own_text), "--out", str(out), "--init", str(first), "--lr", "1e-3", "--minutes", "15", *common)
 
 
 def _train(*options: str) -> None:

@@ -61,9 +61,11 @@ def test_tail_outside_the_table_and_no_key():
 
 @pytest.mark.parametrize(
     "field, value, message",
-    [("eps", 1.0, None), ("hidden", 24, "hidden=24"), ("num_heads", 3, "num_heads=3"), ("embed_dtype", 7, "embed_dtype=7"),
-     ("embed", None, "embed is NULL"), ("embed", 3, "embed is not aligned"), ("num_layers", 0, "num_layers=0"),
-     ("head_dim", 40, "head_dim=40"), ("intermediate", 112, "gate_up.n=192: must be 224")],
+    [("eps", 1.0, None), ("hidden", 24, "hidden=24"), ("num_heads", 3, "num_heads=3"),
+     ("embed_dtype", 7, "embed_dtype=7"),
+     ("embed", None, "embed is NULL"),
+     ("embed", 3, "embed is not aligned"), ("num_layers", 0, "num_layers=0"),
+     ("head_dim", 40, "head_dim=40"), ("intermediate", 112, "gate_up.n=192")],
 )  # fmt: skip
 def test_model(field, value, message):
     w = random_weights()
@@ -84,9 +86,9 @@ def test_kv_of_another_shape_or_dtype():
     rows = chunk_rows(table, TOKENS, 0, 2)
     with pytest.raises(ValueError, match="float16"):
         run(cpu.NativeModel(w), replace(kv, k=kv.k.half(), v=kv.v.half()), rows)
-    with pytest.raises(NativeError, match="kv.num_layers=2: the model has 3"):
+    with pytest.raises(NativeError, match=r"kv\.num_layers=2: the model has 3"):
         run(cpu.NativeModel(w), replace(kv, k=kv.k[:2].contiguous(), v=kv.v[:2].contiguous()), rows)
-    with pytest.raises(ValueError, match="KVGroup.k is"):
+    with pytest.raises(ValueError, match=r"KVGroup\.k is"):
         run(cpu.NativeModel(w), replace(kv, k=kv.v), rows)
 
 

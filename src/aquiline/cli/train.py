@@ -62,7 +62,7 @@ def train(
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSSES)}.")] = "ce",
     optimizer: Annotated[str, typer.Option(help="adamw, or muon (Muon inside, AdamW for head and norms).")] = "adamw",
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate; default: 0.4 / hidden size, at most 2e-3.")
+        float | None, typer.Option(help="Peak learning rate; default: 1.1 / hidden size, at most 3e-3.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Stop after so much training time.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,

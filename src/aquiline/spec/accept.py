@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aquiline.spec.tree import WORD, DraftTree
+from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32
 
 
@@ -31,26 +31,22 @@ class AcceptResult:
 def accept(tree: DraftTree, drawn: Int32) -> AcceptResult:
     """Select each slot's path given the token drawn [R] at every row."""
     shape = tree.topology
+    firsts = shape.offsets[:-1]
     ok = tree.tokens == drawn[shape.parent_rows]
-    ok[shape.offsets[:-1]] = True
-    masks = shape.ancestors
-    bits = np.zeros_like(masks)
-    rows = np.flatnonzero(ok)
-    local = shape.local[rows]
-    bits[rows, local // WORD] = np.int64(1) << (local % WORD).astype(np.int64)
-    ok_bits = np.bitwise_or.reduceat(bits, shape.offsets[:-1], axis=0)
-    accepted = ((ok_bits[shape.owner] & masks) == masks).all(axis=1)
+    ok[firsts] = True
+    ok_bits = np.bitwise_or.reduceat(shape.bits * ok[:, None], firsts, axis=0)
+    accepted = (shape.ancestors & ~ok_bits[shape.owner] == 0).all(axis=1)
 
-    level = np.where(accepted, shape.depths, -1)
-    num_accepted = np.maximum.reduceat(level, shape.offsets[:-1])
-    winners = np.flatnonzero(level == num_accepted[shape.owner])
     # Siblings carry different tokens, so one path is accepted; were two equal, the first is as good as any.
-    leaf = winners[np.searchsorted(winners, shape.offsets[:-1])]
+    num_rows = len(ok)
+    best = np.maximum.reduceat(shape.rank * accepted, firsts)
+    num_accepted = best // (num_rows + 1)
+    leaf = num_rows - best % (num_rows + 1)
 
     path = shape.paths[leaf]
     tokens = np.full((len(leaf), shape.max_depth + 1), -1, np.int32)
     if shape.max_depth:
-        tokens[:, :-1] = tree.tokens[shape.offsets[:-1, None] + path[:, 1:]]
+        tokens[:, :-1] = tree.tokens[firsts[:, None] + path[:, 1:]]
         tokens[np.arange(shape.max_depth + 1) >= num_accepted[:, None]] = -1
     tokens[np.arange(len(leaf)), num_accepted] = drawn[leaf]
     return AcceptResult(path=path, tokens=tokens, num_accepted=num_accepted)

@@ -42,6 +42,7 @@ class DraftSession:
 
     def __init__(self, runner: DraftRunner, kv: KVGroup, rows: Rows) -> None:
         self.runner, self.kv, self.rows = runner, kv, rows
+        self.places = np.arange(rows.max_rows, dtype=np.int32)
         self.roots: Roots
         self.num_scratch = 0  # rows written behind each root so far
 
@@ -64,6 +65,25 @@ class DraftSession:
         self.last_rows = last.astype(np.int32)
         return self.runner.top_k(self.last_rows, k)
 
+    def advance(self, tokens: Int32, source: Int32) -> TopK:
+        """Run one row per root, one level further down a chain: tokens [B], the pass rows their states come from [B].
+        Returns the best child of each, [B, 1]. A chain's KV index and position coincide, so there is no tail."""
+        rows, n = self.rows, len(tokens)
+        if self.num_scratch == 0:
+            rows.num = n
+            rows.slots[:n] = self.roots.slots
+            rows.key_start[:n] = 1
+            rows.tail_len[:n] = 0
+            rows.positions[:n] = self.roots.positions
+        else:
+            rows.positions[:n] += 1
+        np.add(rows.positions[:n], 1, out=rows.write[:n])
+        np.add(rows.positions[:n], 2, out=rows.context_len[:n])
+        rows.tokens[:n] = tokens
+        self.num_scratch += 1
+        self.runner.forward(rows, self.kv, self.runner.hidden[source])
+        return self.runner.top_k(self.places[:n], 1)
+
     def expand(self, tokens: Int32, source: Int32, tails: Int32, k: int) -> TopK:
         """Run m rows per root, all of one level: tokens [B, m], the pass rows their states come from [B, m], and the
         scratch rows of their paths [B, m, level], themselves last. Returns the best k children, [B * m, k]."""
@@ -76,18 +96,13 @@ class DraftSession:
         rows.positions[:n] = base + (level - 2)
         rows.slots[:n] = np.repeat(roots.slots, m)
         rows.key_start[:n] = 1
-        flat = tails.reshape(n, level)
-        rows.write[:n] = base + flat[:, -1]
-        if (flat == np.arange(level)).all():  # a chain: KV index and position coincide
-            rows.context_len[:n] = base + level
-            rows.tail_len[:n] = 0
-        else:
-            rows.context_len[:n] = base
-            rows.tail[:n, :level] = flat + base[:, None]
-            rows.tail_len[:n] = level
+        rows.context_len[:n] = base
+        np.add(tails.reshape(n, level), base[:, None], out=rows.tail[:n, :level])
+        rows.tail_len[:n] = level
+        rows.write[:n] = rows.tail[:n, level - 1]
         self.num_scratch += m
         self.runner.forward(rows, self.kv, self.runner.hidden[source.ravel()])
-        return self.runner.top_k(np.arange(n, dtype=np.int32), k)
+        return self.runner.top_k(self.places[:n], k)
 
 
 class Drafter(Protocol):
@@ -113,9 +128,8 @@ class Chain:
         tokens[:, 1] = best.ids[:, 0]
         source = session.last_rows
         for level in range(1, K):
-            tails = np.broadcast_to(np.arange(level, dtype=np.int32), (B, 1, level))
-            best = session.expand(tokens[:, level : level + 1], source[:, None], tails, 1)
-            source = np.arange(B, dtype=np.int32)
+            best = session.advance(tokens[:, level], source)
+            source = session.places[:B]
             tokens[:, level + 1] = best.ids[:, 0]
         return DraftTree(chain_topology(B, K + 1), tokens.ravel())
 

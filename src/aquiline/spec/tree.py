@@ -44,6 +44,17 @@ class Topology:
         return self.parents + self.offsets[self.owner]
 
     @cached_property
+    def bits(self) -> Int64:
+        """int64 [R, W]: each row's own bit, as `ancestors` numbers them."""
+        return own_bits(self.local)
+
+    @cached_property
+    def rank(self) -> Int32:
+        """int32 [R]: depth * (R + 1) + R - row: orders rows by depth, then by place, and gives both back."""
+        num_rows = len(self.parents)
+        return self.depths * np.int32(num_rows + 1) + np.arange(num_rows, 0, -1, dtype=np.int32)
+
+    @cached_property
     def ancestors(self) -> Int64:
         """int64 [R, W]: bit i of word i // 64 is set for node i on the row's path, itself and the root included."""
         return ancestor_masks(self.parent_rows, self.local, self.max_depth)
@@ -72,16 +83,20 @@ class DraftTree:
     tokens: Int32
 
 
+def own_bits(local: Int32) -> Int64:
+    """int64 [R, W]: one bit per row; W covers the largest slot-local node number."""
+    bits = np.zeros((len(local), int(local.max(initial=0)) // WORD + 1), np.uint64)
+    bits[np.arange(len(local)), local // WORD] = np.uint64(1) << (local % WORD).astype(np.uint64)
+    return bits.view(np.int64)
+
+
 def ancestor_masks(parent_rows: Int32, local: Int32, max_depth: int) -> Int64:
-    """int64 [R, W] ancestor bit sets of flat rows; W covers the largest slot-local node number."""
-    num_words = int(local.max(initial=0)) // WORD + 1
-    masks = np.zeros((len(local), num_words), np.uint64)
-    masks[np.arange(len(local)), local // WORD] = np.uint64(1) << (local % WORD).astype(np.uint64)
-    jump = parent_rows
+    """int64 [R, W]: ancestor bit sets of flat rows, themselves and their roots included."""
+    masks, jump = own_bits(local), parent_rows
     for _ in range(max_depth.bit_length()):
         masks |= masks[jump]
         jump = jump[jump]
-    return masks.view(np.int64)
+    return masks
 
 
 def paths(parent_rows: Int32, local: Int32, depths: Int32, max_depth: int) -> Int32:

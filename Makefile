@@ -1,0 +1,49 @@
+# make demo   the main job on the bundled pair        make test   the tests
+# make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
+# make asan   the native tests under AddressSanitizer and UndefinedBehaviourSanitizer
+#
+# PYTHON picks the interpreter (3.11 or newer), TORCH the build of torch, VENV where everything is installed.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/run
+	$(BIN)/aquiline demo
+
+test: $(VENV)/dev
+	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/dev
+	$(BIN)/python benchmarks/native.py
+	$(BIN)/python benchmarks/trees.py
+	$(BIN)/python benchmarks/decode.py
+
+# torch comes first and by itself, so that its build is the one named above.
+$(VENV)/torch:
+	$(PYTHON) -c 'import sys; sys.exit("aquiline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/run: $(VENV)/torch pyproject.toml setup.py $(wildcard csrc/*)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/dev: $(VENV)/run
+	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info src/aquiline/*.so
