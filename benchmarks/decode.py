@@ -39,7 +39,9 @@ def against_transformers(target: Path, prompt_ids: list[int], repeats: int) -> d
 
     llm = LLM(target, engine=EngineConfig(max_batch=1))
     models = {
-        f"transformers {name}": AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="eager").eval()
+        f"transformers {name}": AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, attn_implementation="eager"
+        ).eval()
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     }
     input_ids = torch.tensor([prompt_ids])
@@ -108,8 +110,8 @@ def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, fl
             "attention_over_bytes": (ms - linears_ms) / kv_ms, "read_gb_per_s": bandwidth / 1e9,
         })  # fmt: skip
         print(
-            f"context {context:>5}: step {ms:.2f} ms = linears {linears_ms:.2f} + {(ms - linears_ms) / kv_ms:.2f} x the "
-            f"{kv_ms:.2f} ms that {kv_bytes / 1e6:.0f} MB of KV take at {bandwidth / 1e9:.0f} GB/s"
+            f"context {context:>5}: step {ms:.2f} ms = linears {linears_ms:.2f} + {(ms - linears_ms) / kv_ms:.2f} x "
+            f"the {kv_ms:.2f} ms that {kv_bytes / 1e6:.0f} MB of KV take at {bandwidth / 1e9:.0f} GB/s"
         )
     return table
 

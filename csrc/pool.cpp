@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -20,9 +21,12 @@ inline void pause() {
 // A counter to wait on. A waiter first spins, since the next phase of a forward is microseconds away, and then sleeps:
 // an idle engine burns nothing, and on a busy machine a woken thread preempts where one that yields in a loop would
 // wait out other programs' time slices. Spinning that fails is cut short the next time: when two workers share a core,
-// because something else holds the other one, each spin only delays the worker it waits for.
+// because something else holds the other one, each spin only delays the worker it waits for. A sleep that longer
+// spinning would have spared lengthens it again.
 class Gate {
  public:
+  explicit Gate(int max_spins) : max_spins_(max_spins), spins_(max_spins) {}
+
   unsigned value() const { return value_.load(std::memory_order_acquire); }
 
   void advance() {
@@ -37,21 +41,29 @@ class Gate {
     const int budget = spins_.load(std::memory_order_relaxed);
     for (int i = 0; i < budget; i++) {
       if (value() != seen) {
-        if (budget < kMaxSpins) spins_.store(budget * 2, std::memory_order_relaxed);
+        if (budget < max_spins_) spins_.store(budget * 2, std::memory_order_relaxed);
         return;
       }
       pause();
     }
-    if (budget > kMinSpins) spins_.store(budget / 2, std::memory_order_relaxed);
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    changed_.wait(lock, [&] { return value_.load(std::memory_order_seq_cst) != seen; });
-    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    const auto began = Clock::now();
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      changed_.wait(lock, [&] { return value_.load(std::memory_order_seq_cst) != seen; });
+      sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    const bool was_short = Clock::now() - began < max_spins_ * kSpinTime;
+    if (was_short && budget < max_spins_) spins_.store(budget * 2, std::memory_order_relaxed);
+    if (!was_short && budget > kMinSpins) spins_.store(budget / 2, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int kMinSpins = 1 << 7, kMaxSpins = 1 << 12;  // about 2 and 60 microseconds, more on Intel
-  std::atomic<int> spins_{kMaxSpins};
+  using Clock = std::chrono::steady_clock;
+  static constexpr int kMinSpins = 1 << 7;
+  static constexpr std::chrono::nanoseconds kSpinTime{15};  // of one pause; more on Intel
+  const int max_spins_;
+  std::atomic<int> spins_;
   alignas(64) std::atomic<unsigned> value_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::mutex mutex_;
@@ -101,7 +113,7 @@ class Pool {
   void (*fn_)(const Worker&, const void*) = nullptr;
   const void* argument_ = nullptr;
   std::atomic<bool> stop_{false};
-  Gate calls_, phases_;
+  Gate calls_{1 << 15}, phases_{1 << 12};  // about 500 and 60 microseconds: between calls the caller computes too
   alignas(64) std::atomic<int> arrived_{0};
   std::vector<std::thread> workers_;
 };

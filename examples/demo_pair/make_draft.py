@@ -3,8 +3,8 @@
     python make_draft.py all --target target --corpus corpus --out draft
     python make_draft.py generate --target target --corpus corpus/train.bin --out own_text.jsonl --minutes 15
 
-`generate` continues beginnings of training documents in batches, half of them at temperature 1 and half greedily, and
-writes JSONL rows {"input_ids"}. The prompt counts in training too: the target has a distribution there as well, and it
+`generate` continues beginnings of training documents in batches, each greedy or sampled, and writes JSONL rows
+{"input_ids"}. The prompt counts in training too: the target has a distribution there as well, and it
 costs nothing. `all` is README.md's steps 3 and 4.
 """
 
@@ -18,19 +18,16 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from aquiline.models.load import load_target
-from aquiline.train.evaluate import continue_prompts
-from aquiline.train.prepare import keep_memory
+from aquiline import LLM, EngineConfig, SamplingParams
 
+TEMPERATURES = (0.0, 0.8, 1.0)
 SHAPE = ["--draft-vocab-size", "3072", "--intermediate-size", "768", "--lr", "3e-3"]
 TRAINING = ["--context", "512", "--batch-size", "8", "--ttt-steps", "5", "--late-share", "0.25"]
 
 
 def generate(args: argparse.Namespace) -> None:
-    keep_memory()
-    target = load_target(args.target, dtype="float32")
+    llm = LLM(args.target, engine=EngineConfig(max_batch=args.rows, max_context=args.context))
     stream = np.fromfile(args.corpus, dtype=np.uint16)
     starts = np.flatnonzero(stream == 0)
     rng = np.random.default_rng(args.seed)
@@ -38,14 +35,14 @@ def generate(args: argparse.Namespace) -> None:
     with args.out.open("w", encoding="utf-8") as file:
         while time.perf_counter() - begun < 60 * args.minutes:
             length = int(rng.integers(32, args.context // 2))
-            prompts = torch.from_numpy(np.stack([_prompt(stream, starts, length, rng) for _ in range(args.rows)]))
-            temperature = float(rng.integers(0, 2))
-            tokens = continue_prompts(target, prompts, args.context - length, temperature, int(rng.integers(1 << 31)))
-            for row in tokens.tolist():
-                file.write(json.dumps({"input_ids": row}) + "\n")
-            written += args.rows * (args.context - length)
-            rate = written / (time.perf_counter() - begun)
-            print(f"{written} new tokens, {rate:.0f}/s", flush=True)
+            prompts = [_prompt(stream, starts, length, rng).tolist() for _ in range(args.rows)]
+            sampling = SamplingParams(
+                max_tokens=args.context - length, temperature=float(rng.choice(TEMPERATURES)), ignore_eos=True
+            )
+            for output in llm.generate(prompts, sampling):
+                file.write(json.dumps({"input_ids": output.prompt_ids + output.token_ids}) + "\n")
+                written += len(output.token_ids)
+            print(f"{written} new tokens, {written / (time.perf_counter() - begun):.0f}/s", flush=True)
 
 
 def _prompt(stream: np.ndarray, starts: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
@@ -80,7 +77,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="all: its folder; generate: the .bin to begin from")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=15, help="of generation")
-    parser.add_argument("--rows", type=int, default=64, help="continued at once")
+    parser.add_argument("--rows", type=int, default=16, help="continued at once")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -125,7 +125,9 @@ def main() -> None:
             spent_s += min(30.0, time.perf_counter() - began)
             if step % 20 == 0:
                 rate = num_tokens / spent_s
-                print(f"{spent_s:.0f}s step {step} tokens {num_tokens} ({rate:.0f}/s) loss {loss.item():.3f}", flush=True)
+                print(
+                    f"{spent_s:.0f}s step {step} tokens {num_tokens} ({rate:.0f}/s) loss {loss.item():.3f}", flush=True
+                )
             if step % 200 == 0:
                 report(f"step {step}")
                 save()

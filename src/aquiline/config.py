@@ -17,7 +17,16 @@ DRAFTERS: tuple[DrafterKind, ...] = ("none", "chain", "static", "dynamic")
 MAX_CHAIN = 16
 MAX_NODES = 256
 
-DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
+DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
+    (0,),
+    (1,),
+    (0, 0),
+    (0, 1),
+    (1, 0),
+    (0, 0, 0),
+    (0, 0, 1),
+    (0, 0, 0, 0),
+)
 """A node's path as child ranks from the root: (0, 1) is the second choice below the first. Seven passes' worth of
 evidence on code: deep along first choices, a little width near the root."""
 
@@ -149,9 +158,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether penalties or bias make a row's logits depend on the tokens before it."""
-        return bool(
-            self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        )
+        return bool(self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters under a resolved seed."""
@@ -201,5 +208,5 @@ class Environment:
         choices = ("avx512", "avx2", "portable", "off")
         _check(isa is None or isa in choices, "AQUILINE_ISA", isa, f"choose one of {', '.join(choices)}")
         threads = os.environ.get("AQUILINE_THREADS") or None
-        _check(threads is None or threads.isdigit() and int(threads) > 0, "AQUILINE_THREADS", threads, "must be >= 1")
+        _check(threads is None or (threads.isdigit() and int(threads) > 0), "AQUILINE_THREADS", threads, "must be >= 1")
         return cls(isa, int(threads) if threads else None)

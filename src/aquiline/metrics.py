@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
 STAGES = ("draft", "verify", "accept", "commit", "host")
 
 
@@ -178,5 +177,3 @@ def repeated_share(token_ids: list[int], n: int = 8) -> float:
 def mean(values: list[float]) -> float:
     """Arithmetic mean; 0 of nothing."""
     return float(np.mean(values)) if values else 0.0
-
-

@@ -35,7 +35,7 @@ KEY_GROUP = 16
 """Keys are stored transposed in groups of this many, so that one vector register holds one channel of 16 keys."""
 
 ATTENTION_BLOCK = 64
-"""Attention reduces over blocks of this many absolute positions, whatever the page size (ARCHITECTURE.md, exactness)."""
+"""Attention reduces over blocks of this many absolute positions, whatever the page size (ARCHITECTURE.md)."""
 
 
 class Attention(Protocol):
@@ -101,10 +101,12 @@ class KVGroup:
 
     @property
     def page_size(self) -> int:
+        """KV indices of one page."""
         return int(self.v.shape[3])
 
     @property
     def num_pages(self) -> int:
+        """Pages of every layer."""
         return int(self.v.shape[1])
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.conftest import needs_native
 
 from aquiline.bench.demo import SETTINGS, TEMPERATURES, run_demo
 from aquiline.bench.prompts import PROMPT_TOKENS, package_prompts, read_prompts
@@ -15,7 +16,6 @@ from aquiline.config import EngineConfig
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
-from tests.conftest import needs_native
 
 NEW_TOKENS = 24
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.checkpoints import edit_json, write_draft, write_target
+from tests.conftest import tiny_llm
 
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.errors import NumericalError, OutOfPages
 from aquiline.models.load import read_model_config
-from tests.checkpoints import edit_json, write_draft, write_target
-from tests.conftest import tiny_llm
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.conftest import TINY, needs_native, tiny_llm
+from tests.engine.oracle import Oracle, TreeOracle
 
 from aquiline.config import SamplingParams, SpecConfig
 from aquiline.engine.llm import LLM, Result
 from aquiline.spec.drafters import Drafter
-from tests.conftest import TINY, needs_native, tiny_llm
-from tests.engine.oracle import Oracle, TreeOracle
 
 pytestmark = needs_native
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
 from torch import nn
 
 from aquiline.config import Environment, SamplingParams, SpecConfig
@@ -20,7 +21,6 @@ from aquiline.engine.model import from_modules
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu, native
-from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
 
 pytestmark = needs_native
 
@@ -28,7 +28,9 @@ GOLDEN = Path(__file__).with_name("golden.json")
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=32, ignore_eos=True),
     "sampled": SamplingParams(max_tokens=32, temperature=0.9, seed=1, ignore_eos=True),
-    "filtered": SamplingParams(max_tokens=32, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True),
+    "filtered": SamplingParams(
+        max_tokens=32, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True
+    ),
 }
 
 

@@ -6,14 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models
+from tests.engine.oracle import Oracle
+from tests.engine.test_exact import BASELINE, check_accounting, prompts, run_with, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aquiline.config import SamplingParams, SpecConfig
 from aquiline.engine.detokenizer import Detokenizer
 from aquiline.engine.llm import LLM
-from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models
-from tests.engine.oracle import Oracle
-from tests.engine.test_exact import BASELINE, check_accounting, prompts, run_with, tokens
 
 pytestmark = needs_native
 
@@ -76,7 +76,7 @@ def test_eos_ends_and_ignore_eos_runs_on() -> None:
         assert [o.finish_reason for o in result.outputs] == ["stop" if eos in t else "length" for t in free]
 
 
-@pytest.mark.parametrize("start", range(0, 12))
+@pytest.mark.parametrize("start", range(12))
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_stop_strings_across_blocks_cut_the_text_before_them(start: int, width: int) -> None:
     llm = lettered_llm()
@@ -98,13 +98,15 @@ def test_stop_strings_across_blocks_cut_the_text_before_them(start: int, width: 
 def test_deltas_add_up_to_the_output() -> None:
     llm = lettered_llm()
     seen: dict[int, list[int]] = {}
-    result = llm.run(prompts(3), GREEDY, spec=CHAIN, on_delta=lambda d: seen.setdefault(d.request_id, []).extend(d.token_ids))
+    result = llm.run(
+        prompts(3), GREEDY, spec=CHAIN, on_delta=lambda d: seen.setdefault(d.request_id, []).extend(d.token_ids)
+    )
     assert list(seen.values()) == tokens(result)
 
 
 def test_partial_stop_strings_are_held_back_and_released() -> None:
     detokenizer = Detokenizer(letters(), (), ("abcd", "cx"))
-    ids = {c: i for c, i in letters().get_vocab().items()}
+    ids = letters().get_vocab()
     assert detokenizer.add([ids["z"], ids["a"], ids["b"]]) == "z"
     assert detokenizer.add([ids["c"]]) == ""
     assert detokenizer.add([ids["y"]]) == "abcy"

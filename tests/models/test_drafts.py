@@ -16,7 +16,6 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.dense import DenseAttention
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config, save_draft
-from aquiline.models.fresh import new_draft
 from aquiline.models.load import load_target
 from checkpoints import draft_vocabulary, write_draft, write_target
 
@@ -196,49 +195,3 @@ def test_saved_layout_is_specforges(target: Decoder, tmp_path: Path) -> None:
     assert (config["draft_vocab_size"], config["rope_theta"]) == (80, 500000.0)
     save_draft(load_draft(tmp_path / "a", target), tmp_path / "b")
     assert "embed_tokens.weight" in load_file(tmp_path / "b" / "model.safetensors")
-
-
-@pytest.mark.parametrize("eagle31", [False, True])
-def test_new_draft(eagle31: bool, target: Decoder, tmp_path: Path) -> None:
-    ids = draft_vocabulary(160, 50)
-    head = new_draft(target, target_ids=ids, intermediate_size=40, num_heads=8, num_kv_heads=4, eagle31=eagle31)
-    assert head.config.capture == (1, 3, 4)
-    assert head.head.equal(target.head[ids])
-    assert head.target_ids(torch.arange(50)).equal(ids)
-    assert head.embed is target.embed
-    assert {n for n, p in head.named_parameters() if not p.requires_grad} == {"embed"}
-    assert all(p.isfinite().all() for p in head.parameters())
-    features, _ = inputs(target)
-    if not eagle31:
-        assert torch.allclose(head.fuse(features), features.view(T, 3, -1).mean(1), atol=1e-5)
-    same = new_draft(target, target_ids=ids, intermediate_size=40, num_heads=8, num_kv_heads=4, eagle31=eagle31)
-    assert all(a.equal(b) for a, b in zip(head.parameters(), same.parameters(), strict=True))
-    save_draft(head, tmp_path, target=target)
-    assert load_draft(tmp_path, target).config == head.config
-    whole = new_draft(target, seed=1)
-    assert whole.head.equal(target.head)
-    assert not whole.layer.qkv.equal(new_draft(target).layer.qkv)
-
-
-def test_new_draft_gradients_reach_everything_but_the_embedding(target: Decoder) -> None:
-    head = new_draft(target)
-    features, tokens = inputs(target)
-    with torch.enable_grad():
-        sum(t.square().mean() for t in run(head, features, tokens)).backward()
-    assert {n for n, p in head.named_parameters() if p.grad is None or not p.grad.any()} == {"embed"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ({"target_ids": [3, 2]}, "increasing"),
-        ({"target_ids": [3, 160]}, "outside"),
-        ({"target_ids": []}, "empty"),
-        ({"capture": (1, 3, 8)}, "capture"),
-        ({"capture": (3, 1, 4)}, "capture"),
-        ({"num_heads": 3}, "num_heads"),
-    ],
-)
-def test_new_draft_refuses(arguments: dict[str, Any], word: str, target: Decoder) -> None:
-    with pytest.raises(ValueError, match=word):
-        new_draft(target, **arguments)

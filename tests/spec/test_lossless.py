@@ -10,14 +10,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from scipy import stats
+from tests.conftest import needs_native
 
 from aquiline.ops import cpu
 from aquiline.spec.accept import AcceptResult, accept
 from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import Int32, RowSampling
-from tests.conftest import needs_native
 
 Verifier = Callable[[DraftTree, Int32], AcceptResult]
+Law = dict[tuple[int, ...], float]
 
 V = 3
 # A little of everything: siblings, depth 3, a subtree below a second choice.
@@ -50,14 +51,16 @@ def node_prefix(tree: DraftTree, prefix: tuple[int, ...], node: int) -> tuple[in
     return (*prefix, *tree.tokens[path].tolist())
 
 
-def speculative_law(verify: Verifier, prefix: tuple[int, ...], weight: float, law: dict[tuple[int, ...], float]) -> None:
+def speculative_law(
+    verify: Verifier, prefix: tuple[int, ...], weight: float, law: dict[tuple[int, ...], float]
+) -> None:
     """Add the law of the first LENGTH tokens, by enumerating every joint draw of every step."""
     if len(prefix) >= LENGTH:
         law[prefix[:LENGTH]] = law.get(prefix[:LENGTH], 0.0) + weight
         return
     tree = tree_below(prefix)
     laws = [target_law(node_prefix(tree, prefix, node)) for node in range(len(PARENTS))]
-    ends: dict[tuple[int, ...], float] = {}
+    ends: Law = {}
     for drawn in itertools.product(range(V), repeat=len(PARENTS)):
         chance = float(np.prod([laws[node][token] for node, token in enumerate(drawn)]))
         if chance:
@@ -70,7 +73,7 @@ def speculative_law(verify: Verifier, prefix: tuple[int, ...], weight: float, la
 
 def enumerated_distance(verify: Verifier) -> float:
     """Total variation between the speculative and the autoregressive law of LENGTH tokens."""
-    law: dict[tuple[int, ...], float] = {}
+    law: Law = {}
     speculative_law(verify, (), 1.0, law)
     distance = 0.0
     for text in itertools.product(range(V), repeat=LENGTH):

@@ -97,7 +97,9 @@ class DemoResult:
         }
 
 
-def run_demo(llm: LLM, prompts: list[Prompt], on_progress: Callable[[], None], new_tokens: int = NEW_TOKENS) -> DemoResult:
+def run_demo(
+    llm: LLM, prompts: list[Prompt], on_progress: Callable[[], None], new_tokens: int = NEW_TOKENS
+) -> DemoResult:
     """Run every setting at every temperature on every prompt, alternating settings, after one warm-up each."""
     runs = [Run(name, spec, t) for t in TEMPERATURES for name, spec in SETTINGS.items()]
     warm = SamplingParams(max_tokens=16, ignore_eos=True)

@@ -63,7 +63,7 @@ def package_prompts(name: str, tokenizer: Tokenizer, count: int = 8) -> list[Pro
 
 
 def _pick(tokenizer: Tokenizer, base: Path, files: list[Path], count: int) -> list[Prompt]:
-    prompts = []
+    prompts: list[Prompt] = []
     for path, text in _readable(sorted(files, key=lambda p: _digest(p, base))):
         if len(prompts) == count:
             break

@@ -57,8 +57,19 @@ def demo(
 def _show(console: Console, result: DemoResult, llm: LLM) -> None:
     from rich.table import Table
 
-    table = Table(title=f"{len(result.prompts)} held-out prompts, {len(result.runs[0].outputs[0].token_ids)} new tokens each")
-    for column in ("setting", "temperature", "tok/s", "speedup", "tau", "accepted by position", "repeated", "identical"):
+    table = Table(
+        title=f"{len(result.prompts)} held-out prompts, {len(result.runs[0].outputs[0].token_ids)} new tokens each"
+    )
+    for column in (
+        "setting",
+        "temperature",
+        "tok/s",
+        "speedup",
+        "tau",
+        "accepted by position",
+        "repeated",
+        "identical",
+    ):
         table.add_column(column, justify="left" if column in ("setting", "accepted by position") else "right")
     for run in result.runs:
         row = run.as_dict(result.baseline(run.temperature))
@@ -70,7 +81,9 @@ def _show(console: Console, result: DemoResult, llm: LLM) -> None:
         )  # fmt: skip
     console.print(table)
     s = result.system
-    console.print(f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, float32 arithmetic")
+    console.print(
+        f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, float32 arithmetic"
+    )
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
     _show_completion(console, result, llm)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from aquiline.config import SamplingParams, SpecConfig
+    from aquiline.config import SamplingParams
     from aquiline.engine.llm import LLM, Result
 
 SAMPLING, DRAFTING = "Sampling", "Drafting"
@@ -27,7 +27,9 @@ Examples:
 
 
 def generate(
-    target: Annotated[str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")
+    ] = None,
     draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt text. Default: --prompt-file, else stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File whose whole text is the prompt.")] = None,
@@ -47,7 +49,9 @@ def generate(
     stop_token_ids: Annotated[
         list[int] | None, typer.Option(help="Stop token id; repeatable.", rich_help_panel=SAMPLING)
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Run on past EOS.", rich_help_panel=SAMPLING)] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Run on past EOS.", rich_help_panel=SAMPLING)
+    ] = False,
     drafter: Annotated[
         str | None, typer.Option(help="none, chain, static or dynamic. Default: chain.", rich_help_panel=DRAFTING)
     ] = None,

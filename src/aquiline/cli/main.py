@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 
@@ -15,7 +16,7 @@ from aquiline.errors import AquilineError
 class Group(typer.core.TyperGroup):
     """Turns errors a user can mend into one line on stderr and exit code 2."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> object:
         """Run a command; ValueError, AquilineError and OSError carry their own explanation."""
         try:
             return super().invoke(ctx)

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.train.config import TrainConfig
-from aquiline.train.losses import LOSSES
+from aquiline.train.config import LOSS_NAMES, TrainConfig
 
 EXAMPLES = """
 Examples:
@@ -59,7 +58,7 @@ def train(
         float,
         typer.Option(help="Share of positions that passes after the first train on; 0.25 is 1.7x faster on a CPU."),
     ] = 1.0,
-    loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSSES)}.")] = "ce",
+    loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSS_NAMES)}.")] = "ce",
     optimizer: Annotated[str, typer.Option(help="adamw, or muon (Muon inside, AdamW for head and norms).")] = "adamw",
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate; default: 1.1 / hidden size, at most 3e-3.")

@@ -93,7 +93,7 @@ class LLM:
     ) -> Result:
         """`generate` with the run's figures, another SpecConfig for this call, and deltas as they come."""
         sampling = sampling or SamplingParams()
-        batch: list[str] | list[list[int]] = [prompts] if isinstance(prompts, str) else prompts
+        batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         engine = self.engine
         engine.configure(spec or self.spec)
         engine.meter = Meter()

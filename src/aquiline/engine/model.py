@@ -90,8 +90,9 @@ class LoadedModels:
 
     def system(self) -> dict[str, object]:
         """What ran, for results: library, instruction set, arithmetic, versions."""
-        native = cpu.system() if self.is_native else {"isa": "torch", "threads": torch.get_num_threads()}
-        return {
+        torch_system: dict[str, object] = {"isa": "torch", "threads": torch.get_num_threads()}
+        ran = dict[str, object](cpu.system()) if self.is_native else torch_system
+        common: dict[str, object] = {
             "path": "native" if self.is_native else "torch",
             "arithmetic": "float32",
             "exact_trees": self.is_native,
@@ -100,7 +101,8 @@ class LoadedModels:
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "torch": torch.__version__,
-        } | native
+        }
+        return common | ran
 
 
 def load_models(
@@ -157,7 +159,9 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: not a readable tokenizer ({error}); save it again with save_pretrained") from None
+        raise CheckpointError(
+            f"{path}: not a readable tokenizer ({error}); save it again with save_pretrained"
+        ) from None
 
 
 def cpu_name() -> str:

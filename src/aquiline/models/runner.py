@@ -120,7 +120,9 @@ class NativeDraft:
             features = cpu.rms_norm(features, self.input_norm, self.eps)
         if self.fc_norm is not None:
             parts = np.split(features, len(self.fc_norm), axis=1)
-            normed = [cpu.rms_norm(np.ascontiguousarray(p), w, self.eps) for p, w in zip(parts, self.fc_norm, strict=True)]
+            normed = [
+                cpu.rms_norm(np.ascontiguousarray(p), w, self.eps) for p, w in zip(parts, self.fc_norm, strict=True)
+            ]
             features = np.concatenate(normed, axis=1)
         return self.fc(features)
 

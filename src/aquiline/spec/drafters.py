@@ -7,6 +7,7 @@ behind it one after the other and forgotten; the next extend overwrites them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -242,7 +243,7 @@ def select(roots: Roots, tokens: Int32, scores: Float32, parents: Int32, num_nod
 
 def depths_of(parent_rows: Int32) -> Int32:
     """int32 [R]: levels above each row, by pointer doubling; roots point to themselves."""
-    depths = (parent_rows != np.arange(len(parent_rows))).astype(np.int32)
+    depths: Int32 = (parent_rows != np.arange(len(parent_rows))).astype(np.int32)
     jump = parent_rows
     while (step := depths[jump]).any():
         depths = depths + step
@@ -258,5 +259,5 @@ def empty_tree() -> DraftTree:
 
 def drafter(config: SpecConfig) -> Drafter | None:
     """The drafter a SpecConfig names; None for drafter 'none'."""
-    kinds = {"chain": Chain, "static": Static, "dynamic": Dynamic}
+    kinds: dict[str, Callable[[SpecConfig], Drafter]] = {"chain": Chain, "static": Static, "dynamic": Dynamic}
     return kinds[config.drafter](config) if config.drafter != "none" else None

@@ -36,7 +36,8 @@ class Topology:
     @cached_property
     def local(self) -> Int32:
         """int32 [R]: slot-local node number of each row; the root is 0."""
-        return np.arange(len(self.parents), dtype=np.int32) - self.offsets[self.owner]
+        places = np.arange(len(self.parents), dtype=np.int32)
+        return places - self.offsets[self.owner]
 
     @cached_property
     def parent_rows(self) -> Int32:
@@ -51,8 +52,9 @@ class Topology:
     @cached_property
     def rank(self) -> Int32:
         """int32 [R]: depth * (R + 1) + R - row: orders rows by depth, then by place, and gives both back."""
-        num_rows = len(self.parents)
-        return self.depths * np.int32(num_rows + 1) + np.arange(num_rows, 0, -1, dtype=np.int32)
+        num_rows = np.int32(len(self.parents))
+        places = np.arange(len(self.parents), dtype=np.int32)
+        return self.depths * (num_rows + np.int32(1)) + (num_rows - places)
 
     @cached_property
     def ancestors(self) -> Int64:

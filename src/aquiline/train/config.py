@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from aquiline.train.losses import LOSSES
+LOSS_NAMES = ("ce", "kl", "lk", "lk-mix")
+"""The keys of losses.LOSSES, named here so that the command line need not load torch."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class TrainConfig:
             (self.context >= least, f"context={self.context}: must be at least ttt_steps + 3 = {least}"),
             (self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1"),
             (0 < self.late_share <= 1, f"late_share={self.late_share}: must be above 0 and at most 1"),
-            (self.loss in LOSSES, f"loss={self.loss!r}: must be one of {', '.join(LOSSES)}"),
+            (self.loss in LOSS_NAMES, f"loss={self.loss!r}: must be one of {', '.join(LOSS_NAMES)}"),
             (self.optimizer in ("adamw", "muon"), f"optimizer={self.optimizer!r}: must be adamw or muon"),
             (self.lr is None or self.lr > 0, f"lr={self.lr}: must be above 0"),
             (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),
