@@ -1,6 +1,5 @@
 # make demo   the main job on the bundled pair        make test   the tests
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
-# make asan   the native tests under AddressSanitizer and UndefinedBehaviourSanitizer
 #
 # PYTHON picks the interpreter (3.11 or newer), TORCH the build of torch, VENV where everything is installed.
 

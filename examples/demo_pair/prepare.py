@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 MIN_CHARS, MAX_CHARS = 200, 400_000
+END_OF_TEXT = "<|endoftext|>"
 
 
 def is_held_out(relative: str) -> bool:
@@ -50,25 +51,47 @@ def package_root(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))).resolve()
 
 
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE; `<|endoftext|>` is id 0 and stands before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    return tokenizer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the target")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json; trained and written if absent")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer that is trained")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--packages", nargs="*", default=[], help="installed packages to add")
     parser.add_argument("--package-share", type=float, default=0.4, help="largest share of the corpus from packages")
     args = parser.parse_args()
 
-    tokenizer = Tokenizer.from_file(str(args.tokenizer))
     stdlib = Path(sysconfig.get_paths()["stdlib"]).resolve()
     documents = {"stdlib": list(sources(stdlib, stdlib))}
     for name in args.packages:
         root = package_root(name)
         documents[name] = list(sources(root, root.parent))
+    if args.tokenizer.exists():
+        tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    else:
+        own = documents["stdlib"]
+        tokenizer = train_tokenizer((text for path, text in own if not is_held_out(path)), args.vocab_size)
+        args.tokenizer.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(args.tokenizer))
 
     args.out.mkdir(parents=True, exist_ok=True)
     encoded: dict[str, dict[str, list[list[int]]]] = {}
     for origin, files in documents.items():
-        ids = [[0, *e.ids] for e in tokenizer.encode_batch([text for _, text in files])]
+        encodings = tokenizer.encode_batch([text for _, text in files], add_special_tokens=False)
+        ids = [[0, *e.ids] for e in encodings]
         split: dict[str, list[list[int]]] = {"train": [], "held_out": []}
         for (relative, _), tokens in zip(files, ids, strict=True):
             split["held_out" if is_held_out(relative) else "train"].append(tokens)

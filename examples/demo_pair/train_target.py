@@ -1,6 +1,6 @@
 """Train the demo target further: timed stages of growing context, Muon for matrices, AdamW for the rest.
 
-    python train_target.py --init DIR --corpus corpus --out DIR --stages 1024:8:45 2048:4:15
+    python train_target.py --init DIR --tokenizer DIR/tokenizer.json --corpus corpus --out DIR --stages 1024:8:45 2048:4:15
 
 Each stage is CONTEXT:ROWS:MINUTES. One learning-rate schedule spans them all: a short warm-up, constant for the first
 half, then linear decay. Without --init a new model of the same shape is trained from scratch. Pausing the process
@@ -11,7 +11,6 @@ before and after, so that a continuation that does not help is seen and thrown a
 from __future__ import annotations
 
 import argparse
-import shutil
 import time
 from pathlib import Path
 
@@ -67,6 +66,7 @@ def held_out_loss(model: LlamaForCausalLM, data: np.ndarray, context: int, windo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--init", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json the corpus was made with")
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train.bin and held_out.bin")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stages", nargs="+", default=["1024:8:45", "2048:4:15"], help="CONTEXT:ROWS:MINUTES")
@@ -97,10 +97,7 @@ def main() -> None:
         model.save_pretrained(args.out)
         saved = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16)
         saved.save_pretrained(args.out)
-        if args.init:
-            for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-                shutil.copy(args.init / name, args.out / name)
-                (args.out / name).chmod(0o644)
+        (args.out / "tokenizer.json").write_bytes(args.tokenizer.read_bytes())
 
     report("start")
     rng = np.random.default_rng(2)

@@ -92,7 +92,7 @@ class Counters:
 
 
 class Meter:
-    """Times the stages of each step and the forwards; `counters` sums what the steps decided."""
+    """Times the stages of each step and the forwards; `counters` sums the requests that have finished."""
 
     def __init__(self) -> None:
         self.counters = Counters()

@@ -6,6 +6,8 @@ of SpecConfig in the same step, never code paths beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import psutil
 
@@ -166,10 +168,10 @@ class Engine:
             tokens = result.tokens[b, : accepted + 1].tolist()
             delta = self._append(sequence, tokens, accepted)
             num_kept = len(delta.token_ids)
-            for counters in (self.meter.counters, sequence.counters):
-                counters.add(proposed[b], accepted, num_kept, len(tokens) - num_kept)
+            sequence.counters.add(proposed[b], accepted, num_kept, len(tokens) - num_kept)
             sequence.num_cached += num_kept
             deltas.append(delta)
+        self._finish(sequences)
         return deltas
 
     def _append(self, sequence: Sequence, tokens: list[int], num_accepted: int) -> TokenDelta:
@@ -178,10 +180,13 @@ class Engine:
                 f"request {sequence.request.id}: the target's logits at position {len(sequence.tokens)} are NaN or "
                 "have no finite value; check the checkpoint's weights and dtype"
             )
-        delta = sequence.append(tokens, num_accepted)
-        if delta.finish_reason is not None:
-            self.scheduler.finish(sequence)
-        return delta
+        return sequence.append(tokens, num_accepted)
+
+    def _finish(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                self.meter.counters.merge(sequence.counters)
+                self.scheduler.finish(sequence)
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> list[TokenDelta]:
         for chunk in chunks:
@@ -199,9 +204,9 @@ class Engine:
             if chunk.is_last:
                 paths = [np.zeros(0, np.int32)]
                 drawn = self._draw_rows(np.array([row], np.int32), sequence.adjustments, paths)
-                for counters in (self.meter.counters, sequence.counters):
-                    counters.num_prefilled += 1
+                sequence.counters.num_prefilled += 1
                 deltas.append(self._append(sequence, drawn.tolist(), 0))
+        self._finish(chunk.sequence for chunk in chunks)
         return deltas
 
     def _feed_draft(self, chunks: tuple[Chunk, ...], last_rows: Int32) -> None:

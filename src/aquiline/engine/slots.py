@@ -28,7 +28,7 @@ class Slots:
         self.seed = np.zeros(num_slots, np.uint64)
         self.carried = np.empty((num_slots, max_carry, feature_width), np.float32)
         self.num_carried = np.zeros(num_slots, np.int32)
-        self.carry_places = np.arange(max_carry, dtype=np.int32)
+        self.carry_places = np.arange(num_slots * max_carry, dtype=np.int32)
 
     def admit(self, slot: int, sampling: SamplingParams) -> None:
         """Take over a request's sampling settings."""
@@ -58,14 +58,14 @@ class Slots:
     def pending(self, sequences: tuple[Sequence, ...], roots: Roots) -> Pending:
         """The draft rows that end right before each root: carried features beside the tokens that follow them."""
         counts = self.num_carried[roots.slots]
-        used = self.carry_places < counts[:, None]
-        first = roots.positions - counts
+        slots = np.repeat(roots.slots, counts)
+        places = self.carry_places[: len(slots)] - np.repeat(np.cumsum(counts) - counts, counts)
         tokens = [t for s, n in zip(sequences, counts.tolist(), strict=True) for t in s.tokens[-n:]]
         return Pending(
-            slots=np.repeat(roots.slots, counts),
-            positions=(first[:, None] + self.carry_places)[used],
+            slots=slots,
+            positions=np.repeat(roots.positions - counts, counts) + places,
             tokens=np.array(tokens, np.int32),
-            features=self.carried[roots.slots][used],
+            features=self.carried[slots, places],
         )
 
     def carry(self, slots: Int32, tree: DraftTree, result: AcceptResult, features: Float32) -> None:
