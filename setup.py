@@ -22,6 +22,13 @@ KERNELS = {
     "avx2": ["-DAQ_AVX2", "-mavx2", "-mfma", "-mf16c"],
     "portable": [],
 }
+DOT = [*KERNELS["avx512"][1:], "-mavx512bf16"]
+
+
+def accepts(compiler: list[str], flags: list[str]) -> bool:
+    """Whether the compiler knows these flags."""
+    command = [*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 class BuildNative(build_ext):
@@ -48,8 +55,9 @@ class BuildNative(build_ext):
     def _compile(self, objects: Path, target: Path) -> None:
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        units = [(name, f"{name}.cpp", []) for name in ("api", "check", "pool")]
+        units = [(name, f"{name}.cpp", []) for name in ("api", "accept", "check", "pool")]
         units += [(isa, "kernels.cpp", KERNEL + flags) for isa, flags in KERNELS.items() if x86 or isa == "portable"]
+        units.append(("dot", "dot.cpp", KERNEL + (DOT if x86 and accepts(compiler, DOT) else [])))
         running = []
         for name, source, flags in units:
             command = [*compiler, *COMMON, *flags, "-c", str(ROOT / "csrc" / source), "-o", str(objects / f"{name}.o")]

@@ -135,7 +135,7 @@ int draw(DrawJob job) {
   if (job.n == 0) return 0;
   const size_t width = padded_vocab(job.vocab), threads = num_threads();
   if (job.model != nullptr) {
-    AQ_RESERVE(job.normed, normed, float, (size_t)job.n * job.model->hidden);
+    AQ_RESERVE(job.normed, normed, float, norm_copies(job.n, threads) * job.n * job.model->hidden);
     AQ_RESERVE(job.logits, logits, float, job.n * width);
   }
   AQ_RESERVE(job.best, best, Best, threads * job.n);
@@ -163,12 +163,13 @@ void move_keys(const AqKV& kv, const int32_t* table, int src, int dst) {
     }
 }
 
+// [ceil(n / 16)][k / run][16][run]
 template <class T>
-void pack(const T* weight, int n, int k, T* packed) {
-  for (int block = 0; block * 16 < n; block++)
-    for (int i = 0; i < k; i++)
-      for (int lane = 0; lane < 16; lane++, packed++)
-        *packed = block * 16 + lane < n ? weight[((size_t)block * 16 + lane) * k + i] : T(0);
+void pack(const T* weight, int n, int k, int run, T* packed) {
+  for (int block = 0; block < n; block += 16)
+    for (int i = 0; i < k; i += run)
+      for (int lane = 0; lane < 16; lane++)
+        for (int j = i; j < i + run; j++) *packed++ = block + lane < n ? weight[((size_t)block + lane) * k + j] : T(0);
 }
 
 }  // namespace
@@ -203,6 +204,8 @@ int aq_select_isa(const char* name) {
   return fail("isa=%s: must be one of %s", name, aq_available_isas());
 }
 
+int aq_has_bf16_dot(void) { return has_bf16_dot() ? 1 : 0; }
+
 int aq_set_threads(int32_t threads) {
   AQ_REQUIRE(threads >= 1 && threads <= 1024, "threads=%d: must be in [1, 1024]", threads);
   Lock lock(engine().mutex);
@@ -216,15 +219,15 @@ int32_t aq_num_threads(void) {
 }
 
 int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype) {
-  return ((int64_t)n + 15) / 16 * 16 * k * (dtype == AQ_BFLOAT16 ? 2 : 4);
+  return ((int64_t)n + 15) / 16 * 16 * k * (dtype == AQ_FLOAT32 ? 4 : 2);
 }
 
 int aq_pack(const void* weight, int32_t n, int32_t k, int32_t dtype, void* packed) {
   const AqLinear linear{packed, nullptr, n, k, dtype};
   AQ_TRY(check_linear("packed", linear, 0, 0));
-  AQ_TRY(check_pointer("weight", weight, dtype == AQ_BFLOAT16 ? 2 : 4));
-  if (dtype == AQ_BFLOAT16) pack((const uint16_t*)weight, n, k, (uint16_t*)packed);
-  else pack((const float*)weight, n, k, (float*)packed);
+  AQ_TRY(check_pointer("weight", weight, dtype == AQ_FLOAT32 ? 4 : 2));
+  if (dtype == AQ_FLOAT32) pack((const float*)weight, n, k, 1, (float*)packed);
+  else pack((const uint16_t*)weight, n, k, dtype == AQ_BFLOAT16_DOT ? 2 : 1, (uint16_t*)packed);
   return 0;
 }
 
@@ -241,7 +244,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   ForwardJob job{};
   job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.hidden = hidden, job.features = features;
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
-  AQ_RESERVE(job.normed, normed, float, n * model->layers[0].qkv.k);
+  AQ_RESERVE(job.normed, normed, float, norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].qkv.k);
   AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].qkv.n);
   AQ_RESERVE(job.attended, attended, float, n * heads);
   AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
@@ -261,7 +264,7 @@ int aq_head_logits(const AqModel* model, const float* hidden, const int32_t* row
   Lock lock(engine().mutex);
   TopKJob job{};
   job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.logits = logits;
-  AQ_RESERVE(job.normed, normed, float, (size_t)n * model->hidden);
+  AQ_RESERVE(job.normed, normed, float, norm_copies(n, num_threads()) * n * model->hidden);
   run_job<TopKJob, &Kernels::head_logits>(job);
   return 0;
 }
@@ -288,7 +291,7 @@ int aq_head_topk(const AqModel* model, const float* hidden, const int32_t* row_i
   job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.k = k;
   job.ids = ids, job.logprobs = logprobs;
   const size_t width = padded_vocab(model->head.n);
-  AQ_RESERVE(job.normed, normed, float, (size_t)n * model->hidden);
+  AQ_RESERVE(job.normed, normed, float, norm_copies(n, num_threads()) * n * model->hidden);
   AQ_RESERVE(job.logits, logits, float, n * width);
   job.workspace_floats = 3 * width;
   AQ_RESERVE(job.workspace, workspace, float, num_threads() * job.workspace_floats);
@@ -313,7 +316,9 @@ int aq_linear(const AqLinear* linear, const float* x, int32_t rows, float* y) {
   AQ_TRY(check_pointer("x", x, sizeof(float)));
   AQ_TRY(check_pointer("y", y, sizeof(float)));
   Lock lock(engine().mutex);
-  run_job<LinearJob, &Kernels::linear>(LinearJob{linear, x, rows, y});
+  LinearJob job{linear, x, rows, y, nullptr};
+  if (linear->dtype == AQ_BFLOAT16_DOT) AQ_RESERVE(job.rounded, normed, uint16_t, (size_t)rows * linear->k);
+  run_job<LinearJob, &Kernels::linear>(job);
   return 0;
 }
 

@@ -16,10 +16,13 @@
 extern "C" {
 #endif
 
-enum { AQ_FLOAT32 = 0, AQ_BFLOAT16 = 1 };
+enum { AQ_FLOAT32 = 0, AQ_BFLOAT16 = 1, AQ_BFLOAT16_DOT = 2 };
 enum { AQ_LANES = 16, AQ_BLOCK = 64 };
 
 // y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). Packed weight: [ceil(n / 16)][k][16] of dtype, zero-padded.
+// AQ_BFLOAT16_DOT, a dtype of linears alone, is the second arithmetic: bfloat16 weights packed [ceil(n / 16)][k / 2][16][2]
+// for the CPU's dot instruction (aq_has_bf16_dot), which adds two products at once to the sum, pairs in k order; x is
+// rounded to bfloat16, to nearest even. As exact as the first against rows, threads and chunks.
 typedef struct {
   const void* weight;
   const float* bias;  // [n] or NULL
@@ -70,6 +73,7 @@ const char* aq_last_error(void);
 const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
 int aq_select_isa(const char* name);         // NULL: the best this CPU has
 const char* aq_available_isas(void);         // comma-separated, best first
+int aq_has_bf16_dot(void);                    // whether this CPU and build have the bfloat16 dot product
 int aq_set_threads(int32_t threads);         // >= 1, the calling thread included
 int32_t aq_num_threads(void);
 
@@ -106,6 +110,12 @@ int aq_gumbel(uint64_t seed, int32_t position, int32_t count, float* noise);  //
 // Copies keys and values of every layer from KV index src[i] to dst[i] of slot slots[i], in order.
 int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots,
                const int32_t* src, const int32_t* dst, int32_t count);
+
+// Follows the drawn tokens down the tree of each slot, whose rows are offsets[b] .. offsets[b + 1] - 1; parents [R] are
+// slot-local and stand before their children, siblings differ. num_accepted [B]; path [B, max_depth + 1]: slot-local nodes,
+// 0 past the end; kept [B, max_depth + 1]: the accepted tokens, the bonus, then -1. Levels past max_depth are not entered.
+int aq_accept(const int32_t* tokens, const int32_t* drawn, const int32_t* parents, const int32_t* offsets,
+              int32_t num_slots, int32_t max_depth, int32_t* num_accepted, int32_t* path, int32_t* kept);
 
 #ifdef __cplusplus
 }

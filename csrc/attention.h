@@ -54,14 +54,19 @@ static void fold(State s, State later, int dim) {
     store(s.accumulator + d, fma(load(s.accumulator + d), set1(a), mul(load(later.accumulator + d), set1(b))));
 }
 
-static void finish(State s, int dim, const float* sink, float* out) {
+// Writes one query's result at element `at` of the output.
+static void finish(const AttentionJob& job, State s, int dim, const float* sink, size_t at) {
   if (sink != nullptr) {  // a logit without a value
     const float top = *sink > *s.maximum ? *sink : *s.maximum;
     const float a = exp1(*s.maximum - top);
     *s.sum = *s.sum * a + exp1(*sink - top);
     for (int d = 0; d < dim; d += 16) store(s.accumulator + d, mul(load(s.accumulator + d), set1(a)));
   }
-  for (int d = 0; d < dim; d += 16) store(out + d, div(load(s.accumulator + d), set1(*s.sum)));
+  for (int d = 0; d < dim; d += 16) {
+    const Vec mean = div(load(s.accumulator + d), set1(*s.sum));
+    if (job.is_rounded) store((uint16_t*)job.out + at + d, mean);
+    else store((float*)job.out + at + d, mean);
+  }
 }
 
 template <class S, int QUERIES, int GROUPS>
@@ -354,8 +359,8 @@ struct TileWork {
     }
     for (int i = 0; i < queries; i++) {
       const int h = head * group + i % group;
-      finish(offset(total, i, dim), dim, job.sinks == nullptr ? nullptr : job.sinks + h,
-             job.out + ((size_t)(tile.row + i / group) * job.num_heads + h) * dim);
+      finish(job, offset(total, i, dim), dim, job.sinks == nullptr ? nullptr : job.sinks + h,
+             ((size_t)(tile.row + i / group) * job.num_heads + h) * dim);
     }
   }
 
@@ -379,7 +384,14 @@ static void merge_deferred(const AttentionJob& job, int row, int head, float* ac
     float* from = job.partials + (row_head * job.num_spans + span) * (16 + dim);
     fold(total, State{from, from + 1, from + 16}, dim);
   }
-  finish(total, dim, job.sinks == nullptr ? nullptr : job.sinks + head, job.out + row_head * dim);
+  finish(job, total, dim, job.sinks == nullptr ? nullptr : job.sinks + head, row_head * dim);
+}
+
+// All of some kv heads, spans in order; nobody else is waited for.
+template <class S>
+static void attend_heads(const AttentionJob& job, Share heads, float* workspace) {
+  for (int t = 0; t < job.num_tiles; t++)
+    for (int head = heads.begin; head < heads.end; head++) TileWork<S>(job, job.tiles[t], head, workspace).run(-1);
 }
 
 template <class S>

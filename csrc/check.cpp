@@ -2,6 +2,9 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "kernels.h"
 
@@ -10,12 +13,25 @@ namespace {
 
 thread_local char message[256] = "";
 
+// __builtin_cpu_supports knows whether the operating system keeps 512-bit registers, but not AVX512_BF16 in every compiler.
+bool detect_bf16_dot() {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  __builtin_cpu_init();
+  return kHasDot && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5)) != 0;
+#else
+  return false;
+#endif
+}
+
 int check_dtype(const char* name, int dtype) {
   AQ_REQUIRE(dtype == AQ_FLOAT32 || dtype == AQ_BFLOAT16, "%s=%d: must be 0 (float32) or 1 (bfloat16)", name, dtype);
   return 0;
 }
 
-size_t element_size(int dtype) { return dtype == AQ_BFLOAT16 ? 2 : 4; }
+size_t element_size(int dtype) { return dtype == AQ_BFLOAT16 ? 2 : 4; }  // a pair of bfloat16 is loaded as one
 
 int check_floats(const char* name, const float* pointer) { return check_pointer(name, pointer, sizeof(float)); }
 
@@ -67,6 +83,11 @@ int check_context(const AqRows& rows, const AqKV& kv, int begin, int end) {
 
 }  // namespace
 
+bool has_bf16_dot() {
+  static const bool has = detect_bf16_dot();  // asking takes microseconds in a virtual machine, which traps CPUID
+  return has;
+}
+
 int fail(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
@@ -84,7 +105,11 @@ int check_pointer(const char* name, const void* pointer, size_t alignment) {
 }
 
 int check_linear(const char* name, const AqLinear& linear, int n, int k) {
-  AQ_TRY(check_dtype(name, linear.dtype));
+  if (linear.dtype == AQ_BFLOAT16_DOT) {
+    AQ_REQUIRE(has_bf16_dot(), "%s: arithmetic bfloat16 needs a CPU with AVX512_BF16, use float32", name);
+  } else {
+    AQ_TRY(check_dtype(name, linear.dtype));
+  }
   AQ_TRY(check_pointer(name, linear.weight, element_size(linear.dtype)));
   AQ_TRY(check_optional(name, linear.bias));
   AQ_REQUIRE(linear.n > 0 && (n == 0 || linear.n == n), "%s.n=%d: must be %d", name, linear.n, n);

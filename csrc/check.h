@@ -6,6 +6,7 @@
 
 namespace aq {
 
+bool has_bf16_dot();
 int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 const char* last_error();
 

@@ -1,4 +1,5 @@
-// A whole decoder forward as one call of the pool: every worker walks all layers, meeting the others at barriers.
+// A whole decoder forward as one call of the pool: every worker walks all layers, meeting the others at barriers. For few
+// rows a barrier costs as much as a small linear, so there are four a layer: after attention, o, gate_up and down.
 #pragma once
 #include "attention.h"
 
@@ -38,33 +39,39 @@ static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, i
   else store_key<float>(kv, layer, head, rows, row, key, value);
 }
 
-static void embed_row(const AqModel& model, int token, float* to) {
-  const size_t from = (size_t)token * model.hidden;
-  if (model.embed_dtype == AQ_BFLOAT16)
-    for (int i = 0; i < model.hidden; i += 16) store(to + i, load((const uint16_t*)model.embed + from + i));
-  else
-    memcpy(to, (const float*)model.embed + from, model.hidden * sizeof(float));
-}
-
-// The first layer's input of one row. `g` may be `hidden` itself: a draft feeds back its own output.
-static void enter_row(const ForwardJob& job, int row) {
+// The residual stream of one row, and a draft's first input: [norm of the embedding; norm of g], where g may be `hidden`
+// itself, since a draft feeds back its own output.
+template <class E>
+static void enter_row(const ForwardJob& job, int row, const E* embedding) {
   const AqModel& model = *job.model;
   const AqLayer& layer = model.layers[0];
-  const int width = model.hidden, half = model.head_dim / 2;
-  rope_table(job.rows->positions[row], model.inv_freq, model.rope_scale, half, job.cosine + (size_t)row * half,
-             job.sine + (size_t)row * half);
+  const int width = model.hidden;
   float* hidden = job.hidden + (size_t)row * width;
-  float* normed = job.normed + (size_t)row * layer.qkv.k;
   if (!model.is_draft) {
-    embed_row(model, job.rows->tokens[row], hidden);
-    rms_norm_row(hidden, layer.input_norm, width, model.eps, normed);
+    for (int i = 0; i < width; i += 16) store(hidden + i, load(embedding + i));
     return;
   }
   const float* g = job.g + (size_t)row * width;
-  embed_row(model, job.rows->tokens[row], normed);
-  rms_norm_row(normed, layer.input_norm, width, model.eps, normed);
-  rms_norm_row(g, layer.hidden_norm, width, model.eps, normed + width);
-  memmove(hidden, model.norm_before_residual ? normed + width : g, width * sizeof(float));
+  const size_t at = (size_t)row * 2 * width;
+  norm_into(layer.qkv, job.normed, at, embedding, layer.input_norm, width, model.eps);
+  norm_into(layer.qkv, job.normed, at + width, g, layer.hidden_norm, width, model.eps);
+  if (model.norm_before_residual) rms_norm_row(g, layer.hidden_norm, width, model.eps, hidden);
+  else memmove(hidden, g, width * sizeof(float));
+}
+
+// What one worker does before the first layer: its share of the rotary angles and of the rows.
+static void enter(const Worker& worker, const ForwardJob& job) {
+  const AqModel& model = *job.model;
+  const int width = model.hidden, half = model.head_dim / 2, num_rows = job.rows->num_rows;
+  const Share angles = share(worker, num_rows * half), rows = share(worker, num_rows);
+  for (int i = angles.begin; i < angles.end; i++)
+    rope_table(job.rows->positions[i / half], model.inv_freq + i % half, model.rope_scale, 1, job.cosine + i, job.sine + i);
+  for (int r = rows.begin; r < rows.end; r++) {
+    const size_t token = (size_t)job.rows->tokens[r] * width;
+    if (model.embed_dtype == AQ_BFLOAT16) enter_row(job, r, (const uint16_t*)model.embed + token);
+    else enter_row(job, r, (const float*)model.embed + token);
+  }
+  worker.barrier();
 }
 
 // Norms and rotates one head of qkv; a key head also goes to the cache, with its value.
@@ -78,46 +85,70 @@ static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, 
   if (kv_head >= 0) store_key(*job.kv, index, kv_head, *job.rows, row, x, x + (size_t)model.num_kv_heads * dim);
 }
 
-// The residual stream after layer `index`: kept as a feature if asked for, normed for the next layer if there is one.
-static void leave_row(const ForwardJob& job, int index, int row) {
+// From the normed input to the attended values of kv heads `mine` and the query heads that read them.
+static void attend_own(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, Share mine,
+                       const void* normed) {
   const AqModel& model = *job.model;
-  const int width = model.hidden;
-  const float* hidden = job.hidden + (size_t)row * width;
-  if (job.features != nullptr)
-    for (int c = 0; c < model.num_capture; c++)
-      if (model.capture[c] == index)
-        memcpy(job.features + ((size_t)row * model.num_capture + c) * width, hidden, width * sizeof(float));
-  if (index + 1 < model.num_layers)
-    rms_norm_row(hidden, model.layers[index + 1].input_norm, width, model.eps, job.normed + (size_t)row * width);
+  const AqLayer& layer = model.layers[attend.layer];
+  const int num_rows = job.rows->num_rows, dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
+  const Share queries{mine.begin * group, mine.end * group};
+  const Share keys{model.num_heads + mine.begin, model.num_heads + mine.end};
+  const Share values{keys.begin + model.num_kv_heads, keys.end + model.num_kv_heads};
+  const Share owned[] = {queries, keys, values};
+  for (const Share heads : owned)
+    linear_store(layer.qkv, Share{heads.begin * dim / 16, heads.end * dim / 16}, normed, num_rows, job.qkv);
+  for (int r = 0; r < num_rows; r++) {
+    for (int h = queries.begin; h < queries.end; h++) finish_head(job, layer, attend.layer, r, h);
+    for (int h = keys.begin; h < keys.end; h++) finish_head(job, layer, attend.layer, r, h);
+  }
+  float* workspace = attend.workspace + worker.index * attend.workspace_floats;
+  if (attend.kv->dtype == AQ_BFLOAT16) attend_heads<uint16_t>(attend, mine, workspace);
+  else attend_heads<float>(attend, mine, workspace);
+}
+
+static void attend_shared(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, const void* normed) {
+  const AqModel& model = *job.model;
+  const AqLayer& layer = model.layers[attend.layer];
+  const int num_rows = job.rows->num_rows, num_heads = model.num_heads + model.num_kv_heads;
+  linear_store(layer.qkv, share_blocks(worker, layer.qkv), normed, num_rows, job.qkv);
+  worker.barrier();
+  const Share heads = share(worker, num_rows * num_heads);
+  for (int i = heads.begin; i < heads.end; i++) finish_head(job, layer, attend.layer, i / num_heads, i % num_heads);
+  worker.barrier();
+  attention(worker, attend);
+}
+
+// Where the output of layer `index` is kept as a feature; NULL where it is not.
+static float* feature_of(const ForwardJob& job, int index) {
+  const AqModel& model = *job.model;
+  for (int c = 0; c < model.num_capture && job.features != nullptr; c++)
+    if (model.capture[c] == index) return job.features + (size_t)c * model.hidden;
+  return nullptr;
 }
 
 static void forward(const Worker& worker, const ForwardJob& job) {
   const AqModel& model = *job.model;
-  const int num_rows = job.rows->num_rows, num_heads = model.num_heads + model.num_kv_heads;
-  const Share rows = share(worker, num_rows), heads = share(worker, num_rows * num_heads);
+  const int num_rows = job.rows->num_rows, width = model.hidden;
+  // A worker that owns whole kv heads needs nobody else's queries, keys or values.
+  const bool owns_heads = model.num_kv_heads % worker.count == 0;
   AttentionJob attend = job.attention;
-  for (int r = rows.begin; r < rows.end; r++) enter_row(job, r);
-  worker.barrier();
+  enter(worker, job);
   for (int index = 0; index < model.num_layers; index++) {
     const AqLayer& layer = model.layers[index];
-    linear_store(worker, layer.qkv, job.normed, num_rows, job.qkv);
-    worker.barrier();
-    for (int i = heads.begin; i < heads.end; i++) finish_head(job, layer, index, i / num_heads, i % num_heads);
-    worker.barrier();
     attend.layer = index, attend.window = layer.window, attend.sinks = layer.sinks;
-    attention(worker, attend);
+    attend.is_rounded = takes_bfloat16(layer.o);
+    const void* normed = job.normed;
+    if (!model.is_draft)
+      normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.qkv, job.normed);
+    if (owns_heads) attend_own(worker, job, attend, share(worker, model.num_kv_heads), normed);
+    else attend_shared(worker, job, attend, normed);
     worker.barrier();
     linear_add(worker, layer.o, job.attended, num_rows, job.hidden);
     worker.barrier();
-    for (int r = rows.begin; r < rows.end; r++)
-      rms_norm_row(job.hidden + (size_t)r * model.hidden, layer.post_norm, model.hidden, model.eps,
-                   job.normed + (size_t)r * model.hidden);
+    normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.gate_up, job.normed);
+    linear_swiglu(worker, layer.gate_up, normed, num_rows, layer.down, job.gate_up);
     worker.barrier();
-    linear_swiglu(worker, layer.gate_up, job.normed, num_rows, job.gate_up);
-    worker.barrier();
-    linear_add(worker, layer.down, job.gate_up, num_rows, job.hidden);
-    worker.barrier();
-    for (int r = rows.begin; r < rows.end; r++) leave_row(job, index, r);
+    linear_add(worker, layer.down, job.gate_up, num_rows, job.hidden, feature_of(job, index), (size_t)model.num_capture * width);
     worker.barrier();
   }
 }

@@ -16,7 +16,14 @@
 namespace AQ_NAMESPACE {
 
 static void linear(const Worker& worker, const aq::LinearJob& job) {
-  linear_store(worker, *job.linear, job.x, job.rows, job.y);
+  const void* x = job.x;
+  if (takes_bfloat16(*job.linear)) {
+    const Share mine = share(worker, job.rows * (job.linear->k / 16));
+    for (size_t i = mine.begin; i < (size_t)mine.end; i++) store(job.rounded + i * 16, load(job.x + i * 16));
+    worker.barrier();
+    x = job.rounded;
+  }
+  linear_store(*job.linear, share_blocks(worker, *job.linear), x, job.rows, job.y);
 }
 
 static void rms_norm(const float* x, const float* weight, int rows, int width, float eps, float* y) {

@@ -17,6 +17,19 @@ struct Worker {
 constexpr int kSpan = 512;         // attention folds blocks within spans of this many positions, then the spans
 constexpr int kMaxHeadDim = 512;
 constexpr int kTileQueries = 128;  // attention reads a block of keys once for this many (row, head) pairs
+constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all of them for itself
+
+// Copies of normed rows that a call needs.
+inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
+
+// Two consecutive channels in bfloat16, the unit of the dot product.
+struct Pair {
+  uint16_t first, second;
+};
+
+// The row tile of linear.h over pairs, from dot.cpp: the one kernel that needs AVX512_BF16. False: not compiled in.
+extern const bool kHasDot;
+void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, float* sums);
 
 struct Tile {
   int32_t row, num_rows;  // consecutive rows of one slot
@@ -26,7 +39,8 @@ struct AttentionJob {
   const AqKV* kv;
   const AqRows* rows;
   const float* q;  // [R, q_stride], heads first
-  float* out;      // [R, num_heads * head_dim]
+  void* out;       // [R, num_heads * head_dim], float or, if is_rounded, bfloat16
+  bool is_rounded;
   const float* sinks;
   int layer, num_heads, q_stride, window;
   float scale;
@@ -44,6 +58,7 @@ struct ForwardJob {
   const AqRows* rows;
   const float* g;
   float *hidden, *features;
+  // normed: norm_copies. normed, attended and gate_up hold bfloat16 where the linear that reads them takes it.
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
   AttentionJob attention;  // the fields that are the same for every layer
 };
@@ -53,6 +68,7 @@ struct LinearJob {
   const float* x;
   int rows;
   float* y;
+  uint16_t* rounded;  // [rows, k]: x for a linear that takes bfloat16
 };
 
 // The best score of a row that one worker has seen, per lane.
@@ -70,7 +86,7 @@ struct DrawJob {
   int n, vocab;
   const AqSampling* sampling;
   int32_t* tokens;
-  float* normed;             // [n, hidden]
+  float* normed;             // norm_copies of [n, hidden]
   float* logits;             // [n, padded vocab], used by rows with a filter
   Best* best;                // [workers, n]
   float* workspace;          // per worker: 6 * padded vocab

@@ -10,6 +10,7 @@
 
 namespace AQ_NAMESPACE {
 
+using aq::Pair;
 using aq::Worker;
 
 constexpr int kPanel = 4;                // output blocks computed before moving on: they stay in L2 for all row tiles
@@ -28,10 +29,21 @@ AQ_INLINE Share share(const Worker& worker, int count) {
                (int)((int64_t)count * (worker.index + 1) / worker.count)};
 }
 
-// sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks; k is a multiple of 16. The loops
+// What a weight is multiplied with: one channel, or two in the bfloat16 dot product, which is so fast that weights should
+// serve more rows.
+template <class W> struct Input {
+  typedef float type;
+  static constexpr int kRows = kTileRows;
+};
+template <> struct Input<Pair> {
+  typedef Pair type;
+  static constexpr int kRows = 8;
+};
+
+// sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks of k steps, a multiple of 4. The loops
 // over rows and blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
 template <int ROWS, int BLOCKS, class W>
-static __attribute__((noinline)) void tile(const W* w, int k, const float* x, size_t x_stride, float* sums) {
+static __attribute__((noinline)) void tile(const W* w, int k, const typename Input<W>::type* x, float* sums) {
   constexpr int kUnroll = 4;
   constexpr int kAhead = kPrefetchBytes / (int)(16 * sizeof(W));  // steps of k
   const size_t block = (size_t)k * 16;
@@ -49,12 +61,12 @@ static __attribute__((noinline)) void tile(const W* w, int k, const float* x, si
       for (int line = 0; line < kUnroll * 16 * (int)sizeof(W); line += 64) prefetch((const char*)(ahead + b * block) + line);
 #pragma GCC unroll 8
     for (int u = 0; u < kUnroll; u++) {
-      Vec weight[BLOCKS];
+      decltype(load(w)) weight[BLOCKS];
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++) weight[b] = load(w + b * block + (size_t)(i + u) * 16);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        const Vec value = set1(x[r * x_stride + i + u]);
+        const auto value = set1(x[(size_t)r * k + i + u]);
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; b++) sum[r][b] = fma(value, weight[b], sum[r][b]);
       }
@@ -68,47 +80,56 @@ static __attribute__((noinline)) void tile(const W* w, int k, const float* x, si
 
 // ROWS rows by num_blocks <= kPanel blocks, in the widest tiles that fit the registers.
 template <int ROWS, class W>
-static void row_tile(const W* w, int num_blocks, int k, const float* x, size_t x_stride, float* sums) {
+static void row_tile(const W* w, int num_blocks, int k, const typename Input<W>::type* x, float* sums) {
   constexpr int kBlocks = blocks_for(ROWS);
   for (int b = 0; b < num_blocks;) {
     const W* from = w + (size_t)b * k * 16;
     const int left = num_blocks - b;
     if (kBlocks >= 4 && left >= 4) {
-      tile<ROWS, kBlocks >= 4 ? 4 : 1>(from, k, x, x_stride, sums + b * 16), b += 4;
+      tile<ROWS, kBlocks >= 4 ? 4 : 1>(from, k, x, sums + b * 16), b += 4;
     } else if (kBlocks >= 2 && left >= 2) {
-      tile<ROWS, kBlocks >= 2 ? 2 : 1>(from, k, x, x_stride, sums + b * 16), b += 2;
+      tile<ROWS, kBlocks >= 2 ? 2 : 1>(from, k, x, sums + b * 16), b += 2;
     } else {
-      tile<ROWS, 1>(from, k, x, x_stride, sums + b * 16), b += 1;
+      tile<ROWS, 1>(from, k, x, sums + b * 16), b += 1;
     }
   }
 }
 
-// Calls epilogue(row, column, width, sums) for every row and panel of this worker; width <= kPanelWidth columns are
-// valid. Panels start at even blocks, so a gate block and its up block come together.
+template <class W>
+static void any_tile(int rows, const W* w, int num_blocks, int k, const typename Input<W>::type* x, float* sums) {
+  switch (rows) {
+    case 1: row_tile<1>(w, num_blocks, k, x, sums); break;
+    case 2: row_tile<2>(w, num_blocks, k, x, sums); break;
+    case 3: row_tile<3>(w, num_blocks, k, x, sums); break;
+    case 4: row_tile<4>(w, num_blocks, k, x, sums); break;
+    case 5: row_tile<5>(w, num_blocks, k, x, sums); break;
+    case 6: row_tile<6>(w, num_blocks, k, x, sums); break;
+    case 7: row_tile<Input<W>::kRows == 8 ? 7 : 6>(w, num_blocks, k, x, sums); break;
+    default: row_tile<Input<W>::kRows>(w, num_blocks, k, x, sums); break;
+  }
+}
+
+#if !defined(AQ_DOT)
+static void any_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, float* sums) {
+  aq::dot_tile(rows, w, num_blocks, num_pairs, x, sums);
+}
+
+// Calls epilogue(row, column, width, sums) for every row and panel of output blocks `mine`, of k steps each; width <=
+// kPanelWidth columns are valid.
 template <class W, class Epilogue>
-static void linear_rows(const Worker& worker, const AqLinear& linear, const float* x, size_t x_stride, int rows,
-                        const Epilogue& epilogue) {
-  const int k = linear.k, num_blocks = (linear.n + 15) / 16;
-  const Share pairs = share(worker, (num_blocks + 1) / 2);
-  const int end = 2 * pairs.end < num_blocks ? 2 * pairs.end : num_blocks;
-  const int num_tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int block = 2 * pairs.begin; block < end; block += kPanel) {
+static void panels(const AqLinear& linear, int k, Share mine, const void* x, int rows, const Epilogue& epilogue) {
+  typedef typename Input<W>::type X;
+  constexpr int kRows = Input<W>::kRows;
+  const int num_tiles = (rows + kRows - 1) / kRows;
+  for (int block = mine.begin; block < mine.end; block += kPanel) {
     const W* w = (const W*)linear.weight + (size_t)block * k * 16;
-    const int blocks = end - block < kPanel ? end - block : kPanel;
+    const int blocks = mine.end - block < kPanel ? mine.end - block : kPanel;
     const int column = block * 16;
     const int width = linear.n - column < blocks * 16 ? linear.n - column : blocks * 16;
-    for (int t = 0; t < num_tiles; t++) {  // balanced: 8 rows are 4 + 4, not 6 + 2
+    for (int t = 0; t < num_tiles; t++) {  // balanced: 8 rows by 6 are 4 + 4, not 6 + 2
       const int first = (int)((int64_t)rows * t / num_tiles), last = (int)((int64_t)rows * (t + 1) / num_tiles);
-      const float* from = x + first * x_stride;
-      alignas(64) float sums[kTileRows * kPanelWidth];
-      switch (last - first) {
-        case 1: row_tile<1>(w, blocks, k, from, x_stride, sums); break;
-        case 2: row_tile<2>(w, blocks, k, from, x_stride, sums); break;
-        case 3: row_tile<3>(w, blocks, k, from, x_stride, sums); break;
-        case 4: row_tile<4>(w, blocks, k, from, x_stride, sums); break;
-        case 5: row_tile<5>(w, blocks, k, from, x_stride, sums); break;
-        default: row_tile<6>(w, blocks, k, from, x_stride, sums); break;
-      }
+      alignas(64) float sums[kRows * kPanelWidth];
+      any_tile(last - first, w, blocks, k, (const X*)x + (size_t)first * k, sums);
       for (int r = first; r < last; r++) {
         float* row_sums = sums + (r - first) * kPanelWidth;
         if (linear.bias != nullptr)
@@ -119,44 +140,84 @@ static void linear_rows(const Worker& worker, const AqLinear& linear, const floa
   }
 }
 
+AQ_INLINE bool takes_bfloat16(const AqLinear& linear) { return linear.dtype == AQ_BFLOAT16_DOT; }
+
+// x [rows, k] is float, or bfloat16 where the linear takes that.
 template <class Epilogue>
-static void linear_rows(const Worker& worker, const AqLinear& linear, const float* x, int rows, const Epilogue& epilogue) {
-  if (linear.dtype == AQ_BFLOAT16) linear_rows<uint16_t>(worker, linear, x, linear.k, rows, epilogue);
-  else linear_rows<float>(worker, linear, x, linear.k, rows, epilogue);
+static void linear_rows(const AqLinear& linear, Share mine, const void* x, int rows, const Epilogue& epilogue) {
+  if (linear.dtype == AQ_BFLOAT16_DOT) panels<Pair>(linear, linear.k / 2, mine, x, rows, epilogue);
+  else if (linear.dtype == AQ_BFLOAT16) panels<uint16_t>(linear, linear.k, mine, x, rows, epilogue);
+  else panels<float>(linear, linear.k, mine, x, rows, epilogue);
 }
 
-static void linear_store(const Worker& worker, const AqLinear& linear, const float* x, int rows, float* y) {
-  linear_rows(worker, linear, x, rows, [&](int row, int column, int width, const float* sums) {
+// The output blocks of one worker. They start at even ones, so that a gate block and its up block come together.
+static Share share_blocks(const Worker& worker, const AqLinear& linear) {
+  const int num_blocks = (linear.n + 15) / 16;
+  const Share pairs = share(worker, (num_blocks + 1) / 2);
+  return Share{2 * pairs.begin, 2 * pairs.end < num_blocks ? 2 * pairs.end : num_blocks};
+}
+
+static void linear_store(const AqLinear& linear, Share mine, const void* x, int rows, float* y) {
+  linear_rows(linear, mine, x, rows, [&](int row, int column, int width, const float* sums) {
     memcpy(y + (size_t)row * linear.n + column, sums, width * sizeof(float));
   });
 }
 
-// y += x w^T, for the residual stream.
-static void linear_add(const Worker& worker, const AqLinear& linear, const float* x, int rows, float* y) {
-  linear_rows(worker, linear, x, rows, [&](int row, int column, int width, const float* sums) {
+// y += x w^T, for the residual stream; `copy` (or NULL) also gets the new values, its rows copy_stride apart.
+static void linear_add(const Worker& worker, const AqLinear& linear, const void* x, int rows, float* y, float* copy = nullptr,
+                       size_t copy_stride = 0) {
+  linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
     float* to = y + (size_t)row * linear.n + column;
     for (int i = 0; i < width; i++) to[i] += sums[i];
+    if (copy != nullptr) memcpy(copy + row * copy_stride + column, to, width * sizeof(float));
   });
 }
 
-AQ_INLINE void swiglu_run(const float* gate_up, float* y) {
+template <class Y>
+AQ_INLINE void swiglu_run(const float* gate_up, Y* y) {
   store(y, mul(silu(load(gate_up)), load(gate_up + 16)));
 }
 
-// y [rows, n / 2] = silu(gate) * up for a weight whose gate and up rows alternate in runs of 16.
-static void linear_swiglu(const Worker& worker, const AqLinear& linear, const float* x, int rows, float* y) {
-  linear_rows(worker, linear, x, rows, [&](int row, int column, int width, const float* sums) {
-    float* to = y + ((size_t)row * linear.n + column) / 2;
-    for (int i = 0; i < width; i += 32) swiglu_run(sums + i, to + i / 2);
+// y [rows, n / 2] = silu(gate) * up, as `next` takes it, for a weight whose gate and up rows alternate in runs of 16.
+static void linear_swiglu(const Worker& worker, const AqLinear& linear, const void* x, int rows, const AqLinear& next, void* y) {
+  linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
+    const size_t at = ((size_t)row * linear.n + column) / 2;
+    for (int i = 0; i < width; i += 32)
+      if (takes_bfloat16(next)) swiglu_run(sums + i, (uint16_t*)y + at + i / 2);
+      else swiglu_run(sums + i, (float*)y + at + i / 2);
   });
 }
 
 // y = x / sqrt(mean(x^2) + eps) * weight; x may be y. width is a multiple of 16.
-static void rms_norm_row(const float* x, const float* weight, int width, float eps, float* y) {
+template <class X, class Y>
+static void rms_norm_row(const X* x, const float* weight, int width, float eps, Y* y) {
   Vec squares = zero();
   for (int i = 0; i < width; i += 16) squares = fma(load(x + i), load(x + i), squares);
   const float scale = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)width + eps);
   for (int i = 0; i < width; i += 16) store(y + i, mul(mul(load(x + i), set1(scale)), load(weight + i)));
 }
+
+// The norm of x as `next` takes it, from element `at` of its input y on.
+template <class X>
+static void norm_into(const AqLinear& next, void* y, size_t at, const X* x, const float* weight, int width, float eps) {
+  if (takes_bfloat16(next)) rms_norm_row(x, weight, width, eps, (uint16_t*)y + at);
+  else rms_norm_row(x, weight, width, eps, (float*)y + at);
+}
+
+// The normed rows of x [*, next.k] (those that row_index names, if given) for this worker to hand to `next`. Few rows are
+// normed by every worker into a copy of its own, the same bits: that takes less time than meeting.
+static const void* norm_rows(const Worker& worker, const float* x, const int32_t* row_index, int rows, const float* weight,
+                             float eps, const AqLinear& next, float* normed) {
+  const bool is_own = rows <= aq::kOwnRows;
+  const size_t width = next.k;
+  if (is_own) normed += worker.index * rows * width;
+  const Share mine = is_own ? Share{0, rows} : share(worker, rows);
+  for (int r = mine.begin; r < mine.end; r++)
+    norm_into(next, normed, r * width, x + (row_index == nullptr ? r : row_index[r]) * width, weight, next.k, eps);
+  if (!is_own) worker.barrier();
+  return normed;
+}
+
+#endif  // AQ_DOT
 
 }  // namespace AQ_NAMESPACE

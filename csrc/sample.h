@@ -249,13 +249,13 @@ static int32_t draw_filtered(const float* logits, int vocab, const AqSampling& s
   return best_of_kept(kept_score, kept_id, kept, Noise(s.seed[row], s.position[row]));
 }
 
-static void norm_selected(const Worker& worker, const AqModel& model, const float* hidden, const int32_t* row_index, int n,
-                          float* normed) {
-  const Share mine = share(worker, n);
-  for (int i = mine.begin; i < mine.end; i++)
-    rms_norm_row(hidden + (size_t)row_index[i] * model.hidden, model.final_norm, model.hidden, model.eps,
-                 normed + (size_t)i * model.hidden);
-  worker.barrier();
+// The final norm and the head over the selected rows of `job`, a DrawJob or a TopKJob.
+template <class Job, class Epilogue>
+static void head_rows(const Worker& worker, const Job& job, const Epilogue& epilogue) {
+  const AqModel& model = *job.model;
+  const void* normed =
+      norm_rows(worker, job.hidden, job.row_index, job.n, model.final_norm, model.eps, model.head, job.normed);
+  linear_rows(model.head, share_blocks(worker, model.head), normed, job.n, epilogue);
 }
 
 static void draw(const Worker& worker, const DrawJob& job) {
@@ -271,8 +271,7 @@ static void draw(const Worker& worker, const DrawJob& job) {
     }
   };
   if (job.model != nullptr) {
-    norm_selected(worker, *job.model, job.hidden, job.row_index, job.n, job.normed);
-    linear_rows(worker, job.model->head, job.normed, job.n, score);
+    head_rows(worker, job, score);
   } else {
     const Share chunks = share(worker, (int)width / kChunk);
     const int begin = chunks.begin * kChunk, end = chunks.end * kChunk < job.vocab ? chunks.end * kChunk : job.vocab;
@@ -289,14 +288,14 @@ static void draw(const Worker& worker, const DrawJob& job) {
 }
 
 static void head_logits(const Worker& worker, const TopKJob& job) {
-  norm_selected(worker, *job.model, job.hidden, job.row_index, job.n, job.normed);
-  linear_store(worker, job.model->head, job.normed, job.n, job.logits);
+  head_rows(worker, job, [&](int i, int column, int count, const float* logits) {
+    memcpy(job.logits + (size_t)i * job.model->head.n + column, logits, count * sizeof(float));
+  });
 }
 
 static void head_topk(const Worker& worker, const TopKJob& job) {
   const int vocab = job.model->head.n, width = padded(vocab);
-  norm_selected(worker, *job.model, job.hidden, job.row_index, job.n, job.normed);
-  linear_rows(worker, job.model->head, job.normed, job.n, [&](int i, int column, int count, const float* logits) {
+  head_rows(worker, job, [&](int i, int column, int count, const float* logits) {
     memcpy(job.logits + (size_t)i * width + column, logits, count * sizeof(float));
   });
   worker.barrier();

@@ -1,6 +1,6 @@
 """Train the demo target further: timed stages of growing context, Muon for matrices, AdamW for the rest.
 
-    python train_target.py --init DIR --tokenizer DIR/tokenizer.json --corpus corpus --out DIR --stages 1024:8:45 2048:4:15
+    python train_target.py --init DIR --tokenizer tokenizer.json --corpus corpus --out DIR --stages 1024:8:45 2048:4:15
 
 Each stage is CONTEXT:ROWS:MINUTES. One learning-rate schedule spans them all: a short warm-up, constant for the first
 half, then linear decay. Without --init a new model of the same shape is trained from scratch. Pausing the process

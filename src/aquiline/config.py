@@ -16,6 +16,8 @@ DRAFTERS: tuple[DrafterKind, ...] = ("none", "chain", "static", "dynamic")
 
 MAX_CHAIN = 16
 MAX_NODES = 256
+MAX_DEPTH = 32
+"""Deepest tree level, which sizes the engine's static buffers."""
 
 DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
     (0,),
@@ -27,8 +29,12 @@ DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
     (0, 0, 1),
     (0, 0, 0, 0),
 )
-"""A node's path as child ranks from the root: (0, 1) is the second choice below the first. Seven passes' worth of
-evidence on code: deep along first choices, a little width near the root."""
+"""A node's path as child ranks from the root: (0, 1) is the second choice below the first. Deep along first choices, with
+a little width near the root, where second choices are right most often."""
+
+
+LARGEST = 1e6
+"""Bound of everything that scales or shifts logits, far from where float32 would overflow."""
 
 
 def _check(ok: bool, field_name: str, value: object, fix: str) -> None:
@@ -56,7 +62,7 @@ class SpecConfig:
                 f"must be between 1 and {MAX_CHAIN}; drafter='none' switches speculation off",
             )  # fmt: skip
         if self.drafter == "dynamic":
-            _check(self.depth >= 0, "depth", self.depth, "must be at least 0")
+            _check(0 <= self.depth < MAX_DEPTH, "depth", self.depth, f"must be between 0 and {MAX_DEPTH - 1}")
             _check(self.top_k >= 1, "draft_top_k", self.top_k, "must be at least 1")
             rows = self.depth * self.top_k
             _check(rows <= MAX_NODES, "depth", self.depth, f"depth * draft_top_k = {rows} must be at most {MAX_NODES}")
@@ -74,8 +80,8 @@ class SpecConfig:
         _check(len(paths) == len(self.static_paths), "static_paths", self.static_paths, "a path stands twice")
         for path in self.static_paths:
             _check(
-                len(path) >= 1 and all(0 <= rank < 64 for rank in path), "static_paths", path,
-                "a path is one or more child ranks, each 0 to 63",
+                1 <= len(path) <= MAX_DEPTH and all(0 <= rank < 64 for rank in path), "static_paths", path,
+                f"a path is 1 to {MAX_DEPTH} child ranks, each 0 to 63",
             )  # fmt: skip
             _check(len(path) == 1 or path[:-1] in paths, "static_paths", path, f"its parent {path[:-1]} is missing")
 
@@ -139,19 +145,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
-        _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "must be >= 0")
-        _check(self.top_k >= 0, "top_k", self.top_k, "must be >= 0; 0 switches the filter off")
+        ok = self.temperature == 0 or 1 / LARGEST <= self.temperature <= LARGEST
+        _check(ok, "temperature", self.temperature, f"must be 0 (greedy) or {1 / LARGEST:g} to {LARGEST:g}")
+        _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "must be >= 0 and below 2^31; 0 switches the filter off")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]; 1 switches the filter off")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]; 0 switches the filter off")
-        ok = _finite(self.repetition_penalty) and self.repetition_penalty > 0
-        _check(ok, "repetition_penalty", self.repetition_penalty, "must be > 0; 1 switches it off")
+        ok, fix = 1 / LARGEST <= self.repetition_penalty <= LARGEST, f"must be {1 / LARGEST:g} to {LARGEST:g}"
+        _check(ok, "repetition_penalty", self.repetition_penalty, f"{fix}; 1 switches it off")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check(_finite(getattr(self, name)), name, getattr(self, name), "must be finite; 0 switches it off")
+            value = getattr(self, name)
+            _check(abs(value) <= LARGEST, name, value, f"must be within +-{LARGEST:g}; 0 switches it off")
         for token, bias in self.logit_bias.items():
-            _check(token >= 0 and not math.isnan(bias), "logit_bias", {token: bias}, "needs token ids >= 0 and numbers")
+            ok = token >= 0 and (abs(bias) <= LARGEST or bias == -math.inf)
+            _check(ok, "logit_bias", {token: bias}, f"needs a token id >= 0, and -inf or a number within +-{LARGEST:g}")
         _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "must be in [0, 2^64)")
         _check(not isinstance(self.stop, str), "stop", self.stop, "pass a list of strings, not one string")
         _check(all(self.stop), "stop", self.stop, "a stop string must not be empty")
+        _check(not isinstance(self.stop_token_ids, int), "stop_token_ids", self.stop_token_ids, "pass a list of ids")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
@@ -163,10 +173,6 @@ class SamplingParams:
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters under a resolved seed."""
         return replace(self, seed=seed)
-
-
-def _finite(value: float) -> bool:
-    return not math.isnan(value) and not math.isinf(value)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ def demo(
     package: Annotated[
         str | None, typer.Option(help="Take the prompts from this installed package (not one it was trained on).")
     ] = None,
+    arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run the bundled pair on held-out code: baseline, chain and tree, greedy and sampled, and compare every token.
@@ -39,7 +40,7 @@ def demo(
     from aquiline.engine.bundled import BUNDLED_PROMPTS
     from aquiline.engine.llm import LLM
 
-    llm = LLM(engine=EngineConfig(max_batch=1))
+    llm = LLM(arithmetic=arithmetic, engine=EngineConfig(max_batch=1))
     assert llm.models.tokenizer is not None, "the bundled pair has a tokenizer"
     prompts = package_prompts(package, llm.models.tokenizer) if package else read_prompts(BUNDLED_PROMPTS)
     console = Console()
@@ -82,7 +83,8 @@ def _show(console: Console, result: DemoResult, llm: LLM) -> None:
     console.print(table)
     s = result.system
     console.print(
-        f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, float32 arithmetic"
+        f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, "
+        f"{s['arithmetic']} arithmetic"
     )
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
     _show_completion(console, result, llm)

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aquiline.cli.train import layers
+
 if TYPE_CHECKING:
     from aquiline.config import SamplingParams
     from aquiline.engine.llm import LLM, Result
 
 SAMPLING, DRAFTING = "Sampling", "Drafting"
+USED_BY = {"none": (), "chain": ("num_spec_tokens",), "static": (), "dynamic": ("depth", "top_k", "num_nodes")}
 
 EXAMPLES = """
 Examples:
@@ -59,7 +62,15 @@ def generate(
     depth: Annotated[int | None, typer.Option(help="Dynamic: passes past the first.", rich_help_panel=DRAFTING)] = None,
     draft_top_k: Annotated[int | None, typer.Option(help="Dynamic: beam width.", rich_help_panel=DRAFTING)] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Dynamic: nodes, root too.", rich_help_panel=DRAFTING)] = None,
+    capture: Annotated[
+        str | None,
+        typer.Option(help="Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says."),
+    ] = None,
+    norm_feedback: Annotated[
+        bool | None, typer.Option(help="Feed the draft's normed output back. Default: as its checkpoint says.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Storage of weights and KV: bfloat16 or float32.")] = "bfloat16",
+    arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Continue a prompt with a target, with or without a draft; the text is the same either way."""
@@ -72,12 +83,22 @@ def generate(
         frequency_penalty=frequency_penalty, logit_bias=_biases(logit_bias or []), seed=seed,
         stop=tuple(stop or ()), stop_token_ids=tuple(stop_token_ids or ()), ignore_eos=ignore_eos,
     )  # fmt: skip
-    given = {"num_spec_tokens": num_spec_tokens, "depth": depth, "top_k": draft_top_k, "num_nodes": num_nodes}
+    given: dict[str, int | None] = {
+        "num_spec_tokens": num_spec_tokens,
+        "depth": depth,
+        "top_k": draft_top_k,
+        "num_nodes": num_nodes,
+    }
     kind = drafter or ("none" if target is not None and draft is None else "chain")
     spec = SpecConfig(drafter=kind, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    for name in sorted(k for k, v in given.items() if v is not None and k not in USED_BY[spec.drafter]):
+        print(f"aquiline: --{name.replace('_', '-')} has no effect with drafter {spec.drafter}", file=sys.stderr)
     if target is None and draft is not None:
         raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
-    llm = LLM(target, None if kind == "none" else draft, spec=spec, dtype=dtype)
+    llm = LLM(
+        target, None if kind == "none" else draft, spec=spec, dtype=dtype, arithmetic=arithmetic,
+        capture=layers(capture), norm_feedback=norm_feedback,
+    )  # fmt: skip
     _print(llm, _prompt_text(prompt, prompt_file), sampling, as_json)
 
 

@@ -82,7 +82,7 @@ def train(
     config = TrainConfig(
         target=target, data=tuple(data), out=out, held_out=tuple(held_out or ()), context=context,
         draft_vocab_size=draft_vocab_size, intermediate_size=intermediate_size, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, capture=_layers(capture), batch_size=batch_size, ttt_steps=ttt_steps,
+        num_kv_heads=num_kv_heads, capture=layers(capture), batch_size=batch_size, ttt_steps=ttt_steps,
         late_share=late_share, loss=loss, optimizer=optimizer, lr=lr, minutes=minutes, steps=steps, epochs=epochs,
         init=init, resume=resume, seed=seed, eval_every=eval_every,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def train(
 train.__doc__ = f"{train.__doc__}\n{EXAMPLES}"
 
 
-def _layers(text: str | None) -> tuple[int, ...] | None:
+def layers(text: str | None) -> tuple[int, ...] | None:
     """Layer indices from 1,4,6."""
     if text is None:
         return None

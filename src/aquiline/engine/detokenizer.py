@@ -5,6 +5,8 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+CUT = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows bytes that are no character, or not yet
+
 
 class Detokenizer:
     """Streams text out of tokens, holding back what might yet become a stop string or half a character.
@@ -14,9 +16,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
         self.tokenizer, self.stop = tokenizer, stop
-        # The last prompt tokens give the decoder its left context (byte-level pieces, leading spaces).
-        self.stream = DecodeStream(ids=list(prompt_ids[-8:]), skip_special_tokens=True) if tokenizer else None
+        self.stream = DecodeStream(ids=_context(tokenizer, prompt_ids), skip_special_tokens=True) if tokenizer else None
         self.held = ""
+        self.undecided: list[int] = []  # last tokens, of which the stream has shown nothing: a character's first bytes
         self.num_until_stop: int | None = None
         self.longest = max((len(s) for s in stop), default=0)
 
@@ -26,7 +28,12 @@ class Detokenizer:
         if self.tokenizer is None or self.stream is None:
             return ""
         for i, token in enumerate(token_ids[:-1] if hide_last else token_ids):
-            self.held += self.stream.step(self.tokenizer, token) or ""
+            self.undecided.append(token)
+            piece = self.stream.step(self.tokenizer, token)
+            if piece is None:
+                continue
+            self.held += piece
+            self.undecided.clear()
             ends = [(at, s) for s in self.stop if (at := self.held.find(s)) >= 0]
             if ends:
                 text, self.held = self.held[: min(ends)[0]], ""
@@ -37,8 +44,11 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back, when nothing more comes."""
+        """What was held back, when nothing more comes; a character that was cut shows as the decoder shows it."""
         text, self.held = self.held, ""
+        if self.tokenizer is not None and self.undecided:
+            text += self.tokenizer.decode(self.undecided, skip_special_tokens=True)
+            self.undecided.clear()
         return text
 
     def _partial_stop(self) -> int:
@@ -47,3 +57,12 @@ class Detokenizer:
             if any(s.startswith(self.held[-length:]) for s in self.stop):
                 return length
         return 0
+
+
+def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
+    """The last prompt tokens, which the decoder needs to the left of the output (leading spaces), up to the end of a
+    character: DecodeStream shows its whole context again once a character that was cut there is complete."""
+    context = list(prompt_ids[-8:])
+    while context and tokenizer.decode(context, skip_special_tokens=True).endswith(CUT):
+        context.pop()
+    return context

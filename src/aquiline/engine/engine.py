@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import psutil
 
-from aquiline.config import MAX_NODES, EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig, SamplingParams, SpecConfig
 from aquiline.engine import slots as binding
 from aquiline.engine.detokenizer import Detokenizer
 from aquiline.engine.model import LoadedModels
@@ -21,13 +21,10 @@ from aquiline.engine.slots import Slots
 from aquiline.errors import NumericalError
 from aquiline.kv.pool import PagePool
 from aquiline.metrics import Meter
-from aquiline.spec.accept import AcceptResult, accept
+from aquiline.spec.accept import AcceptResult
 from aquiline.spec.drafters import DraftSession, Pending, Roots, drafter
 from aquiline.spec.tree import DraftTree, chain_topology
 from aquiline.types import Int32, Rows
-
-MAX_DEPTH = 32
-"""Deepest tree level the static buffers hold."""
 
 
 class Engine:
@@ -35,8 +32,7 @@ class Engine:
 
     def __init__(self, models: LoadedModels, config: EngineConfig) -> None:
         self.models, self.config = models, config
-        reach = config_reach(models, config)
-        per_slot = -(-reach // config.page_size)
+        per_slot = -(-(context_limit(models, config) + MAX_NODES + 1) // config.page_size)
         num_pages = config.num_pages or min(per_slot * config.max_batch, affordable_pages(models, config))
         self.pool = PagePool(num_pages, config.page_size, config.max_batch, per_slot)
         self.kv = models.new_target_kv(num_pages, config.page_size)
@@ -56,8 +52,6 @@ class Engine:
             raise ValueError(f"spec={spec}: cannot change while requests run")
         if spec.drafter != "none" and self.session is None:
             raise ValueError(f"drafter={spec.drafter!r}: no draft model is loaded; pass one or use drafter='none'")
-        if spec.max_depth > MAX_DEPTH:
-            raise ValueError(f"depth={spec.depth}: at most {MAX_DEPTH - 1}")
         if spec.drafter != "none":
             self.models.check_width(spec)
         self.spec, self.drafter = spec, drafter(spec)
@@ -110,7 +104,7 @@ class Engine:
             binding.bind_tree(self.rows, tree, roots)
             self._forward()
         with meter.stage("accept"):
-            result = accept(tree, self._draw(tree, sequences))
+            result = self.models.accept(tree, self._draw(tree, sequences))
         with meter.stage("commit"):
             self._keep(tree, roots, result)
             if self.drafter is not None:
@@ -220,14 +214,12 @@ class Engine:
                 self.slots.carry_one(chunk.sequence.slot, features[row])
         following = [t for c in chunks for t in (*c.sequence.tokens[c.start + 1 : c.end + 1], *([0] * c.is_last))]
         if known.any():
-            pending = Pending(
+            self.session.feed(Pending(
                 slots=self.rows.slots[:n][known],
                 positions=self.rows.positions[:n][known],
                 tokens=np.array(following, np.int32)[known],
                 features=features[:n][known],
-            )
-            nobody = np.zeros(0, np.int32)
-            self.session.extend(pending, Roots(nobody, nobody, nobody), 1)
+            ))  # fmt: skip
 
     def _check(self, request: Request) -> None:
         models, sampling, length = self.models, request.sampling, len(request.prompt_ids)
@@ -236,7 +228,7 @@ class Engine:
         bad = [t for t in request.prompt_ids if not 0 <= t < models.vocab_size]
         if bad:
             raise ValueError(f"request {request.id}: prompt token {bad[0]}: must be in [0, {models.vocab_size})")
-        limit = config_reach(models, self.config) - MAX_NODES - 1
+        limit = context_limit(models, self.config)
         if length + sampling.max_tokens > limit:
             raise ValueError(
                 f"request {request.id}: prompt of {length} tokens + max_tokens={sampling.max_tokens} exceeds the "
@@ -250,14 +242,14 @@ class Engine:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
 
 
-def config_reach(models: LoadedModels, config: EngineConfig) -> int:
-    """KV indices a slot may need: the longest sequence and the largest tree behind it.
+def context_limit(models: LoadedModels, config: EngineConfig) -> int:
+    """Tokens of the longest sequence, prompt and output; a slot's KV may reach a tree and one draft row further.
 
     Raises ValueError if max_context asks for more positions than the model has."""
     limit = models.max_positions
     if config.max_context is not None and config.max_context > limit:
         raise ValueError(f"max_context={config.max_context}: the model was built for {limit} positions")
-    return (config.max_context or limit) + MAX_NODES + 1
+    return config.max_context or limit
 
 
 def affordable_pages(models: LoadedModels, config: EngineConfig) -> int:

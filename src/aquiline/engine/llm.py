@@ -13,6 +13,7 @@ from aquiline.engine.engine import Engine, new_request
 from aquiline.engine.model import LoadedModels, load_models
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.metrics import Counters, Meter, RunSummary
+from aquiline.models.draft_config import DraftOverrides
 from aquiline.types import FinishReason
 
 Prompts = str | list[str] | list[list[int]]
@@ -44,8 +45,10 @@ class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
     `spec` is the default way to draft: chain where a draft is there, none elsewhere. `dtype` names how weights and KV
-    are stored; arithmetic is float32. Raises CheckpointError before the first token if anything is wrong or does not
-    fit, ValueError for settings that cannot work.
+    are stored. `arithmetic` "bfloat16" rounds activations too, where the CPU has AVX512_BF16: faster, as exact between
+    drafters, but not the text that float32 gives on every CPU. `capture` (target layers whose outputs the draft reads) and
+    `norm_feedback` replace what a draft's checkpoint says or leaves open. Raises CheckpointError before the first token if
+    anything is wrong or does not fit, ValueError for settings that cannot work.
     """
 
     def __init__(
@@ -55,15 +58,21 @@ class LLM:
         *,
         spec: SpecConfig | None = None,
         dtype: str = "bfloat16",
+        arithmetic: str = "float32",
         device: str = "cpu",
         engine: EngineConfig | None = None,
+        capture: tuple[int, ...] | None = None,
+        norm_feedback: bool | None = None,
     ) -> None:
         if device != "cpu":
             raise ValueError(f"device={device!r}: this version runs on 'cpu'")
         if target is None:
-            target, draft = BUNDLED_TARGET, draft or BUNDLED_DRAFT
+            is_plain = spec is not None and spec.drafter == "none"
+            target, draft = BUNDLED_TARGET, draft or (None if is_plain else BUNDLED_DRAFT)
         config = engine or EngineConfig()
-        models = load_models(target, draft, dtype, config, Environment.read())
+        models = load_models(
+            target, draft, dtype, config, Environment.read(), arithmetic, DraftOverrides(capture, norm_feedback)
+        )
         self._start(models, config, spec)
 
     @classmethod
@@ -118,13 +127,20 @@ class LLM:
         ]
         return Result(outputs, engine.meter.summary())
 
-    def encode(self, prompt: str | Iterable[int]) -> list[int]:
+    def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
         """Token ids of a prompt, with the tokens its tokenizer puts around a text. Raises ValueError without one."""
+        if isinstance(prompt, int):
+            raise ValueError(f"prompts=[{prompt}, ...]: token ids come as a list per prompt; write [[{prompt}, ...]]")
         if not isinstance(prompt, str):
             return list(prompt)
+        if not prompt:  # a tokenizer that adds BOS would make a token of it
+            raise ValueError("prompt='': is empty; give at least one character, or token ids")
         if self.models.tokenizer is None:
             raise ValueError(f"prompt={prompt[:40]!r}: the target has no tokenizer.json; pass token ids")
-        ids: list[int] = self.models.tokenizer.encode(prompt).ids
+        try:
+            ids: list[int] = self.models.tokenizer.encode(prompt).ids
+        except TypeError:  # lone surrogates: bytes that were no UTF-8
+            raise ValueError(f"prompt={prompt[:40]!r}: holds bytes that are not UTF-8") from None
         return ids
 
     @staticmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,10 @@ from aquiline.kv import view
 from aquiline.kv.pool import KVGeometry, new_group
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder
+from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft
 from aquiline.models.eagle import DraftHead
-from aquiline.models.formats import load_draft, read_draft_config
-from aquiline.models.load import load_target, resolve
+from aquiline.models.formats import load_draft
+from aquiline.models.load import load_target, read_model_config, resolve
 from aquiline.models.runner import (
     DraftRunner,
     NativeDraft,
@@ -27,9 +30,12 @@ from aquiline.models.runner import (
     TargetRunner,
     TorchDraft,
     TorchTarget,
+    check_arithmetic,
     use_native,
 )
 from aquiline.ops import cpu
+from aquiline.spec.accept import AcceptResult, accept, accept_native
+from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32, KVGroup, storage_dtype
 
 
@@ -44,6 +50,7 @@ class LoadedModels:
     draft_config: ModelConfig | None
     draft_vocab_size: int
     dtype: torch.dtype
+    arithmetic: str
     max_rows: int
     is_native: bool
 
@@ -81,6 +88,10 @@ class LoadedModels:
         move = cpu.move_kv if self.is_native else view.move_kv
         move(kv, page_table, *(np.ascontiguousarray(a, np.int32) for a in (slots, src, dst)))
 
+    def accept(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
+        """Select each slot's path given the token drawn [R] at every row."""
+        return accept_native(tree, drawn) if self.is_native else accept(tree, drawn)
+
     def check_width(self, spec: SpecConfig) -> None:
         """Raises ValueError if a tree asks for more children than the draft's vocabulary has."""
         widths = {"chain": 1, "dynamic": spec.top_k, "static": 1 + max(rank for p in spec.static_paths for rank in p)}
@@ -94,7 +105,6 @@ class LoadedModels:
         ran = dict[str, object](cpu.system()) if self.is_native else torch_system
         common: dict[str, object] = {
             "path": "native" if self.is_native else "torch",
-            "arithmetic": "float32",
             "exact_trees": self.is_native,
             "dtype": str(self.dtype).removeprefix("torch."),
             "cpu": cpu_name(),
@@ -102,21 +112,35 @@ class LoadedModels:
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
-        return common | ran
+        return common | ran | {"arithmetic": self.arithmetic}
 
 
 def load_models(
-    target: str | Path, draft: str | Path | None, dtype: str, config: EngineConfig, environment: Environment
+    target: str | Path,
+    draft: str | Path | None,
+    dtype: str,
+    config: EngineConfig,
+    environment: Environment,
+    arithmetic: str = "float32",
+    overrides: DraftOverrides = NO_OVERRIDES,
 ) -> LoadedModels:
-    """Load and pack a target and its draft. Raises CheckpointError listing everything that is wrong or does not fit."""
+    """Load and pack a target and its draft, whose checkpoint's own words `overrides` may replace.
+
+    Raises CheckpointError listing everything that is wrong or does not fit, ValueError for an arithmetic this machine
+    or dtype does not have."""
     target_dir = resolve(target)
     draft_dir = resolve(draft) if draft is not None else None
     capture: tuple[int, ...] = ()
     if draft_dir is not None:
-        capture = read_draft_config(draft_dir, target_dir).capture
+        reading = read_draft(draft_dir, read_model_config(target_dir), overrides)
+        capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
     decoder = load_target(target_dir, dtype=dtype, capture=capture)
-    head = load_draft(draft_dir, decoder, dtype=dtype) if draft_dir is not None else None
-    return from_modules(decoder, head, load_tokenizer(target_dir), dtype, config, environment)
+    head = None
+    if draft_dir is not None:
+        head = load_draft(
+            draft_dir, decoder, dtype=dtype, capture=overrides.capture, norm_feedback=overrides.norm_feedback
+        )
+    return from_modules(decoder, head, load_tokenizer(target_dir), dtype, config, environment, arithmetic)
 
 
 def from_modules(
@@ -126,19 +150,26 @@ def from_modules(
     dtype: str,
     config: EngineConfig,
     environment: Environment,
+    arithmetic: str = "float32",
 ) -> LoadedModels:
-    """Put loaded modules into the runners this machine has."""
+    """Put loaded modules into the runners this machine has. Raises ValueError for an arithmetic it does not have."""
     is_native = use_native(environment)
+    check_arithmetic(arithmetic, dtype, is_native)
     max_rows = max(config.row_budget, config.max_batch * MAX_NODES)
-    target_type, draft_type = (NativeTarget, NativeDraft) if is_native else (TorchTarget, TorchDraft)
+    new_target: Callable[[Decoder, int], TargetRunner] = TorchTarget
+    new_draft: Callable[[DraftHead, int], DraftRunner] = TorchDraft
+    if is_native:
+        new_target = partial(NativeTarget, arithmetic=arithmetic)
+        new_draft = partial(NativeDraft, arithmetic=arithmetic)
     return LoadedModels(
-        target=target_type(decoder, max_rows),
-        draft=draft_type(head, max_rows) if head is not None else None,
+        target=new_target(decoder, max_rows),
+        draft=new_draft(head, max_rows) if head is not None else None,
         tokenizer=tokenizer,
         target_config=decoder.config,
         draft_config=head.config.model if head is not None else None,
         draft_vocab_size=head.config.draft_vocab_size if head is not None else 0,
         dtype=storage_dtype(dtype),
+        arithmetic=arithmetic,
         max_rows=max_rows,
         is_native=is_native,
     )

@@ -38,7 +38,7 @@ class Sequence:
 
     tokens holds prompt and output. num_cached counts tokens whose target KV is written; the token at num_cached is the
     next forward's first row. Once only the last token is not cached the sequence decodes, and that token is its root.
-    num_drafted counts draft rows written. `adjustments` is the sequence's penalties and bias, when it has any.
+    `adjustments` is the sequence's penalties and bias, when it has any.
     """
 
     request: Request
@@ -47,7 +47,6 @@ class Sequence:
     tokens: list[int]
     slot: int = -1
     num_cached: int = 0
-    num_drafted: int = 0
     by_draft: list[bool] = field(default_factory=list)  # per output token: written by the draft
     finish_reason: FinishReason | None = None
     counters: Counters = field(default_factory=Counters)

@@ -61,6 +61,9 @@ class DraftOverrides:
     norm_feedback: bool | None = None
 
 
+NO_OVERRIDES = DraftOverrides()
+
+
 @dataclass(frozen=True)
 class DraftReading:
     """A draft config as read, and everything about it that does not fit its target, one line each.

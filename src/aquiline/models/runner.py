@@ -77,11 +77,25 @@ def use_native(environment: Environment) -> bool:
     return False
 
 
+def check_arithmetic(arithmetic: str, dtype: str, is_native: bool) -> None:
+    """Raises ValueError, naming the fix, if linears cannot run in this arithmetic over weights stored as `dtype`."""
+    if arithmetic not in ("float32", "bfloat16"):
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of float32, bfloat16")
+    if arithmetic == "float32":
+        return
+    if dtype != "bfloat16":
+        raise ValueError(f"arithmetic={arithmetic!r}: needs dtype='bfloat16', and dtype is {dtype!r}")
+    if not is_native:
+        raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
+    if not cpu.has_bf16_dot():
+        raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
+
+
 class NativeTarget:
     """TargetRunner over the native library; the decoder's own tensors are packed and may be dropped."""
 
-    def __init__(self, decoder: Decoder, max_rows: int) -> None:
-        self.model = cpu.NativeModel(decoder.weights())
+    def __init__(self, decoder: Decoder, max_rows: int, arithmetic: str = "float32") -> None:
+        self.model = cpu.NativeModel(decoder.weights(), arithmetic)
         H = decoder.config.hidden_size
         self.hidden = np.empty((max_rows, H), np.float32)
         self.features = np.empty((max_rows, len(decoder.capture) * H), np.float32)
@@ -102,11 +116,11 @@ class NativeTarget:
 class NativeDraft:
     """DraftRunner over the native library."""
 
-    def __init__(self, head: DraftHead, max_rows: int) -> None:
+    def __init__(self, head: DraftHead, max_rows: int, arithmetic: str = "float32") -> None:
         self.config = head.config
         eps = head.config.model.rms_norm_eps
-        self.model = cpu.NativeModel(head.weights())
-        self.fc = cpu.NativeLinear(head.fc.data)
+        self.model = cpu.NativeModel(head.weights(), arithmetic)
+        self.fc = cpu.NativeLinear(head.fc.data, None, arithmetic)
         self.d2t = head.d2t.numpy().astype(np.int32)
         self.final_norm = _float32(head.norm)
         self.input_norm = None if head.input_norm is None else _float32(head.input_norm)
@@ -188,7 +202,7 @@ class TorchDraft:
 
     @torch.inference_mode()
     def forward(self, rows: Rows, kv: KVGroup, g: Float32) -> None:  # noqa: D102
-        attn = view.PagedAttention(kv, rows, self.head.config.model.head_dim, ())
+        attn = view.PagedAttention(kv, rows, self.head.config.model.head_dim, self.head.config.model.windows)
         tokens, positions = (torch.from_numpy(a[: rows.num]).long() for a in (rows.tokens, rows.positions))
         out = self.head(torch.from_numpy(g), tokens, positions, attn)
         self.raw[: rows.num] = out.numpy()

@@ -1,13 +1,13 @@
 """The native CPU path as the layers above call it: models, linears, sampling, on numpy buffers.
 
 Owns packed weights and the structs that describe the caller's buffers; computes nothing itself. A decode step of a
-small model takes a millisecond, so a call may cost microseconds: addresses and structs are kept for buffers that come
-again (the caller's static ones), and looked up afresh for others.
+small model takes a millisecond, so a call may cost microseconds: structs are kept for the rows and caches that come
+again.
 """
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref, c_char
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -31,7 +31,6 @@ _SAMPLING_DTYPES = {
     "position": np.int32,
     "seed": np.uint64,
 }
-_MAX_KNOWN = 256
 
 
 def library() -> Library:
@@ -48,9 +47,14 @@ def missing_reason() -> str | None:
 
 
 def system() -> dict[str, str | int]:
-    """What results depend on or should be reported with: instruction set, threads, arithmetic."""
+    """What results should be reported with: instruction set, threads, and the arithmetic a model has by default."""
     loaded = library()
     return {"isa": loaded.isa(), "threads": loaded.num_threads(), "arithmetic": "float32"}
+
+
+def has_bf16_dot() -> bool:
+    """Whether linears can run in bfloat16 arithmetic: AVX512_BF16, in this CPU and in the compiler of this build."""
+    return library().has_bf16_dot()
 
 
 def set_threads(threads: int) -> None:
@@ -71,30 +75,27 @@ class TopK:
     logprobs: Float32
 
 
-class _Addresses:
-    """The addresses of arrays seen lately.
+@dataclass(frozen=True, eq=False)
+class Accepted:
+    """num_accepted [B], path [B, D + 1] and tokens [B, D + 1], as spec.accept.AcceptResult describes them."""
 
-    An entry holds its array, so that neither the id nor the memory can be reused while it is known (and numpy refuses
-    to resize an array that is referenced)."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}
-
-    def of(self, name: str, array: NDArray[Any], dtype: Any) -> int:
-        entry = self._known.get(id(array))
-        if entry is not None:
-            return entry[1]
-        address = _address(name, array, dtype)
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[id(array)] = (array, address)
-        return address
+    num_accepted: Int32
+    path: Int32
+    tokens: Int32
 
 
 def _address(name: str, array: NDArray[Any], dtype: Any) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{name} is {array.dtype} {array.shape}: must be C-contiguous {np.dtype(dtype)}")
-    return int(array.__array_interface__["data"][0])
+    return _pointer(array)
+
+
+def _pointer(array: NDArray[Any]) -> int:
+    try:
+        # A fifth of the time that numpy takes to tell.
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # read-only, or empty
+        return int(array.__array_interface__["data"][0])
 
 
 def _dtype_code(name: str, tensor: Tensor) -> int:
@@ -104,14 +105,26 @@ def _dtype_code(name: str, tensor: Tensor) -> int:
     return codes[tensor.dtype]
 
 
+def _check_dot(name: str, weight: Tensor, arithmetic: str) -> None:
+    if arithmetic != "bfloat16":
+        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32' or 'bfloat16'")
+    if weight.dtype != torch.bfloat16:
+        raise ValueError(f"arithmetic='bfloat16': {name} is {weight.dtype}, it needs weights stored in bfloat16")
+    if not has_bf16_dot():
+        raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
+
+
 class _Packed:
     """A linear weight in the library's layout, with the arrays that its struct points to."""
 
-    def __init__(self, name: str, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, name: str, weight: Tensor, bias: Tensor | None, arithmetic: str) -> None:
         n, k = weight.shape
         if k % KEY_GROUP != 0:
             raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
         dtype = _dtype_code(name, weight)
+        if arithmetic != "float32":
+            _check_dot(name, weight, arithmetic)
+            dtype = native.BFLOAT16_DOT
         source = weight.detach().contiguous()
         # 64 spare bytes let the weight start on a cache line.
         self._memory = np.empty(library().packed_bytes(n, k, dtype) + 64, np.uint8)
@@ -130,13 +143,17 @@ def _interleave(gate_up: Tensor) -> Tensor:
 class NativeModel:
     """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
 
+    arithmetic "bfloat16" multiplies bfloat16 weights with activations rounded to bfloat16, twice as fast. A row's bits
+    depend as little on other rows, threads and chunks as in float32, but they are others, and only has_bf16_dot() CPUs
+    have it. Attention, norms and sampling are float32 in both.
+
     Not thread-safe: it reuses its argument structs (the library serialises calls anyway)."""
 
-    def __init__(self, weights: ModelWeights) -> None:
+    def __init__(self, weights: ModelWeights, arithmetic: str = "float32") -> None:
         self._check_widths(weights)
+        self._arithmetic = arithmetic
         self._library = library()
         self._kept: list[Any] = []
-        self._addresses = _Addresses()
         self._kvs: dict[int, tuple[KVGroup, AqKV]] = {}
         self._rows: dict[int, tuple[Rows, tuple[Any, ...], AqRows]] = {}
         self._sampling = AqSampling()
@@ -154,7 +171,7 @@ class NativeModel:
     def _describe(self, weights: ModelWeights) -> AqModel:
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
         embed = weights.embed.detach().contiguous()
-        head = _Packed("head", weights.head)
+        head = _Packed("head", weights.head, None, self._arithmetic)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, embed, head, capture]
         return AqModel(
@@ -181,12 +198,13 @@ class NativeModel:
         )
 
     def _layer(self, weights: LayerWeights) -> AqLayer:
-        packed = {
-            "qkv": _Packed("qkv", weights.qkv, weights.qkv_bias),
-            "o": _Packed("o", weights.o),
-            "gate_up": _Packed("gate_up", _interleave(weights.gate_up.detach())),
-            "down": _Packed("down", weights.down),
+        linears: dict[str, tuple[Tensor, Tensor | None]] = {
+            "qkv": (weights.qkv, weights.qkv_bias),
+            "o": (weights.o, None),
+            "gate_up": (_interleave(weights.gate_up.detach()), None),
+            "down": (weights.down, None),
         }
+        packed = {name: _Packed(name, *linear, self._arithmetic) for name, linear in linears.items()}
         self._kept.append(packed)
         names = ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")
         floats = {name: self._floats(getattr(weights, name)) for name in names}
@@ -207,20 +225,19 @@ class NativeModel:
         Writes keys and values, hidden [max_rows, H] (the residual stream before the final norm) and, if wanted,
         features [max_rows, num_capture * H]. A draft reads g [max_rows, H], which may be `hidden` itself."""
         assert hidden.shape[0] >= rows.num and hidden.shape[1] == self.hidden_size, (hidden.shape, rows.num)
-        of = self._addresses.of
         features_at = g_at = None
         if features is not None:
             assert features.shape[0] >= rows.num and features.shape[1] == self.num_capture * self.hidden_size
-            features_at = of("features", features, np.float32)
+            features_at = _address("features", features, np.float32)
         if g is not None:
             assert g.shape[0] >= rows.num and g.shape[1] == self.hidden_size, (g.shape, rows.num)
-            g_at = of("g", g, np.float32)
+            g_at = _address("g", g, np.float32)
         self._library.forward(
             self._model_ref,
             byref(self._kv_of(kv)),
             byref(self._rows_of(rows)),
             g_at,
-            of("hidden", hidden, np.float32),
+            _address("hidden", hidden, np.float32),
             features_at,
         )
 
@@ -228,22 +245,22 @@ class NativeModel:
         """Logits [n, V] of rows of hidden (the residual stream: the final norm is applied here)."""
         at, index, n = self._selection(hidden, row_index)
         logits = np.empty((n, self.head_size), np.float32)
-        self._library.head_logits(self._model_ref, at, index, n, logits.ctypes.data)
+        self._library.head_logits(self._model_ref, at, index, n, _pointer(logits))
         return logits
 
     def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling) -> Int32:
         """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite."""
         at, index, n = self._selection(hidden, row_index)
-        _fill_sampling(self._sampling, sampling, n, self._addresses)
+        _fill_sampling(self._sampling, sampling, n)
         tokens = np.empty(n, np.int32)
-        self._library.head_draw(self._model_ref, at, index, n, byref(self._sampling), tokens.ctypes.data)
+        self._library.head_draw(self._model_ref, at, index, n, byref(self._sampling), _pointer(tokens))
         return tokens
 
     def top_k(self, hidden: Float32, row_index: Int32, k: int) -> TopK:
         """The k most probable ids and their log-probabilities for each of n rows of hidden."""
         at, index, n = self._selection(hidden, row_index)
         result = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
-        ids, logprobs = result.ids.ctypes.data, result.logprobs.ctypes.data
+        ids, logprobs = _pointer(result.ids), _pointer(result.logprobs)
         self._library.head_topk(self._model_ref, at, index, n, k, ids, logprobs)
         return result
 
@@ -251,8 +268,7 @@ class NativeModel:
         n = len(row_index)
         assert hidden.shape[1] == self.hidden_size, hidden.shape
         assert n == 0 or max(row_index.tolist()) < hidden.shape[0], (row_index, hidden.shape)
-        of = self._addresses.of
-        return of("hidden", hidden, np.float32), _address("row_index", row_index, np.int32), n
+        return _address("hidden", hidden, np.float32), _address("row_index", row_index, np.int32), n
 
     def _kv_of(self, kv: KVGroup) -> AqKV:
         entry = self._kvs.get(id(kv))
@@ -286,26 +302,27 @@ def _describe_rows(rows: Rows) -> AqRows:
     return AqRows(*addresses, num_rows=rows.num, tail_stride=rows.max_tail, table_stride=stride, num_slots=num_slots)
 
 
-def _fill_sampling(struct: AqSampling, sampling: RowSampling, n: int, addresses: _Addresses | None = None) -> None:
+def _fill_sampling(struct: AqSampling, sampling: RowSampling, n: int) -> None:
     for name, dtype in _SAMPLING_DTYPES.items():
         array = getattr(sampling, name)
         assert len(array) >= n, (name, len(array), n)
-        at = _address(name, array, dtype) if addresses is None else addresses.of(name, array, dtype)
-        setattr(struct, name, at)
+        setattr(struct, name, _address(name, array, dtype))
 
 
 class NativeLinear:
-    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16), plus a bias."""
+    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16), plus a bias.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._packed = _Packed("weight", weight, bias)
+    `arithmetic` is NativeModel's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32") -> None:
+        self._packed = _Packed("weight", weight, bias, arithmetic)
         self.num_outputs, self.num_inputs = weight.shape
 
     def __call__(self, x: Float32) -> Float32:
         """[R, K] to a new array [R, N]."""
         assert x.ndim == 2 and x.shape[1] == self.num_inputs, (x.shape, self.num_inputs)
         y = np.empty((x.shape[0], self.num_outputs), np.float32)
-        library().linear(byref(self._packed.struct), _address("x", x, np.float32), x.shape[0], y.ctypes.data)
+        library().linear(byref(self._packed.struct), _address("x", x, np.float32), x.shape[0], _pointer(y))
         return y
 
 
@@ -315,7 +332,7 @@ def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
     assert weight.shape == (width,), (weight.shape, width)
     y = np.empty_like(x)
     at, weight_at = _address("x", x, np.float32), _address("weight", weight, np.float32)
-    library().rms_norm(at, weight_at, rows, width, eps, y.ctypes.data)
+    library().rms_norm(at, weight_at, rows, width, eps, _pointer(y))
     return y
 
 
@@ -325,8 +342,21 @@ def draw(logits: Float32, sampling: RowSampling) -> Int32:
     struct = AqSampling()
     _fill_sampling(struct, sampling, n)
     tokens = np.empty(n, np.int32)
-    library().draw(_address("logits", logits, np.float32), n, vocab, byref(struct), tokens.ctypes.data)
+    library().draw(_address("logits", logits, np.float32), n, vocab, byref(struct), _pointer(tokens))
     return tokens
+
+
+def accept(tokens: Int32, drawn: Int32, parents: Int32, offsets: Int32, max_depth: int) -> Accepted:
+    """Follow the drawn tokens down every slot's tree. tokens, drawn, parents [R]; offsets [B + 1]; siblings differ."""
+    B, width, num_rows = len(offsets) - 1, max_depth + 1, len(tokens)
+    assert len(drawn) == len(parents) == num_rows == offsets[-1], (len(drawn), len(parents), num_rows, offsets)
+    named = (("tokens", tokens), ("drawn", drawn), ("parents", parents), ("offsets", offsets))
+    at = [_address(name, array, np.int32) for name, array in named]
+    out = np.empty(B * (1 + 2 * width), np.int32)
+    start = _pointer(out)
+    library().accept(*at, B, max_depth, start, start + 4 * B, start + 4 * B * (1 + width))
+    path, kept = out[B:].reshape(2, B, width)
+    return Accepted(out[:B], path, kept)
 
 
 def move_kv(kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:
@@ -340,10 +370,13 @@ def move_kv(kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32
 
 
 __all__ = [
+    "Accepted",
     "NativeLinear",
     "NativeModel",
     "TopK",
+    "accept",
     "draw",
+    "has_bf16_dot",
     "library",
     "missing_reason",
     "move_kv",

@@ -15,13 +15,13 @@ from typing import Any
 
 from aquiline.errors import NativeError
 
-FLOAT32, BFLOAT16 = 0, 1
+FLOAT32, BFLOAT16, BFLOAT16_DOT = 0, 1, 2
 
 LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
 
 
 class AqLinear(Structure):
-    """A packed weight [ceil(n / 16), k, 16] and its bias."""
+    """A packed weight and its bias."""
 
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32), ("dtype", c_int32)]
 
@@ -98,6 +98,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_attention": [_KV, _I, _ROWS, _P, _I, _F, _I, _P, _P],
     "aq_exp_log": [_P, _I, _P, _P],
     "aq_gumbel": [c_uint64, _I, _I, _P],
+    "aq_accept": [_P, _P, _P, _P, _I, _I, _P, _P, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""
@@ -111,7 +112,7 @@ class Library:
         for name, restype in (("aq_last_error", c_char_p), ("aq_isa", c_char_p), ("aq_available_isas", c_char_p)):
             getattr(dll, name).restype = restype
         dll.aq_packed_bytes.restype, dll.aq_packed_bytes.argtypes = c_int64, [_I, _I, _I]
-        dll.aq_num_threads.restype = c_int32
+        dll.aq_num_threads.restype = dll.aq_has_bf16_dot.restype = c_int32
         for name, argtypes in _CHECKED.items():
             function = getattr(dll, name)
             function.argtypes, function.restype, function.errcheck = argtypes, c_int32, self._check
@@ -136,6 +137,10 @@ class Library:
     def num_threads(self) -> int:
         """Threads in use, the calling one included."""
         return int(self._dll.aq_num_threads())
+
+    def has_bf16_dot(self) -> bool:
+        """Whether this CPU and this build have the bfloat16 dot product."""
+        return bool(self._dll.aq_has_bf16_dot())
 
     def packed_bytes(self, n: int, k: int, dtype: int) -> int:
         """Size of a packed weight."""

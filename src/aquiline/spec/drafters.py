@@ -47,8 +47,8 @@ class DraftSession:
         self.roots: Roots
         self.num_scratch = 0  # rows written behind each root so far
 
-    def extend(self, pending: Pending, roots: Roots, k: int) -> TopK | None:
-        """Write the pending rows; the best k continuations of each root, None where no slot drafts."""
+    def feed(self, pending: Pending) -> None:
+        """Write the pending rows, proposing nothing: a prompt's chunk."""
         rows, n = self.rows, len(pending.slots)
         rows.num = n
         rows.tokens[:n] = pending.tokens
@@ -59,9 +59,11 @@ class DraftSession:
         rows.context_len[:n] = pending.positions + 2
         rows.tail_len[:n] = 0
         self.runner.forward(rows, self.kv, self.runner.fuse(pending.features))
+
+    def extend(self, pending: Pending, roots: Roots, k: int) -> TopK:
+        """Write the pending rows, the last of which stand right before the roots; the best k children of each root."""
+        self.feed(pending)
         self.roots, self.num_scratch = roots, 0
-        if not len(roots.slots):
-            return None
         last = np.searchsorted(pending.slots, roots.slots, side="right") - 1
         self.last_rows = last.astype(np.int32)
         return self.runner.top_k(self.last_rows, k)
@@ -121,8 +123,6 @@ class Chain:
 
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:  # noqa: D102
         best = session.extend(pending, roots, 1)
-        if best is None:
-            return empty_tree()
         B, K = len(roots.slots), self.num_spec_tokens
         tokens = np.empty((B, K + 1), np.int32)
         tokens[:, 0] = roots.tokens
@@ -148,8 +148,6 @@ class Static:
 
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:  # noqa: D102
         best = session.extend(pending, roots, self.width)
-        if best is None:
-            return empty_tree()
         B, N = len(roots.slots), len(self.parents)
         tokens = np.empty((B, N), np.int32)
         tokens[:, 0] = roots.tokens
@@ -185,8 +183,6 @@ class Dynamic:
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:  # noqa: D102
         k = self.width
         best = session.extend(pending, roots, k)
-        if best is None:
-            return empty_tree()
         B = len(roots.slots)
         every = np.arange(B)[:, None]
         tokens, scores = [best.ids], [best.logprobs]  # per level, [B, candidates]
@@ -249,12 +245,6 @@ def depths_of(parent_rows: Int32) -> Int32:
         depths = depths + step
         jump = jump[jump]
     return depths
-
-
-def empty_tree() -> DraftTree:
-    """No slot drafts in this step."""
-    none = np.zeros(0, np.int32)
-    return DraftTree(Topology(none, none, np.zeros(1, np.int32)), none)
 
 
 def drafter(config: SpecConfig) -> Drafter | None:

@@ -1,0 +1,55 @@
+"""The demo as a picture: speed by setting, acceptance by position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aquiline.bench.demo import TEMPERATURES, DemoResult
+
+COLORS = {"none": "#8a8f98", "chain": "#2b6cb0", "static": "#b7791f", "dynamic": "#2f855a"}
+
+
+def plot_demo(result: DemoResult, path: Path) -> None:
+    """Write a PNG. Raises ValueError if matplotlib is not installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("plot: needs matplotlib; pip install 'aquiline[train]'") from None
+
+    figure, (speed, accepted) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    runs_of = {t: [r for r in result.runs if r.temperature == t] for t in TEMPERATURES}
+    for group, (temperature, runs) in enumerate(runs_of.items()):
+        baseline = result.baseline(temperature)
+        for place, run in enumerate(runs):
+            x = group * (len(runs) + 1) + place
+            bar = speed.bar(x, run.tokens_per_s, color=COLORS[run.spec.drafter], width=0.9)
+            label = f"{run.tokens_per_s / baseline.tokens_per_s:.2f}x\ntau {run.counters.tau:.2f}"
+            speed.bar_label(bar, [label], fontsize=8)
+            positions = range(1, len(run.counters.per_position) + 1)
+            style = "-" if temperature == 0 else "--"
+            if run.spec.drafter != "none":
+                color = COLORS[run.spec.drafter]
+                name = f"{run.name}, temperature {temperature:g}"
+                accepted.plot(positions, run.counters.per_position, style, marker="o", color=color, label=name)
+    middle = (len(result.runs) // len(TEMPERATURES) - 1) / 2
+    width = len(result.runs) // len(TEMPERATURES) + 1
+    speed.set_xticks([middle + width * g for g in range(len(runs_of))], [f"temperature {t:g}" for t in runs_of])
+    speed.set_ylabel("decode tok/s")
+    speed.set_ylim(0, 1.25 * max(r.tokens_per_s for r in result.runs))
+    kinds = {run.spec.drafter: run.name for run in result.runs}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in kinds]
+    speed.legend(handles, kinds.values(), fontsize=8, loc="upper right")
+    accepted.set_xlabel("position in the draft")
+    accepted.set_ylabel("share of steps accepting it")
+    accepted.set_ylim(0, 1)
+    accepted.xaxis.get_major_locator().set_params(integer=True)
+    accepted.legend(fontsize=8)
+    for axes in (speed, accepted):
+        axes.spines[["top", "right"]].set_visible(False)
+    sources = f"{len(result.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
+    figure.suptitle(f"same tokens, fewer target calls: {sources}", fontsize=10)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)

@@ -1,0 +1,69 @@
+"""The exactness contract holds in either arithmetic: speculation changes no token, batches and chunks no bit."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from tests.conftest import engine_config, needs_native, round_to, tiny_pair
+from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
+
+from aquiline.config import Environment
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import from_modules
+from aquiline.models.runner import check_arithmetic
+from aquiline.ops import cpu
+
+pytestmark = needs_native
+
+
+@lru_cache
+def llm_in(arithmetic: str, max_batch: int = 3, row_budget: int = 48) -> LLM:
+    if arithmetic == "bfloat16" and not cpu.has_bf16_dot():
+        pytest.skip("this CPU has no AVX512_BF16")
+    decoder, head = tiny_pair()
+    for module in (decoder, head):
+        round_to(module, torch.bfloat16)
+    config = engine_config(max_batch, row_budget)
+    models = from_modules(decoder, head, None, "bfloat16", config, Environment.read(), arithmetic)
+    return LLM.from_models(models, config)
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered", "penalised"])
+def test_speculation_changes_no_token(arithmetic: str, sampling: str) -> None:
+    llm, batch = llm_in(arithmetic), prompts(8)
+    expected = llm.run(batch, SAMPLINGS[sampling], spec=BASELINE)
+    for name in ("chain1", "chain4", "chain8", "static", "dynamic", "dynamic-60-5-10"):
+        result = llm.run(batch, SAMPLINGS[sampling], spec=SPECS[name])
+        assert tokens(result) == tokens(expected), f"{name} differs from the baseline in {arithmetic} arithmetic"
+        check_accounting(result)
+    assert llm.models.system()["arithmetic"] == arithmetic
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+def test_batches_and_chunks_change_no_token(arithmetic: str) -> None:
+    sampling = SAMPLINGS["sampled"]
+    expected = tokens(llm_in(arithmetic).run(prompts(8), sampling, spec=BASELINE))
+    for max_batch, row_budget in ((1, 7), (8, 1), (8, 64)):
+        got = tokens(llm_in(arithmetic, max_batch, row_budget).run(prompts(8), sampling, spec=SPECS["dynamic"]))
+        assert got == expected, (arithmetic, max_batch, row_budget)
+
+
+def test_the_two_differ() -> None:
+    outputs = [tokens(llm_in(a).run(prompts(8), SAMPLINGS["sampled"], spec=BASELINE)) for a in ("float32", "bfloat16")]
+    assert outputs[0] != outputs[1]
+
+
+def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arithmetic, dtype, is_native, named in (
+        ("int8", "bfloat16", True, "arithmetic='int8': must be one of"),
+        ("bfloat16", "float32", True, "needs dtype='bfloat16'"),
+        ("bfloat16", "bfloat16", False, "torch path.*use arithmetic='float32'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            check_arithmetic(arithmetic, dtype, is_native)
+    monkeypatch.setattr(cpu, "has_bf16_dot", lambda: False)
+    with pytest.raises(ValueError, match="AVX512_BF16; use arithmetic='float32'"):
+        check_arithmetic("bfloat16", "bfloat16", True)

@@ -1,0 +1,51 @@
+"""Exactness where requests or models are unlike: other flags of the decoder, other parameters side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, tiny_llm, tiny_pair
+from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
+
+from aquiline.config import Environment
+from aquiline.engine.engine import new_request
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import from_modules
+
+pytestmark = needs_native
+
+FLAGS = {
+    "mistral": {"windows": (24,) * 4},
+    "qwen2": {"qkv_bias": True, "windows": (0, 0, 9, 9)},
+    "qwen3": {"qk_norm": True, "tied_head": True},
+}
+
+
+@pytest.mark.parametrize("family", FLAGS)
+def test_every_family_gives_the_baseline(family: str) -> None:
+    target = dataclasses.replace(TINY, family=family, **FLAGS[family])  # type: ignore[arg-type]
+    layer = dataclasses.replace(TINY_DRAFT.model, windows=(20,))
+    draft = dataclasses.replace(TINY_DRAFT, model=layer, fc_norm=True, norm_feedback=True)
+    config = engine_config(4)
+    llm = LLM.from_models(
+        from_modules(*tiny_pair(3, target, draft), None, "float32", config, Environment.read()), config
+    )
+    plain = tiny_llm("float32", max_batch=4)
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
+        expected = tokens(llm.run(prompts(6), sampling, spec=BASELINE))
+        assert expected != tokens(plain.run(prompts(6), sampling, spec=BASELINE)), "the flags should matter"
+        for name in ("chain4", "static", "dynamic"):
+            assert tokens(llm.run(prompts(6), sampling, spec=SPECS[name])) == expected, f"{family}, {name}"
+
+
+@pytest.mark.parametrize("name", ["chain4", "dynamic"])
+def test_requests_with_other_parameters_beside_them(name: str) -> None:
+    llm = tiny_llm(max_batch=3)
+    batch = list(zip(prompts(5), SAMPLINGS.values(), strict=True))
+    alone = [tokens(llm.run([prompt], sampling, spec=BASELINE))[0] for prompt, sampling in batch]
+    llm.engine.configure(SPECS[name])
+    together = [llm.engine.add(new_request(i, prompt, sampling, 0)) for i, (prompt, sampling) in enumerate(batch)]
+    while llm.engine.is_busy:
+        llm.engine.step()
+    assert [s.output_ids for s in together] == alone

@@ -1,0 +1,115 @@
+"""Settings refuse what cannot work, naming field, value and fix, before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams, SpecConfig
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 1e-40}, "temperature=1e-40"),  # logits over it are infinite: the first token would always win
+        ({"temperature": 1e39}, "temperature=1e+39"),  # infinite in float32
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_k": 2**31}, f"top_k={2**31}"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"min_p": -0.1}, "min_p=-0.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty=1e-40"),
+        ({"presence_penalty": float("inf")}, "presence_penalty=inf"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty=1e+39"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias={-1: 0.0}"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias={3: nan}"),
+        ({"logit_bias": {3: 1e300}}, "logit_bias={3: 1e+300}"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias={3: inf}"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, f"seed={2**64}"),
+        ({"stop": "text"}, "stop='text'"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5"),
+        ({"stop": ("a", "")}, "stop=('a', '')"),
+    ],
+)
+def test_sampling_params_name_what_is_wrong(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_the_ends_of_every_range_are_accepted() -> None:
+    forbidden = {7: float("-inf")}  # -inf forbids a token
+    SamplingParams(max_tokens=1, top_k=2**31 - 1, top_p=1.0, min_p=1.0, seed=2**64 - 1, logit_bias=forbidden)
+    SamplingParams(temperature=1e-5)
+    SpecConfig(drafter="dynamic", depth=MAX_DEPTH - 1, top_k=2, num_nodes=8)
+    SpecConfig(drafter="static", static_paths=tuple((0,) * d for d in range(1, MAX_DEPTH + 1)))
+
+
+def test_trees_deeper_than_the_static_buffers_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"depth={MAX_DEPTH}: "):
+        SpecConfig(drafter="dynamic", depth=MAX_DEPTH, top_k=2, num_nodes=8)  # few nodes, yet as many passes
+    with pytest.raises(ValueError, match="static_paths="):
+        SpecConfig(drafter="static", static_paths=tuple((0,) * d for d in range(1, MAX_DEPTH + 2)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_batch": 0},
+        {"page_size": 8},
+        {"page_size": 24},
+        {"num_pages": 0},
+        {"cache_fraction": 0.0},
+        {"cache_fraction": 1.0},
+        {"max_context": 1},
+        {"row_budget": 0},
+    ],
+)
+def test_engine_config_names_what_is_wrong(settings: dict[str, object]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
+        EngineConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("AQUILINE_ISA", "sse"), ("AQUILINE_THREADS", "0"), ("AQUILINE_THREADS", "x")]
+)
+def test_environment_names_what_is_wrong(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}='{value}'"):
+        Environment.read()
+
+
+@pytest.mark.parametrize(
+    ("spec", "nodes", "depth", "rows"),
+    [
+        (SpecConfig(drafter="none"), 1, 0, 0),
+        (SpecConfig(drafter="chain", num_spec_tokens=4), 5, 4, 3),
+        (SpecConfig(drafter="dynamic", depth=5, top_k=10, num_nodes=60), 60, 6, 50),
+        (SpecConfig(drafter="dynamic", depth=5, top_k=2, num_nodes=3), 3, 2, 10),
+        (SpecConfig(drafter="static", static_paths=((0,), (1,), (0, 0), (0, 0, 0))), 5, 3, 2),
+    ],
+)
+def test_sizes_that_buffers_are_made_for(spec: SpecConfig, nodes: int, depth: int, rows: int) -> None:
+    assert (spec.max_nodes, spec.max_depth, spec.draft_rows) == (nodes, depth, rows)
+
+
+def test_the_readmes_table_says_what_spec_config_has() -> None:
+    rows = re.findall(r"^\|([^|]*)\| `(\w+)` \|([^|]*)\|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    table = {name: (flag.strip(" `"), default.strip()) for flag, name, default in rows}
+    assert list(table) == [f.name for f in fields(SpecConfig)]
+    flags = {"drafter": "--drafter", "top_k": "--draft-top-k", "static_paths": ""}
+    for f in fields(SpecConfig):
+        flag, default = table[f.name]
+        assert flag == flags.get(f.name, f"--{f.name.replace('_', '-')}")
+        if isinstance(f.default, int):
+            assert default == str(f.default), f"README says {f.name} is {default}, SpecConfig {f.default}"
