@@ -29,8 +29,8 @@ DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
     (0, 0, 1),
     (0, 0, 0, 0),
 )
-"""A node's path as child ranks from the root: (0, 1) is the second choice below the first. Deep along first choices, with
-a little width near the root, where second choices are right most often."""
+"""A node's path as child ranks from the root: (0, 1) is the second choice below the first. Deep along first choices,
+with a little width near the root, where second choices are right most often."""
 
 
 LARGEST = 1e6

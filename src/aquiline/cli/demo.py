@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,7 @@ def demo(
         str | None, typer.Option(help="Take the prompts from this installed package (not one it was trained on).")
     ] = None,
     arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
+    plot: Annotated[Path | None, typer.Option(help="Also write the result as a PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run the bundled pair on held-out code: baseline, chain and tree, greedy and sampled, and compare every token.
@@ -35,6 +37,7 @@ def demo(
     from rich.progress import Progress
 
     from aquiline.bench.demo import SETTINGS, TEMPERATURES, run_demo
+    from aquiline.bench.plot import plot_demo
     from aquiline.bench.prompts import package_prompts, read_prompts
     from aquiline.config import EngineConfig
     from aquiline.engine.bundled import BUNDLED_PROMPTS
@@ -47,6 +50,8 @@ def demo(
     with Progress(console=Console(stderr=True), disable=as_json, transient=True) as progress:
         task = progress.add_task("generating", total=len(prompts) * len(SETTINGS) * len(TEMPERATURES))
         result = run_demo(llm, prompts, lambda: progress.advance(task))
+    if plot is not None:
+        plot_demo(result, plot)
     if as_json:
         print(json.dumps(result.as_dict()))
     else:

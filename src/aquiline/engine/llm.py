@@ -46,9 +46,9 @@ class LLM:
 
     `spec` is the default way to draft: chain where a draft is there, none elsewhere. `dtype` names how weights and KV
     are stored. `arithmetic` "bfloat16" rounds activations too, where the CPU has AVX512_BF16: faster, as exact between
-    drafters, but not the text that float32 gives on every CPU. `capture` (target layers whose outputs the draft reads) and
-    `norm_feedback` replace what a draft's checkpoint says or leaves open. Raises CheckpointError before the first token if
-    anything is wrong or does not fit, ValueError for settings that cannot work.
+    drafters, but not the text that float32 gives on every CPU. `capture` (target layers whose outputs the draft
+    reads) and `norm_feedback` replace what a draft's checkpoint says or leaves open. Raises CheckpointError before the
+    first token if anything is wrong or does not fit, ValueError for settings that cannot work.
     """
 
     def __init__(
