@@ -44,14 +44,16 @@ def _check(ok: bool, field_name: str, value: object, fix: str) -> None:
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How drafts are shaped. num_spec_tokens belongs to the chain, depth/top_k/num_nodes to the dynamic tree (num_nodes
-    counts the root; its deepest level is depth + 1), static_paths to the static tree."""
+    """How drafts are shaped; the defaults are what measured best on CPUs (LOG.md).
+
+    num_spec_tokens belongs to the chain, depth/top_k/num_nodes to the dynamic tree (num_nodes counts the root; its
+    deepest level is depth + 1), static_paths to the static tree."""
 
     drafter: DrafterKind = "chain"
-    num_spec_tokens: int = 4
-    depth: int = 4
-    top_k: int = 3
-    num_nodes: int = 10
+    num_spec_tokens: int = 3
+    depth: int = 2
+    top_k: int = 2
+    num_nodes: int = 6
     static_paths: tuple[tuple[int, ...], ...] = DEFAULT_STATIC_PATHS
 
     def __post_init__(self) -> None:

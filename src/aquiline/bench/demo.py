@@ -15,10 +15,10 @@ SEED = 0
 TEMPERATURES = (0.0, 0.8)
 SETTINGS = {
     "baseline": SpecConfig(drafter="none"),
-    "chain": SpecConfig(drafter="chain", num_spec_tokens=4),
-    "tree": SpecConfig(drafter="dynamic", depth=3, top_k=2, num_nodes=8),
+    "chain": SpecConfig(drafter="chain"),
+    "tree": SpecConfig(drafter="dynamic"),
 }
-"""What the demo compares; sizes chosen on other files than the demo's prompts (LOG.md)."""
+"""What the demo compares: the default shapes, chosen on other files than the demo's prompts (LOG.md)."""
 
 
 @dataclass(eq=False)
