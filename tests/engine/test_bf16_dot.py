@@ -13,14 +13,14 @@ from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.models.runner import check_arithmetic
-from aquiline.ops import cpu
+from aquiline.ops import packed
 
 pytestmark = needs_native
 
 
 @lru_cache
 def llm_in(arithmetic: str, max_batch: int = 3, row_budget: int = 48) -> LLM:
-    if arithmetic == "bfloat16" and not cpu.has_bf16_dot():
+    if arithmetic == "bfloat16" and not packed.has_bf16_dot():
         pytest.skip("this CPU has no AVX512_BF16")
     decoder, head = tiny_pair()
     for module in (decoder, head):
@@ -64,6 +64,6 @@ def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         with pytest.raises(ValueError, match=named):
             check_arithmetic(arithmetic, dtype, is_native)
-    monkeypatch.setattr(cpu, "has_bf16_dot", lambda: False)
+    monkeypatch.setattr(packed, "has_bf16_dot", lambda: False)
     with pytest.raises(ValueError, match="AVX512_BF16; use arithmetic='float32'"):
         check_arithmetic("bfloat16", "bfloat16", True)

@@ -12,7 +12,7 @@ from test_forward import HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, run
 from test_linear import SHAPES, inputs
 
 from aquiline.errors import NativeError
-from aquiline.ops import cpu
+from aquiline.ops import cpu, packed
 
 needs_dot = pytest.mark.skipif(LOADED is None or not LOADED.has_bf16_dot(), reason="this CPU has no AVX512_BF16")
 
@@ -85,6 +85,6 @@ def test_what_it_needs_is_named(monkeypatch):
         cpu.NativeLinear(weight, None, "float16")
     with pytest.raises(ValueError, match="weights stored in bfloat16"):
         cpu.NativeLinear(weight, None, "bfloat16")
-    monkeypatch.setattr(cpu, "has_bf16_dot", lambda: False)
+    monkeypatch.setattr(packed, "has_bf16_dot", lambda: False)
     with pytest.raises(NativeError, match=r"AVX512_BF16.*use 'float32'"):
         cpu.NativeLinear(weight.bfloat16(), None, "bfloat16")

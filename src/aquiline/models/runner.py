@@ -18,7 +18,7 @@ from aquiline.config import Environment
 from aquiline.kv import view
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.ops import cpu, reference
+from aquiline.ops import cpu, packed, reference
 from aquiline.types import Float32, Int32, KVGroup, Rows, RowSampling
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def check_arithmetic(arithmetic: str, dtype: str, is_native: bool) -> None:
         raise ValueError(f"arithmetic={arithmetic!r}: needs dtype='bfloat16', and dtype is {dtype!r}")
     if not is_native:
         raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
-    if not cpu.has_bf16_dot():
+    if not packed.has_bf16_dot():
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
 
 

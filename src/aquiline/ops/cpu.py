@@ -13,13 +13,12 @@ from operator import is_
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aquiline.errors import NativeError
 from aquiline.ops import native
-from aquiline.ops.native import AqKV, AqLayer, AqLinear, AqModel, AqRows, AqSampling, Library
+from aquiline.ops.native import AqKV, AqLayer, AqModel, AqRows, AqSampling
+from aquiline.ops.packed import Arena, PackedLinear, dtype_code, interleave, library
 from aquiline.types import KEY_GROUP, Float32, Int32, KVGroup, LayerWeights, ModelWeights, Rows, RowSampling
 
 _ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")
@@ -33,14 +32,6 @@ _SAMPLING_DTYPES = {
 }
 
 
-def library() -> Library:
-    """The native library. Raises NativeError with the reason where there is none."""
-    loaded = native.load()
-    if loaded is None:
-        raise NativeError(f"the native CPU library is missing: {native.missing_reason()}")
-    return loaded
-
-
 def missing_reason() -> str | None:
     """Why the native path cannot be used; None if it can."""
     return native.missing_reason()
@@ -50,11 +41,6 @@ def system() -> dict[str, str | int]:
     """What results should be reported with: instruction set, threads, and the arithmetic a model has by default."""
     loaded = library()
     return {"isa": loaded.isa(), "threads": loaded.num_threads(), "arithmetic": "float32"}
-
-
-def has_bf16_dot() -> bool:
-    """Whether linears can run in bfloat16 arithmetic: AVX512_BF16, in this CPU and in the compiler of this build."""
-    return library().has_bf16_dot()
 
 
 def set_threads(threads: int) -> None:
@@ -98,68 +84,6 @@ def _pointer(array: NDArray[Any]) -> int:
         return int(array.__array_interface__["data"][0])
 
 
-def _dtype_code(name: str, tensor: Tensor) -> int:
-    codes = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
-    if tensor.dtype not in codes:
-        raise ValueError(f"{name} is {tensor.dtype}: the native path stores float32 or bfloat16")
-    return codes[tensor.dtype]
-
-
-def _check_dot(name: str, weight: Tensor, arithmetic: str) -> None:
-    if arithmetic != "bfloat16":
-        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32' or 'bfloat16'")
-    if weight.dtype != torch.bfloat16:
-        raise ValueError(f"arithmetic='bfloat16': {name} is {weight.dtype}, it needs weights stored in bfloat16")
-    if not has_bf16_dot():
-        raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
-
-
-class _Arena:
-    """Memory for packed weights, in chunks so large that numpy asks for huge pages: streaming a model through 4 KB
-    pages costs it about 5 % in address translation. Untouched memory is never resident."""
-
-    CHUNK = 32 << 20
-
-    def __init__(self) -> None:
-        self._chunks: list[NDArray[np.uint8]] = []
-        self._next = self._end = 0
-
-    def take(self, num_bytes: int) -> int:
-        """The address of that many bytes, on a cache line, for as long as the arena lives."""
-        if self._next + num_bytes > self._end:
-            self._chunks.append(np.empty(max(num_bytes, self.CHUNK) + 64, np.uint8))
-            start = self._chunks[-1].ctypes.data
-            self._next, self._end = -(-start // 64) * 64, start + len(self._chunks[-1])
-        address = self._next
-        self._next += -(-num_bytes // 64) * 64
-        return address
-
-
-class _Packed:
-    """A linear weight in the library's layout, with the arrays that its struct points to."""
-
-    def __init__(self, name: str, weight: Tensor, bias: Tensor | None, arithmetic: str, arena: _Arena) -> None:
-        n, k = weight.shape
-        if k % KEY_GROUP != 0:
-            raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
-        dtype = _dtype_code(name, weight)
-        if arithmetic != "float32":
-            _check_dot(name, weight, arithmetic)
-            dtype = native.BFLOAT16_DOT
-        source = weight.detach().contiguous()
-        self._arena = arena
-        address = arena.take(library().packed_bytes(n, k, dtype))
-        library().pack(source.data_ptr(), n, k, dtype, address)
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, dtype)
-
-
-def _interleave(gate_up: Tensor) -> Tensor:
-    """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs."""
-    rows, width = gate_up.shape
-    return gate_up.view(2, rows // (2 * KEY_GROUP), KEY_GROUP, width).transpose(0, 1).reshape(rows, width)
-
-
 class NativeModel:
     """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
 
@@ -173,7 +97,7 @@ class NativeModel:
         self._check_widths(weights)
         self._arithmetic = arithmetic
         self._library = library()
-        self._arena = _Arena()
+        self._arena = Arena()
         self._kept: list[Any] = []
         self._kvs: dict[int, tuple[KVGroup, AqKV]] = {}
         self._rows: dict[int, tuple[Rows, tuple[Any, ...], AqRows]] = {}
@@ -192,7 +116,7 @@ class NativeModel:
     def _describe(self, weights: ModelWeights) -> AqModel:
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
         embed = weights.embed.detach().contiguous()
-        head = _Packed("head", weights.head, None, self._arithmetic, self._arena)
+        head = PackedLinear("head", weights.head, None, self._arithmetic, self._arena)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, embed, head, capture]
         return AqModel(
@@ -203,7 +127,7 @@ class NativeModel:
             head_dim=weights.head_dim,
             intermediate=weights.intermediate_size,
             vocab=embed.shape[0],
-            embed_dtype=_dtype_code("embed", embed),
+            embed_dtype=dtype_code("embed", embed),
             is_draft=weights.is_draft,
             norm_before_residual=weights.norm_before_residual,
             num_capture=len(weights.capture),
@@ -222,10 +146,10 @@ class NativeModel:
         linears: dict[str, tuple[Tensor, Tensor | None]] = {
             "qkv": (weights.qkv, weights.qkv_bias),
             "o": (weights.o, None),
-            "gate_up": (_interleave(weights.gate_up.detach()), None),
+            "gate_up": (interleave(weights.gate_up.detach()), None),
             "down": (weights.down, None),
         }
-        packed = {name: _Packed(name, *linear, self._arithmetic, self._arena) for name, linear in linears.items()}
+        packed = {name: PackedLinear(name, *linear, self._arithmetic, self._arena) for name, linear in linears.items()}
         self._kept.append(packed)
         names = ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")
         floats = {name: self._floats(getattr(weights, name)) for name in names}
@@ -313,7 +237,7 @@ def _describe_kv(kv: KVGroup) -> AqKV:
         raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected} beside v {tuple(kv.v.shape)}")
     if not (kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype):
         raise ValueError("KVGroup.k and v must be contiguous and of one dtype")
-    dtype = _dtype_code("KVGroup.k", kv.k)
+    dtype = dtype_code("KVGroup.k", kv.k)
     return AqKV(kv.k.data_ptr(), kv.v.data_ptr(), num_layers, num_pages, page_size, heads, dim, dtype)
 
 
@@ -336,7 +260,7 @@ class NativeLinear:
     `arithmetic` is NativeModel's."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32") -> None:
-        self._packed = _Packed("weight", weight, bias, arithmetic, _Arena())
+        self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena())
         self.num_outputs, self.num_inputs = weight.shape
 
     def __call__(self, x: Float32) -> Float32:
@@ -388,21 +312,3 @@ def move_kv(kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32
     at = [_address(name, a, np.int32) for name, a in (("slots", slots), ("src", src), ("dst", dst))]
     table = _address("page_table", page_table, np.int32)
     library().move_kv(byref(_describe_kv(kv)), table, page_table.shape[1], *at, count)
-
-
-__all__ = [
-    "Accepted",
-    "NativeLinear",
-    "NativeModel",
-    "TopK",
-    "accept",
-    "draw",
-    "has_bf16_dot",
-    "library",
-    "missing_reason",
-    "move_kv",
-    "rms_norm",
-    "select_isa",
-    "set_threads",
-    "system",
-]

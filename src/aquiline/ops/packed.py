@@ -1,0 +1,90 @@
+"""Weights in the native library's layout: memory for them, one linear, and what can be packed at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aquiline.errors import NativeError
+from aquiline.ops import native
+from aquiline.ops.native import AqLinear, Library
+from aquiline.types import KEY_GROUP
+
+
+def library() -> Library:
+    """The native library. Raises NativeError with the reason where there is none."""
+    loaded = native.load()
+    if loaded is None:
+        raise NativeError(f"the native CPU library is missing: {native.missing_reason()}")
+    return loaded
+
+
+def has_bf16_dot() -> bool:
+    """Whether linears can run in bfloat16 arithmetic: AVX512_BF16, in this CPU and in the compiler of this build."""
+    return library().has_bf16_dot()
+
+
+def dtype_code(name: str, tensor: Tensor) -> int:
+    """The library's code of a tensor's dtype. Raises ValueError for one it does not store."""
+    codes = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
+    if tensor.dtype not in codes:
+        raise ValueError(f"{name} is {tensor.dtype}: the native path stores float32 or bfloat16")
+    return codes[tensor.dtype]
+
+
+def check_dot(name: str, weight: Tensor, arithmetic: str) -> None:
+    """Raises ValueError or NativeError if a linear cannot run in an arithmetic other than float32."""
+    if arithmetic != "bfloat16":
+        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32' or 'bfloat16'")
+    if weight.dtype != torch.bfloat16:
+        raise ValueError(f"arithmetic='bfloat16': {name} is {weight.dtype}, it needs weights stored in bfloat16")
+    if not has_bf16_dot():
+        raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
+
+
+class Arena:
+    """Memory for packed weights, in chunks so large that numpy asks for huge pages: streaming a model through 4 KB
+    pages costs it about 5 % in address translation. Untouched memory is never resident."""
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self._chunks: list[NDArray[np.uint8]] = []
+        self._next = self._end = 0
+
+    def take(self, num_bytes: int) -> int:
+        """The address of that many bytes, on a cache line, for as long as the arena lives."""
+        if self._next + num_bytes > self._end:
+            self._chunks.append(np.empty(max(num_bytes, self.CHUNK) + 64, np.uint8))
+            start = self._chunks[-1].ctypes.data
+            self._next, self._end = -(-start // 64) * 64, start + len(self._chunks[-1])
+        address = self._next
+        self._next += -(-num_bytes // 64) * 64
+        return address
+
+
+class PackedLinear:
+    """A linear weight in the library's layout, with the arrays that its struct points to."""
+
+    def __init__(self, name: str, weight: Tensor, bias: Tensor | None, arithmetic: str, arena: Arena) -> None:
+        n, k = weight.shape
+        if k % KEY_GROUP != 0:
+            raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
+        dtype = dtype_code(name, weight)
+        if arithmetic != "float32":
+            check_dot(name, weight, arithmetic)
+            dtype = native.BFLOAT16_DOT
+        source = weight.detach().contiguous()
+        self._arena = arena
+        address = arena.take(library().packed_bytes(n, k, dtype))
+        library().pack(source.data_ptr(), n, k, dtype, address)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, dtype)
+
+
+def interleave(gate_up: Tensor) -> Tensor:
+    """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs."""
+    rows, width = gate_up.shape
+    return gate_up.view(2, rows // (2 * KEY_GROUP), KEY_GROUP, width).transpose(0, 1).reshape(rows, width)
