@@ -63,19 +63,9 @@ def demo(
 def _show(console: Console, result: DemoResult, llm: LLM) -> None:
     from rich.table import Table
 
-    table = Table(
-        title=f"{len(result.prompts)} held-out prompts, {len(result.runs[0].outputs[0].token_ids)} new tokens each"
-    )
-    for column in (
-        "setting",
-        "temperature",
-        "tok/s",
-        "speedup",
-        "tau",
-        "accepted by position",
-        "repeated",
-        "identical",
-    ):
+    num_tokens = len(result.runs[0].outputs[0].token_ids)
+    table = Table(title=f"{len(result.prompts)} held-out prompts, {num_tokens} new tokens each")
+    for column in ("setting", "temp", "tok/s", "speedup", "tau", "accepted by position", "repeated", "same text"):
         table.add_column(column, justify="left" if column in ("setting", "accepted by position") else "right")
     for run in result.runs:
         row = run.as_dict(result.baseline(run.temperature))
@@ -92,13 +82,13 @@ def _show(console: Console, result: DemoResult, llm: LLM) -> None:
         f"{s['arithmetic']} arithmetic"
     )
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
-    _show_completion(console, result, llm)
+    drafted = [run for run in result.runs if run.spec.drafter != "none"]
+    _show_completion(console, max(drafted, key=lambda run: (run.temperature, run.tokens_per_s)), result, llm)
 
 
-def _show_completion(console: Console, result: DemoResult, llm: LLM) -> None:
+def _show_completion(console: Console, run: Run, result: DemoResult, llm: LLM) -> None:
     from rich.text import Text
 
-    run = result.runs[-1]
     output = run.outputs[0]
     assert llm.models.tokenizer is not None
     text = Text()
@@ -118,7 +108,7 @@ def _describe(run: Run) -> str:
     shapes = {
         "none": "",
         "chain": f" K={spec.num_spec_tokens}",
-        "dynamic": f" N={spec.num_nodes} depth={spec.depth} k={spec.top_k}",
+        "dynamic": f" N={spec.num_nodes}",
         "static": f" N={len(spec.static_paths) + 1}",
     }
     return run.name + shapes[spec.drafter]

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from aquiline.engine.llm import LLM, Result
 
 SAMPLING, DRAFTING = "Sampling", "Drafting"
+FLAGS = {
+    "num_spec_tokens": "--num-spec-tokens", "depth": "--depth", "top_k": "--draft-top-k", "num_nodes": "--num-nodes",
+}  # fmt: skip
 USED_BY = {"none": (), "chain": ("num_spec_tokens",), "static": (), "dynamic": ("depth", "top_k", "num_nodes")}
 
 EXAMPLES = """
@@ -83,16 +86,14 @@ def generate(
         frequency_penalty=frequency_penalty, logit_bias=_biases(logit_bias or []), seed=seed,
         stop=tuple(stop or ()), stop_token_ids=tuple(stop_token_ids or ()), ignore_eos=ignore_eos,
     )  # fmt: skip
-    given: dict[str, int | None] = {
-        "num_spec_tokens": num_spec_tokens,
-        "depth": depth,
-        "top_k": draft_top_k,
-        "num_nodes": num_nodes,
-    }
+    given = {
+        "num_spec_tokens": num_spec_tokens, "depth": depth, "top_k": draft_top_k, "num_nodes": num_nodes,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
     kind = drafter or ("none" if target is not None and draft is None else "chain")
-    spec = SpecConfig(drafter=kind, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-    for name in sorted(k for k, v in given.items() if v is not None and k not in USED_BY[spec.drafter]):
-        print(f"aquiline: --{name.replace('_', '-')} has no effect with drafter {spec.drafter}", file=sys.stderr)
+    spec = SpecConfig(drafter=kind, **given)  # type: ignore[arg-type]
+    for name in given.keys() - set(USED_BY[spec.drafter]):
+        print(f"aquiline: {FLAGS[name]} has no effect with drafter {spec.drafter}", file=sys.stderr)
     if target is None and draft is not None:
         raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
     llm = LLM(
