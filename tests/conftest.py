@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from functools import lru_cache
 
+import hypothesis
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,10 @@ from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu
+
+# A busy machine must not fail a property by taking long, nor draw other examples than the last run did.
+hypothesis.settings.register_profile("aquiline", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("aquiline")
 
 TINY = ModelConfig(
     family="llama", vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2,
