@@ -17,9 +17,5 @@ class NumericalError(AquilineError):
     """The model produced NaN or no finite logit for a token that had to be drawn."""
 
 
-class ExactnessError(AquilineError):
-    """Two outputs that must be identical differ."""
-
-
 class NativeError(AquilineError):
     """The native library refused a call: a wrong shape, dtype, stride or pointer."""

@@ -34,9 +34,6 @@ FinishReason = Literal["stop", "length"]
 KEY_GROUP = 16
 """Keys are stored transposed in groups of this many, so that one vector register holds one channel of 16 keys."""
 
-ATTENTION_BLOCK = 64
-"""Attention reduces over blocks of this many absolute positions, whatever the page size (ARCHITECTURE.md)."""
-
 
 class Attention(Protocol):
     """The seam between models and caches: the only thing a model knows of attention."""
@@ -152,6 +149,26 @@ class RowSampling:
     min_p: Float32
     seed: UInt64
     position: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """ids int32 [n, k], best first, ties to the lowest id, and their log-probabilities float32 [n, k]."""
+
+    ids: Int32
+    logprobs: Float32
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptResult:
+    """What a step decided for each of B slots.
+
+    path int32 [B, D + 1]: slot-local nodes from the root (0) down, valid up to num_accepted[b]; tokens int32
+    [B, D + 1]: the num_accepted[b] accepted tokens, then the bonus, then -1."""
+
+    path: Int32
+    tokens: Int32
+    num_accepted: Int32
 
 
 def storage_dtype(name: str) -> torch.dtype:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dense import DenseAttention
 
-from aquiline.models.dense import DenseAttention
 from aquiline.models.load import load_target
 
 

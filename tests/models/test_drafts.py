@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from draft_reference import Reference
+from tests.dense import DenseAttention
 from torch import Tensor
 
 from aquiline.models.config import default_capture
 from aquiline.models.decoder import Decoder
-from aquiline.models.dense import DenseAttention
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config, save_draft
 from aquiline.models.load import load_target

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dense import DenseAttention
 from torch import Tensor
 
 from aquiline.models.decoder import Decoder
-from aquiline.models.dense import DenseAttention
 from aquiline.models.load import load_target, read_model_config, target_entries
 from checkpoints import SMALL, edit_json, write_target
 

@@ -13,9 +13,9 @@ from scipy import stats
 from tests.conftest import needs_native
 
 from aquiline.ops import cpu
-from aquiline.spec.accept import AcceptResult, accept
+from aquiline.spec.accept import accept
 from aquiline.spec.tree import DraftTree, Topology
-from aquiline.types import Int32, RowSampling
+from aquiline.types import AcceptResult, Int32, RowSampling
 
 Verifier = Callable[[DraftTree, Int32], AcceptResult]
 Law = dict[tuple[int, ...], float]

@@ -108,7 +108,7 @@ def test_continuations_are_what_the_target_says_next() -> None:
     model = tiny.target()
     prompts = torch.randint(0, 48, (3, 6), generator=torch.Generator().manual_seed(0))
     text = continue_prompts(model, prompts, 5, 0.0, 0)
-    from aquiline.models.dense import DenseAttention
+    from tests.dense import DenseAttention
 
     positions = torch.arange(11).expand(3, -1)
     best = model.logits(model(text, positions, DenseAttention(model.config)).hidden).argmax(-1)

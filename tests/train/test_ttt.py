@@ -4,9 +4,9 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from tests.dense import DenseAttention
 from torch import Tensor
 
-from aquiline.models.dense import DenseAttention
 from aquiline.train import ttt
 from aquiline.train.attention import CHUNK, PackedAttention, step_attention, visibility
 from aquiline.train.losses import LOSSES, soft_cross_entropy

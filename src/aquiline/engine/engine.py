@@ -21,10 +21,9 @@ from aquiline.engine.slots import Slots
 from aquiline.errors import NumericalError
 from aquiline.kv.pool import PagePool
 from aquiline.metrics import Meter
-from aquiline.spec.accept import AcceptResult
 from aquiline.spec.drafters import DraftSession, Pending, Roots, drafter
 from aquiline.spec.tree import DraftTree, chain_topology
-from aquiline.types import Int32, Rows
+from aquiline.types import AcceptResult, Int32, Rows
 
 
 class Engine:

@@ -34,9 +34,9 @@ from aquiline.models.runner import (
     use_native,
 )
 from aquiline.ops import cpu
-from aquiline.spec.accept import AcceptResult, accept, accept_native
+from aquiline.spec.accept import accept, accept_native
 from aquiline.spec.tree import DraftTree
-from aquiline.types import Int32, KVGroup, storage_dtype
+from aquiline.types import AcceptResult, Int32, KVGroup, storage_dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,9 @@ import numpy as np
 from aquiline.config import SamplingParams
 from aquiline.engine.scheduler import Chunk
 from aquiline.engine.sequence import Sequence
-from aquiline.spec.accept import AcceptResult
 from aquiline.spec.drafters import Pending, Roots
 from aquiline.spec.tree import DraftTree
-from aquiline.types import Float32, Int32, Rows, RowSampling
+from aquiline.types import AcceptResult, Float32, Int32, Rows, RowSampling
 
 
 class Slots:

@@ -7,7 +7,6 @@ every result; nothing falls back at run time.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,17 +18,9 @@ from aquiline.kv import view
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu, packed, reference
-from aquiline.types import Float32, Int32, KVGroup, Rows, RowSampling
+from aquiline.types import Float32, Int32, KVGroup, Rows, RowSampling, TopK
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class TopK:
-    """ids int32 [n, k] in the target's vocabulary, best first, and their log-probabilities float32 [n, k]."""
-
-    ids: Int32
-    logprobs: Float32
 
 
 class TargetRunner(Protocol):
@@ -63,7 +54,7 @@ class DraftRunner(Protocol):
         """One pass over the rows, g [n, H] beside their tokens."""
 
     def top_k(self, row_index: Int32, k: int) -> TopK:
-        """The best children of the named rows of the last pass."""
+        """The best children of the named rows of the last pass, as target ids."""
 
 
 def use_native(environment: Environment) -> bool:

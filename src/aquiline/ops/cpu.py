@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 from ctypes import addressof, byref, c_char
-from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -19,7 +18,18 @@ from torch import Tensor
 from aquiline.ops import native
 from aquiline.ops.native import AqKV, AqLayer, AqModel, AqRows, AqSampling
 from aquiline.ops.packed import Arena, PackedLinear, dtype_code, interleave, library
-from aquiline.types import KEY_GROUP, Float32, Int32, KVGroup, LayerWeights, ModelWeights, Rows, RowSampling
+from aquiline.types import (
+    KEY_GROUP,
+    AcceptResult,
+    Float32,
+    Int32,
+    KVGroup,
+    LayerWeights,
+    ModelWeights,
+    Rows,
+    RowSampling,
+    TopK,
+)
 
 _ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")
 _SAMPLING_DTYPES = {
@@ -51,23 +61,6 @@ def set_threads(threads: int) -> None:
 def select_isa(name: str | None) -> None:
     """Use "avx512", "avx2" or "portable"; None takes the best this CPU has. Results do not depend on it."""
     library().select_isa(None if name is None else name.encode())
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The k most probable ids of each row, descending, ties to the lowest id. Both [n, k]."""
-
-    ids: Int32
-    logprobs: Float32
-
-
-@dataclass(frozen=True, eq=False)
-class Accepted:
-    """num_accepted [B], path [B, D + 1] and tokens [B, D + 1], as spec.accept.AcceptResult describes them."""
-
-    num_accepted: Int32
-    path: Int32
-    tokens: Int32
 
 
 def _address(name: str, array: NDArray[Any], dtype: Any) -> int:
@@ -291,7 +284,7 @@ def draw(logits: Float32, sampling: RowSampling) -> Int32:
     return tokens
 
 
-def accept(tokens: Int32, drawn: Int32, parents: Int32, offsets: Int32, max_depth: int) -> Accepted:
+def accept(tokens: Int32, drawn: Int32, parents: Int32, offsets: Int32, max_depth: int) -> AcceptResult:
     """Follow the drawn tokens down every slot's tree. tokens, drawn, parents [R]; offsets [B + 1]; siblings differ."""
     B, width, num_rows = len(offsets) - 1, max_depth + 1, len(tokens)
     assert len(drawn) == len(parents) == num_rows == offsets[-1], (len(drawn), len(parents), num_rows, offsets)
@@ -301,7 +294,7 @@ def accept(tokens: Int32, drawn: Int32, parents: Int32, offsets: Int32, max_dept
     start = _pointer(out)
     library().accept(*at, B, max_depth, start, start + 4 * B, start + 4 * B * (1 + width))
     path, kept = out[B:].reshape(2, B, width)
-    return Accepted(out[:B], path, kept)
+    return AcceptResult(path=path, tokens=kept, num_accepted=out[:B])
 
 
 def move_kv(kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:

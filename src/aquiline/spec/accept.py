@@ -8,25 +8,11 @@ drawn token is the bonus. Source: EAGLE3.md §4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from aquiline.ops import cpu
 from aquiline.spec.tree import DraftTree
-from aquiline.types import Int32
-
-
-@dataclass(frozen=True, eq=False)
-class AcceptResult:
-    """What a step decided for each of B slots.
-
-    path int32 [B, D + 1]: slot-local nodes from the root (0) down, valid up to num_accepted[b]; tokens int32
-    [B, D + 1]: the num_accepted[b] accepted tokens, then the bonus, then -1."""
-
-    path: Int32
-    tokens: Int32
-    num_accepted: Int32
+from aquiline.types import AcceptResult, Int32
 
 
 def accept(tree: DraftTree, drawn: Int32) -> AcceptResult:
@@ -56,5 +42,4 @@ def accept(tree: DraftTree, drawn: Int32) -> AcceptResult:
 def accept_native(tree: DraftTree, drawn: Int32) -> AcceptResult:
     """The same by one pass of the native library over each slot's rows. `accept` is its twin and the torch path's."""
     shape = tree.topology
-    found = cpu.accept(tree.tokens, drawn, shape.parents, shape.offsets, shape.max_depth)
-    return AcceptResult(path=found.path, tokens=found.tokens, num_accepted=found.num_accepted)
+    return cpu.accept(tree.tokens, drawn, shape.parents, shape.offsets, shape.max_depth)

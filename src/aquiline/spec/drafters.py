@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from aquiline.config import SpecConfig
-from aquiline.models.runner import DraftRunner, TopK
+from aquiline.models.runner import DraftRunner
 from aquiline.spec.tree import DraftTree, Topology, chain_topology, static_shape, static_topology
-from aquiline.types import Float32, Int32, KVGroup, Rows
+from aquiline.types import Float32, Int32, KVGroup, Rows, TopK
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Attention over whole sequences at once, without a cache: the tests' oracle and the source of training features."""
+"""Attention over whole sequences at once, without a cache: the tests' oracle."""
 
 from __future__ import annotations
 
