@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import hypothesis
 import pytest
@@ -71,15 +72,19 @@ def tiny_models(dtype: str = "bfloat16", seed: int = 0, max_batch: int = 8, row_
     return from_modules(decoder, head, None, dtype, engine_config(max_batch, row_budget), Environment.read())
 
 
-def engine_config(max_batch: int = 8, row_budget: int = 48, page_size: int = 16) -> EngineConfig:
-    """Small pages and chunks, so that short texts cross many of either, and conservation checked at every step."""
-    return EngineConfig(max_batch=max_batch, page_size=page_size, row_budget=row_budget, check=True)
+def engine_config(max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any) -> EngineConfig:
+    """Small pages and chunks, so that short texts cross many of either, and conservation checked at every step. What a
+    run leaves in the prefix cache must not help the next, unless a test is about that."""
+    settings = {"prefix_cache": False, "check": True} | settings
+    return EngineConfig(max_batch=max_batch, page_size=page_size, row_budget=row_budget, **settings)
 
 
-def tiny_llm(dtype: str = "bfloat16", max_batch: int = 8, row_budget: int = 48, page_size: int = 16) -> LLM:
-    """An LLM over a tiny pair."""
+def tiny_llm(
+    dtype: str = "bfloat16", max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any
+) -> LLM:
+    """An LLM over a tiny pair; settings are EngineConfig's."""
     models = tiny_models(dtype, max_batch=max_batch, row_budget=row_budget)
-    return LLM.from_models(models, engine_config(max_batch, row_budget, page_size))
+    return LLM.from_models(models, engine_config(max_batch, row_budget, page_size, **settings))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -120,6 +120,11 @@ class SpecConfig:
             return len({p[:-1] for p in self.static_paths if len(p) > 1})
         return 0
 
+    @property
+    def lookahead(self) -> int:
+        """KV indices from its last token on that a sequence may write in one step."""
+        return max(self.max_nodes, self.draft_rows + 1)
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -129,6 +134,10 @@ class SamplingParams:
     and min_p 0 switch a filter off; temperature 0 is greedy. Penalties count output tokens; the repetition penalty
     counts prompt tokens too. `seed` None draws a fresh one per request. A stop string is cut from the text; a stop
     token is kept in token_ids and not shown in the text.
+
+    logprobs: with every output token its log-probability, its rank and the `logprobs` best ids beside it (0: the token
+    alone, None: nothing); prompt_logprobs: the same for prompt tokens. They are the model's own: before penalties,
+    bias, temperature and filters.
     """
 
     max_tokens: int = 128
@@ -144,6 +153,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
@@ -161,6 +172,9 @@ class SamplingParams:
             ok = token >= 0 and (abs(bias) <= LARGEST or bias == -math.inf)
             _check(ok, "logit_bias", {token: bias}, f"needs a token id >= 0, and -inf or a number within +-{LARGEST:g}")
         _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "must be in [0, 2^64)")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or value >= 0, name, value, "must be at least 0; None switches them off")
         _check(not isinstance(self.stop, str), "stop", self.stop, "pass a list of strings, not one string")
         _check(all(self.stop), "stop", self.stop, "a stop string must not be empty")
         _check(not isinstance(self.stop_token_ids, int), "stop_token_ids", self.stop_token_ids, "pass a list of ids")
@@ -187,7 +201,11 @@ class EngineConfig:
     num_pages: int | None = None
     cache_fraction: float = 0.5
     max_context: int | None = None  # tokens per sequence, prompt and output; None: what the model was built for
-    row_budget: int = 256  # rows of one forward: prompts are prefilled in chunks that fit
+    row_budget: int = 256  # rows of one forward: decoding sequences first, then chunks of prompts
+    prefix_cache: bool = True
+    late_commit: bool = (
+        False  # read a step's outcome when the next one is out, as a device with a queue of its own does
+    )
     check: bool = False  # page conservation after every step
 
     def __post_init__(self) -> None:

@@ -19,3 +19,7 @@ class NumericalError(AquilineError):
 
 class NativeError(AquilineError):
     """The native library refused a call: a wrong shape, dtype, stride or pointer."""
+
+
+class EngineStopped(AquilineError):
+    """The engine thread has ended; the message says why. Start another."""

@@ -1,17 +1,18 @@
 """Every published figure is derived here, once. Definitions: EAGLE3.md §5.
 
-A step is one target forward that decodes; prefill forwards are timed apart and are not steps. `committed` counts the
-tokens a step adds to a request's output after EOS, stop and length cuts, bonus included; what was accepted and then
-cut is tokens_cut. The token a prefill samples is not committed by a step: sum of output tokens = num_prefilled +
-num_committed, which is how tau can be recomputed from output lengths.
+A step is one target forward. Where prompts are prefilled beside sequences that decode, its time is shared out between
+the two by their rows; a forward that only prefills is not a decode step. `committed` counts the tokens a step adds to a
+request's output after EOS, stop and length cuts, bonus included; what was accepted and then cut is tokens_cut. The
+token a prefill samples is not committed by a step: sum of output tokens = num_prefilled + num_committed, which is how
+tau can be recomputed from output lengths.
 """
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class Counters:
     tokens_cut: int = 0
     num_ge2: int = 0  # active steps that committed at least two
     num_prefilled: int = 0  # requests whose first token a prefill sampled
+    num_prompt_tokens: int = 0
+    num_prefix_hits: int = 0  # prompt tokens that the prefix cache had
     accepted_at: list[int] = field(default_factory=list)  # active steps whose draft at position p + 1 was accepted
 
     def add(self, num_proposed: int, num_accepted: int, num_committed: int, num_cut: int) -> None:
@@ -46,9 +49,9 @@ class Counters:
 
     def merge(self, other: Counters) -> None:
         """Add another run's sums."""
-        for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_committed", "tokens_cut", "num_ge2"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.num_prefilled += other.num_prefilled
+        for field_ in fields(self):
+            if field_.name != "accepted_at":
+                setattr(self, field_.name, getattr(self, field_.name) + getattr(other, field_.name))
         width = max(len(self.accepted_at), len(other.accepted_at))
         self.accepted_at.extend([0] * (width - len(self.accepted_at)))
         for position, count in enumerate(other.accepted_at):
@@ -74,6 +77,11 @@ class Counters:
         """Share of active steps committing at least two tokens."""
         return self.num_ge2 / self.num_steps if self.num_steps else 0.0
 
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens that the prefix cache had."""
+        return self.num_prefix_hits / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
     def as_dict(self) -> dict[str, object]:
         """The acceptance figures of a result."""
         return {
@@ -87,67 +95,107 @@ class Counters:
             "num_committed": self.num_committed,
             "tokens_cut": self.tokens_cut,
             "num_prefilled": self.num_prefilled,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "prefix_hit_rate": self.prefix_hit_rate,
             "target_calls_per_token": 1 / self.tau if self.tau else 0.0,
         }
 
 
+@dataclass
+class SlotCounters:
+    """How many of the batch's slots decoded, summed over decode steps. A slot that does not is disabled: for want of a
+    request (finished), or for any other reason, which must not happen; prefilling ones are counted apart."""
+
+    num_steps: int = 0
+    active: int = 0
+    active_min: int = 0
+    active_max: int = 0
+    prefilling: int = 0
+    disabled_finished: int = 0
+    disabled_other: int = 0
+    num_verify_rows: int = 0  # rows of the target's linears and head that decode
+    num_draft_rows: int = 0  # rows of the draft's linears
+
+    def add(self, num_slots: int, active: int, prefilling: int, empty: int, verify_rows: int, draft_rows: int) -> None:
+        """Record one decode step."""
+        self.active_min = min(active, self.active_min) if self.num_steps else active
+        self.active_max = max(active, self.active_max)
+        self.num_steps += 1
+        self.active += active
+        self.prefilling += prefilling
+        self.disabled_finished += empty
+        self.disabled_other += num_slots - active - prefilling - empty
+        self.num_verify_rows += verify_rows
+        self.num_draft_rows += draft_rows
+
+    @property
+    def active_avg(self) -> float:
+        """Mean slots that decoded per decode step."""
+        return self.active / self.num_steps if self.num_steps else 0.0
+
+
 class Meter:
-    """Times the stages of each step and the forwards; `counters` sums the requests that have finished."""
+    """Times the stages of each step and counts its forwards; `counters` sums the requests that have finished."""
 
     def __init__(self) -> None:
         self.counters = Counters()
+        self.slots = SlotCounters()
         self.stage_s = dict.fromkeys(STAGES, 0.0)
         self.prefill_s = 0.0
         self.decode_s = 0.0
         self.num_target_forwards = 0
         self.num_decode_steps = 0
         self.num_prefill_tokens = 0
-        self._staged_s = 0.0
+        self.num_preemptions = 0
+        self.began_s = self._last = time.perf_counter()
+        self._laps = dict.fromkeys(STAGES, 0.0)
 
-    @contextmanager
-    def step(self, is_decode: bool) -> Iterator[None]:
-        """One engine step; what no stage claims of a decode step is the host's."""
-        began, self._staged_s = time.perf_counter(), 0.0
-        before = dict(self.stage_s)
-        yield
-        elapsed = time.perf_counter() - began
-        if is_decode:
-            self.decode_s += elapsed
-            self.num_decode_steps += 1
-            self.stage_s["host"] += elapsed - self._staged_s
-        else:
-            self.prefill_s += elapsed
-            self.stage_s = before
+    def begin(self) -> None:
+        """A step begins."""
+        self._last = time.perf_counter()
+        self._laps = dict.fromkeys(STAGES, 0.0)
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """One stage of the current step."""
-        began = time.perf_counter()
-        yield
-        elapsed = time.perf_counter() - began
-        self.stage_s[name] += elapsed
-        self._staged_s += elapsed
+    def lap(self, stage: str) -> None:
+        """The time since the last call belongs to this stage."""
+        now = time.perf_counter()
+        self._laps[stage] += now - self._last
+        self._last = now
+
+    def end(self, num_decode_rows: int, num_chunk_rows: int) -> None:
+        """A step ends, in which so many rows decoded and so many prefilled."""
+        self.num_target_forwards += 1
+        self.num_prefill_tokens += num_chunk_rows
+        self.num_decode_steps += num_decode_rows > 0
+        share = num_decode_rows / (num_decode_rows + num_chunk_rows)
+        for stage, seconds in self._laps.items():
+            self.stage_s[stage] += seconds * share
+            self.decode_s += seconds * share
+            self.prefill_s += seconds * (1 - share)
 
     def summary(self) -> RunSummary:
         """The run so far."""
         return RunSummary(
-            counters=self.counters, prefill_ms=self.prefill_s * 1e3, decode_ms=self.decode_s * 1e3,
-            num_target_forwards=self.num_target_forwards, num_decode_steps=self.num_decode_steps,
-            num_prefill_tokens=self.num_prefill_tokens,
+            counters=self.counters, slots=self.slots, prefill_ms=self.prefill_s * 1e3, decode_ms=self.decode_s * 1e3,
+            wall_ms=(time.perf_counter() - self.began_s) * 1e3, num_target_forwards=self.num_target_forwards,
+            num_decode_steps=self.num_decode_steps, num_prefill_tokens=self.num_prefill_tokens,
+            num_preemptions=self.num_preemptions,
             stage_ms={name: seconds * 1e3 for name, seconds in self.stage_s.items()},
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run's figures; results and benchmarks read nothing else."""
+    """One run's figures; results and benchmarks read nothing else. stage_ms are those of decode steps."""
 
     counters: Counters
+    slots: SlotCounters
     prefill_ms: float
     decode_ms: float
+    wall_ms: float
     num_target_forwards: int
     num_decode_steps: int
     num_prefill_tokens: int
+    num_preemptions: int
     stage_ms: dict[str, float]
 
     @property
@@ -155,17 +203,44 @@ class RunSummary:
         """Tokens committed by decode steps per second of decode steps; prefill is in neither."""
         return self.counters.num_committed / self.decode_ms * 1e3 if self.decode_ms else 0.0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second of the whole run, prefill and idle time included."""
+        tokens = self.counters.num_committed + self.counters.num_prefilled
+        return tokens / self.wall_ms * 1e3 if self.wall_ms else 0.0
+
+    @property
+    def slots_line(self) -> str:
+        """The batch in one line."""
+        s = self.slots
+        return (
+            f"active slots {s.active_avg:.2f} avg, {s.active_min} min, {s.active_max} max; disabled_finished "
+            f"{s.disabled_finished}, disabled_other {s.disabled_other}; committed per active slot "
+            f"{self.counters.tau:.2f}; preemptions {self.num_preemptions}; prefix hits "
+            f"{self.counters.prefix_hit_rate:.0%}"
+        )
+
     def as_dict(self) -> dict[str, object]:
         """The `metrics` object of a JSON result."""
         return self.counters.as_dict() | {
             "decode_tokens_per_s": self.decode_tokens_per_s,
+            "tokens_per_s": self.tokens_per_s,
             "prefill_ms": self.prefill_ms,
             "decode_ms": self.decode_ms,
+            "wall_ms": self.wall_ms,
             "num_target_forwards": self.num_target_forwards,
             "num_decode_steps": self.num_decode_steps,
             "num_prefill_tokens": self.num_prefill_tokens,
+            "num_preemptions": self.num_preemptions,
+            "slots": asdict(self.slots) | {"active_avg": self.slots.active_avg},
             "stage_ms": self.stage_ms,
+            "peak_memory_bytes": peak_memory_bytes(),
         }
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def repeated_share(token_ids: list[int], n: int = 8) -> float:

@@ -29,7 +29,7 @@ UInt64 = NDArray[np.uint64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 KEY_GROUP = 16
 """Keys are stored transposed in groups of this many, so that one vector register holds one channel of 16 keys."""

@@ -112,7 +112,7 @@ def test_nan_logits_stop_the_request_and_lose_nothing(pair: Path, tmp_path: Path
     for temperature in (0.0, 1.0):
         with pytest.raises(NumericalError, match="request 0: the target's logits at position 3"):
             llm.generate([[1, 2, 3]], SamplingParams(temperature=temperature, top_p=0.9))
-    assert not llm.engine.is_busy and len(llm.engine.pool.free) == llm.engine.pool.num_pages
+    assert not llm.engine.is_busy and llm.engine.pool.num_available == llm.engine.pool.num_pages
 
 
 def test_a_refused_prompt_leaves_the_engine_ready() -> None:

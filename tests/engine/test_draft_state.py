@@ -11,7 +11,6 @@ from tests.engine.oracle import Oracle, TreeOracle
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, run_with, tokens
 
 from aquiline.config import SamplingParams, SpecConfig
-from aquiline.engine.engine import new_request
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence
 from aquiline.spec.drafters import Roots
@@ -51,9 +50,8 @@ def stored(kv: KVGroup, table: Int32, slot: int, first: int, end: int) -> list[n
 
 def fresh(llm: LLM, spec: SpecConfig, prompt: list[int]) -> Sequence:
     """Prefill a prompt and stop before its first decode step."""
-    llm.engine.configure(spec)
-    sequence = llm.engine.add(new_request(0, prompt, PARAMS, 0))
-    while not sequence.is_decoding:
+    sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
+    while len(sequence.tokens) == len(prompt):
         llm.engine.step()
     return sequence
 
@@ -64,8 +62,8 @@ def test_state_after_many_steps_equals_a_fresh_prefill(kind: type[Oracle]) -> No
     llm, other = tiny_llm("float32"), tiny_llm("float32")
     prompt = np.random.default_rng(1).integers(1, TINY.vocab_size, 21).tolist()
     truth = [*prompt, *llm.run([prompt], PARAMS, spec=BASELINE).outputs[0].token_ids]
+    llm.engine.drafters[spec] = kind(4, {0: truth}, TINY.vocab_size)
     ours = fresh(llm, spec, prompt)
-    llm.engine.drafter = kind(4, {0: truth}, TINY.vocab_size)
     accepted = []
     while llm.engine.is_busy:
         accepted += [delta.num_accepted for delta in llm.engine.step()]
@@ -76,13 +74,15 @@ def test_state_after_many_steps_equals_a_fresh_prefill(kind: type[Oracle]) -> No
         n = ours.num_cached
         best = []
         for engine, sequence in ((llm.engine, ours), (other.engine, theirs)):
-            assert engine.session is not None
-            roots = engine.slots.roots((sequence,))
-            best.append(engine.session.extend(engine.slots.pending((sequence,), roots), roots, 5))
+            session, slots = engine.stepper.session, engine.stepper.slots
+            assert session is not None
+            roots = slots.roots(np.array([sequence.slot], np.int32))
+            best.append(session.extend(slots.pending(roots), roots, 5))
         assert best[0].ids.tolist() == best[1].ids.tolist(), f"proposals after {n} tokens"
         assert best[0].logprobs.tobytes() == best[1].logprobs.tobytes()
         for name, first, end in (("target", 0, n), ("draft", 1, n + 1)):  # draft row j stands at j + 1
-            kvs = [e.kv if name == "target" else e.session.kv for e in (llm.engine, other.engine)]  # type: ignore[union-attr]
+            steppers = (llm.engine.stepper, other.engine.stepper)
+            kvs = [s.kv if name == "target" else s.session.kv for s in steppers]  # type: ignore[union-attr]
             slots = (ours.slot, theirs.slot)
             pools = (llm.engine.pool, other.engine.pool)
             a, b = (stored(kv, p.table, s, first, end) for kv, p, s in zip(kvs, pools, slots, strict=True))

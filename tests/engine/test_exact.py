@@ -69,7 +69,7 @@ def test_every_drafter_gives_the_baseline(dtype: str, sampling: SamplingParams) 
         result = llm.run(batch, sampling, spec=spec)
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in {dtype}"
         check_accounting(result)
-        assert len(llm.engine.pool.free) == llm.engine.pool.num_pages, f"{name} leaked pages"
+        assert llm.engine.pool.num_free == llm.engine.pool.num_pages, f"{name} leaked pages"
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 8])
@@ -88,19 +88,12 @@ def run_with(llm: LLM, make: Callable[[dict[int, list[int]]], Drafter], batch: l
              sampling: SamplingParams, spec: SpecConfig) -> Result:  # fmt: skip
     """Run a batch that fits the slots, so that slot i holds prompt i, with a drafter that may know the outputs."""
     assert len(batch) <= llm.engine.config.max_batch
-    llm.engine.configure(spec)
     full = {i: p + o.token_ids for i, (p, o) in enumerate(zip(batch, truth.outputs, strict=True))}
-    configure = llm.engine.configure
-
-    def keep_ours(wanted: SpecConfig) -> None:
-        configure(wanted)
-        llm.engine.drafter = make(full)
-
-    llm.engine.configure = keep_ours  # type: ignore[method-assign]
+    llm.engine.drafters[spec] = make(full)
     try:
         return llm.run(batch, sampling, spec=spec)
     finally:
-        llm.engine.configure = configure  # type: ignore[method-assign]
+        del llm.engine.drafters[spec]
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "penalised"])

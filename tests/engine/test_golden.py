@@ -61,7 +61,7 @@ def observe() -> dict[str, object]:
         result = llm.run(prompts, sampling, spec=SpecConfig(drafter="chain", num_spec_tokens=3))
         found[name] = [o.token_ids for o in result.outputs]
     llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=SpecConfig(drafter="none"))
-    logits = llm.models.target.logits(np.array([llm.engine.rows.num - 1], np.int32))
+    logits = llm.models.target.logits(np.array([llm.engine.stepper.rows.num - 1], np.int32))
     found["logits_sha256"] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()
     return found
 

@@ -9,7 +9,6 @@ from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, tiny_l
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.config import Environment
-from aquiline.engine.engine import new_request
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 
@@ -44,8 +43,9 @@ def test_requests_with_other_parameters_beside_them(name: str) -> None:
     llm = tiny_llm(max_batch=3)
     batch = list(zip(prompts(5), SAMPLINGS.values(), strict=True))
     alone = [tokens(llm.run([prompt], sampling, spec=BASELINE))[0] for prompt, sampling in batch]
-    llm.engine.configure(SPECS[name])
-    together = [llm.engine.add(new_request(i, prompt, sampling, 0)) for i, (prompt, sampling) in enumerate(batch)]
+    together = [
+        llm.engine.add(llm.request(i, prompt, sampling, SPECS[name])) for i, (prompt, sampling) in enumerate(batch)
+    ]
     while llm.engine.is_busy:
         llm.engine.step()
     assert [s.output_ids for s in together] == alone

@@ -12,6 +12,7 @@ from tests.engine.test_exact import BASELINE, SPECS, check_accounting, prompts, 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
+from aquiline.spec.drafters import drafter
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -58,21 +59,18 @@ def test_drafts_equal_the_native_paths(torch_llm: LLM) -> None:
     proposals = []
     for llm in (torch_llm, native):
         seen: list[list[int]] = []
-        llm.engine.configure(SPECS["dynamic"])
-        drafter = llm.engine.drafter
-        assert drafter is not None
-        propose = drafter.propose
+        drafting = drafter(SPECS["dynamic"])
+        assert drafting is not None
+        propose = drafting.propose
 
         def note(*args: object, propose: object = propose, seen: list[list[int]] = seen) -> object:
             tree = propose(*args)  # type: ignore[operator]
             seen.append(tree.tokens.tolist())
             return tree
 
-        drafter.propose = note  # type: ignore[assignment]
-        llm.engine.configure = lambda spec: None  # type: ignore[method-assign]
-        try:
-            llm.run(prompts(2), GREEDY)
-        finally:
-            del llm.engine.configure
+        drafting.propose = note  # type: ignore[method-assign]
+        llm.engine.drafters[SPECS["dynamic"]] = drafting
+        llm.run(prompts(2), GREEDY, spec=SPECS["dynamic"])
+        del llm.engine.drafters[SPECS["dynamic"]]
         proposals.append(seen)
     assert proposals[0] == proposals[1] and torch.tensor(proposals[0][0]).max() < TINY.vocab_size

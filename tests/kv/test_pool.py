@@ -39,13 +39,13 @@ def test_pages_are_conserved(actions: list[tuple[str, int, int]]) -> None:
             pool.reserve(slot, num_tokens)
             held[slot] = max(held[slot], pages)
         else:
-            before_all = copy.deepcopy((pool.free, pool.owned, pool.refcount.tolist()))
+            before_all = copy.deepcopy((pool.is_free.tolist(), pool.owned, pool.refcount.tolist()))
             with pytest.raises(OutOfPages, match=f"{num_tokens} KV indices"):
                 pool.reserve(slot, num_tokens)
-            assert (pool.free, pool.owned, pool.refcount.tolist()) == before_all, "a refusal takes nothing"
+            assert (pool.is_free.tolist(), pool.owned, pool.refcount.tolist()) == before_all, "a refusal takes nothing"
         pool.check()
         assert [len(pages) for pages in pool.owned] == held
-        assert len(pool.free) == PAGES - sum(held)
+        assert pool.num_free == PAGES - sum(held)
 
 
 @pytest.mark.parametrize("num_tokens", range(2 * SIZE + 2))
@@ -61,9 +61,9 @@ def test_check_notices(damage: str) -> None:
     pool = new_pool()
     pool.reserve(1, 2 * SIZE)
     if damage == "leak":
-        pool.free.pop()
+        pool.is_free[pool.is_free.argmax()] = False
     elif damage == "double":
-        pool.free.append(pool.owned[1][0])
+        pool.is_free[pool.owned[1][0]] = True
     else:
         pool.table[1, :2] = np.flip(pool.table[1, :2].copy())
     with pytest.raises(AssertionError):

@@ -43,7 +43,7 @@ def demo(
     from aquiline.engine.bundled import BUNDLED_PROMPTS
     from aquiline.engine.llm import LLM
 
-    llm = LLM(arithmetic=arithmetic, engine=EngineConfig(max_batch=1))
+    llm = LLM(arithmetic=arithmetic, engine=EngineConfig(max_batch=1, prefix_cache=False))
     assert llm.models.tokenizer is not None, "the bundled pair has a tokenizer"
     prompts = package_prompts(package, llm.models.tokenizer) if package else read_prompts(BUNDLED_PROMPTS)
     console = Console()

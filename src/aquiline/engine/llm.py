@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
-from aquiline.engine.engine import Engine, new_request
+from aquiline.engine.engine import Engine
 from aquiline.engine.model import LoadedModels, load_models
-from aquiline.engine.sequence import Sequence, TokenDelta
+from aquiline.engine.progress import RequestProgress
+from aquiline.engine.sequence import Request, Sequence, TokenDelta, TokenLogprobs
+from aquiline.errors import NumericalError
 from aquiline.metrics import Counters, Meter, RunSummary
 from aquiline.models.draft_config import DraftOverrides
 from aquiline.types import FinishReason
@@ -22,8 +25,10 @@ Prompts = str | list[str] | list[list[int]]
 @dataclass(frozen=True)
 class Output:
     """One finished request. token_ids include the stop token, text does not; by_draft says per token whether the draft
-    wrote it; metrics count this request's steps alone."""
+    wrote it; metrics count this request's steps alone. logprobs hold one entry per output token, prompt_logprobs one
+    per prompt token but the first, where asked for. error: why finish_reason is "error"."""
 
+    request_id: int | str
     prompt: str | None
     prompt_ids: list[int]
     token_ids: list[int]
@@ -31,6 +36,9 @@ class Output:
     finish_reason: FinishReason
     by_draft: list[bool]
     metrics: Counters
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,47 +93,90 @@ class LLM:
     def _start(self, models: LoadedModels, config: EngineConfig, spec: SpecConfig | None) -> None:
         self.models = models
         self.spec = spec or SpecConfig(drafter="none" if models.draft is None else "chain")
+        if self.spec.drafter != "none":
+            models.check_spec(self.spec)
         self.engine = Engine(models, config)
-        self.engine.configure(self.spec)
 
-    def generate(self, prompts: Prompts, sampling: SamplingParams | None = None) -> list[Output]:
-        """Continue one prompt or many, text or token ids; outputs in the order of the prompts."""
-        return self.run(prompts, sampling).outputs
+    def generate(
+        self, prompts: Prompts, sampling: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
+    ) -> list[Output]:
+        """Continue one prompt or many, text or token ids; outputs in the order of the prompts.
+
+        sampling: one for all, or one per prompt. progress: show a bar on stderr."""
+        return self.run(prompts, sampling, progress=progress).outputs
 
     def run(
         self,
         prompts: Prompts,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | list[SamplingParams] | None = None,
         *,
         spec: SpecConfig | None = None,
         on_delta: Callable[[TokenDelta], None] | None = None,
+        progress: bool = False,
     ) -> Result:
-        """`generate` with the run's figures, another SpecConfig for this call, and deltas as they come."""
-        sampling = sampling or SamplingParams()
+        """`generate` with the run's figures, another SpecConfig for this call, and deltas as they come.
+
+        Every prompt is checked before the first token is computed. Raises NumericalError if the target's logits are
+        not numbers."""
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        engine = self.engine
-        engine.configure(spec or self.spec)
-        engine.meter = Meter()
-        sequences: list[Sequence] = []
-        texts: dict[int, list[str]] = {}
+        each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"sampling: {len(each)} parameters for {len(batch)} prompts; give one, or one per prompt")
+        requests = [self.request(i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
+        for request in requests:
+            self.engine.check(request)
+        self.engine.meter = Meter()
+        outputs: dict[int | str, Output] = {}
+        with RequestProgress(len(requests), self.engine, is_shown=progress) as bar:
+            for output in self.outputs(requests, on_delta):
+                if output.error is not None:
+                    raise NumericalError(output.error)
+                outputs[output.request_id] = output
+                bar.advance()
+        return Result([outputs[request.id] for request in requests], self.engine.meter.summary())
+
+    def outputs(
+        self, requests: Iterable[Request], on_delta: Callable[[TokenDelta], None] | None = None
+    ) -> Iterator[Output]:
+        """Run requests and yield each output as it finishes. Requests are taken from the iterable as there is room, so
+        it may be endless. Closing the iterator drops what has not finished."""
+        engine, texts = self.engine, dict[int | str, list[str]]()
+        live: dict[int | str, Sequence] = {}
+        ahead = 2 * engine.config.max_batch + 16  # enough that no slot waits
+        source = iter(requests)
         try:
-            for index, prompt in enumerate(batch):
-                seed = secrets.randbits(64)
-                sequences.append(engine.add(new_request(index, self.encode(prompt), sampling, seed)))
-                texts[index] = []
-            while engine.is_busy:
+            while True:
+                for request in itertools.islice(source, max(0, ahead - len(live))):
+                    live[request.id] = engine.add(request)
+                    texts[request.id] = []
+                if not live and not engine.is_busy:
+                    return
                 for delta in engine.step():
                     texts[delta.request_id].append(delta.text)
                     if on_delta is not None:
                         on_delta(delta)
-        except BaseException:
-            engine.reset()
-            raise
-        outputs = [
-            self._output(prompt, sequence, "".join(texts[sequence.request.id]))
-            for prompt, sequence in zip(batch, sequences, strict=True)
-        ]
-        return Result(outputs, engine.meter.summary())
+                    if delta.finish_reason is not None:
+                        yield output_of(live.pop(delta.request_id), "".join(texts.pop(delta.request_id)))
+        finally:
+            for request_id in live:
+                engine.abort(request_id)
+            if live:
+                engine.reset()
+
+    def request(
+        self,
+        request_id: int | str,
+        prompt: str | Iterable[int],
+        sampling: SamplingParams,
+        spec: SpecConfig | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> Request:
+        """A request for the engine: the prompt as tokens, the seed resolved, this LLM's `spec` where none is given."""
+        if sampling.seed is None:
+            sampling = sampling.with_seed(secrets.randbits(64))
+        text = prompt if isinstance(prompt, str) else None
+        return Request(request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text)
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
         """Token ids of a prompt, with the tokens its tokenizer puts around a text. Raises ValueError without one."""
@@ -143,15 +194,21 @@ class LLM:
             raise ValueError(f"prompt={prompt[:40]!r}: holds bytes that are not UTF-8") from None
         return ids
 
-    @staticmethod
-    def _output(prompt: str | list[int], sequence: Sequence, text: str) -> Output:
-        assert sequence.finish_reason is not None
-        return Output(
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_ids=list(sequence.request.prompt_ids),
-            token_ids=sequence.output_ids,
-            text=text,
-            finish_reason=sequence.finish_reason,
-            by_draft=sequence.by_draft,
-            metrics=sequence.counters,
-        )
+
+def output_of(sequence: Sequence, text: str) -> Output:
+    """What a finished sequence leaves."""
+    assert sequence.finish_reason is not None
+    sampling = sequence.request.sampling
+    return Output(
+        request_id=sequence.request.id,
+        prompt=sequence.request.prompt,
+        prompt_ids=list(sequence.request.prompt_ids),
+        token_ids=sequence.output_ids,
+        text=text,
+        finish_reason=sequence.finish_reason,
+        by_draft=sequence.by_draft,
+        metrics=sequence.counters,
+        logprobs=sequence.logprobs if sampling.logprobs is not None else None,
+        prompt_logprobs=sequence.prompt_logprobs if sampling.prompt_logprobs is not None else None,
+        error=sequence.error,
+    )

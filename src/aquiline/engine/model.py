@@ -92,8 +92,10 @@ class LoadedModels:
         """Select each slot's path given the token drawn [R] at every row."""
         return accept_native(tree, drawn) if self.is_native else accept(tree, drawn)
 
-    def check_width(self, spec: SpecConfig) -> None:
-        """Raises ValueError if a tree asks for more children than the draft's vocabulary has."""
+    def check_spec(self, spec: SpecConfig) -> None:
+        """Raises ValueError if there is no draft, or a tree asks for more children than its vocabulary has."""
+        if self.draft is None:
+            raise ValueError(f"drafter={spec.drafter!r}: no draft model is loaded; pass one or use drafter='none'")
         widths = {"chain": 1, "dynamic": spec.top_k, "static": 1 + max(rank for p in spec.static_paths for rank in p)}
         width = widths[spec.drafter]
         if width > self.draft_vocab_size:
@@ -155,7 +157,7 @@ def from_modules(
     """Put loaded modules into the runners this machine has. Raises ValueError for an arithmetic it does not have."""
     is_native = use_native(environment)
     check_arithmetic(arithmetic, dtype, is_native)
-    max_rows = max(config.row_budget, config.max_batch * MAX_NODES)
+    max_rows = config.row_budget + config.max_batch * MAX_NODES
     new_target: Callable[[Decoder, int], TargetRunner] = TorchTarget
     new_draft: Callable[[DraftHead, int], DraftRunner] = TorchDraft
     if is_native:

@@ -1,98 +1,209 @@
 """Who runs next. Host only: no tensors, no models.
 
-Requests are admitted first come, first served, each with every page it can ever need, and run until done. A step
-either prefills (chunks of newly admitted prompts under one row budget) or decodes all running sequences.
+Every decoding sequence runs in every step; chunks of prompts share the same forward and take the rows that are left of
+the row budget. A sequence is admitted with pages for its prompt, less what the prefix cache has, and grows page by
+page. When pages run out the least urgent sequence gives way: it loses its pages, keeps its tokens, waits, and later
+computes again what the prefix cache has not kept. Since a row's result does not depend on the step it is computed in,
+its text does not change.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import time
 from dataclasses import dataclass
 
-from aquiline.engine.sequence import Sequence
+from aquiline.engine.sequence import Request, Sequence
 from aquiline.errors import OutOfPages
 from aquiline.kv.pool import PagePool
+from aquiline.kv.prefix import PrefixCache
+
+MIN_CHUNK = 16
+"""Prompt rows of a step whose decoding sequences fill the row budget: prompts must not starve."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens [start, end) of a sequence, to be cached in this step."""
+    """Tokens [start, end) of a sequence, to be cached in this step.
+
+    is_last: the sequence decodes after it. draws: its last row draws the first output token. A prompt that the prefix
+    cache has whole runs its last row again, for what it draws."""
 
     sequence: Sequence
+    slot: int
     start: int
     end: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the prompt is complete after it, so that its last row draws the first output token."""
-        return self.end == len(self.sequence.tokens)
+    is_last: bool
+    draws: bool
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: chunks to prefill, or else sequences to decode, both in slot order."""
+    """One step: sequences to decode and chunks to prefill, both in slot order; beside them slots whose prompts are not
+    cached yet, and slots that nobody wants."""
 
-    chunks: tuple[Chunk, ...] = ()
-    decoding: tuple[Sequence, ...] = ()
+    decoding: tuple[Sequence, ...]
+    chunks: tuple[Chunk, ...]
+    num_prefilling: int
+    num_empty: int
 
     @property
-    def is_decode(self) -> bool:
-        """Whether this step decodes."""
-        return not self.chunks
+    def num_chunk_rows(self) -> int:
+        """Rows of the chunks."""
+        return sum(c.end - c.start for c in self.chunks)
 
 
 class Scheduler:
     """Owns the waiting queue, the slots and, through the pool, the pages."""
 
-    def __init__(self, pool: PagePool, num_slots: int, row_budget: int) -> None:
-        self.pool, self.row_budget = pool, row_budget
-        self.waiting: deque[Sequence] = deque()
+    def __init__(self, pool: PagePool, prefix: PrefixCache | None, num_slots: int, row_budget: int) -> None:
+        self.pool, self.prefix, self.row_budget = pool, prefix, row_budget
         self.running: list[Sequence | None] = [None] * num_slots
-        self.lookahead = 1  # KV indices beyond its last token that a sequence may write; set by the engine
+        self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
+        self.due: dict[Sequence, float] = {}  # when those that have a deadline must end
+        self.num_preemptions = 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises OutOfPages if the pool could never hold it."""
-        need = self.pool.pages_for(self._reach(sequence))
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no slot."""
+        return len(self.waiting)
+
+    def check(self, request: Request) -> None:
+        """Raises OutOfPages if the pool could never hold it."""
+        need = self.pool.pages_for(request.reach)
         limit = min(self.pool.num_pages, self.pool.table.shape[1])
         if need > limit:
             raise OutOfPages(
-                f"request {sequence.request.id}: prompt {sequence.num_prompt} + max_tokens "
-                f"{sequence.request.sampling.max_tokens} + {self.lookahead} drafted need {need} pages of "
-                f"{self.pool.page_size} tokens, {limit} are there; shorten it or raise num_pages or max_context"
+                f"request {request.id}: prompt {len(request.prompt_ids)} + max_tokens {request.sampling.max_tokens} + "
+                f"{request.reach - request.max_tokens_total} drafted need {need} pages of {self.pool.page_size} "
+                f"tokens, {limit} are there; shorten it or raise num_pages or max_context"
             )
-        self.waiting.append(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that passed `check`."""
+        self._wait(sequence)
+        if sequence.request.deadline_s is not None:
+            self.due[sequence] = sequence.request.arrival + sequence.request.deadline_s
+
+    def overdue(self) -> list[Sequence]:
+        """Sequences whose deadline has passed."""
+        if not self.due:
+            return []
+        now = time.monotonic()
+        return [sequence for sequence, due in self.due.items() if due <= now]
 
     def next_plan(self) -> StepPlan | None:
-        """Admit what fits, then plan a step; None when nothing is left."""
-        self._admit()
+        """Find room for those that run, admit who fits, and plan a step; None when nothing is left."""
+        if self._make_room():
+            self._admit()
         active = [s for s in self.running if s is not None]
-        budget, chunks = self.row_budget, []
-        for sequence in active:
-            if not sequence.is_decoding and budget:
-                end = min(len(sequence.tokens), sequence.num_cached + budget)
-                chunks.append(Chunk(sequence, sequence.num_cached, end))
-                budget -= end - sequence.num_cached
-        if chunks:
-            return StepPlan(chunks=tuple(chunks))
-        return StepPlan(decoding=tuple(active)) if active else None
+        if not active:
+            return None
+        decoding = tuple(s for s in active if not s.is_prefilling)
+        prefilling = [s for s in active if s.is_prefilling]
+        chunks = self._chunks(prefilling, decoding) if prefilling else ()
+        plan = StepPlan(decoding, chunks, len(prefilling), len(self.running) - len(active))
+        for sequence in decoding:
+            sequence.in_flight += sequence.request.spec.max_depth + 1
+        for chunk in plan.chunks:
+            chunk.sequence.num_planned = chunk.end
+            chunk.sequence.in_flight += chunk.draws
+        return plan
 
-    def finish(self, sequence: Sequence) -> None:
-        """Free the slot and pages of a sequence."""
-        self.pool.release(sequence.slot)
-        self.running[sequence.slot] = None
+    def remove(self, sequence: Sequence) -> None:
+        """Free the slot and pages of a sequence, or take it out of the queue."""
+        self.due.pop(sequence, None)
+        if sequence.slot >= 0:
+            self._vacate(sequence)
+        else:
+            self.waiting = [entry for entry in self.waiting if entry[2] is not sequence]
+            heapq.heapify(self.waiting)
+
+    def _make_room(self) -> bool:
+        """Pages for the next step of every decoding sequence, the most urgent first; whether nobody had to give way."""
+        gave_way = False
+        grows = [s for s in self.running if s is not None and not s.is_prefilling and self._grows(s)]
+        for sequence in sorted(grows, key=lambda s: s.urgency):
+            while sequence.slot >= 0:
+                try:
+                    self.pool.reserve(sequence.slot, self._need(sequence))
+                    break
+                except OutOfPages:
+                    self._preempt(max((s for s in self.running if s is not None), key=lambda s: s.urgency))
+                    gave_way = True
+        return not gave_way
+
+    def _grows(self, sequence: Sequence) -> bool:
+        return self._need(sequence) > len(self.pool.owned[sequence.slot]) * self.pool.page_size
+
+    def _need(self, sequence: Sequence) -> int:
+        """KV indices the next step may write, given what outcomes not yet read may have added."""
+        return min(len(sequence.tokens) + sequence.in_flight + sequence.request.spec.lookahead, sequence.request.reach)
 
     def _admit(self) -> None:
-        for slot, occupant in enumerate(self.running):
-            if occupant is not None or not self.waiting:
-                continue
-            try:
-                self.pool.reserve(slot, self._reach(self.waiting[0]))
-            except OutOfPages:
-                assert any(self.running), "an empty engine holds every request that add() let in"
-                return
-            sequence = self.waiting.popleft()
-            sequence.slot = slot
-            self.running[slot] = sequence
+        while self.waiting and self._seat(self.waiting[0][2]):
+            heapq.heappop(self.waiting)
+        running = [s for s in self.running if s is not None]
+        if not self.waiting or not running:
+            assert not self.waiting, "an empty engine holds every request that add() let in"
+            return
+        worst = max(running, key=lambda s: s.urgency)
+        if worst.request.priority > self.waiting[0][2].request.priority:
+            # Once, and nobody else after it: the outcome of its last step may not have been read yet.
+            self._preempt(worst)
+            if self._seat(self.waiting[0][2]):
+                heapq.heappop(self.waiting)
 
-    def _reach(self, sequence: Sequence) -> int:
-        return sequence.max_tokens_total + self.lookahead
+    def _seat(self, sequence: Sequence) -> bool:
+        """Give a sequence a slot, the cached pages it begins with, and pages for the rest of its prefill, if it can."""
+        if None not in self.running:
+            return False
+        pool, slot = self.pool, self.running.index(None)
+        end = max(sequence.num_prompt, len(sequence.tokens) - 1)
+        wanted = end + sequence.request.spec.lookahead
+        nodes = []
+        if self.prefix is not None and sequence.request.sampling.prompt_logprobs is None:
+            nodes = self.prefix.match(sequence.tokens[:end])
+        need = pool.pages_for(wanted) - len(nodes)
+        spare = sum(s is not None for s in self.running)  # those that run will want a page each
+        if need + spare > pool.num_available - sum(pool.refcount[n.page] == 0 for n in nodes):
+            return False
+        pool.share(slot, [node.page for node in nodes])
+        pool.reserve(slot, wanted)
+        self.running[slot] = sequence
+        sequence.slot, sequence.nodes, sequence.is_published = slot, nodes, self.prefix is not None
+        sequence.num_hit = sequence.draft_end = len(nodes) * pool.page_size
+        sequence.prefill_end, sequence.in_flight = end, 0
+        sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
+        if sequence.num_preempted == 0:
+            sequence.counters.num_prompt_tokens += end
+            sequence.counters.num_prefix_hits += sequence.num_hit
+        return True
+
+    def _chunks(self, prefilling: list[Sequence], decoding: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
+        num_decode_rows = sum(s.request.spec.max_nodes for s in decoding)
+        budget = max(self.row_budget - num_decode_rows, min(self.row_budget, MIN_CHUNK))
+        chunks = []
+        for sequence in sorted(prefilling, key=lambda s: s.urgency):
+            end = min(sequence.prefill_end, sequence.num_planned + budget)
+            is_last = end == sequence.prefill_end
+            draws = is_last and end == len(sequence.tokens)
+            chunks.append(Chunk(sequence, sequence.slot, sequence.num_planned, end, is_last, draws))
+            budget -= end - sequence.num_planned
+            if budget == 0:
+                break
+        return tuple(sorted(chunks, key=lambda c: c.slot))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        self._wait(sequence)
+        sequence.num_preempted += 1
+        self.num_preemptions += 1
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.slot)
+        self.running[sequence.slot] = None
+        sequence.slot, sequence.nodes = -1, []
+
+    def _wait(self, sequence: Sequence) -> None:
+        heapq.heappush(self.waiting, (*sequence.urgency, sequence))

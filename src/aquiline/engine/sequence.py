@@ -2,55 +2,108 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from aquiline.config import SamplingParams
+from aquiline.config import SamplingParams, SpecConfig
 from aquiline.engine.detokenizer import Detokenizer
+from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
+from aquiline.spec.drafters import Drafter
 from aquiline.types import FinishReason, Float32, Int32
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asked for; the seed is resolved."""
+    """What a caller asked for; the seed is resolved. prompt: the text that prompt_ids were made from, if any.
 
-    id: int
+    priority: lower runs first, and takes room from higher ones. deadline_s: seconds after `arrival` (time.monotonic)
+    at which it ends with what it has."""
+
+    id: int | str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    spec: SpecConfig
+    priority: int = 0
+    deadline_s: float | None = None
+    prompt: str | None = None
+    arrival: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"request {self.id}: deadline_s={self.deadline_s!r}: must be above 0; None is no deadline")
+
+    @property
+    def max_tokens_total(self) -> int:
+        """Tokens it can grow to, prompt and output."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+    @property
+    def reach(self) -> int:
+        """KV indices it can ever need: a step whose outcome comes late may start behind the last token."""
+        return self.max_tokens_total + self.spec.max_depth + 1 + self.spec.lookahead
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One token's log-probability and rank (1 is the most probable), and the best ids at its place, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
 
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """What a step added to one request: token ids, how many of them the draft wrote, and the text that is final."""
+    """What a step added to one request: token ids, how many of them the draft wrote, and the text that is final.
 
-    request_id: int
+    logprobs: one per token id, where asked for. error: why finish_reason is "error"."""
+
+    request_id: int | str
     token_ids: list[int]
     num_accepted: int
     text: str
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The state of one request while it runs.
+    """The state of one request while it waits and runs.
 
-    tokens holds prompt and output. num_cached counts tokens whose target KV is written; the token at num_cached is the
-    next forward's first row. Once only the last token is not cached the sequence decodes, and that token is its root.
-    `adjustments` is the sequence's penalties and bias, when it has any.
+    tokens holds prompt and output. num_cached counts tokens whose target KV is written and committed. A sequence
+    prefills tokens up to prefill_end: its prompt, or after a preemption all but the last token. From then on it
+    decodes, and its first uncached token is its root. num_planned and in_flight run ahead of num_cached and tokens by
+    what steps may do whose outcome has not been read yet.
     """
 
     request: Request
     detokenizer: Detokenizer
     eos_token_ids: frozenset[int]
     tokens: list[int]
-    slot: int = -1
-    num_cached: int = 0
-    by_draft: list[bool] = field(default_factory=list)  # per output token: written by the draft
-    finish_reason: FinishReason | None = None
-    counters: Counters = field(default_factory=Counters)
+    order: int  # of arrival
+    drafter: Drafter | None = None
     adjustments: LogitAdjustments | None = None
+    slot: int = -1  # -1: waits
+    num_cached: int = 0
+    num_hit: int = 0  # tokens that the prefix cache had when it was last admitted
+    prefill_end: int = 0
+    num_planned: int = 0  # tokens of the prefill that are cached or planned
+    in_flight: int = 0  # tokens at most that planned steps will add
+    draft_end: int = 0  # KV indices below it have their draft keys
+    nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
+    is_published: bool = True  # whether further pages may follow them
+    by_draft: list[bool] = field(default_factory=list)  # per output token: written by the draft
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second prompt token and on
+    num_preempted: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    counters: Counters = field(default_factory=Counters)
 
     @property
     def num_prompt(self) -> int:
@@ -63,20 +116,20 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether everything but the root is cached and the root was sampled."""
-        return self.num_cached == len(self.tokens) - 1 and len(self.tokens) > self.num_prompt
+    def is_prefilling(self) -> bool:
+        """Whether tokens of the prefill are still to be planned."""
+        return self.num_planned < self.prefill_end
 
     @property
-    def max_tokens_total(self) -> int:
-        """Tokens the sequence can grow to."""
-        return self.num_prompt + self.request.sampling.max_tokens
+    def urgency(self) -> tuple[int, int]:
+        """Sorts sequences: who runs first, and who gives way last."""
+        return (self.request.priority, self.order)
 
-    def append(self, token_ids: list[int], num_accepted: int) -> TokenDelta:
+    def append(self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None) -> TokenDelta:
         """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop, and say what was added."""
-        sampling = self.request.sampling
-        room = self.max_tokens_total - len(self.tokens)
-        kept, reason = token_ids[:room], None
+        room = self.request.max_tokens_total - len(self.tokens)
+        kept = token_ids if len(token_ids) <= room else token_ids[:room]
+        reason: FinishReason | None = None
         if not self.eos_token_ids.isdisjoint(kept):
             kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.eos_token_ids)]
             reason = "stop"
@@ -88,13 +141,19 @@ class Sequence:
         if reason is not None:
             text += self.detokenizer.finish()
         num_kept_drafts = min(num_accepted, len(kept))
-        self.tokens.extend(kept)
-        self.by_draft.extend([True] * num_kept_drafts + [False] * (len(kept) - num_kept_drafts))
-        if self.adjustments is not None:
-            self.adjustments.count(kept)
-        self.finish_reason = reason  # type: ignore[assignment]
-        assert len(self.tokens) <= self.max_tokens_total, (len(self.tokens), self.max_tokens_total, sampling)
-        return TokenDelta(self.request.id, kept, num_kept_drafts, text, self.finish_reason)
+        self.tokens += kept
+        self.by_draft += [True] * num_kept_drafts + [False] * (len(kept) - num_kept_drafts)
+        if logprobs is not None:
+            logprobs = logprobs[: len(kept)]
+            self.logprobs += logprobs
+        self.finish_reason = reason
+        assert len(kept) <= room, (len(kept), room)
+        return TokenDelta(self.request.id, kept, num_kept_drafts, text, reason, logprobs)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> TokenDelta:
+        """End it where it stands."""
+        self.finish_reason, self.error = reason, error
+        return TokenDelta(self.request.id, [], 0, self.detokenizer.finish(), reason, None, error)
 
 
 class LogitAdjustments:

@@ -1,36 +1,46 @@
 """Static per-slot state of the running batch, and the flat arrays a step binds from it.
 
-Fills the rows of every target forward and keeps, per slot, how tokens are drawn and the features the draft still has
-to see. Knows no model and makes no decision.
+Holds what a step needs of its sequences so that the next one may start before anyone has read its outcome: root tokens
+and positions, how tokens are drawn, the features the draft still has to see, and per page the last feature, with which
+the draft resumes behind a cached prefix. Knows no model and makes no decision.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from aquiline.config import SamplingParams
 from aquiline.engine.scheduler import Chunk
-from aquiline.engine.sequence import Sequence
+from aquiline.kv.pool import PagePool
 from aquiline.spec.drafters import Pending, Roots
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, Rows, RowSampling
 
 
 class Slots:
-    """S slots; `carried` [S, C, F] holds the features of a slot's last `num_carried` cached tokens."""
+    """S slots; `carried` [S, C, F] holds the features of a slot's last `num_carried` cached tokens, `carried_tokens`
+    [S, C] the tokens after them."""
 
-    def __init__(self, num_slots: int, max_carry: int, feature_width: int) -> None:
+    def __init__(self, pool: PagePool, max_carry: int, feature_width: int) -> None:
+        self.pool, num_slots = pool, len(pool.table)
+        self.tokens = np.zeros(num_slots, np.int32)
+        self.positions = np.zeros(num_slots, np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.uint64)
+        self.first_draft_key = np.ones(num_slots, np.int32)  # KV index; none below it is the draft's
         self.carried = np.empty((num_slots, max_carry, feature_width), np.float32)
+        self.carried_tokens = np.zeros((num_slots, max_carry), np.int32)
         self.num_carried = np.zeros(num_slots, np.int32)
-        self.carry_places = np.arange(num_slots * max_carry, dtype=np.int32)
+        self.page_features = np.empty((pool.num_pages, feature_width), np.float32)
+        self.places = np.arange(num_slots * max_carry, dtype=np.int32)
+        self.levels = np.arange(max_carry, dtype=np.int32)
 
-    def admit(self, slot: int, sampling: SamplingParams) -> None:
-        """Take over a request's sampling settings."""
+    def admit(self, chunk: Chunk) -> None:
+        """Take over a sequence with its first chunk."""
+        slot, sequence = chunk.slot, chunk.sequence
+        sampling = sequence.request.sampling
         assert sampling.seed is not None, "the engine resolves seeds"
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
@@ -38,6 +48,12 @@ class Slots:
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
         self.num_carried[slot] = 0
+        # Draft keys are of use from the page after the last that has none. The first of them is that of the row right
+        # before the page, computed from the feature at the end of the page before.
+        first = len(sequence.nodes)
+        while first > 0 and sequence.nodes[first - 1].has_draft:
+            first -= 1
+        self.first_draft_key[slot] = max(1, first * self.pool.page_size)
 
     def sampling(self, slots: Int32, positions: Int32) -> RowSampling:
         """How rows of the given slots draw the token after their own position."""
@@ -46,37 +62,67 @@ class Slots:
             positions + np.int32(1),
         )  # fmt: skip
 
-    def roots(self, sequences: tuple[Sequence, ...]) -> Roots:
-        """Root rows of decoding sequences."""
-        return Roots(
-            slots=np.array([s.slot for s in sequences], np.int32),
-            tokens=np.array([s.tokens[-1] for s in sequences], np.int32),
-            positions=np.array([s.num_cached for s in sequences], np.int32),
-        )
+    def roots(self, slots: Int32) -> Roots:
+        """Root rows of decoding slots."""
+        return Roots(slots=slots, tokens=self.tokens[slots], positions=self.positions[slots])
 
-    def pending(self, sequences: tuple[Sequence, ...], roots: Roots) -> Pending:
+    def pending(self, roots: Roots) -> Pending:
         """The draft rows that end right before each root: carried features beside the tokens that follow them."""
         counts = self.num_carried[roots.slots]
         slots = np.repeat(roots.slots, counts)
-        places = self.carry_places[: len(slots)] - np.repeat(np.cumsum(counts) - counts, counts)
-        tokens = [t for s, n in zip(sequences, counts.tolist(), strict=True) for t in s.tokens[-n:]]
+        places = self.places[: len(slots)] - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
         return Pending(
             slots=slots,
             positions=np.repeat(roots.positions - counts, counts) + places,
-            tokens=np.array(tokens, np.int32),
+            tokens=self.carried_tokens[slots, places],
             features=self.carried[slots, places],
         )
 
-    def carry(self, slots: Int32, tree: DraftTree, result: AcceptResult, features: Float32) -> None:
-        """Keep the features of each slot's accepted path, root included, for the draft's next extend pass."""
-        rows = tree.topology.offsets[:-1, None] + result.path
-        self.carried[slots, : rows.shape[1]] = features[rows]
-        self.num_carried[slots] = result.num_accepted + 1
+    def before(self, chunk: Chunk) -> Pending:
+        """The draft row right before a chunk that starts behind cached pages."""
+        at = chunk.start - 1
+        page = self.pool.table[chunk.slot, at // self.pool.page_size]
+        return Pending(
+            slots=np.array([chunk.slot], np.int32),
+            positions=np.array([at], np.int32),
+            tokens=np.array([chunk.sequence.tokens[chunk.start]], np.int32),
+            features=self.page_features[page][None],
+        )
 
-    def carry_one(self, slot: int, feature: Float32) -> None:
-        """Keep the feature of a prompt's last token."""
-        self.carried[slot, 0] = feature
-        self.num_carried[slot] = 1
+    def keep_page_features(self, slots: Int32, positions: Int32, features: Float32) -> None:
+        """Keep those features, of committed tokens, that stand at the end of a page."""
+        at_end = positions % self.pool.page_size == self.pool.page_size - 1
+        if at_end.any():
+            pages = self.pool.table[slots[at_end], positions[at_end] // self.pool.page_size]
+            self.page_features[pages] = features[at_end]
+
+    def advance(self, roots: Roots, result: AcceptResult) -> None:
+        """Move every slot to its next root."""
+        bonus = result.tokens[self.places[: len(roots.slots)], result.num_accepted]
+        self.tokens[roots.slots] = np.maximum(bonus, 0)
+        self.positions[roots.slots] += result.num_accepted + 1
+
+    def carry(self, roots: Roots, tree: DraftTree, result: AcceptResult, features: Float32) -> None:
+        """Keep the features of each slot's accepted path, root included, for the draft's next extend pass."""
+        slots, accepted = roots.slots, result.num_accepted
+        width = result.path.shape[1]
+        path_features = features[tree.topology.offsets[:-1, None] + result.path]
+        self.carried[slots, :width] = path_features
+        self.carried_tokens[slots, :width] = result.tokens
+        self.num_carried[slots] = accepted + 1
+        levels = self.levels[:width]
+        slot, level = np.nonzero(levels <= accepted[:, None])
+        self.keep_page_features(slots[slot], roots.positions[slot] + levels[level], path_features[slot, level])
+
+    def start(self, chunk: Chunk, token: int, feature: Float32 | None) -> None:
+        """Begin to decode after the last chunk: its last row's feature waits for the root, which comes after it."""
+        slot = chunk.slot
+        self.tokens[slot] = max(token, 0)
+        self.positions[slot] = chunk.end
+        if feature is not None:
+            self.carried[slot, 0] = feature
+            self.carried_tokens[slot, 0] = max(token, 0)
+            self.num_carried[slot] = 1
 
 
 def bind_tree(rows: Rows, tree: DraftTree, roots: Roots) -> None:
@@ -100,16 +146,21 @@ def bind_tree(rows: Rows, tree: DraftTree, roots: Roots) -> None:
 
 
 def bind_chunks(rows: Rows, chunks: tuple[Chunk, ...]) -> Int32:
-    """Rows of a prefill forward; returns the row of each chunk's last token, int32 [number of chunks]."""
-    lengths = [c.end - c.start for c in chunks]
-    n = sum(lengths)
-    positions = np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in chunks])
-    rows.num = n
-    rows.tokens[:n] = [t for c in chunks for t in c.sequence.tokens[c.start : c.end]]
-    rows.positions[:n] = positions
-    rows.slots[:n] = np.repeat([c.sequence.slot for c in chunks], lengths)
-    rows.write[:n] = positions
-    rows.key_start[:n] = 0
-    rows.context_len[:n] = positions + 1
-    rows.tail_len[:n] = 0
-    return (np.cumsum(lengths) - 1).astype(np.int32)
+    """Rows of prompt chunks, behind those that are bound; the first row of each, int32 [number of chunks].
+
+    A row whose key is in a cached page reads it and does not write it."""
+    firsts = []
+    for chunk in chunks:
+        first, sequence = rows.num, chunk.sequence
+        firsts.append(first)
+        rows.num += chunk.end - chunk.start
+        here = slice(first, rows.num)
+        rows.tokens[here] = sequence.tokens[chunk.start : chunk.end]
+        positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
+        rows.positions[here] = positions
+        rows.slots[here] = chunk.slot
+        rows.write[here] = np.where(positions < sequence.num_hit, -1, positions)
+        rows.key_start[here] = 0
+        rows.context_len[here] = positions + 1
+        rows.tail_len[here] = 0
+    return np.array(firsts, np.int32)

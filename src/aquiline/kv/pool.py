@@ -1,18 +1,23 @@
-"""Pages: who owns which run of KV indices. Knows nothing of models, trees or scheduling.
+"""Pages: who uses which run of KV indices. Knows nothing of models, trees or scheduling.
 
 One page table serves the target's and the draft's storage alike: the draft keeps row j at KV index j + 1, so that
 index i of either depends on tokens up to i only, and one rollback by length serves both (EAGLE3.md §2).
+
+A page is in use (by as many slots as its refcount says), idle (cached, used by nobody: the prefix cache may hand it out
+again) or free. Free pages are taken first, idle ones only under pressure, the least recently used first.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from aquiline.errors import OutOfPages
-from aquiline.types import KEY_GROUP, Int32, KVGroup
+from aquiline.types import KEY_GROUP, Bool, Int32, KVGroup
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,24 @@ def new_group(geometry: KVGeometry, num_pages: int, page_size: int, dtype: torch
 class PagePool:
     """Reference-counted pages and the per-slot tables that name them.
 
-    `table` [S, pages per slot] is the array the forwards read; rows of free slots are stale and never read."""
+    `table` [S, pages per slot] is the array the forwards read; rows of free slots are stale and never read. `evicted`
+    is called with a cached page before it is handed out for other keys; the prefix cache sets it."""
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int, pages_per_slot: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self.refcount: Int32 = np.zeros(num_pages, np.int32)
-        self.free = list(range(num_pages - 1, -1, -1))
+        self.is_free: Bool = np.ones(num_pages, np.bool_)
+        self.num_free = num_pages
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.cached: set[int] = set()
+        self.evicted: Callable[[int], None] = self.cached.discard
         self.table: Int32 = np.zeros((num_slots, pages_per_slot), np.int32)
         self.owned: list[list[int]] = [[] for _ in range(num_slots)]
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be handed out, cached ones that nobody uses included."""
+        return self.num_free + len(self.idle)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold KV indices 0 .. num_tokens - 1."""
@@ -57,34 +72,104 @@ class PagePool:
         """Give the slot pages for KV indices below num_tokens, keeping what it has.
 
         Raises OutOfPages, taking nothing, when the pool or the slot's table is too small."""
-        need = self.pages_for(num_tokens) - len(self.owned[slot])
+        owned = self.owned[slot]
+        need = self.pages_for(num_tokens) - len(owned)
         if need <= 0:
             return
-        if need > len(self.free) or len(self.owned[slot]) + need > self.table.shape[1]:
+        if need > self.num_available or len(owned) + need > self.table.shape[1]:
             raise OutOfPages(
                 f"{num_tokens} KV indices need {need} more pages of {self.page_size} tokens; "
-                f"{len(self.free)} of {self.num_pages} are free and a slot holds at most {self.table.shape[1]}"
+                f"{self.num_available} of {self.num_pages} are free and a slot holds at most {self.table.shape[1]}"
             )
-        for _ in range(need):
-            page = self.free.pop()
-            self.refcount[page] += 1
-            self.table[slot, len(self.owned[slot])] = page
-            self.owned[slot].append(page)
+        for count in range(need, 0, -1):
+            self._give(slot, self._take(owned[-1] if owned else -1, count))
+
+    def share(self, slot: int, pages: list[int]) -> None:
+        """Let the slot use cached pages after those it has."""
+        for page in pages:
+            assert page in self.cached, f"page {page} is not cached"
+            self._give(slot, page)
+
+    def replace(self, slot: int, index: int, page: int) -> None:
+        """Use a cached page that holds the same keys instead of the slot's own index-th."""
+        own = self.owned[slot][index]
+        self.idle.pop(page, None)
+        self.refcount[page] += 1
+        self.table[slot, index] = self.owned[slot][index] = page
+        self._drop(own)
 
     def release(self, slot: int, keep_tokens: int = 0) -> None:
-        """Drop the slot's pages that hold no KV index below keep_tokens; pages nobody refers to become free."""
+        """Drop the slot's pages that hold no KV index below keep_tokens, the last first."""
         keep = self.pages_for(keep_tokens)
         while len(self.owned[slot]) > keep:
-            page = self.owned[slot].pop()
-            self.refcount[page] -= 1
-            if self.refcount[page] == 0:
-                self.free.append(page)
+            self._drop(self.owned[slot].pop())
+
+    def cache(self, page: int) -> None:
+        """Keep a page when nobody uses it any more, until its room is needed."""
+        self.cached.add(page)
+
+    def uncache(self, page: int) -> None:
+        """The opposite of `cache`."""
+        self.cached.discard(page)
+        if self.refcount[page] == 0 and not self.is_free[page]:
+            self.idle.pop(page, None)
+            self._free(page)
+
+    def num_extents(self, slot: int) -> int:
+        """Runs of adjacent pages the slot's keys lie in; 1 is one stream of memory."""
+        pages = np.array(self.owned[slot])
+        return 1 + int((np.diff(pages) != 1).sum()) if len(pages) else 0
 
     def check(self) -> None:
-        """Conservation: every page is free or owned, as often as its refcount says, and the tables agree."""
+        """Conservation: every page is in use, idle or free, as its refcount says, and the tables agree."""
         counts = np.zeros(self.num_pages, np.int32)
         for slot, pages in enumerate(self.owned):
             np.add.at(counts, pages, 1)
             assert list(self.table[slot, : len(pages)]) == pages, f"slot {slot}: table and ownership disagree"
         assert (counts == self.refcount).all(), "refcounts disagree with ownership"
-        assert sorted(self.free) == list(np.flatnonzero(counts == 0)), "free list disagrees with refcounts"
+        idle = np.zeros(self.num_pages, np.bool_)
+        idle[list(self.idle)] = True
+        assert self.cached.issuperset(self.idle), "an idle page is not cached"
+        assert ((counts == 0) == (self.is_free | idle)).all(), "free and idle pages disagree with refcounts"
+        assert not (self.is_free & idle).any() and self.num_free == self.is_free.sum(), "free pages miscounted"
+        assert not self.is_free[list(self.cached)].any(), "a cached page is free"
+
+    def _give(self, slot: int, page: int) -> None:
+        self.idle.pop(page, None)
+        self.refcount[page] += 1
+        self.table[slot, len(self.owned[slot])] = page
+        self.owned[slot].append(page)
+
+    def _drop(self, page: int) -> None:
+        self.refcount[page] -= 1
+        if self.refcount[page] > 0:
+            return
+        if page in self.cached:
+            self.idle[page] = None
+        else:
+            self._free(page)
+
+    def _free(self, page: int) -> None:
+        self.is_free[page] = True
+        self.num_free += 1
+
+    def _take(self, last: int, count: int) -> int:
+        """A page for a slot whose last page is `last` (-1: none) and that takes `count`: the next one where it is free,
+        so that a context is read as one stream; else one in the longest free run, with room to grow behind whoever
+        ends right before it; else the least recently used idle page."""
+        if self.num_free == 0:
+            page = self.idle.popitem(last=False)[0]
+            self.evicted(page)
+            self.cached.discard(page)
+            return page
+        page = last + 1
+        if last < 0 or page >= self.num_pages or not self.is_free[page]:
+            edges = np.flatnonzero(np.diff(self.is_free, prepend=False, append=False))
+            starts, lengths = edges[::2], edges[1::2] - edges[::2]
+            longest = int(lengths.argmax())
+            page, room = int(starts[longest]), int(lengths[longest])
+            if page > 0 and room > count:
+                page += min(room // 2, room - count)
+        self.is_free[page] = False
+        self.num_free -= 1
+        return page

@@ -16,7 +16,7 @@ import numpy as np
 from aquiline.config import SpecConfig
 from aquiline.models.runner import DraftRunner
 from aquiline.spec.tree import DraftTree, Topology, chain_topology, static_shape, static_topology
-from aquiline.types import Float32, Int32, KVGroup, Rows, TopK
+from aquiline.types import Bool, Float32, Int32, KVGroup, Rows, TopK
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,20 @@ class Pending:
     tokens: Int32  # token j + 1
     features: Float32  # [n, 3 Ht]
 
+    def select(self, mask: Bool) -> Pending:
+        """The rows that mask [n] names."""
+        return Pending(self.slots[mask], self.positions[mask], self.tokens[mask], self.features[mask])
+
+    @staticmethod
+    def join(parts: list[Pending]) -> Pending:
+        """All rows of several, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return Pending(
+            np.concatenate([p.slots for p in parts]), np.concatenate([p.positions for p in parts]),
+            np.concatenate([p.tokens for p in parts]), np.concatenate([p.features for p in parts]),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class Roots:
@@ -37,12 +51,20 @@ class Roots:
     tokens: Int32
     positions: Int32
 
+    def part(self, first: int, end: int) -> Roots:
+        """Those from first to end - 1."""
+        return Roots(self.slots[first:end], self.tokens[first:end], self.positions[first:end])
+
 
 class DraftSession:
-    """Runs draft passes for one step: fills the flat rows, keeps what the next pass needs."""
+    """Runs draft passes for one step: fills the flat rows, keeps what the next pass needs.
 
-    def __init__(self, runner: DraftRunner, kv: KVGroup, rows: Rows) -> None:
-        self.runner, self.kv, self.rows = runner, kv, rows
+    first_key [S]: the first KV index of each slot that holds a key; at least 1, since row j lives at j + 1. num_rows
+    counts rows run."""
+
+    def __init__(self, runner: DraftRunner, kv: KVGroup, rows: Rows, first_key: Int32) -> None:
+        self.runner, self.kv, self.rows, self.first_key = runner, kv, rows, first_key
+        self.num_rows = 0
         self.places = np.arange(rows.max_rows, dtype=np.int32)
         self.roots: Roots
         self.num_scratch = 0  # rows written behind each root so far
@@ -55,10 +77,10 @@ class DraftSession:
         rows.positions[:n] = pending.positions
         rows.slots[:n] = pending.slots
         rows.write[:n] = pending.positions + 1
-        rows.key_start[:n] = 1  # index 0 is never written: row j lives at j + 1
+        rows.key_start[:n] = self.first_key[pending.slots]
         rows.context_len[:n] = pending.positions + 2
         rows.tail_len[:n] = 0
-        self.runner.forward(rows, self.kv, self.runner.fuse(pending.features))
+        self._forward(self.runner.fuse(pending.features))
 
     def extend(self, pending: Pending, roots: Roots, k: int) -> TopK:
         """Write the pending rows, the last of which stand right before the roots; the best k children of each root."""
@@ -75,7 +97,7 @@ class DraftSession:
         if self.num_scratch == 0:
             rows.num = n
             rows.slots[:n] = self.roots.slots
-            rows.key_start[:n] = 1
+            rows.key_start[:n] = self.first_key[self.roots.slots]
             rows.tail_len[:n] = 0
             rows.positions[:n] = self.roots.positions
         else:
@@ -84,7 +106,7 @@ class DraftSession:
         np.add(rows.positions[:n], 2, out=rows.context_len[:n])
         rows.tokens[:n] = tokens
         self.num_scratch += 1
-        self.runner.forward(rows, self.kv, self.runner.hidden[source])
+        self._forward(self.runner.hidden[source])
         return self.runner.top_k(self.places[:n], 1)
 
     def expand(self, tokens: Int32, source: Int32, tails: Int32, k: int) -> TopK:
@@ -98,14 +120,18 @@ class DraftSession:
         rows.tokens[:n] = tokens.ravel()
         rows.positions[:n] = base + (level - 2)
         rows.slots[:n] = np.repeat(roots.slots, m)
-        rows.key_start[:n] = 1
+        rows.key_start[:n] = self.first_key[rows.slots[:n]]
         rows.context_len[:n] = base
         np.add(tails.reshape(n, level), base[:, None], out=rows.tail[:n, :level])
         rows.tail_len[:n] = level
         rows.write[:n] = rows.tail[:n, level - 1]
         self.num_scratch += m
-        self.runner.forward(rows, self.kv, self.runner.hidden[source.ravel()])
+        self._forward(self.runner.hidden[source.ravel()])
         return self.runner.top_k(self.places[:n], k)
+
+    def _forward(self, g: Float32) -> None:
+        self.num_rows += self.rows.num
+        self.runner.forward(self.rows, self.kv, g)
 
 
 class Drafter(Protocol):

@@ -85,6 +85,22 @@ class DraftTree:
     tokens: Int32
 
 
+def join(trees: list[DraftTree]) -> DraftTree:
+    """The trees of several groups of slots as one, in order."""
+    if len(trees) == 1:
+        return trees[0]
+    ends = np.cumsum([0, *(len(tree.tokens) for tree in trees)])
+    empty = np.zeros(0, np.int32)
+    topology = Topology(
+        parents=np.concatenate([empty, *(tree.topology.parents for tree in trees)]),
+        depths=np.concatenate([empty, *(tree.topology.depths for tree in trees)]),
+        offsets=np.concatenate(
+            [[0], *(tree.topology.offsets[1:] + end for tree, end in zip(trees, ends[:-1], strict=True))]
+        ).astype(np.int32),
+    )
+    return DraftTree(topology, np.concatenate([empty, *(tree.tokens for tree in trees)]))
+
+
 def own_bits(local: Int32) -> Int64:
     """int64 [R, W]: one bit per row; W covers the largest slot-local node number."""
     bits = np.zeros((len(local), int(local.max(initial=0)) // WORD + 1), np.uint64)

@@ -1,0 +1,156 @@
+"""The asynchronous interface: `async for delta in AsyncLLM(...).generate(prompt)`.
+
+One thread owns the engine; the event loop and it meet in one queue of commands and one callback per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field
+
+from aquiline.config import SamplingParams, SpecConfig
+from aquiline.engine.llm import LLM
+from aquiline.engine.sequence import Request, TokenDelta
+from aquiline.errors import EngineStopped, NumericalError
+
+
+@dataclass(eq=False)
+class _Stream:
+    """A request and the place where its caller waits for deltas, or for the error that ends it."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    arrived: asyncio.Queue[TokenDelta | Exception] = field(default_factory=asyncio.Queue)
+
+
+class AsyncLLM:
+    """Runs an LLM in a thread of its own for any number of concurrent callers.
+
+    `async with AsyncLLM(LLM(...)) as engine:` ends the thread; requests that have not finished then raise
+    EngineStopped. The LLM must not be used otherwise meanwhile."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[int | str, _Stream] = {}  # the engine thread's
+        self._ids = itertools.count()
+        self._stopped: str | None = None
+        self._thread = threading.Thread(target=self._run, name="aquiline-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """End the engine thread after its current step."""
+        self._commands.put(None)
+        self._thread.join()
+
+    async def generate(
+        self,
+        prompt: str | Iterable[int],
+        sampling: SamplingParams | None = None,
+        *,
+        spec: SpecConfig | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        request_id: int | str | None = None,
+    ) -> AsyncGenerator[TokenDelta]:
+        """Continue one prompt; deltas as they are computed, the last with a finish_reason.
+
+        Closing the iterator, or cancelling whoever waits for it, aborts the request. Raises as LLM.run does, ValueError
+        for a request_id that is in use, EngineStopped once the engine has ended."""
+        chosen = next(self._ids) if request_id is None else request_id
+        params = sampling or SamplingParams()
+        request = await asyncio.to_thread(self.llm.request, chosen, prompt, params, spec, priority, deadline_s)
+        stream = _Stream(request, asyncio.get_running_loop())
+        self._commands.put(lambda: self._add(stream))
+        if self._stopped is not None:  # set before the thread looks at its commands for the last time
+            raise EngineStopped(self._stopped)
+        is_over = False
+        try:
+            while not is_over:
+                arrived = await stream.arrived.get()
+                is_over = isinstance(arrived, Exception) or arrived.finish_reason is not None
+                if isinstance(arrived, Exception):
+                    raise arrived
+                if arrived.error is not None:
+                    raise NumericalError(arrived.error)
+                yield arrived
+        finally:
+            if not is_over:
+                self._commands.put(lambda: self._abort(stream))
+
+    def _run(self) -> None:
+        reason = "the engine was closed"
+        try:
+            while self._obey():
+                by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenDelta]]] = {}
+                for delta in self.llm.engine.step():
+                    stream = self._streams[delta.request_id]
+                    by_loop.setdefault(stream.loop, []).append((stream, delta))
+                    if delta.finish_reason is not None:
+                        del self._streams[delta.request_id]
+                for loop, deltas in by_loop.items():
+                    self._deliver(loop, deltas)
+        except Exception as error:  # whatever it was, nobody may wait for ever
+            reason = f"the engine stopped: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._stopped = reason
+            self.llm.engine.reset()
+            while not self._commands.empty():
+                command = self._commands.get()
+                if command is not None:
+                    command()
+            for stream in self._streams.values():
+                self._tell(stream, EngineStopped(reason))
+            self._streams.clear()
+
+    def _obey(self) -> bool:
+        """Carry out the commands that came, waiting for one when there is nothing to do; False to end."""
+        while not self._commands.empty() or not self.llm.engine.is_busy:
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+        return True
+
+    def _add(self, stream: _Stream) -> None:
+        try:
+            if self._stopped is not None:
+                raise EngineStopped(self._stopped)
+            self.llm.engine.add(stream.request)
+        except Exception as error:
+            self._tell(stream, error)
+        else:
+            self._streams[stream.request.id] = stream
+
+    def _abort(self, stream: _Stream) -> None:
+        if self._streams.get(stream.request.id) is stream:  # it may have finished meanwhile
+            del self._streams[stream.request.id]
+            self.llm.engine.abort(stream.request.id)
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop, deltas: list[tuple[_Stream, TokenDelta]]) -> None:
+        def put() -> None:
+            for stream, delta in deltas:
+                stream.arrived.put_nowait(delta)
+
+        try:
+            loop.call_soon_threadsafe(put)
+        except RuntimeError:  # that loop has ended, and its callers with it
+            for stream, _ in deltas:
+                self._abort(stream)
+
+    @staticmethod
+    def _tell(stream: _Stream, error: Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # that loop has ended: nobody is left to tell
+            stream.loop.call_soon_threadsafe(stream.arrived.put_nowait, error)

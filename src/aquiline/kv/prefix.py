@@ -1,0 +1,96 @@
+"""The prefix cache: a tree of whole pages, keyed by the tokens in them. Knows pages and tokens, nothing of models.
+
+A page's keys depend on the tokens up to its end and on nothing else, bit for bit, so any sequence that begins with
+them may use it. Only committed tokens enter. A sequence uses the tree's page for all that it has published, so a page
+is never dropped before those below it, and the oldest idle page is always a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from aquiline.kv.pool import PagePool
+
+
+@dataclass(eq=False)
+class Node:
+    """One page of tokens below those of its parents. has_draft: the draft's keys are there too."""
+
+    tokens: tuple[int, ...]
+    page: int
+    has_draft: bool
+    parent: Node | None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """All cached pages of a pool. Reads take no page: PagePool.share does."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.root = Node((), -1, False, None)
+        self.by_page: dict[int, Node] = {}
+        pool.evicted = self._forget
+
+    def match(self, tokens: list[int]) -> list[Node]:
+        """The longest path of cached pages that `tokens` begins with."""
+        path, node, size = [], self.root, self.pool.page_size
+        for start in range(0, len(tokens) - size + 1, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def publish(self, slot: int, parent: Node | None, index: int, tokens: list[int], has_draft: bool) -> Node | None:
+        """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to everyone.
+
+        Where the tree has that page already the slot takes it and drops its own. If only its own has the draft's keys
+        the tree takes that one instead; None, and nothing more to publish below, if the tree's is in use."""
+        parent, key, page = parent or self.root, tuple(tokens), self.pool.owned[slot][index]
+        assert len(key) == self.pool.page_size, (len(key), self.pool.page_size)
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(key, page, has_draft, parent)
+        elif node.page == page:
+            return node
+        elif node.has_draft or not has_draft:
+            self.pool.replace(slot, index, node.page)
+            return node
+        elif self.pool.refcount[node.page] == 0:
+            del self.by_page[node.page]
+            self.pool.uncache(node.page)
+            node.page, node.has_draft = page, True
+        else:
+            return None
+        self.by_page[page] = node
+        self.pool.cache(page)
+        return node
+
+    def clear(self) -> None:
+        """Forget everything; pages in use stay with their users."""
+        for page in list(self.by_page):
+            self.pool.uncache(page)
+        self.by_page.clear()
+        self.root.children.clear()
+
+    def check(self) -> None:
+        """Every node's page is cached and named once, and nothing hangs below a page that was dropped."""
+        pages = [node.page for node in self._nodes(self.root)]
+        assert len(set(pages)) == len(pages) and set(pages) == set(self.by_page) == self.pool.cached, "tree and pool"
+        for node in self.by_page.values():
+            used = self.pool.refcount[node.page] > 0
+            below = sum(int(self.pool.refcount[child.page]) for child in node.children.values())
+            assert used or not below, f"page {node.page} is idle, pages below it are in use"
+
+    def _nodes(self, node: Node) -> Iterator[Node]:
+        for child in node.children.values():
+            yield child
+            yield from self._nodes(child)
+
+    def _forget(self, page: int) -> None:
+        node = self.by_page.pop(page)
+        assert not node.children and node.parent is not None, f"page {page} is dropped before those below it"
+        del node.parent.children[node.tokens]
