@@ -13,6 +13,10 @@ class OutOfPages(AquilineError):
     """The page pool cannot hold a request; the message says how many pages it needs and how many there are."""
 
 
+class OutOfMemory(AquilineError):
+    """Weights or caches do not fit into memory; the message says how much they need and how much is free."""
+
+
 class NumericalError(AquilineError):
     """The model produced NaN or no finite logit for a token that had to be drawn."""
 

@@ -136,7 +136,7 @@ def test_json_output_of_generate(pair: Path) -> None:
     from aquiline.cli.generate import as_dict
 
     result = llm.run([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
-    data = json.loads(json.dumps(as_dict(result, llm.models.system())))
+    data = json.loads(json.dumps(as_dict(result, llm)))
     assert len(data["outputs"][0]["token_ids"]) == len(data["outputs"][0]["accepted_by"]) == 9
     assert set(data["outputs"][0]["accepted_by"]) <= {"draft", "target"}
     wanted = (

@@ -1,4 +1,4 @@
-"""`aquiline generate`: one prompt, one continuation."""
+"""`aquiline generate`: one prompt and its continuation, or a file of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aquiline.config import SamplingParams
     from aquiline.engine.llm import LLM, Result
 
-SAMPLING, DRAFTING = "Sampling", "Drafting"
+SAMPLING, DRAFTING, ENGINE = "Sampling", "Drafting", "Many prompts and memory"
 FLAGS = {
     "num_spec_tokens": "--num-spec-tokens", "depth": "--depth", "top_k": "--draft-top-k", "num_nodes": "--num-nodes",
 }  # fmt: skip
@@ -27,6 +27,8 @@ Examples:
   aquiline generate --prompt 'def fibonacci(n):' --max-tokens 64
 
   aquiline generate --target DIR --draft DIR --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
+
+  aquiline generate --prompts-file questions.jsonl --out answers.jsonl --max-batch 16 --max-tokens 256
 
   echo 'import os' | aquiline generate --drafter dynamic --depth 4 --draft-top-k 4 --num-nodes 16
 """
@@ -65,6 +67,21 @@ def generate(
     depth: Annotated[int | None, typer.Option(help="Dynamic: passes past the first.", rich_help_panel=DRAFTING)] = None,
     draft_top_k: Annotated[int | None, typer.Option(help="Dynamic: beam width.", rich_help_panel=DRAFTING)] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Dynamic: nodes, root too.", rich_help_panel=DRAFTING)] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help='JSONL of {"prompt": text}; resumes where --out ends.', rich_help_panel=ENGINE)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSONL of results for --prompts-file, in its order.", rich_help_panel=ENGINE)
+    ] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Requests that run at once. Default: 8 with a file.", rich_help_panel=ENGINE)
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Tokens per request, prompt and output.", rich_help_panel=ENGINE)
+    ] = None,
+    cache_fraction: Annotated[
+        float, typer.Option(help="Share of the free memory that keys and values may take.", rich_help_panel=ENGINE)
+    ] = 0.5,
     capture: Annotated[
         str | None,
         typer.Option(help="Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says."),
@@ -76,8 +93,8 @@ def generate(
     arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Continue a prompt with a target, with or without a draft; the text is the same either way."""
-    from aquiline.config import SamplingParams, SpecConfig
+    """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""
+    from aquiline.config import EngineConfig, SamplingParams, SpecConfig
     from aquiline.engine.llm import LLM
 
     sampling = SamplingParams(
@@ -96,11 +113,22 @@ def generate(
         print(f"aquiline: {FLAGS[name]} has no effect with drafter {spec.drafter}", file=sys.stderr)
     if target is None and draft is not None:
         raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
+    if (prompts_file is None) != (out is None):
+        raise ValueError("prompts_file: --prompts-file and --out go together")
+    text = _prompt_text(prompt, prompt_file) if prompts_file is None else None
+    engine = EngineConfig(
+        max_batch=max_batch or (8 if text is None else 1), max_context=max_context, cache_fraction=cache_fraction
+    )
     llm = LLM(
-        target, None if kind == "none" else draft, spec=spec, dtype=dtype, arithmetic=arithmetic,
+        target, None if kind == "none" else draft, spec=spec, dtype=dtype, arithmetic=arithmetic, engine=engine,
         capture=layers(capture), norm_feedback=norm_feedback,
     )  # fmt: skip
-    _print(llm, _prompt_text(prompt, prompt_file), sampling, as_json)
+    if text is not None:
+        _print(llm, text, sampling, as_json)
+    else:
+        assert prompts_file is not None and out is not None
+        settings: dict[str, object] = {"target": target, "dtype": dtype, "arithmetic": arithmetic}
+        _run_file(llm, prompts_file, out, sampling, settings, as_json)
 
 
 generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
@@ -110,7 +138,7 @@ def _print(llm: LLM, text: str, sampling: SamplingParams, as_json: bool) -> None
     streams = not as_json and sys.stdout.isatty()
     result = llm.run(text, sampling, on_delta=(lambda d: print(d.text, end="", flush=True)) if streams else None)
     if as_json:
-        print(json.dumps(as_dict(result, llm.models.system())))
+        print(json.dumps(as_dict(result, llm)))
         return
     print("" if streams else result.outputs[0].text)
     s = result.summary
@@ -121,7 +149,32 @@ def _print(llm: LLM, text: str, sampling: SamplingParams, as_json: bool) -> None
     )
 
 
-def as_dict(result: Result, system: dict[str, object]) -> dict[str, object]:
+def _run_file(
+    llm: LLM, rows: Path, out: Path, sampling: SamplingParams, settings: dict[str, object], as_json: bool
+) -> None:
+    from aquiline.engine.bulk import BulkRun
+
+    run = BulkRun(llm, rows, out, sampling, settings)
+    if not as_json:
+        print(llm.engine.memory, file=sys.stderr)
+    result = run.run(progress=not as_json)
+    for line, reason in result.failed.items():
+        print(f"aquiline: {rows}, line {line}: {reason}", file=sys.stderr)
+    s = result.summary
+    if as_json:
+        print(json.dumps({
+            "num_rows": result.num_rows, "num_resumed": result.num_resumed, "failed": result.failed,
+            "metrics": s.as_dict(), "memory": llm.engine.memory.as_dict(), "system": llm.models.system(),
+        }))  # fmt: skip
+        return
+    print(
+        f"{result.num_rows} rows ({result.num_resumed} were there, {len(result.failed)} failed), "
+        f"{s.tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}; {s.slots_line}",
+        file=sys.stderr,
+    )
+
+
+def as_dict(result: Result, llm: LLM) -> dict[str, object]:
     """The JSON of `aquiline generate --json`."""
     return {
         "outputs": [
@@ -135,7 +188,8 @@ def as_dict(result: Result, system: dict[str, object]) -> dict[str, object]:
             for o in result.outputs
         ],
         "metrics": result.summary.as_dict(),
-        "system": system,
+        "memory": llm.engine.memory.as_dict(),
+        "system": llm.models.system(),
     }
 
 

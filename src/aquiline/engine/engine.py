@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 
-import psutil
-
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig, SpecConfig
 from aquiline.engine.detokenizer import Detokenizer
+from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
 from aquiline.engine.scheduler import Scheduler, StepPlan
 from aquiline.engine.sequence import LogitAdjustments, Request, Sequence, TokenDelta
@@ -31,6 +30,7 @@ class Engine:
         self.max_context = context_limit(models, config)
         per_slot = -(-(self.max_context + MAX_NODES + MAX_DEPTH + 2) // config.page_size)
         num_pages = config.num_pages or min(per_slot * config.max_batch, affordable_pages(models, config))
+        self.memory = plan_memory(models, config.page_size, num_pages, self.max_context)
         self.pool = PagePool(num_pages, config.page_size, config.max_batch, per_slot)
         self.prefix = PrefixCache(self.pool) if config.prefix_cache else None
         self.scheduler = Scheduler(self.pool, self.prefix, config.max_batch, config.row_budget)
@@ -230,9 +230,3 @@ def context_limit(models: LoadedModels, config: EngineConfig) -> int:
     if config.max_context is not None and config.max_context > limit:
         raise ValueError(f"max_context={config.max_context}: the model was built for {limit} positions")
     return config.max_context or limit
-
-
-def affordable_pages(models: LoadedModels, config: EngineConfig) -> int:
-    """Pages that config.cache_fraction of the free memory holds, at least one."""
-    page_bytes = models.bytes_per_token() * config.page_size
-    return max(1, int(psutil.virtual_memory().available * config.cache_fraction) // page_bytes)

@@ -22,7 +22,7 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
-from aquiline.models.load import load_target, read_model_config, resolve
+from aquiline.models.load import check_fits, load_target, read_model_config, resolve
 from aquiline.models.runner import (
     DraftRunner,
     NativeDraft,
@@ -53,6 +53,7 @@ class LoadedModels:
     arithmetic: str
     max_rows: int
     is_native: bool
+    weight_bytes: int
 
     @property
     def vocab_size(self) -> int:
@@ -78,10 +79,10 @@ class LoadedModels:
         assert self.draft_config is not None
         return new_group(geometry(self.draft_config), num_pages, page_size, self.dtype)
 
-    def bytes_per_token(self) -> int:
-        """KV bytes of one token, target and draft together."""
-        configs = [self.target_config] + ([self.draft_config] if self.draft_config else [])
-        return sum(geometry(c).bytes_per_token(self.dtype) for c in configs)
+    def kv_bytes_per_token(self) -> tuple[int, int]:
+        """KV bytes of one token: the target's, the draft's."""
+        target = geometry(self.target_config).bytes_per_token(self.dtype)
+        return target, geometry(self.draft_config).bytes_per_token(self.dtype) if self.draft_config else 0
 
     def move_kv(self, kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:
         """Copy keys and values of every layer from KV index src[i] to dst[i] of slots[i], in order."""
@@ -128,14 +129,15 @@ def load_models(
 ) -> LoadedModels:
     """Load and pack a target and its draft, whose checkpoint's own words `overrides` may replace.
 
-    Raises CheckpointError listing everything that is wrong or does not fit, ValueError for an arithmetic this machine
-    or dtype does not have."""
+    Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for an
+    arithmetic this machine or dtype does not have."""
     target_dir = resolve(target)
     draft_dir = resolve(draft) if draft is not None else None
     capture: tuple[int, ...] = ()
     if draft_dir is not None:
         reading = read_draft(draft_dir, read_model_config(target_dir), overrides)
         capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
+    check_fits([target_dir] + ([draft_dir] if draft_dir is not None else []), dtype)
     decoder = load_target(target_dir, dtype=dtype, capture=capture)
     head = None
     if draft_dir is not None:
@@ -157,6 +159,7 @@ def from_modules(
     """Put loaded modules into the runners this machine has. Raises ValueError for an arithmetic it does not have."""
     is_native = use_native(environment)
     check_arithmetic(arithmetic, dtype, is_native)
+    weights = {w.data_ptr(): w.nbytes for m in (decoder, head) if m is not None for w in m.parameters()}
     max_rows = config.row_budget + config.max_batch * MAX_NODES
     new_target: Callable[[Decoder, int], TargetRunner] = TorchTarget
     new_draft: Callable[[DraftHead, int], DraftRunner] = TorchDraft
@@ -174,6 +177,7 @@ def from_modules(
         arithmetic=arithmetic,
         max_rows=max_rows,
         is_native=is_native,
+        weight_bytes=sum(weights.values()),
     )
 
 

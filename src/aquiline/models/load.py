@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aquiline.errors import CheckpointError
+import psutil
+
+from aquiline.errors import CheckpointError, OutOfMemory
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.families import read_model_config
 from aquiline.models.files import Entry, Tensors, check_entries, fill, parameters_in, refuse, resolve
 from aquiline.types import storage_dtype
 
-__all__ = ["layer_entries", "load_target", "read_model_config", "resolve", "target_entries"]
+__all__ = ["check_fits", "layer_entries", "load_target", "read_model_config", "resolve", "target_entries"]
 
 ROWS, COLUMNS = 0, 1  # the axes tensor parallelism splits: a projection's outputs, or its inputs
 
@@ -84,6 +86,26 @@ def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int
     target.requires_grad_(False)
     fill(target, tensors, entries)
     return target.eval()
+
+
+def check_fits(directories: list[Path], dtype: str) -> None:
+    """Raises OutOfMemory if the weights of these checkpoints cannot be loaded into the memory that is free.
+
+    While they are packed for the CPU there are two copies."""
+    wanted = 0
+    for directory in directories:
+        tensors = Tensors(directory)
+        for name in tensors.names:
+            size = storage_dtype(dtype).itemsize
+            for extent in tensors.shape(name):
+                size *= extent
+            wanted += size
+    free = psutil.virtual_memory().available
+    if 2 * wanted > free:
+        raise OutOfMemory(
+            f"{', '.join(map(str, directories))}: {wanted / 1e9:.2f} GB of weights as {dtype} take twice that while "
+            f"they are packed, and {free / 1e9:.2f} GB are free; free memory or take a smaller model"
+        )
 
 
 def _check_tied(config: ModelConfig, tensors: Tensors) -> None:

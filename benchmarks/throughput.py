@@ -1,0 +1,124 @@
+"""Many requests at once on the bundled pair: aggregate tokens per second by batch, with and without speculation.
+
+Every batch decodes prompts of real code, 128 new tokens each, greedy and at a temperature; settings alternate inside
+one run, medians. Beside each ratio stands what the roofline allows: a step of n rows costs the weights' bytes or the
+rows' arithmetic, whichever takes longer, and the same run measures both (a forward of one row, and the slope per row).
+The last part gives the share of a step that is the host's. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+
+from aquiline.bench.prompts import read_prompts
+from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.engine.bundled import BUNDLED_PROMPTS
+from aquiline.engine.llm import LLM
+from aquiline.metrics import RunSummary, repeated_share
+
+NEW_TOKENS = 128
+PROMPT_TOKENS = 192
+BASELINE = SpecConfig(drafter="none")
+
+
+def step_costs(llm: LLM, batches: list[int], nodes: int) -> dict[int, float]:
+    """Median ms of a target forward and its draw for n rows, n of every batch with and without drafts."""
+    stepper = llm.engine.stepper
+    rows, target = stepper.rows, llm.models.target
+    costs = {}
+    for n in sorted({1, *batches, *(b * nodes for b in batches)}):
+        slots = max(1, n // nodes)
+        rows.num = n
+        rows.slots[:n] = np.sort(np.arange(n) % slots)
+        rows.positions[:n] = rows.write[:n] = PROMPT_TOKENS
+        rows.context_len[:n] = PROMPT_TOKENS + 1
+        rows.tail_len[:n] = rows.key_start[:n] = 0
+        stepper.pool.table[:slots, : PROMPT_TOKENS // 64 + 1] = np.arange(slots * 4).reshape(slots, 4)
+        every = np.arange(n, dtype=np.int32)
+        times = []
+        for _ in range(40):
+            began = time.perf_counter()
+            target.forward(rows, stepper.kv)
+            target.draw(every, stepper.slots.sampling(rows.slots[:n], rows.positions[:n]))
+            times.append(time.perf_counter() - began)
+        costs[n] = 1e3 * statistics.median(times)
+    return costs
+
+
+def measure(
+    llm: LLM, prompts: list[list[int]], specs: dict[str, SpecConfig], temperature: float, repeats: int
+) -> dict[str, list[RunSummary]]:
+    """Alternated runs of every setting over one batch; the first round warms up."""
+    sampling = [
+        SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    found: dict[str, list[RunSummary]] = {name: [] for name in specs}
+    expected: list[list[int]] = []
+    for round_ in range(repeats + 1):
+        for name, spec in specs.items():
+            result = llm.run(prompts, sampling, spec=spec)
+            tokens = [o.token_ids for o in result.outputs]
+            expected = expected or tokens
+            assert tokens == expected, f"{name} changed the text"
+            if round_:
+                found[name].append(result.summary)
+    print(f"  repeated 8-grams {statistics.mean(repeated_share(t) for t in expected):.0%}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--num-spec-tokens", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--arithmetic", default="float32")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    specs = {"baseline": BASELINE} | {
+        f"chain K={k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in args.num_spec_tokens
+    }
+    table: list[dict[str, object]] = []
+    for batch in args.batches:
+        config = EngineConfig(max_batch=batch, prefix_cache=False, max_context=1024)
+        llm = LLM(engine=config, arithmetic=args.arithmetic)
+        texts = [llm.encode(prompt.text) for prompt in read_prompts(BUNDLED_PROMPTS)]
+        prompts = [texts[i % len(texts)][i // len(texts) :][:PROMPT_TOKENS] for i in range(batch)]
+        costs = step_costs(llm, [batch], 1)
+        for temperature in args.temperatures:
+            print(f"batch {batch}, temperature {temperature:g}, {len(prompts[0])} prompt tokens")
+            runs = measure(llm, prompts, specs, temperature, args.repeats)
+            base = statistics.median(s.decode_tokens_per_s for s in runs["baseline"])
+            for name, summaries in runs.items():
+                nodes = specs[name].max_nodes
+                costs |= step_costs(llm, [batch], nodes)
+                rate = statistics.median(s.decode_tokens_per_s for s in summaries)
+                last = summaries[-1]
+                steps = last.num_decode_steps
+                ms = {stage: value / steps for stage, value in last.stage_ms.items()}
+                total = sum(ms.values())
+                # With drafting for nothing, no host and everyone active: what the verify forward alone allows.
+                allowed = last.counters.tau * costs[batch] / costs[batch * nodes]
+                row: dict[str, object] = {
+                    "batch": batch, "temperature": temperature, "setting": name, "tokens_per_s": rate,
+                    "speedup": rate / base, "speedup_free_draft": allowed, "tau": last.counters.tau,
+                    "step_ms": total, "host_share": ms["host"] / total, "stage_ms_per_step": ms,
+                    "verify_ms": costs[batch * nodes], "one_row_ms": costs[1],
+                }  # fmt: skip
+                table.append(row)
+                print(
+                    f"  {name:>10}: {rate:6.0f} tok/s {rate / base:.2f}x (a free draft would give {allowed:.2f}x), tau "
+                    f"{last.counters.tau:.2f}; step {total:.2f} ms: " + ", ".join(f"{k} {v:.2f}" for k, v in ms.items())
+                    + f"; host {ms['host'] / total:.1%}; {batch * nodes} rows cost "
+                    f"{costs[batch * nodes] / costs[1]:.2f} of one"
+                )  # fmt: skip
+    print(json.dumps({"benchmark": "throughput", "table": table, "system": llm.models.system()}))
+
+
+if __name__ == "__main__":
+    main()
