@@ -145,6 +145,25 @@ int draw(DrawJob job) {
   return 0;
 }
 
+int head_topk(TopKJob job) {
+  AQ_TRY(check_selection(job.model, job.hidden, job.row_index, job.n));
+  const int vocab = job.model->head.n;
+  AQ_REQUIRE(job.k >= 0 && job.k <= vocab, "k=%d: must be in [0, %d]", job.k, vocab);
+  AQ_TRY(check_pointer("ids", job.ids, sizeof(int32_t)));
+  AQ_TRY(check_pointer("logprobs", job.logprobs, sizeof(float)));
+  for (int i = 0; job.chosen != nullptr && i < job.n; i++)
+    AQ_REQUIRE(job.chosen[i] >= 0 && job.chosen[i] < vocab, "chosen[%d]=%d: must be in [0, %d)", i, job.chosen[i], vocab);
+  if (job.n == 0) return 0;
+  Lock lock(engine().mutex);
+  const size_t width = padded_vocab(vocab);
+  AQ_RESERVE(job.normed, normed, float, norm_copies(job.n, num_threads()) * job.n * job.model->hidden);
+  AQ_RESERVE(job.logits, logits, float, job.n * width);
+  job.workspace_floats = 3 * width;
+  AQ_RESERVE(job.workspace, workspace, float, num_threads() * job.workspace_floats);
+  run_job<TopKJob, &Kernels::head_topk>(job);
+  return 0;
+}
+
 template <class T>
 void move_keys(const AqKV& kv, const int32_t* table, int src, int dst) {
   const size_t page = (size_t)kv.page_size * kv.head_dim;
@@ -281,22 +300,15 @@ int aq_head_draw(const AqModel* model, const float* hidden, const int32_t* row_i
 
 int aq_head_topk(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
                  float* logprobs) {
-  AQ_TRY(check_selection(model, hidden, row_index, n));
-  AQ_REQUIRE(k >= 1 && k <= model->head.n, "k=%d: must be in [1, %d]", k, model->head.n);
-  AQ_TRY(check_pointer("ids", ids, sizeof(int32_t)));
-  AQ_TRY(check_pointer("logprobs", logprobs, sizeof(float)));
-  if (n == 0) return 0;
-  Lock lock(engine().mutex);
-  TopKJob job{};
-  job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.k = k;
-  job.ids = ids, job.logprobs = logprobs;
-  const size_t width = padded_vocab(model->head.n);
-  AQ_RESERVE(job.normed, normed, float, norm_copies(n, num_threads()) * n * model->hidden);
-  AQ_RESERVE(job.logits, logits, float, n * width);
-  job.workspace_floats = 3 * width;
-  AQ_RESERVE(job.workspace, workspace, float, num_threads() * job.workspace_floats);
-  run_job<TopKJob, &Kernels::head_topk>(job);
-  return 0;
+  return head_topk({model, hidden, row_index, n, k, ids, logprobs});
+}
+
+int aq_head_logprobs(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, int32_t k,
+                     int32_t* ids, float* logprobs, const int32_t* chosen, float* chosen_logprobs, int32_t* ranks) {
+  AQ_TRY(check_pointer("chosen", chosen, sizeof(int32_t)));
+  AQ_TRY(check_pointer("chosen_logprobs", chosen_logprobs, sizeof(float)));
+  AQ_TRY(check_pointer("ranks", ranks, sizeof(int32_t)));
+  return head_topk({model, hidden, row_index, n, k, ids, logprobs, chosen, chosen_logprobs, ranks});
 }
 
 int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling* sampling, int32_t* tokens) {

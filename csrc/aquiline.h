@@ -90,9 +90,13 @@ int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index
 // Draws without writing logits to the caller; tokens[i] = -1 where a logit is NaN or none is finite.
 int aq_head_draw(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
                  int32_t* tokens);
-// The k most probable ids in descending order (ties: lowest id first) and their log-probabilities.
+// The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. These are NaN
+// where a logit is NaN or +inf or none is finite; which ids the row then gets means nothing.
 int aq_head_topk(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
                  float* logprobs);
+// The same and, of token chosen[i] of row i, the log-probability and the rank in that order, counted from 1.
+int aq_head_logprobs(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
+                     float* logprobs, const int32_t* chosen, float* chosen_logprobs, int32_t* ranks);
 int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling*, int32_t* tokens);
 
 // Single parts, for tests and for the draft's fusion layer.

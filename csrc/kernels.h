@@ -100,6 +100,9 @@ struct TopKJob {
   int n, k;
   int32_t* ids;
   float* logprobs;
+  const int32_t* chosen;     // NULL: only the k best are wanted
+  float* chosen_logprobs;
+  int32_t* ranks;
   float *normed, *logits;
   float* workspace;          // per worker: 3 * padded vocab
   size_t workspace_floats;

@@ -1,4 +1,5 @@
-// The head: logits, drawing a token by Gumbel-argmax, and the k best ids. Twins of reference.draw and reference.top_k.
+// The head: logits, drawing a token by Gumbel-argmax, the k best ids and log-probabilities. Twins of reference.draw,
+// reference.top_k and reference.logprobs.
 #pragma once
 #include "linear.h"
 
@@ -171,6 +172,17 @@ struct Ranking {
     const Heap heap = above(bound(k));
     return heap.count >= k ? heap : above(-kInfinity);  // NaNs can spoil the bound
   }
+
+  // The place of an id among all, from 1. The padding stands behind every id.
+  int rank(int id) const {
+    const Entry entry{scores[id], id};
+    int place = 1;
+    for (int c = 0; c * kChunk < vocab; c++) {
+      if (maxima[c] < entry.score) continue;
+      for (int i = c * kChunk; i < (c + 1) * kChunk; i++) place += before(Entry{scores[i], i}, entry);
+    }
+    return place;
+  }
 };
 
 AQ_INLINE bool has_filter(const AqSampling& s, int i, int vocab) {
@@ -305,12 +317,18 @@ static void head_topk(const Worker& worker, const TopKJob& job) {
     float* maxima = job.workspace + worker.index * job.workspace_floats;
     Ranking ranking{logits, vocab, maxima, (Entry*)(maxima + width), 0.0f};
     ranking.scan();
-    const float normalizer = log1(ranking.mass());
+    // NaN, the same bits on every CPU, where a logit is NaN or +inf or none is finite: then the mass is not a number.
+    const float mass = ranking.mass(), normalizer = log1(mass);
+    const auto logprob = [&](float score) { return mass != mass ? __builtin_nanf("") : score - ranking.top - normalizer; };
+    if (job.chosen != nullptr) {
+      job.chosen_logprobs[i] = logprob(logits[job.chosen[i]]);
+      job.ranks[i] = ranking.rank(job.chosen[i]);
+    }
     Heap heap = ranking.best(job.k);
     for (int j = 0; j < job.k; j++) {
       const Entry entry = heap.pop();
       job.ids[(size_t)i * job.k + j] = entry.id;
-      job.logprobs[(size_t)i * job.k + j] = entry.score - ranking.top - normalizer;
+      job.logprobs[(size_t)i * job.k + j] = logprob(entry.score);
     }
   }
 }

@@ -160,6 +160,19 @@ class TopK:
 
 
 @dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities of n rows by their logits as they are: before temperature, penalties and filters.
+
+    chosen float32 [n]: of the token that was chosen in each row; rank int32 [n]: its place among all ids in the order
+    of TopK, from 1; top: the k best, k may be 0. Log-probabilities are NaN where a logit is NaN or +inf or none is
+    finite; ids and ranks mean nothing there."""
+
+    chosen: Float32
+    rank: Int32
+    top: TopK
+
+
+@dataclass(frozen=True, eq=False)
 class AcceptResult:
     """What a step decided for each of B slots.
 

@@ -122,6 +122,25 @@ def test_head():
         model.logits(hidden.astype(np.float64), np.abs(index))
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_chosen_tokens(token):
+    model = cpu.NativeModel(random_weights())
+    hidden, index, chosen = (
+        np.zeros((2, HIDDEN), np.float32),
+        np.arange(2, dtype=np.int32),
+        np.array([0, token], np.int32),
+    )
+    with pytest.raises(NativeError, match=rf"chosen\[1\]={token}: must be in \[0, {VOCAB}\)"):
+        model.logprobs(hidden, index, chosen, 1)
+    with pytest.raises(NativeError, match=f"k={VOCAB + 1}"):
+        model.logprobs(hidden, index, index, VOCAB + 1)
+    with pytest.raises(ValueError, match="chosen is int64"):
+        model.logprobs(hidden, index, index.astype(np.int64), 1)
+    with pytest.raises(NativeError, match="chosen is NULL"):
+        ids, logprobs = np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32)
+        LOADED.head_logprobs(model._model_ref, at(hidden), at(index), 2, 1, at(ids), at(logprobs), None, None, None)
+
+
 def test_arguments():
     with pytest.raises(NativeError, match="isa=mmx: must be one of"):
         cpu.select_isa("mmx")

@@ -18,7 +18,7 @@ from aquiline.kv import view
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu, packed, reference
-from aquiline.types import Float32, Int32, KVGroup, Rows, RowSampling, TopK
+from aquiline.types import Float32, Int32, KVGroup, Logprobs, Rows, RowSampling, TopK
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ class TargetRunner(Protocol):
 
     def logits(self, row_index: Int32) -> Float32:
         """float32 [n, V] of the named rows of hidden."""
+
+    def logprobs(self, row_index: Int32, chosen: Int32, k: int) -> Logprobs:
+        """Of token chosen[i] at the i-th of the named rows of hidden, and of the k >= 0 best ids there."""
 
     def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:
         """The token drawn from each row of given logits [n, V]."""
@@ -99,6 +102,9 @@ class NativeTarget:
 
     def logits(self, row_index: Int32) -> Float32:  # noqa: D102
         return self.model.logits(self.hidden, row_index)
+
+    def logprobs(self, row_index: Int32, chosen: Int32, k: int) -> Logprobs:  # noqa: D102
+        return self.model.logprobs(self.hidden, row_index, chosen, k)
 
     def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:  # noqa: D102
         return cpu.draw(logits, sampling)
@@ -166,6 +172,9 @@ class TorchTarget:
     def logits(self, row_index: Int32) -> Float32:  # noqa: D102
         logits: Float32 = self.decoder.logits(torch.from_numpy(self.hidden[row_index])).numpy()
         return logits
+
+    def logprobs(self, row_index: Int32, chosen: Int32, k: int) -> Logprobs:  # noqa: D102
+        return reference.logprobs(torch.from_numpy(self.logits(row_index)), torch.from_numpy(chosen).long(), k)
 
     def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:  # noqa: D102
         s = sampling

@@ -25,6 +25,7 @@ from aquiline.types import (
     Int32,
     KVGroup,
     LayerWeights,
+    Logprobs,
     ModelWeights,
     Rows,
     RowSampling,
@@ -200,6 +201,17 @@ class NativeModel:
         result = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
         ids, logprobs = _pointer(result.ids), _pointer(result.logprobs)
         self._library.head_topk(self._model_ref, at, index, n, k, ids, logprobs)
+        return result
+
+    def logprobs(self, hidden: Float32, row_index: Int32, chosen: Int32, k: int) -> Logprobs:
+        """The log-probabilities of token chosen[i] and of the k best ids for each of n rows of hidden."""
+        at, index, n = self._selection(hidden, row_index)
+        assert len(chosen) == n, (len(chosen), n)
+        top = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+        result = Logprobs(np.empty(n, np.float32), np.empty(n, np.int32), top)
+        best = _pointer(top.ids), _pointer(top.logprobs)
+        own = _address("chosen", chosen, np.int32), _pointer(result.chosen), _pointer(result.rank)
+        self._library.head_logprobs(self._model_ref, at, index, n, k, *best, *own)
         return result
 
     def _selection(self, hidden: Float32, row_index: Int32) -> tuple[int, int, int]:

@@ -89,6 +89,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_head_logits": [_MODEL, _P, _P, _I, _P],
     "aq_head_draw": [_MODEL, _P, _P, _I, _SAMPLING, _P],
     "aq_head_topk": [_MODEL, _P, _P, _I, _I, _P, _P],
+    "aq_head_logprobs": [_MODEL, _P, _P, _I, _I, _P, _P, _P, _P, _P],
     "aq_draw": [_P, _I, _I, _SAMPLING, _P],
     "aq_linear": [_LINEAR, _P, _I, _P],
     "aq_rms_norm": [_P, _P, _I, _I, _F, _P],

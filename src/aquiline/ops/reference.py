@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aquiline.types import KEY_GROUP, KVGroup
+from aquiline.types import KEY_GROUP, KVGroup, Logprobs, TopK
 
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
@@ -135,5 +135,18 @@ def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best ids (int64) of logits [R, V] and their log-probabilities, descending, ties to the lowest id."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    ids = torch.argsort(logprobs, dim=-1, descending=True, stable=True)[:, :k]
+    ids = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, :k]
     return ids, logprobs.gather(1, ids)
+
+
+def logprobs(logits: Tensor, chosen: Tensor, k: int) -> Logprobs:
+    """The log-probabilities and ranks of the ids chosen int64 [R], and the k best ids, of logits [R, V]."""
+    column = chosen[:, None]
+    own = logits.gather(1, column)
+    is_before = (logits > own) | ((logits == own) & (torch.arange(logits.shape[1]) < column))
+    ids, best = top_k(logits, k)
+    return Logprobs(
+        chosen=torch.log_softmax(logits.float(), dim=-1).gather(1, column)[:, 0].numpy(),
+        rank=(1 + is_before.sum(-1)).int().numpy(),
+        top=TopK(ids.int().numpy(), best.numpy()),
+    )
