@@ -160,6 +160,10 @@ class SamplingParams:
         for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or isinstance(value, int), name, value, "must be a whole number")
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        ):  # fmt: skip
+            _check(isinstance(getattr(self, name), int | float), name, getattr(self, name), "must be a number")
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
         ok = self.temperature == 0 or 1 / LARGEST <= self.temperature <= LARGEST
         _check(ok, "temperature", self.temperature, f"must be 0 (greedy) or {1 / LARGEST:g} to {LARGEST:g}")

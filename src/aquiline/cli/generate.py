@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +61,13 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Run on past EOS.", rich_help_panel=SAMPLING)
     ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="In JSON: log-probability of each token and the N best.", rich_help_panel=SAMPLING),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="In JSON: the same for prompt tokens.", rich_help_panel=SAMPLING)
+    ] = None,
     drafter: Annotated[
         str | None, typer.Option(help="none, chain, static or dynamic. Default: chain.", rich_help_panel=DRAFTING)
     ] = None,
@@ -102,6 +110,7 @@ def generate(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, logit_bias=_biases(logit_bias or []), seed=seed,
         stop=tuple(stop or ()), stop_token_ids=tuple(stop_token_ids or ()), ignore_eos=ignore_eos,
+        logprobs=logprobs, prompt_logprobs=prompt_logprobs,
     )  # fmt: skip
     given = {
         "num_spec_tokens": num_spec_tokens, "depth": depth, "top_k": draft_top_k, "num_nodes": num_nodes,
@@ -184,6 +193,11 @@ def as_dict(result: Result, llm: LLM) -> dict[str, object]:
                 "text": o.text,
                 "finish_reason": o.finish_reason,
                 "accepted_by": ["draft" if by_draft else "target" for by_draft in o.by_draft],
+            }
+            | {
+                name: [asdict(entry) for entry in entries]
+                for name, entries in (("logprobs", o.logprobs), ("prompt_logprobs", o.prompt_logprobs))
+                if entries is not None
             }
             for o in result.outputs
         ],

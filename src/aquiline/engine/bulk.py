@@ -75,7 +75,10 @@ class BulkRun:
                 yield request
 
     def _request(self, index: int) -> Request:
-        row = json.loads(self.lines[index])
+        try:
+            row = json.loads(self.lines[index])
+        except ValueError as error:
+            raise ValueError(f"is not JSON ({error})") from None
         if not isinstance(row, dict) or ("prompt" in row) == ("token_ids" in row):
             raise ValueError('a row is an object with "prompt" or "token_ids", one of them')
         prompt: Any = row.get("prompt", row.get("token_ids"))
@@ -87,7 +90,7 @@ class BulkRun:
             if "logit_bias" in own:
                 own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
             sampling = replace(self.sampling, **own)
-        except (TypeError, AttributeError) as error:  # a text where a number belongs
+        except (TypeError, AttributeError) as error:  # a value of another kind than the field's
             raise ValueError(f"sampling {own}: {error}") from None
         return self.llm.request(index, prompt, sampling)
 
