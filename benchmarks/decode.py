@@ -2,8 +2,9 @@
 
 Part 1: the bundled target (or --target DIR), a prompt of real tokens, 128 new ones, greedy: aquiline, and transformers'
 eager `generate` in float32 and bfloat16, alternated, medians. Part 2: a random-weight target at several contexts: the
-time of one step, beside its linears alone and the bytes of keys and values it reads at the bandwidth of plain reads.
-Ends with one JSON line.
+time of one step, beside its linears alone and the bytes of keys and values it reads at the bandwidth of plain reads,
+with the pages in one extent, as the pool lays them out for a lone sequence, and in random order. Ends with one JSON
+line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from aquiline.types import Rows
 NEW_TOKENS = 128
 RANDOM_TARGET = ModelConfig(
     family="llama", vocab_size=8192, hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=4,
-    head_dim=64, max_positions=8192, rms_norm_eps=1e-5, rope=RopeConfig(),
+    head_dim=64, max_positions=32768, rms_norm_eps=1e-5, rope=RopeConfig(),
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def read_bandwidth() -> float:
 
 
 def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, float]]:
-    """Median ms of one decode step of a random-weight target at each context."""
+    """Median ms of one decode step of a random-weight target at each context, pages in one extent and scattered."""
     decoder = Decoder(RANDOM_TARGET)
     for weight in decoder.parameters():
         weight.data = (torch.randn(weight.shape) * 0.02).to(torch.bfloat16)
@@ -87,9 +88,11 @@ def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, fl
     kv.v.normal_()
     rows = Rows(1, 1, np.arange(pages, dtype=np.int32)[None])
     rows.num = 1
+    scattered = np.random.default_rng(0).permutation(pages).astype(np.int32)
     bandwidth = read_bandwidth()
 
-    def step_ms(context: int) -> float:
+    def step_ms(context: int, order: np.ndarray | None = None) -> float:
+        rows.page_table[0] = np.arange(pages, dtype=np.int32) if order is None else order
         rows.positions[0] = rows.write[0] = context - 1
         rows.context_len[0] = context
         times = []
@@ -104,14 +107,15 @@ def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, fl
     for context in contexts:
         kv_bytes = context * geometry(RANDOM_TARGET).bytes_per_token(torch.bfloat16)
         kv_ms = 1e3 * kv_bytes / bandwidth
-        ms = step_ms(context)
+        ms, scattered_ms = step_ms(context), step_ms(context, scattered)
         table.append({
-            "context": context, "step_ms": ms, "linears_ms": linears_ms, "kv_ms_at_bandwidth": kv_ms,
+            "context": context, "step_ms": ms, "scattered_ms": scattered_ms, "linears_ms": linears_ms, "kv_ms_at_bandwidth": kv_ms,
             "attention_over_bytes": (ms - linears_ms) / kv_ms, "read_gb_per_s": bandwidth / 1e9,
         })  # fmt: skip
         print(
             f"context {context:>5}: step {ms:.2f} ms = linears {linears_ms:.2f} + {(ms - linears_ms) / kv_ms:.2f} x "
-            f"the {kv_ms:.2f} ms that {kv_bytes / 1e6:.0f} MB of KV take at {bandwidth / 1e9:.0f} GB/s"
+            f"the {kv_ms:.2f} ms that {kv_bytes / 1e6:.0f} MB of KV take at {bandwidth / 1e9:.0f} GB/s; "
+            f"pages scattered {scattered_ms:.2f} ms"
         )
     return table
 
@@ -119,7 +123,7 @@ def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32000])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     llm = LLM(args.target, engine=EngineConfig(max_batch=1))

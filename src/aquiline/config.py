@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 DrafterKind = Literal["none", "chain", "static", "dynamic"]
@@ -87,7 +88,7 @@ class SpecConfig:
             )  # fmt: skip
             _check(len(path) == 1 or path[:-1] in paths, "static_paths", path, f"its parent {path[:-1]} is missing")
 
-    @property
+    @cached_property
     def max_nodes(self) -> int:
         """Nodes of one slot's tree, the root included."""
         sizes = {
@@ -98,7 +99,7 @@ class SpecConfig:
         }
         return sizes[self.drafter]
 
-    @property
+    @cached_property
     def max_depth(self) -> int:
         """Deepest level of a tree; the root is level 0. A step commits at most max_depth + 1 tokens."""
         depths = {
@@ -109,7 +110,7 @@ class SpecConfig:
         }
         return depths[self.drafter]
 
-    @property
+    @cached_property
     def draft_rows(self) -> int:
         """Draft rows written beyond the extend rows while one slot's tree is drafted."""
         if self.drafter == "chain":
@@ -120,7 +121,7 @@ class SpecConfig:
             return len({p[:-1] for p in self.static_paths if len(p) > 1})
         return 0
 
-    @property
+    @cached_property
     def lookahead(self) -> int:
         """KV indices from its last token on that a sequence may write in one step."""
         return max(self.max_nodes, self.draft_rows + 1)

@@ -28,18 +28,20 @@ class Detokenizer:
         if self.tokenizer is None or self.stream is None:
             return ""
         for i, token in enumerate(token_ids[:-1] if hide_last else token_ids):
-            self.undecided.append(token)
             piece = self.stream.step(self.tokenizer, token)
             if piece is None:
+                self.undecided.append(token)
                 continue
             self.held += piece
             self.undecided.clear()
+            if not self.stop:
+                continue
             ends = [(at, s) for s in self.stop if (at := self.held.find(s)) >= 0]
             if ends:
                 text, self.held = self.held[: min(ends)[0]], ""
                 self.num_until_stop = i + 1
                 return text
-        keep = self._partial_stop()
+        keep = self._partial_stop() if self.stop else 0
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return text
 

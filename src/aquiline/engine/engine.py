@@ -132,8 +132,9 @@ class Engine:
                 sequence.counters.num_prefilled += len(delta.token_ids)
                 deltas.append(delta)
             touched.append(sequence)
+        size = self.pool.page_size
         for sequence in touched:
-            if sequence.slot >= 0 and self.prefix is not None:
+            if sequence.is_published and sequence.num_cached // size > len(sequence.nodes) and sequence.slot >= 0:
                 self._publish(sequence)
             if sequence.finish_reason is not None:
                 self._forget(sequence)
@@ -152,8 +153,6 @@ class Engine:
         """Offer the pages whose tokens are committed and whose draft keys, if it drafts, are written."""
         assert self.prefix is not None
         size, end, drafts = self.pool.page_size, sequence.num_cached, sequence.drafter is not None
-        if len(sequence.nodes) == end // size or not sequence.is_published:
-            return
         if drafts and sequence.draft_end // size < end // size and sequence.finish_reason is not None:
             if self._unread is None or sequence not in self._unread.decoding:
                 self.stepper.complete_draft(sequence)

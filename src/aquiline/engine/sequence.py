@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,12 +37,12 @@ class Request:
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ValueError(f"request {self.id}: deadline_s={self.deadline_s!r}: must be above 0; None is no deadline")
 
-    @property
+    @cached_property
     def max_tokens_total(self) -> int:
         """Tokens it can grow to, prompt and output."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """KV indices it can ever need: a step whose outcome comes late may start behind the last token."""
         return self.max_tokens_total + self.spec.max_depth + 1 + self.spec.lookahead
@@ -56,8 +58,7 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
-@dataclass(frozen=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """What a step added to one request: token ids, how many of them the draft wrote, and the text that is final.
 
     logprobs: one per token id, where asked for. error: why finish_reason is "error"."""
@@ -128,7 +129,7 @@ class Sequence:
     def append(self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None) -> TokenDelta:
         """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop, and say what was added."""
         room = self.request.max_tokens_total - len(self.tokens)
-        kept = token_ids if len(token_ids) <= room else token_ids[:room]
+        kept = token_ids[:room]
         reason: FinishReason | None = None
         if not self.eos_token_ids.isdisjoint(kept):
             kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.eos_token_ids)]
@@ -142,7 +143,7 @@ class Sequence:
             text += self.detokenizer.finish()
         num_kept_drafts = min(num_accepted, len(kept))
         self.tokens += kept
-        self.by_draft += [True] * num_kept_drafts + [False] * (len(kept) - num_kept_drafts)
+        self.by_draft += (True,) * num_kept_drafts + (False,) * (len(kept) - num_kept_drafts)
         if logprobs is not None:
             logprobs = logprobs[: len(kept)]
             self.logprobs += logprobs
