@@ -109,7 +109,8 @@ def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, fl
         kv_ms = 1e3 * kv_bytes / bandwidth
         ms, scattered_ms = step_ms(context), step_ms(context, scattered)
         table.append({
-            "context": context, "step_ms": ms, "scattered_ms": scattered_ms, "linears_ms": linears_ms, "kv_ms_at_bandwidth": kv_ms,
+            "context": context, "step_ms": ms, "scattered_ms": scattered_ms, "linears_ms": linears_ms,
+            "kv_ms_at_bandwidth": kv_ms,
             "attention_over_bytes": (ms - linears_ms) / kv_ms, "read_gb_per_s": bandwidth / 1e9,
         })  # fmt: skip
         print(

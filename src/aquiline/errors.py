@@ -17,6 +17,10 @@ class OutOfMemory(AquilineError):
     """Weights or caches do not fit into memory; the message says how much they need and how much is free."""
 
 
+class ResultError(AquilineError):
+    """A benchmark result is broken or may not be compared; the message lists every reason."""
+
+
 class NumericalError(AquilineError):
     """The model produced NaN or no finite logit for a token that had to be drawn."""
 

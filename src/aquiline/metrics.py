@@ -204,6 +204,11 @@ class RunSummary:
         return self.counters.num_committed / self.decode_ms * 1e3 if self.decode_ms else 0.0
 
     @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens computed per second of prefill; 0 where the prefix cache had all."""
+        return self.num_prefill_tokens / self.prefill_ms * 1e3 if self.prefill_ms else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
         """Output tokens per second of the whole run, prefill and idle time included."""
         tokens = self.counters.num_committed + self.counters.num_prefilled
@@ -247,6 +252,11 @@ def repeated_share(token_ids: list[int], n: int = 8) -> float:
     """Share of n-grams that stood earlier in the same text: a small model's loops, which flatter every drafter."""
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def spread(values: list[float]) -> dict[str, object]:
+    """How results state a quantity that was measured several times."""
+    return {"mean": mean(values), "min": min(values), "max": max(values), "values": values}
 
 
 def mean(values: list[float]) -> float:

@@ -26,7 +26,8 @@ Prompts = str | list[str] | list[list[int]]
 class Output:
     """One finished request. token_ids include the stop token, text does not; by_draft says per token whether the draft
     wrote it; metrics count this request's steps alone. logprobs hold one entry per output token, prompt_logprobs one
-    per prompt token but the first, where asked for. error: why finish_reason is "error"."""
+    per prompt token but the first, where asked for. ttft_ms: from its arrival to its first token; total_ms: to its end.
+    error: why finish_reason is "error"."""
 
     request_id: int | str
     prompt: str | None
@@ -36,6 +37,8 @@ class Output:
     finish_reason: FinishReason
     by_draft: list[bool]
     metrics: Counters
+    ttft_ms: float
+    total_ms: float
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
@@ -208,6 +211,8 @@ def output_of(sequence: Sequence, text: str) -> Output:
         finish_reason=sequence.finish_reason,
         by_draft=sequence.by_draft,
         metrics=sequence.counters,
+        ttft_ms=(sequence.first_token_s - sequence.request.arrival) * 1e3 if sequence.first_token_s else 0.0,
+        total_ms=(sequence.ended_s - sequence.request.arrival) * 1e3,
         logprobs=sequence.logprobs if sampling.logprobs is not None else None,
         prompt_logprobs=sequence.prompt_logprobs if sampling.prompt_logprobs is not None else None,
         error=sequence.error,

@@ -105,6 +105,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     counters: Counters = field(default_factory=Counters)
+    first_token_s: float = 0.0  # time.monotonic of the first token and of the end
+    ended_s: float = 0.0
 
     @property
     def num_prompt(self) -> int:
@@ -141,6 +143,10 @@ class Sequence:
             reason = "length"
         if reason is not None:
             text += self.detokenizer.finish()
+        if len(self.tokens) == self.num_prompt:
+            self.first_token_s = time.monotonic()
+        if reason is not None:
+            self.ended_s = time.monotonic()
         num_kept_drafts = min(num_accepted, len(kept))
         self.tokens += kept
         self.by_draft += (True,) * num_kept_drafts + (False,) * (len(kept) - num_kept_drafts)
@@ -153,7 +159,7 @@ class Sequence:
 
     def end(self, reason: FinishReason, error: str | None = None) -> TokenDelta:
         """End it where it stands."""
-        self.finish_reason, self.error = reason, error
+        self.finish_reason, self.error, self.ended_s = reason, error, time.monotonic()
         return TokenDelta(self.request.id, [], 0, self.detokenizer.finish(), reason, None, error)
 
 
