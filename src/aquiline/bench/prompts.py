@@ -1,9 +1,11 @@
-"""Held-out code prompts, picked by a rule and never by a result.
+"""Prompts from real text: held-out excerpts for the demo, and prompts of any exact number of tokens.
 
-The rule: candidate files in the order of the sha256 of their path, the first `count` of at least MIN_FILE_TOKENS
-tokens; the prompt is the run of whole lines that ends at the file's middle line and fills at most PROMPT_TOKENS tokens.
-A standard-library file is a candidate when that hash is 0 mod 20 (examples/demo_pair/prepare.py holds those out);
-every file of a package that was not trained on is.
+Files are taken in the order of the sha256 of their path, never by a result. One file in twenty (hash 0 mod 20) was held
+out from the training of the bundled pair (examples/demo_pair/prepare.py).
+
+The demo's rule: the first `count` files of at least MIN_FILE_TOKENS tokens, of the held-out standard library or of a
+package that was not trained on; the prompt is the run of whole lines that ends at the file's middle line and fills at
+most PROMPT_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ import hashlib
 import importlib.util
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from aquiline.metrics import repeated_share
+
 PROMPT_TOKENS = 300
 MIN_FILE_TOKENS = 1000
 HELD_OUT = 20  # one file in this many
+TEXT_SUFFIXES = (".py", ".txt", ".md")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,22 @@ class Prompt:
 
     source: str
     text: str
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """A prompt of exactly so many tokens: a window of real text, which `source` names the first file of.
+
+    is_held_out: no token of it comes from a file that the bundled pair may have been trained on."""
+
+    source: str
+    token_ids: list[int]
+    is_held_out: bool
+
+    @property
+    def repeated_share(self) -> float:
+        """Share of 8-grams that stood earlier in the prompt; to be reported, since repetition flatters drafters."""
+        return repeated_share(self.token_ids)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -45,39 +66,148 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def stdlib_prompts(tokenizer: Tokenizer, count: int = 8) -> list[Prompt]:
     """Prompts from the held-out files of this interpreter's standard library, its tests apart."""
-    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    files = [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.relative_to(root).parts)]
-    return _pick(tokenizer, root, [p for p in files if _digest(p, root) % HELD_OUT == 0], count)
+    return _pick(tokenizer, (file for file in _stdlib() if file.is_held_out), count)
 
 
 def package_prompts(name: str, tokenizer: Tokenizer, count: int = 8) -> list[Prompt]:
     """Prompts from an installed package. Raises ValueError if it is not installed or too small."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
+    files = _package(name)
+    if files is None:
         raise ValueError(f"package={name!r}: not installed as a package here; pip install it or name another")
-    root = Path(next(iter(spec.submodule_search_locations))).resolve()
-    prompts = _pick(tokenizer, root.parent, list(root.rglob("*.py")), count)
+    prompts = _pick(tokenizer, files, count)
     if len(prompts) < count:
         raise ValueError(f"package={name!r}: only {len(prompts)} files of {MIN_FILE_TOKENS} tokens, {count} needed")
     return prompts
 
 
-def _pick(tokenizer: Tokenizer, base: Path, files: list[Path], count: int) -> list[Prompt]:
+def text_prompts(
+    token_count: int, count: int, tokenizer: Tokenizer, text_source: str | Path | None = None
+) -> list[TokenPrompt]:
+    """`count` different prompts of exactly `token_count` tokens, what the tokenizer puts before a text included.
+
+    The source is a text file, a folder of .py, .txt and .md files, an installed package, or by default the standard
+    library; its files are tokenized one by one, held-out ones first, and cut into windows that do not overlap. The same
+    arguments give the same prompts, and a larger count only adds to them. Raises ValueError if the source is not there
+    or holds too few tokens."""
+    for name, value in (("token_count", token_count), ("count", count)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    before = _tokens_before(tokenizer)
+    length = token_count - len(before)
+    if length < 1:
+        raise ValueError(
+            f"token_count={token_count}: the tokenizer starts every text with {len(before)} tokens of its own"
+        )
+    prompts: list[TokenPrompt] = []
+    seen: set[tuple[int, ...]] = set()
+    for window in _windows(_files(text_source), tokenizer, length):
+        if tuple(window.token_ids) not in seen:
+            seen.add(tuple(window.token_ids))
+            prompts.append(TokenPrompt(window.source, before + window.token_ids, window.is_held_out))
+        if len(prompts) == count:
+            return prompts
+    raise ValueError(
+        f"text_source={str(text_source or 'standard library')!r}: holds {len(prompts)} different windows of "
+        f"{token_count} tokens, {count} needed; give a larger file, folder or installed package, or ask for less"
+    )
+
+
+def _windows(files: Iterable[_File], tokenizer: Tokenizer, length: int) -> Iterator[TokenPrompt]:
+    """Cut the files' tokens, end to end, into windows of `length`; what is left at the end is not used."""
+    stream: list[int] = []
+    source = ""
+    for file in sorted(files, key=lambda file: (not file.is_held_out, file.digest)):
+        text = file.read()
+        if text is None:
+            continue
+        source = source if stream else file.name
+        stream += tokenizer.encode(text, add_special_tokens=False).ids
+        end = len(stream) - len(stream) % length
+        for start in range(0, end, length):
+            # Held-out files come first, so the file that a window ends in speaks for all of it.
+            yield TokenPrompt(source, stream[start : start + length], file.is_held_out)
+            source = file.name
+        del stream[:end]
+
+
+def _tokens_before(tokenizer: Tokenizer) -> list[int]:
+    """The special tokens the tokenizer puts before a text (BOS), without those it puts behind one."""
+    encoding = tokenizer.encode("a")
+    first = encoding.special_tokens_mask.index(0)
+    ids: list[int] = encoding.ids[:first]
+    return ids
+
+
+@dataclass(frozen=True)
+class _File:
+    """A text file and its name in its source, whose hash decides its place."""
+
+    path: Path
+    name: str
+    is_own: bool = False
+
+    @property
+    def digest(self) -> int:
+        """The sha256 of the name."""
+        return int(hashlib.sha256(self.name.encode()).hexdigest(), 16)
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is the user's own, or the training of the bundled pair left files of this name out."""
+        return self.is_own or self.digest % HELD_OUT == 0
+
+    def read(self) -> str | None:
+        """Its text, None if it is not UTF-8. Installed files read as the bundled pair was trained: without tabs."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return None
+        return text if self.is_own else text.expandtabs(4)
+
+
+def _files(text_source: str | Path | None) -> list[_File]:
+    if text_source is None:
+        return _stdlib()
+    path = Path(text_source).expanduser()
+    if path.is_file():
+        return [_File(path, path.name, is_own=True)]
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+        return [_File(p, p.relative_to(path).as_posix(), is_own=True) for p in found]
+    files = _package(str(text_source))
+    if files is None:
+        raise ValueError(f"text_source={str(text_source)!r}: neither a file or folder nor an installed package")
+    return files
+
+
+def _stdlib() -> list[_File]:
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    apart = {"site-packages", "test", "tests"}
+    files = [_File(path, path.relative_to(root).as_posix()) for path in root.rglob("*.py")]
+    return [file for file in files if not apart & set(file.name.split("/"))]
+
+
+def _package(name: str) -> list[_File] | None:
+    """The Python files of an installed package; None if there is none of that name."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a parent that is missing, a name that cannot be one
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    root = Path(next(iter(spec.submodule_search_locations))).resolve()
+    return [_File(path, path.relative_to(root.parent).as_posix()) for path in root.rglob("*.py")]
+
+
+def _pick(tokenizer: Tokenizer, files: Iterable[_File], count: int) -> list[Prompt]:
     prompts: list[Prompt] = []
-    for path, text in _readable(sorted(files, key=lambda p: _digest(p, base))):
+    for file in sorted(files, key=lambda file: file.digest):
         if len(prompts) == count:
             break
-        if len(tokenizer.encode(text).ids) >= MIN_FILE_TOKENS:
-            prompts.append(Prompt(path.relative_to(base).as_posix(), _middle(tokenizer, text)))
+        text = file.read()
+        if text is not None and len(tokenizer.encode(text).ids) >= MIN_FILE_TOKENS:
+            prompts.append(Prompt(file.name, _middle(tokenizer, text)))
     return prompts
-
-
-def _readable(files: list[Path]) -> Iterator[tuple[Path, str]]:
-    for path in files:
-        try:
-            yield path, path.read_text(encoding="utf-8").expandtabs(4)
-        except UnicodeDecodeError:
-            continue
 
 
 def _middle(tokenizer: Tokenizer, text: str) -> str:
@@ -86,7 +216,3 @@ def _middle(tokenizer: Tokenizer, text: str) -> str:
     while start > 0 and len(tokenizer.encode("".join(lines[start - 1 : end])).ids) <= PROMPT_TOKENS:
         start -= 1
     return "".join(lines[start:end])
-
-
-def _digest(path: Path, base: Path) -> int:
-    return int(hashlib.sha256(path.relative_to(base).as_posix().encode()).hexdigest(), 16)
