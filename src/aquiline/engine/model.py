@@ -194,11 +194,14 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     if not path.exists():
         return None
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(
             f"{path}: not a readable tokenizer ({error}); save it again with save_pretrained"
         ) from None
+    tokenizer.no_truncation()  # a setting of somebody's training run; a prompt is never cut in silence
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def cpu_name() -> str:

@@ -1,0 +1,136 @@
+"""`aquiline generate --prompts-file`: results in input order, resumable, a bad row is reported and skipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.conftest import engine_config, tiny_models
+from tests.engine.test_stops import letters
+from typer.testing import CliRunner
+
+from aquiline.cli.main import app
+from aquiline.config import SamplingParams
+from aquiline.engine.bulk import BulkRun
+from aquiline.engine.llm import LLM
+
+ROWS = [
+    {"prompt": "abcdefgh", "id": "first", "max_tokens": 12},
+    {"prompt": "zyx", "max_tokens": 2},
+    "no json",
+    {"prompt": ""},
+    {"token_ids": [1, 2, 3], "temperature": 0.8, "seed": 3, "logprobs": 1, "note": "ignored"},
+    {"prompt": "x", "temperature": "hot"},
+    {"prompt": "x", "max_tokens": 100_000},
+    {"id": 7},
+    {"token_ids": [5000]},
+    {"prompt": "longer than the others, and last", "logit_bias": {"5": -3.0}},
+]
+BAD = {3, 4, 6, 7, 8, 9}  # lines, from 1
+SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def llm() -> LLM:
+    import dataclasses
+
+    return LLM.from_models(dataclasses.replace(tiny_models(), tokenizer=letters()), engine_config(3))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in ROWS) + "\n")
+    return file
+
+
+def run(llm: LLM, rows: Path, out: Path, sampling: SamplingParams = SAMPLING) -> BulkRun:
+    return BulkRun(llm, rows, out, sampling, {"target": None})
+
+
+def read(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_results_stand_in_input_order_and_bad_rows_say_why(llm: LLM, rows: Path, tmp_path: Path) -> None:
+    result = run(llm, rows, tmp_path / "out.jsonl").run()
+    found = read(tmp_path / "out.jsonl")
+    assert [f["index"] for f in found] == list(range(len(ROWS)))
+    assert set(result.failed) == BAD == {int(str(f["index"])) + 1 for f in found if "error" in f}
+    for line, part in (
+        (3, "not JSON"),
+        (4, "is empty"),
+        (6, "temperature='hot'"),
+        (7, "exceeds"),
+        (8, '"prompt"'),
+        (9, "5000"),
+    ):
+        assert part in result.failed[line], result.failed[line]
+    assert found[0]["id"] == "first" and len(found[0]["token_ids"]) == 12  # type: ignore[arg-type]
+    assert [len(found[i]["token_ids"]) for i in (1, 4, 9)] == [2, 6, 6]  # type: ignore[arg-type]
+    assert len(found[4]["logprobs"]) == 6  # type: ignore[arg-type]
+    alone = llm.run("abcdefgh", SamplingParams(max_tokens=12, ignore_eos=True)).outputs[0]
+    assert (found[0]["text"], found[0]["token_ids"]) == (alone.text, alone.token_ids)
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 4, 9])
+@pytest.mark.parametrize("torn", ["", '{"index": 1, "te'])
+def test_a_stopped_run_goes_on_where_it_stood(llm: LLM, rows: Path, tmp_path: Path, num_kept: int, torn: str) -> None:
+    run(llm, rows, tmp_path / "whole.jsonl").run()
+    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
+    out = tmp_path / "out.jsonl"
+    out.write_text("".join(lines[:num_kept]) + torn)
+    result = run(llm, rows, out).run()
+    assert result.num_resumed == num_kept
+    assert out.read_text() == "".join(lines)
+    assert set(result.failed) == BAD
+    again = run(llm, rows, out).run()
+    assert again.num_resumed == len(ROWS) and again.summary.num_target_forwards == 0
+
+
+def test_results_of_other_rows_or_settings_are_not_mixed(llm: LLM, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run(llm, rows, out).run()
+    with pytest.raises(ValueError, match="line 1 is not a result of the same line"):
+        run(llm, rows, out, SamplingParams(max_tokens=7))
+    rows.write_text(rows.read_text().replace("zyx", "zyw"))
+    with pytest.raises(ValueError, match="line 2 is not a result of the same line"):
+        run(llm, rows, out)
+    (tmp_path / "text.txt").write_text("my notes\n")
+    with pytest.raises(ValueError, match="choose another --out"):
+        run(llm, rows, tmp_path / "text.txt")
+
+
+def test_killed_in_the_middle_loses_no_line(
+    llm: LLM, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, step, count = tmp_path / "out.jsonl", llm.engine.step, iter(range(100))
+
+    def dies() -> object:
+        if next(count) == 8:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, rows, out).run()
+    assert not llm.engine.is_busy and llm.engine.pool.num_available == llm.engine.pool.num_pages
+    monkeypatch.setattr(llm.engine, "step", step)
+    before = out.read_text()
+    run(llm, rows, out).run()
+    assert before and out.read_text().startswith(before) and len(read(out)) == len(ROWS)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"prompt": "import os"}\n{"prompt": ""}\n{"prompt": "def f(x):"}\n')
+    args = ["generate", "--prompts-file", str(rows), "--out", str(out), "--max-batch", "2", "--max-tokens", "5"]
+    shown = CliRunner().invoke(app, args)
+    assert shown.exit_code == 0, shown.output
+    assert "KV 5632 bytes per token" in shown.stderr and "line 2: prompt=''" in shown.stderr
+    assert "3 rows (0 were there, 1 failed)" in shown.stderr and "disabled_other 0" in shown.stderr
+    data = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
+    assert (data["num_rows"], data["num_resumed"], list(data["failed"])) == (3, 3, ["2"])
+    assert data["memory"]["kv_bytes_per_token"] == 5632 and data["metrics"]["peak_memory_bytes"] > 0
+    assert CliRunner().invoke(app, args[:3]).exit_code == 2
