@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+    from aquiline.engine.async_llm import AsyncLLM
     from aquiline.engine.llm import LLM, Output
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "Output", "SamplingParams", "SpecConfig", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "Output", "SamplingParams", "SpecConfig", "__version__"]
 
 _HOMES = {
+    "AsyncLLM": "aquiline.engine.async_llm",
     "LLM": "aquiline.engine.llm",
     "Output": "aquiline.engine.llm",
     "EngineConfig": "aquiline.config",

@@ -108,17 +108,18 @@ def test_killed_in_the_middle_loses_no_line(
     out, step, count = tmp_path / "out.jsonl", llm.engine.step, iter(range(100))
 
     def dies() -> object:
-        if next(count) == 8:
+        if next(count) == 14:
             raise KeyboardInterrupt
         return step()
 
+    long = SamplingParams(max_tokens=30, ignore_eos=True)
     monkeypatch.setattr(llm.engine, "step", dies)
     with pytest.raises(KeyboardInterrupt):
-        run(llm, rows, out).run()
+        run(llm, rows, out, long).run()
     assert not llm.engine.is_busy and llm.engine.pool.num_available == llm.engine.pool.num_pages
     monkeypatch.setattr(llm.engine, "step", step)
     before = out.read_text()
-    run(llm, rows, out).run()
+    run(llm, rows, out, long).run()
     assert before and out.read_text().startswith(before) and len(read(out)) == len(ROWS)
 
 
