@@ -60,14 +60,17 @@ class ModelFacts:
 
 
 def describe(
-    scenario: Scenario, setting: str, spec: SpecConfig, model: ModelFacts, llm: LLM, runs: list[Run]
-) -> Result:
-    """The result of the measured runs of one setting."""
+    scenario: Scenario, setting: str, spec: SpecConfig, model: ModelFacts, llm: LLM, runs: list[Run],
+    prefill: Run | None = None,
+) -> Result:  # fmt: skip
+    """The result of the measured runs of one setting. prefill: the run that computed the prompts, where the measured
+    ones began behind them; the time to the first token is then its."""
     counters = Counters()
     for run in runs:
         counters.merge(run.summary.counters)
     outputs = [o for run in runs for o in run.outputs]
     summaries = [run.summary for run in runs]
+    prompted = [prefill] if prefill is not None else runs
     itl = [(o.total_ms - o.ttft_ms) / (len(o.token_ids) - 1) for o in outputs if len(o.token_ids) > 1]
     repeated = mean([repeated_share(o.token_ids) for o in runs[0].outputs])
     steps = sum(s.num_decode_steps for s in summaries)
@@ -86,9 +89,9 @@ def describe(
         "engine": "aquiline",
         "model": asdict(model),
         "throughput_tokens_per_sec": spread([s.decode_tokens_per_s for s in summaries]),
-        "prefill_tokens_per_sec": spread([s.prefill_tokens_per_s for s in summaries]),
+        "prefill_tokens_per_sec": spread([r.summary.prefill_tokens_per_s for r in prompted]),
         "latency_ms_per_token": spread([scenario.batch / s.decode_tokens_per_s * 1e3 for s in summaries]),
-        "ttft_ms": spread([o.ttft_ms for o in outputs]),
+        "ttft_ms": spread([o.ttft_ms for r in prompted for o in r.outputs]),
         "itl_ms": spread(itl or [0.0]),
         "memory": {
             "kv_bytes_per_token": llm.engine.memory.kv_bytes_per_token,

@@ -35,6 +35,7 @@ from aquiline.models.runner import (
 )
 from aquiline.ops import cpu
 from aquiline.spec.accept import accept, accept_native
+from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Int32, KVGroup, storage_dtype
 
@@ -54,6 +55,7 @@ class LoadedModels:
     max_rows: int
     is_native: bool
     weight_bytes: int
+    simulated: SimulatedAcceptance | None = None  # random weights only: a fixed acceptance length
 
     @property
     def vocab_size(self) -> int:
@@ -91,6 +93,8 @@ class LoadedModels:
 
     def accept(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
         """Select each slot's path given the token drawn [R] at every row."""
+        if self.simulated is not None:
+            return self.simulated(tree, drawn)
         return accept_native(tree, drawn) if self.is_native else accept(tree, drawn)
 
     def check_spec(self, spec: SpecConfig) -> None:

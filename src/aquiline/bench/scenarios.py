@@ -1,0 +1,108 @@
+"""What the benchmark suite runs, as data: scenarios, their profiles, and the models they run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from aquiline.config import EngineConfig, Environment
+from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
+from aquiline.engine.model import LoadedModels, from_modules, load_models
+from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig, default_capture
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+from aquiline.models.load import read_model_config
+from aquiline.spec.simulate import SimulatedAcceptance
+
+
+@dataclass(frozen=True)
+class Load:
+    """One scenario: batch sequences behind contexts of that many real tokens."""
+
+    name: str
+    context: int
+    batch: int
+    is_random: bool = False  # random weights with a simulated tau: contexts that no bundled model was trained for
+
+
+FULL = (
+    Load("baseline", 8192, 1), Load("single", 32768, 1), Load("batch", 8192, 8), Load("large-context", 16384, 4),
+    Load("stress", 16384, 16),
+)  # fmt: skip
+CPU = (
+    Load("baseline", 512, 1), Load("single", 2048, 1), Load("batch", 512, 8), Load("large-context", 1024, 4),
+    Load("stress", 1024, 16), Load("long", 8192, 1, True), Load("long", 16384, 1, True), Load("long", 32768, 1, True),
+    Load("long", 65536, 1, True),
+)  # fmt: skip
+PROFILES = {"full": FULL, "cpu": CPU}
+
+RANDOM = ModelConfig(
+    family="llama", vocab_size=8192, hidden_size=512, intermediate_size=1408, num_layers=4, num_heads=8, num_kv_heads=4,
+    head_dim=64, max_positions=131_072, rms_norm_eps=1e-5, rope=RopeConfig(),
+)  # fmt: skip
+"""The small random-weight target of the CPU profile's long contexts."""
+SIMULATED_TAU = 2.5
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the models of a suite come from: checkpoints, or random weights of a config with a fixed tau."""
+
+    target: str | None = None
+    draft: str | None = None
+    dtype: str = "bfloat16"
+    arithmetic: str = "float32"
+    random_config: ModelConfig | None = None
+    simulated_tau: float | None = None
+
+    @property
+    def names(self) -> tuple[str, str | None]:
+        """Target and draft as a reader of results would know them."""
+        if self.random_config is not None:
+            c = self.random_config
+            shape = f"{c.num_layers}x{c.hidden_size}, heads {c.num_heads}/{c.num_kv_heads}, MLP {c.intermediate_size}"
+            return f"random {c.family} {shape}, vocabulary {c.vocab_size}", "random EAGLE-3 head"
+        if self.target is None:
+            return "bundled", "bundled"
+        return Path(self.target).name, Path(self.draft).name if self.draft else None
+
+    def load(self, config: EngineConfig) -> LoadedModels:
+        """Load or make the models."""
+        if self.random_config is not None:
+            models = random_models(self.random_config, self.dtype, self.arithmetic, config)
+            return replace(models, simulated=SimulatedAcceptance(self.simulated_tau or SIMULATED_TAU))
+        target, draft = self.target or BUNDLED_TARGET, self.draft
+        if self.target is None:
+            draft = str(BUNDLED_DRAFT)
+        return load_models(target, draft, self.dtype, config, Environment.read(), self.arithmetic)
+
+
+def random_models(config: ModelConfig, dtype: str, arithmetic: str, engine: EngineConfig) -> LoadedModels:
+    """A target with random weights and a draft head of its width, by a fixed seed."""
+    L = config.num_layers
+    capture = default_capture(L) if L >= 7 else tuple(sorted({0, L // 2, L - 1}))
+    head = DraftConfig(
+        model=replace(config, num_layers=1), draft_vocab_size=min(config.vocab_size, 32_000),
+        target_hidden_size=config.hidden_size, capture=capture,
+    )  # fmt: skip
+    decoder, draft = Decoder(config, capture=capture), DraftHead(head)
+    generator = torch.Generator().manual_seed(0)
+    for module in (decoder, draft):
+        for name, weight in module.named_parameters():
+            scale = (
+                torch.ones(weight.shape) if "norm" in name else 0.02 * torch.randn(weight.shape, generator=generator)
+            )
+            weight.data = scale.to(getattr(torch, dtype))
+    draft.d2t.zero_()
+    return from_modules(decoder, draft, None, dtype, engine, Environment.read(), arithmetic)
+
+
+def random_config(path: str) -> ModelConfig:
+    """The shapes of a config.json, or of the directory that holds one."""
+    file = Path(path)
+    directory = file if file.is_dir() else file.parent
+    if not (directory / "config.json").exists() or (file.is_file() and file.name != "config.json"):
+        raise ValueError(f"random_weights={path!r}: name a config.json or the directory that holds one")
+    return read_model_config(directory)

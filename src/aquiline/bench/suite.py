@@ -1,0 +1,189 @@
+"""Runs scenarios: all settings behind the same prompts, alternated, a result file each; what is there is not run again.
+
+A scenario prefills once: its prompts' pages stay in the prefix cache, draft keys included, and every setting's requests
+begin behind them. Decode and prefill are therefore timed apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from aquiline.bench.prompts import text_prompts
+from aquiline.bench.result import (
+    ModelFacts,
+    Result,
+    Scenario,
+    commit,
+    describe,
+    problems,
+    tokens_sha256,
+    write_result,
+)
+from aquiline.bench.scenarios import Load, Source
+from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.engine.bundled import BUNDLED_TARGET
+from aquiline.engine.llm import LLM
+from aquiline.engine.llm import Result as Run
+from aquiline.errors import AquilineError
+from aquiline.kv.pool import PagePool
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How scenarios are run. micro_steps: decode steps of the baseline, which every setting's output length follows."""
+
+    loads: tuple[Load, ...]
+    profile: str
+    num_spec_tokens: tuple[int, ...] = (2, 3, 4, 5)
+    temperatures: tuple[float, ...] = (0.0,)
+    micro_steps: int = 128
+    warmup_runs: int = 1
+    measurement_runs: int = 3
+    seed: int = 0
+    text_source: str | None = None
+
+    @property
+    def settings(self) -> dict[str, SpecConfig]:
+        """What is compared: the baseline first."""
+        chains = {f"chain-{k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in self.num_spec_tokens}
+        return {BASELINE: SpecConfig(drafter="none")} | chains
+
+
+@dataclass
+class Progress:
+    """What a suite tells whoever watches: a scenario with its number of runs, then each run."""
+
+    start: Callable[[str, int], None] = lambda name, runs: None
+    advance: Callable[[], None] = lambda: None
+    skipped: list[str] = field(default_factory=list)
+
+
+def run_suite(plan: Plan, source: Source, random_source: Source, out: Path, progress: Progress) -> Iterator[Result]:
+    """Run every load of the plan and yield each result, those found in `out` included.
+
+    A load that cannot run here (a context past the model's, pages that do not fit) is named in progress.skipped."""
+    out.mkdir(parents=True, exist_ok=True)
+    for load in plan.loads:
+        own = random_source if load.is_random else source
+        for temperature in (0.0,) if load.is_random else plan.temperatures:
+            try:
+                yield from LoadRun(plan, load, own, temperature, out).run(progress)
+            except (ValueError, AquilineError) as error:
+                progress.skipped.append(f"{load.name} {load.context} x {load.batch}: {error}")
+
+
+class LoadRun:
+    """One load at one temperature."""
+
+    def __init__(self, plan: Plan, load: Load, source: Source, temperature: float, out: Path) -> None:
+        self.plan, self.load, self.source, self.temperature, self.out = plan, load, source, temperature, out
+        # A step writes up to its tree behind the context and the output.
+        room = load.context + plan.micro_steps + 1
+        page = EngineConfig().page_size
+        pages = PagePool(1, page, 1, 1).pages_for(room + 64) * load.batch
+        self.config = EngineConfig(max_batch=load.batch, max_context=room, num_pages=pages, row_budget=512)
+
+    def file(self, setting: str) -> Path:
+        """Where a setting's result stands."""
+        name = f"{self.plan.profile}-{self.load.name}-{self.load.context}x{self.load.batch}-t{self.temperature:g}"
+        return self.out / f"{name}-{setting}.json"
+
+    def run(self, progress: Progress) -> Iterator[Result]:
+        """The results of all settings: read back if all are there, whole and of this commit, else measured."""
+        plan = self.plan
+        settings = plan.settings
+        runs_each = plan.warmup_runs + plan.measurement_runs
+        label = f"{self.load.name} {self.load.context} x {self.load.batch}, temperature {self.temperature:g}"
+        progress.start(label, len(settings) * runs_each + 1)
+        found = [self._read(name) for name in settings]
+        if all(found):
+            yield from (result for result in found if result is not None)
+            return
+        llm = LLM.from_models(self.source.load(self.config), self.config, SpecConfig(drafter="none"))
+        prompts, scenario = self._prompts(llm.models.tokenizer)
+        prefill = self._prefill(llm, prompts, settings[list(settings)[-1]])
+        progress.advance()
+        measured: dict[str, list[Run]] = {name: [] for name in settings}
+        for number in range(runs_each):
+            for name, spec in settings.items():
+                self._simulate(llm, spec)
+                run = self._decode(llm, prompts, spec)
+                if number >= plan.warmup_runs:
+                    measured[name].append(run)
+                progress.advance()
+        for name, spec in settings.items():
+            self._simulate(llm, spec)
+            result = describe(scenario, name, spec, self._model(llm, spec), llm, measured[name], prefill)
+            write_result(result, self.file(name))
+            yield result
+
+    def _simulate(self, llm: LLM, spec: SpecConfig) -> None:
+        """Set the acceptance length of a setting that has no real one: no more than its chain can give."""
+        if llm.models.simulated is not None and self.source.simulated_tau is not None:
+            llm.models.simulated.start(min(self.source.simulated_tau, spec.max_depth + 1))
+
+    def _prompts(self, tokenizer: Tokenizer | None) -> tuple[list[list[int]], Scenario]:
+        load, plan = self.load, self.plan
+        if tokenizer is None:
+            tokenizer = Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
+        found = text_prompts(load.context, load.batch, tokenizer, plan.text_source)
+        vocab = self.source.random_config.vocab_size if self.source.random_config is not None else None
+        prompts = [[t % vocab for t in p.token_ids] if vocab is not None else p.token_ids for p in found]
+        held_out = all(p.is_held_out for p in found)
+        source = f"{plan.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
+        return prompts, Scenario(
+            name=load.name, profile=plan.profile, context_tokens=load.context, batch=load.batch,
+            new_tokens=plan.micro_steps + 1, temperature=self.temperature, seed=plan.seed,
+            prompts_sha256=tokens_sha256(prompts), prompts_source=source, warmup_runs=plan.warmup_runs,
+            measurement_runs=plan.measurement_runs,
+        )  # fmt: skip
+
+    def _prefill(self, llm: LLM, prompts: list[list[int]], spec: SpecConfig) -> Run:
+        """Compute the prompts' pages, the draft's keys included."""
+        return llm.run(prompts, SamplingParams(max_tokens=1, ignore_eos=True), spec=spec)
+
+    def _decode(self, llm: LLM, prompts: list[list[int]], spec: SpecConfig) -> Run:
+        sampling = [
+            SamplingParams(
+                max_tokens=self.plan.micro_steps + 1, temperature=self.temperature, seed=self.plan.seed + i,
+                ignore_eos=True,
+            )
+            for i in range(len(prompts))
+        ]  # fmt: skip
+        run = llm.run(prompts, sampling, spec=spec)
+        missing = run.summary.counters.num_prompt_tokens - run.summary.counters.num_prefix_hits
+        assert missing <= len(prompts) * llm.engine.config.page_size, f"{missing} prompt tokens were computed again"
+        return run
+
+    def _model(self, llm: LLM, spec: SpecConfig) -> ModelFacts:
+        target, draft = self.source.names
+        simulated = llm.models.simulated if spec.drafter != "none" else None
+        return ModelFacts(
+            target=target, draft=draft, dtype=self.source.dtype, arithmetic=self.source.arithmetic,
+            random_weights=self.source.random_config is not None,
+            simulated_tau=simulated.tau if simulated is not None else None, weight_bytes=llm.models.weight_bytes,
+        )  # fmt: skip
+
+    def _read(self, setting: str) -> Result | None:
+        """A result that need not be measured again."""
+        file = self.file(setting)
+        if not file.exists():
+            return None
+        try:
+            result: Result = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return None
+        plan, scenario = self.plan, result.get("scenario", {})
+        wanted = {
+            "new_tokens": plan.micro_steps + 1, "seed": plan.seed, "warmup_runs": plan.warmup_runs,
+            "measurement_runs": plan.measurement_runs,
+        }  # fmt: skip
+        is_ours = all(scenario.get(name) == value for name, value in wanted.items())
+        return result if is_ours and result.get("commit") == commit() and not problems(result) else None
