@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from aquiline.cli import bench
 from aquiline.cli.demo import demo
 from aquiline.cli.generate import generate
 from aquiline.cli.train import train
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
 )
+bench.register(app)
 app.command()(demo)
 app.command()(generate)
 app.command()(train)

@@ -1,4 +1,4 @@
-"""Options that take several values: `--contexts 512 1024 2048`."""
+"""Options that take several values: `--contexts 512 1024`; groups of commands that have a default one."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ class ListCommand(typer.core.TyperCommand):
             else:
                 spread.append(arg)
         return super().parse_args(ctx, spread)
+
+
+class DefaultGroup(typer.core.TyperGroup):
+    """A group whose command `run` is meant where none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put `run` before options that follow the group's name."""
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
