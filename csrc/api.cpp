@@ -70,6 +70,7 @@ struct Engine {
   std::mutex mutex;
   const Isa* isa = best_isa();
   std::vector<Tile> tiles;
+  double* seconds = nullptr;
   Buffer normed, qkv, attended, gate_up, cosine, sine, partials, workspace, logits, best;
 };
 
@@ -262,6 +263,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   Lock lock(engine().mutex);
   ForwardJob job{};
   job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.hidden = hidden, job.features = features;
+  job.seconds = engine().seconds;
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
   AQ_RESERVE(job.normed, normed, float, norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].qkv.k);
   AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].qkv.n);
@@ -273,6 +275,13 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   job.attention.q = job.qkv, job.attention.q_stride = model->layers[0].qkv.n;
   job.attention.out = job.attended, job.attention.scale = model->attn_scale;
   run_job<ForwardJob, &Kernels::forward>(job);
+  return 0;
+}
+
+int aq_time_layers(double* seconds) {
+  if (seconds != nullptr) AQ_TRY(check_pointer("seconds", seconds, sizeof(double)));
+  Lock lock(engine().mutex);
+  engine().seconds = seconds;
   return 0;
 }
 

@@ -85,6 +85,10 @@ int aq_pack(const void* weight, int32_t n, int32_t k, int32_t dtype, void* packe
 // (NULL: not wanted). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, float* hidden, float* features);
 
+// From now on every forward adds what its layers took to seconds[0] (attention: norm to output projection) and
+// seconds[1] (MLP); NULL stops that.
+int aq_time_layers(double* seconds);
+
 // Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
 int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, float* logits);
 // Draws without writing logits to the caller; tokens[i] = -1 where a logit is NaN or none is finite.

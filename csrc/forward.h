@@ -133,6 +133,13 @@ static void forward(const Worker& worker, const ForwardJob& job) {
   const bool owns_heads = model.num_kv_heads % worker.count == 0;
   AttentionJob attend = job.attention;
   enter(worker, job);
+  const bool is_timed = job.seconds != nullptr && worker.index == 0;
+  double last = is_timed ? aq::seconds() : 0.0;
+  const auto lap = [&](int part) {
+    if (!is_timed) return;
+    const double now = aq::seconds();
+    job.seconds[part] += now - last, last = now;
+  };
   for (int index = 0; index < model.num_layers; index++) {
     const AqLayer& layer = model.layers[index];
     attend.layer = index, attend.window = layer.window, attend.sinks = layer.sinks;
@@ -145,11 +152,13 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     worker.barrier();
     linear_add(worker, layer.o, job.attended, num_rows, job.hidden);
     worker.barrier();
+    lap(0);
     normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.gate_up, job.normed);
     linear_swiglu(worker, layer.gate_up, normed, num_rows, layer.down, job.gate_up);
     worker.barrier();
     linear_add(worker, layer.down, job.gate_up, num_rows, job.hidden, feature_of(job, index), (size_t)model.num_capture * width);
     worker.barrier();
+    lap(1);
   }
 }
 

@@ -14,6 +14,8 @@ struct Worker {
   void barrier() const;  // returns once every worker has arrived; pool.cpp
 };
 
+double seconds();  // of a steady clock; pool.cpp
+
 constexpr int kSpan = 512;         // attention folds blocks within spans of this many positions, then the spans
 constexpr int kMaxHeadDim = 512;
 constexpr int kTileQueries = 128;  // attention reads a block of keys once for this many (row, head) pairs
@@ -61,6 +63,7 @@ struct ForwardJob {
   // normed: norm_copies. normed, attended and gate_up hold bfloat16 where the linear that reads them takes it.
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
   AttentionJob attention;  // the fields that are the same for every layer
+  double* seconds;         // NULL, or where the time of attention and of the MLP is added (aq_time_layers)
 };
 
 struct LinearJob {

@@ -10,6 +10,9 @@
 #include <vector>
 
 namespace aq {
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 namespace {
 
 inline void pause() {

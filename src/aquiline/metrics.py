@@ -13,10 +13,11 @@ import resource
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 
-STAGES = ("draft", "verify", "accept", "commit", "host")
+STAGES = ("draft", "masks", "verify", "accept", "commit", "host")
 
 
 @dataclass
@@ -134,6 +135,14 @@ class SlotCounters:
         return self.active / self.num_steps if self.num_steps else 0.0
 
 
+class Lap(NamedTuple):
+    """A stretch of time.perf_counter that belongs to one stage."""
+
+    stage: str
+    began_s: float
+    seconds: float
+
+
 class Meter:
     """Times the stages of each step and counts its forwards; `counters` sums the requests that have finished."""
 
@@ -147,6 +156,7 @@ class Meter:
         self.num_decode_steps = 0
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
+        self.laps: list[Lap] | None = None  # every lap, where somebody wants a trace
         self.began_s = self._last = time.perf_counter()
         self._laps = dict.fromkeys(STAGES, 0.0)
 
@@ -159,6 +169,8 @@ class Meter:
         """The time since the last call belongs to this stage."""
         now = time.perf_counter()
         self._laps[stage] += now - self._last
+        if self.laps is not None:
+            self.laps.append(Lap(stage, self._last, now - self._last))
         self._last = now
 
     def end(self, num_decode_rows: int, num_chunk_rows: int) -> None:

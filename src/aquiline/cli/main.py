@@ -10,6 +10,7 @@ import typer
 from aquiline.cli import bench
 from aquiline.cli.demo import demo
 from aquiline.cli.generate import generate
+from aquiline.cli.profile import profile
 from aquiline.cli.train import train
 from aquiline.errors import AquilineError
 
@@ -36,4 +37,5 @@ app = typer.Typer(
 bench.register(app)
 app.command()(demo)
 app.command()(generate)
+app.command()(profile)
 app.command()(train)

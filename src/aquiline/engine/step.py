@@ -86,6 +86,7 @@ class Stepper:
         meter.lap("draft")
         binding.bind_tree(self.rows, tree, roots)
         firsts = binding.bind_chunks(self.rows, plan.chunks)
+        meter.lap("masks")
         self.target.forward(self.rows, self.kv)
         meter.lap("verify")
         drawn, first_tokens = self._draw(tree, decoding, plan.chunks, firsts)

@@ -46,9 +46,11 @@ class TargetRunner(Protocol):
 
 
 class DraftRunner(Protocol):
-    """hidden [max_rows, H] holds the last pass's outputs, as the next pass takes them."""
+    """One pass of the draft after the other."""
 
-    hidden: Float32
+    @property
+    def hidden(self) -> Float32:
+        """[max_rows, H]: the last pass's outputs, as the next pass takes them."""
 
     def fuse(self, features: Float32) -> Float32:
         """Target features [n, 3 Ht] -> [n, H]."""

@@ -64,6 +64,30 @@ def select_isa(name: str | None) -> None:
     library().select_isa(None if name is None else name.encode())
 
 
+class LayerTimes:
+    """While in use as a context, what the layers of all forwards take: attention_s and mlp_s."""
+
+    def __init__(self) -> None:
+        self._seconds = np.zeros(2)
+
+    def __enter__(self) -> LayerTimes:
+        library().time_layers(_pointer(self._seconds))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        library().time_layers(None)
+
+    @property
+    def attention_s(self) -> float:
+        """From the input norm to the output projection."""
+        return float(self._seconds[0])
+
+    @property
+    def mlp_s(self) -> float:
+        """From the second norm to the end of the layer."""
+        return float(self._seconds[1])
+
+
 def _address(name: str, array: NDArray[Any], dtype: Any) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{name} is {array.dtype} {array.shape}: must be C-contiguous {np.dtype(dtype)}")

@@ -1,0 +1,67 @@
+"""The profile: every named range is there, the shares are of the whole cycle, the trace is one Chrome can read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from tests.conftest import engine_config, needs_native, tiny_models
+from tests.engine.test_exact import BASELINE, SPECS, prompts
+from typer.testing import CliRunner
+
+from aquiline.bench.profile import ATTENTION, FFN, FUSE, LM_HEAD, RANGES, profile
+from aquiline.cli.main import app
+from aquiline.config import SamplingParams
+from aquiline.ops.cpu import LayerTimes
+
+pytestmark = needs_native
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", ["chain4", "dynamic", "none"])
+def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
+    spec = BASELINE if name == "none" else SPECS[name]
+    found = profile(tiny_models(), engine_config(4), spec, prompts(4), PARAMS)
+    stages = [row for row in found.rows if not row.is_part]
+    assert {row.name for row in stages} == set(RANGES.values())
+    assert sum(row.share for row in stages) == pytest.approx(1)
+    total = found.summary.decode_ms / found.summary.num_decode_steps
+    assert sum(row.ms_per_step for row in stages) == pytest.approx(total, rel=1e-6)
+    assert found.summary.num_prefill_tokens == 0, "only decode steps count"
+    parts = {row.name: row for row in found.rows if row.is_part}
+    assert set(parts) == (set() if name == "none" else {FUSE, ATTENTION, FFN, LM_HEAD})
+    drafting = next(row for row in stages if row.name == RANGES["draft"])
+    assert sum(row.ms_per_step for row in parts.values()) <= drafting.ms_per_step * 1.001
+    if name == "chain4":
+        assert parts[LM_HEAD].calls == parts[ATTENTION].calls == 4 * found.summary.num_decode_steps
+
+    found.write_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["name"] for e in events} == {row.name for row in found.rows}
+    outer = sorted((e for e in events if e["tid"] == 1), key=lambda e: e["ts"])
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(outer)), "stages overlap"
+    for event in (e for e in events if e["tid"] == 2):
+        inside = [e for e in outer if e["name"] == "EAGLE_DRAFT" and e["ts"] - 1 <= event["ts"]]
+        assert any(event["ts"] + event["dur"] <= e["ts"] + e["dur"] + 1 for e in inside), event
+
+
+def test_layers_are_timed_only_while_wanted() -> None:
+    with LayerTimes() as layers:
+        profile_free = layers.attention_s
+        tiny = tiny_models()
+        profile(tiny, engine_config(1), BASELINE, prompts(1), PARAMS)
+    assert profile_free == 0.0
+    before = (layers.attention_s, layers.mlp_s)
+    with LayerTimes() as fresh:
+        assert (fresh.attention_s, fresh.mlp_s) == (0.0, 0.0)
+    assert (layers.attention_s, layers.mlp_s) == before
+
+
+def test_the_command(tmp_path: Path) -> None:
+    args = ["profile", "--context", "64", "--new-tokens", "8", "--batch", "2"]
+    shown = CliRunner().invoke(app, [*args, "--trace", str(tmp_path / "t.json")], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0 and "EAGLE_TREE_MASKS" in shown.output and (tmp_path / "t.json").exists()
+    data = json.loads(CliRunner().invoke(app, [*args, "--json", "--drafter", "dynamic"]).stdout)
+    assert data["num_steps"] > 0 and data["tau"] >= 1

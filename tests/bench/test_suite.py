@@ -1,0 +1,139 @@
+"""The suite: results that hold up, one prefill per scenario, what is there is not run again, tau as simulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aquiline.bench.result import differences, problems, read_results, recomputed_tau
+from aquiline.bench.scenarios import CPU, RANDOM, Load, Source
+from aquiline.bench.suite import Plan, Progress, run_suite
+from aquiline.cli.main import app
+from aquiline.cli.options import ListCommand
+from aquiline.spec.simulate import SimulatedAcceptance
+
+SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
+TINY_RANDOM = Source(
+    random_config=RANDOM.__class__(**{**RANDOM.__dict__, **SMALL, "num_kv_heads": 2, "head_dim": 16}),
+    simulated_tau=2.25,
+)
+
+
+def plan(*loads: Load, **settings: object) -> Plan:
+    defaults = {"num_spec_tokens": (1, 3), "micro_steps": 24, "measurement_runs": 2}
+    return Plan(loads, "cpu", **(defaults | settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bundled and random loads of every kind, at two temperatures."""
+    out = tmp_path_factory.mktemp("results")
+    loads = (Load("baseline", 128, 1), Load("batch", 64, 3), Load("long", 512, 1, True), Load("long", 192, 2, True))
+    progress = Progress()
+    assert len(list(run_suite(plan(*loads, temperatures=(0.0, 0.8)), Source(), TINY_RANDOM, out, progress))) == 18
+    assert progress.skipped == []
+    return out
+
+
+def test_every_result_is_whole_and_tau_follows_from_output_lengths(results: Path) -> None:
+    found = read_results(results)
+    assert len(found) == 18
+    for name, result in found.items():
+        assert problems(result) == [], name
+        assert recomputed_tau(result) == pytest.approx(result["eagle_speculation"]["mean_acceptance_length"], abs=1e-12)
+        assert set(result["output"]["num_tokens"]) == {25}
+        assert result["prefill_tokens_per_sec"]["mean"] > 0 and result["ttft_ms"]["mean"] > 0
+
+
+def test_settings_compare_with_their_baseline(results: Path) -> None:
+    found = read_results(results)
+    for name, result in found.items():
+        baseline = found[name.replace("chain-1", "baseline").replace("chain-3", "baseline")]
+        assert differences(result, baseline) == [], name
+        simulated = result["model"]["simulated_tau"]
+        if result["model"]["random_weights"]:
+            expected = {"baseline": None, "chain-1": 2.0, "chain-3": 2.25}[result["setting"]["name"]]
+            assert simulated == expected
+            if expected is not None:
+                assert result["eagle_speculation"]["mean_acceptance_length"] == pytest.approx(expected, abs=0.15)
+        else:
+            assert simulated is None
+            assert result["output"]["sha256"] == baseline["output"]["sha256"]
+
+
+def test_what_is_there_is_not_run_again(results: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in results.glob("*.json")}
+    load = Load("baseline", 128, 1)
+    list(run_suite(plan(load), Source(), TINY_RANDOM, results, Progress()))
+    assert {file: file.stat().st_mtime_ns for file in results.glob("*.json")} == before
+    (torn,) = results.glob("*baseline-128x1-t0-chain-3.json")
+    torn.write_text(torn.read_text()[:100])
+    again = list(run_suite(plan(load), Source(), TINY_RANDOM, results, Progress()))
+    assert len(again) == 3 and problems(json.loads(torn.read_text())) == []
+
+
+def test_what_cannot_run_is_named_and_the_rest_runs(tmp_path: Path) -> None:
+    progress = Progress()
+    loads = (Load("huge", 100_000, 1), Load("small", 64, 1))
+    found = list(run_suite(plan(*loads), Source(), TINY_RANDOM, tmp_path, progress))
+    assert len(found) == 3 and len(progress.skipped) == 1
+    assert "huge 100000 x 1: max_context=100025: the model was built for 4096" in progress.skipped[0]
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.3, 2.5, 3.0, 4.0, 9.0])
+def test_simulated_tau_is_met_and_capped(tau: float) -> None:
+    import numpy as np
+
+    from aquiline.spec.tree import DraftTree, chain_topology
+
+    simulate = SimulatedAcceptance(tau)
+    shape = chain_topology(3, 4)
+    drawn = np.arange(12, dtype=np.int32) + 100
+    committed = []
+    for _ in range(200):
+        result = simulate(DraftTree(shape, np.arange(12, dtype=np.int32)), drawn)
+        for b, a in enumerate(result.num_accepted.tolist()):
+            assert result.tokens[b].tolist() == [*range(4 * b + 1, 4 * b + 1 + a), 100 + 4 * b + a, *[-1] * (3 - a)]
+            committed.append(a + 1)
+    assert sum(committed) / len(committed) == pytest.approx(min(tau, 4), abs=0.01)
+    with pytest.raises(ValueError, match=r"simulate_tau=0\.5"):
+        SimulatedAcceptance(0.5)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    args = ["bench", "--out", str(tmp_path), "--contexts", "64", "128", "--num-spec-tokens", "2", "--micro-steps", "8"]
+    args += ["--measurement-runs", "1", "--warmup-runs", "0"]
+    shown = CliRunner().invoke(app, args)
+    assert shown.exit_code == 0, shown.output
+    assert len(list(tmp_path.glob("*.json"))) == 4 and "custom 128 x 1, t=0, chain-2" in shown.output
+    assert len(json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)) == 4
+    for bad, reason in (
+        (["--scenario", "none-such"], "must be of baseline, single"),
+        (["--profile", "gpu"], "must be one of full, cpu"),
+        (["--simulate-tau", "2"], "goes with --random-weights"),
+    ):
+        refused = CliRunner().invoke(app, ["bench", "--out", str(tmp_path), *bad])
+        assert refused.exit_code == 2 and reason in refused.stderr, refused.output
+
+
+def test_the_profiles_cover_the_mission() -> None:
+    assert {load.name for load in CPU} >= {"baseline", "single", "batch", "large-context", "stress"}
+    assert {load.context for load in CPU if load.is_random} == {8192, 16384, 32768, 65536}
+
+
+def test_list_options_take_values_in_a_row() -> None:
+    import typer
+
+    app = typer.Typer()
+    seen: dict[str, object] = {}
+
+    @app.command(cls=ListCommand)
+    def command(path: str, a: list[int] | None = typer.Option(None), b: str = "x") -> None:
+        seen.update(path=path, a=a, b=b)
+
+    for args in (["here", "--a", "1", "2", "3", "--b", "y"], ["--b", "y", "here", "--a", "1", "--a", "2", "3"]):
+        assert CliRunner().invoke(app, args).exit_code == 0
+        assert seen == {"path": "here", "a": [1, 2, 3], "b": "y"}
