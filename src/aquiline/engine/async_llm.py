@@ -106,14 +106,14 @@ class AsyncLLM:
             raise
         finally:
             self._stopped = reason
-            self.llm.engine.reset()
+            streams, self._streams = self._streams, {}
+            for stream in streams.values():
+                self._tell(stream, EngineStopped(reason))
             while not self._commands.empty():
                 command = self._commands.get()
                 if command is not None:
                     command()
-            for stream in self._streams.values():
-                self._tell(stream, EngineStopped(reason))
-            self._streams.clear()
+            self.llm.engine.reset()
 
     def _obey(self) -> bool:
         """Carry out the commands that came, waiting for one when there is nothing to do; False to end."""

@@ -161,8 +161,6 @@ class LLM:
                     if delta.finish_reason is not None:
                         yield output_of(live.pop(delta.request_id), "".join(texts.pop(delta.request_id)))
         finally:
-            for request_id in live:
-                engine.abort(request_id)
             if live:
                 engine.reset()
 
