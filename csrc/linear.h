@@ -61,14 +61,11 @@ static __attribute__((noinline)) void tile(const W* w, int k, const typename Inp
       for (int line = 0; line < kUnroll * 16 * (int)sizeof(W); line += 64) prefetch((const char*)(ahead + b * block) + line);
 #pragma GCC unroll 8
     for (int u = 0; u < kUnroll; u++) {
-      decltype(load(w)) weight[BLOCKS];
 #pragma GCC unroll 8
-      for (int b = 0; b < BLOCKS; b++) weight[b] = load(w + b * block + (size_t)(i + u) * 16);
+      for (int b = 0; b < BLOCKS; b++) {
+        const auto weight = load(w + b * block + (size_t)(i + u) * 16);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        const auto value = set1(x[(size_t)r * k + i + u]);
-#pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; b++) sum[r][b] = fma(value, weight[b], sum[r][b]);
+        for (int r = 0; r < ROWS; r++) sum[r][b] = fma(set1(x[(size_t)r * k + i + u]), weight, sum[r][b]);
       }
     }
   }

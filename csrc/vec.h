@@ -72,7 +72,7 @@ AQ_INLINE Vec fma(__m512bh a, __m512bh b, Vec c) { return _mm512_dpbf16_ps(c, a,
 
 #elif defined(AQ_AVX2)
 
-constexpr int kAccumulators = 6;
+constexpr int kAccumulators = 5;  // with 6 in two blocks, GCC keeps one of them in memory
 struct Vec { __m256 lo, hi; };
 struct IVec { __m256i lo, hi; };
 struct Mask { __m256 lo, hi; };
