@@ -32,8 +32,10 @@ from aquiline.models.runner import (
     TorchTarget,
     check_arithmetic,
     use_native,
+    weight_bytes,
 )
 from aquiline.ops import cpu
+from aquiline.ops.quantise import QUANTISED
 from aquiline.spec.accept import accept, accept_native
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.spec.tree import DraftTree
@@ -50,7 +52,8 @@ class LoadedModels:
     target_config: ModelConfig
     draft_config: ModelConfig | None
     draft_vocab_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of KV
+    storage: str  # the `dtype` setting
     arithmetic: str
     max_rows: int
     is_native: bool
@@ -113,7 +116,7 @@ class LoadedModels:
         common: dict[str, object] = {
             "path": "native" if self.is_native else "torch",
             "exact_trees": self.is_native,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.storage,
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
@@ -163,13 +166,14 @@ def from_modules(
     """Put loaded modules into the runners this machine has. Raises ValueError for an arithmetic it does not have."""
     is_native = use_native(environment)
     check_arithmetic(arithmetic, dtype, is_native)
-    weights = {w.data_ptr(): w.nbytes for m in (decoder, head) if m is not None for w in m.parameters()}
+    quantised = dtype if dtype in QUANTISED else None
+    num_bytes = weight_bytes([decoder] if head is None else [decoder, head], quantised)
     max_rows = config.row_budget + config.max_batch * MAX_NODES
-    new_target: Callable[[Decoder, int], TargetRunner] = TorchTarget
-    new_draft: Callable[[DraftHead, int], DraftRunner] = TorchDraft
+    new_target: Callable[[Decoder, int], TargetRunner] = partial(TorchTarget, dtype=quantised)
+    new_draft: Callable[[DraftHead, int], DraftRunner] = partial(TorchDraft, dtype=quantised)
     if is_native:
-        new_target = partial(NativeTarget, arithmetic=arithmetic)
-        new_draft = partial(NativeDraft, arithmetic=arithmetic)
+        new_target = partial(NativeTarget, arithmetic=arithmetic, dtype=quantised)
+        new_draft = partial(NativeDraft, arithmetic=arithmetic, dtype=quantised)
     return LoadedModels(
         target=new_target(decoder, max_rows),
         draft=new_draft(head, max_rows) if head is not None else None,
@@ -178,10 +182,11 @@ def from_modules(
         draft_config=head.config.model if head is not None else None,
         draft_vocab_size=head.config.draft_vocab_size if head is not None else 0,
         dtype=storage_dtype(dtype),
+        storage=dtype,
         arithmetic=arithmetic,
         max_rows=max_rows,
         is_native=is_native,
-        weight_bytes=sum(weights.values()),
+        weight_bytes=num_bytes,
     )
 
 

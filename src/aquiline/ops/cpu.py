@@ -109,11 +109,14 @@ class NativeModel:
     depend as little on other rows, threads and chunks as in float32, but they are others, and only has_bf16_dot() CPUs
     have it. Attention, norms and sampling are float32 in both.
 
+    dtype "int8" or "int4" quantises the linears, the head among them; None stores them as given. The embedding and the
+    norms stay as they are.
+
     Not thread-safe: it reuses its argument structs (the library serialises calls anyway)."""
 
-    def __init__(self, weights: ModelWeights, arithmetic: str = "float32") -> None:
+    def __init__(self, weights: ModelWeights, arithmetic: str = "float32", dtype: str | None = None) -> None:
         self._check_widths(weights)
-        self._arithmetic = arithmetic
+        self._arithmetic, self._dtype = arithmetic, dtype
         self._library = library()
         self._arena = Arena()
         self._kept: list[Any] = []
@@ -134,7 +137,7 @@ class NativeModel:
     def _describe(self, weights: ModelWeights) -> AqModel:
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
         embed = weights.embed.detach().contiguous()
-        head = PackedLinear("head", weights.head, None, self._arithmetic, self._arena)
+        head = self._pack("head", weights.head)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, embed, head, capture]
         return AqModel(
@@ -167,11 +170,14 @@ class NativeModel:
             "gate_up": (interleave(weights.gate_up.detach()), None),
             "down": (weights.down, None),
         }
-        packed = {name: PackedLinear(name, *linear, self._arithmetic, self._arena) for name, linear in linears.items()}
+        packed = {name: self._pack(name, *linear) for name, linear in linears.items()}
         self._kept.append(packed)
         names = ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")
         floats = {name: self._floats(getattr(weights, name)) for name in names}
         return AqLayer(**{name: linear.struct for name, linear in packed.items()}, **floats, window=weights.window)
+
+    def _pack(self, name: str, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(name, weight, bias, self._arithmetic, self._arena, self._dtype)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -284,13 +290,16 @@ def _fill_sampling(struct: AqSampling, sampling: RowSampling, n: int) -> None:
 
 
 class NativeLinear:
-    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16), plus a bias.
+    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16) or quantised, plus a bias.
 
-    `arithmetic` is NativeModel's."""
+    `arithmetic` and `dtype` are NativeModel's; num_bytes is what one call reads of the weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32") -> None:
-        self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena())
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32", dtype: str | None = None
+    ) -> None:
+        self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena(), dtype)
         self.num_outputs, self.num_inputs = weight.shape
+        self.num_bytes = self._packed.num_bytes
 
     def __call__(self, x: Float32) -> Float32:
         """[R, K] to a new array [R, N]."""
