@@ -10,6 +10,8 @@ import typer
 from aquiline.cli import bench
 from aquiline.cli.demo import demo
 from aquiline.cli.generate import generate
+from aquiline.cli.limits import limits
+from aquiline.cli.options import ListCommand
 from aquiline.cli.profile import profile
 from aquiline.cli.train import train
 from aquiline.errors import AquilineError
@@ -37,5 +39,6 @@ app = typer.Typer(
 bench.register(app)
 app.command()(demo)
 app.command()(generate)
+app.command(cls=ListCommand)(limits)
 app.command()(profile)
 app.command()(train)
