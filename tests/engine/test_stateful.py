@@ -98,6 +98,19 @@ def test_pages_of_texts_that_end_have_their_draft_keys(spec: SpecConfig, late_co
         assert traffic.seen["drafts completed"]
 
 
+@pytest.mark.parametrize("late_commit", [False, True])
+@pytest.mark.xfail(strict=True, reason="who runs goes on publishing below nodes that clear() has cut off")
+def test_the_cache_may_be_cleared_while_its_pages_are_in_use(late_commit: bool) -> None:
+    traffic = Traffic(Setup(num_pages=24, row_budget=ROW_BUDGET, late_commit=late_commit))
+    for _ in range(2):
+        traffic.add(Wish(STEMS[0][:40], "sampled", 40, CHAINS[2], 0))
+    for _ in range(5):
+        traffic.step()
+    assert traffic.engine.prefix is not None
+    traffic.engine.prefix.clear()
+    traffic.drain()
+
+
 SETUPS = st.builds(
     Setup,
     num_pages=st.sampled_from((9, 11, 16, 24)),
