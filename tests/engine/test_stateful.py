@@ -99,7 +99,6 @@ def test_pages_of_texts_that_end_have_their_draft_keys(spec: SpecConfig, late_co
 
 
 @pytest.mark.parametrize("late_commit", [False, True])
-@pytest.mark.xfail(strict=True, reason="who runs goes on publishing below nodes that clear() has cut off")
 def test_the_cache_may_be_cleared_while_its_pages_are_in_use(late_commit: bool) -> None:
     traffic = Traffic(Setup(num_pages=24, row_budget=ROW_BUDGET, late_commit=late_commit))
     for _ in range(2):
