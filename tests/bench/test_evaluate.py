@@ -265,7 +265,7 @@ def evaluations(draw: st.DrawFn) -> Evaluated:
     for temperature in plan.temperatures:
         for length in plan.lengths:
             for question in range(len(questions)):
-                tokens = draw(st.lists(st.integers(0, 2), min_size=2, max_size=length))
+                tokens = [draw(st.integers(0, 2))] + [1] * draw(st.integers(1, length - 1))  # repeats its 8-grams
                 text = Text(temperature, length, question, 0, [1, 2, 3], tokens, "t", "length")
                 for repeat in range(plan.repeats):
                     for setting, spec in plan.settings.items():
