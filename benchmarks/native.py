@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from aquiline.ops import cpu
+from aquiline.ops import buffers, cpu
 from aquiline.ops.quantise import QUANTISED
 from aquiline.types import KVGroup, LayerWeights, ModelWeights, Rows, RowSampling, storage_dtype
 
@@ -142,12 +142,12 @@ def bench_attention(context: int) -> dict[str, dict[str, float]]:
     v = torch.randn(layers, context // 64 + 2, kv_heads, 64, dim).bfloat16()
     kv = KVGroup(v.clone().view(layers, -1, kv_heads, 4, dim, 16), v)
     table = np.arange(v.shape[1], dtype=np.int32)[None].copy()
-    described = cpu._describe_kv(kv)
+    described = buffers.describe_kv(kv)
     num_bytes = 2 * context * kv_heads * dim * 2
     results = {}
     for num in (1, 4, 8, 16):
         rows = tree_rows(table, num, context)
-        struct = cpu._describe_rows(rows)
+        struct = buffers.describe_rows(rows)
         q, out = (
             np.random.default_rng(0).standard_normal((num, heads * dim), np.float32),
             np.empty((num, heads * dim), np.float32),

@@ -13,7 +13,7 @@ from test_forward import HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, ref
 from test_linear import inputs
 
 from aquiline.errors import NativeError
-from aquiline.ops import cpu, native
+from aquiline.ops import buffers, cpu, native
 from aquiline.ops.native import AqLinear
 from aquiline.ops.quantise import GROUP, quantise, stored_bytes
 
@@ -250,7 +250,7 @@ def test_keys_values_and_embeddings_are_never_quantised():
     model._model.embed_dtype = native.INT8
     with pytest.raises(NativeError, match="embed_dtype=3"):
         run(model, kv, chunk_rows(table, TOKENS, 0, 2))
-    described = cpu._describe_kv(kv)
+    described = buffers.describe_kv(kv)
     described.dtype = native.INT4
     with pytest.raises(NativeError, match=r"kv\.dtype=4"):
         LOADED.move_kv(ctypes.byref(described), at(table), table.shape[1], at(table), at(table), at(table), 0)
