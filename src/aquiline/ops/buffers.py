@@ -1,4 +1,4 @@
-"""numpy and torch buffers as the structs and pointers of the native library. Checks dtype and layout, copies nothing."""
+"""Numpy and torch buffers as structs and pointers of the native library. Checks dtype and layout, copies nothing."""
 
 from __future__ import annotations
 
