@@ -10,6 +10,7 @@ import typer
 from aquiline.cli import bench
 from aquiline.cli.demo import demo
 from aquiline.cli.eval import evaluate
+from aquiline.cli.gate import gate
 from aquiline.cli.generate import generate
 from aquiline.cli.limits import limits
 from aquiline.cli.options import ListCommand
@@ -40,6 +41,7 @@ app = typer.Typer(
 bench.register(app)
 app.command()(demo)
 app.command("eval", cls=ListCommand)(evaluate)
+app.command()(gate)
 app.command()(generate)
 app.command(cls=ListCommand)(limits)
 app.command()(profile)
