@@ -136,6 +136,9 @@ def table(
     directory: Annotated[Path, typer.Argument(help="Directory of results.")],
     older: Annotated[Path | None, typer.Option(help="Mark regressions against the results of this directory.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Markdown of one row per scenario: its fastest setting.")
+    ] = False,
 ) -> None:
     """Tabulate results: speed, tau and share of the ideal by setting, one table per scenario and machine.
 
@@ -153,9 +156,12 @@ def table(
 
     from aquiline.bench import table as tables
     from aquiline.bench.integrity import read_sound
+    from aquiline.bench.summary import summary
 
     found, before = read_sound(directory), read_sound(older) if older is not None else None
-    if markdown:
+    if short:
+        print(summary(found), end="")
+    elif markdown:
         print(tables.markdown(found, before))
     else:
         Console().print(tables.console(found, before))
