@@ -59,7 +59,7 @@ def test_a_gate_that_holds_says_by_how_much(state: GateState) -> None:
         ({"min_steps": 24}, {"min_steps"}),
         ({"max_tau": 1.1, "max_steps": 23, "min_speedup": 9}, {"max_tau", "min_speedup"}),
     ],
-    ids=str,
+    ids=lambda value: ",".join(sorted(value)),
 )
 def test_a_missed_limit_is_red_by_its_margin(limits: dict[str, float], missed: set[str], state: GateState) -> None:
     report = ask(
