@@ -1,0 +1,232 @@
+"""A section's plots: which rows make which lines and bars."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from aquiline.bench.report.charts import (
+    Axes,
+    Bar,
+    Line,
+    Point,
+    Segment,
+    Style,
+    block,
+    count,
+    draw_bars,
+    draw_lines,
+    figure,
+    swatch,
+    tick,
+)
+from aquiline.bench.report.sections import Row, badges, number
+
+BEYOND = 3.0
+"""An ideal so many times above all measurements would flatten the plot; it stays in the table."""
+ACROSS = {"context_tokens": ("context", "context (tokens)"), "batch": ("batch", "batch (sequences)")}
+
+Scenarios = list[tuple[str, list[Row]]]
+Legend = list[tuple[Markup, str]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot with what it shows and what must be known before believing it."""
+
+    title: str
+    badges: list[str]
+    svg: Markup
+    legend: Legend
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rows that make a line, by x."""
+
+    name: str
+    style: Style
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Over:
+    """What lines run over and show: y with its smallest and largest run; ideal: its name in the roofline; names: of a
+    row's line, each finer than the one before."""
+
+    x: Callable[[Row], int]
+    y: Callable[[Row], tuple[float, float, float]]
+    ideal: str
+    axes: Axes
+    names: tuple[Callable[[Row], str], ...]
+
+
+def throughput_panels(rows: list[Row], scenarios: Scenarios) -> list[Panel]:
+    """Over contexts for each batch, over batches for each context, and every scenario by itself."""
+    trends = _trends(rows, "context_tokens", "batch") + _trends(rows, "batch", "context_tokens")
+    return trends + [_throughput_bars(*each) for each in scenarios]
+
+
+def speedup_panels(rows: list[Row]) -> list[Panel]:
+    """Over the length of a chain, a plot for each batch and a line for each context."""
+    over = Over(
+        x=lambda row: row.num_spec_tokens or 0, y=lambda row: (row.speedup or 0.0,) * 3, ideal="ideal_speedup",
+        axes=Axes("num_spec_tokens", "speedup", reference=1.0),
+        names=(
+            lambda row: _join(f"context {count(row.context_tokens)}", row.variant),
+            lambda row: _join(row.scenario, row.variant),
+            lambda row: _join(row.scenario, row.label),
+        ),
+    )  # fmt: skip
+    chains = [row for row in rows if row.num_spec_tokens is not None and row.speedup is not None]
+    panels = []
+    for batch in sorted({row.batch for row in chains}):
+        panel = _lines(f"Speedup by num_spec_tokens, batch {batch}", [r for r in chains if r.batch == batch], over)
+        panels.append(Panel(panel.title, panel.badges, panel.svg, [*panel.legend, (tick("reference"), "no gain")]))
+    return panels
+
+
+def acceptance_panels(scenarios: Scenarios) -> list[Panel]:
+    """Over positions in the draft, a plot for each scenario and a line for each setting."""
+    panels = []
+    for name, rows in scenarios:
+        lines = []
+        for row in rows:
+            shares = row.result["eagle_speculation"]["per_position"]
+            points = [
+                Point(position, share, share, share, f"{row.label}, position {position}: {share:.3f}")
+                for position, share in enumerate(map(number, shares), 1)
+                if share is not None
+            ]
+            lines += [Line(row.label, row.style, tuple(points))] if points else []
+        if lines:
+            title = f"Acceptance by position, {name}"
+            svg = draw_lines(lines, Axes("position in the draft", "share of steps", top=1.0), title)
+            panels.append(Panel(title, badges(rows), svg, [(swatch(line.style), line.label) for line in lines]))
+    return panels
+
+
+def stage_panels(scenarios: Scenarios) -> list[Panel]:
+    """A bar for each setting, cut into the stages of a decode step."""
+    panels = []
+    for name, rows in scenarios:
+        timed = [row for row in rows if row.stage_ms]
+        stages = list(dict.fromkeys(stage for row in timed for stage in row.stage_ms))
+        colors = {stage: Style.of(index).color for index, stage in enumerate(stages)}
+        bars = [
+            Bar(
+                row.label, f"{figure(sum(row.stage_ms.values()))} ms",
+                tuple(
+                    Segment(colors[stage], ms, f"{row.label}, {stage}: {figure(ms)} ms")
+                    for stage, ms in row.stage_ms.items()
+                ),
+            )
+            for row in timed
+        ]  # fmt: skip
+        if bars:
+            title = f"Stage times, {name}"
+            svg = draw_bars(bars, "ms per decode step", title)
+            panels.append(Panel(title, badges(timed), svg, [(block(colors[stage]), stage) for stage in stages]))
+    return panels
+
+
+def _trends(rows: list[Row], across: str, fixed: str) -> list[Panel]:
+    """A plot for each value of `fixed` that has several of `across`."""
+    word, axis = ACROSS[across]
+    over = Over(
+        x=lambda row: int(row.result["scenario"][across]), y=_spread, ideal="ideal_tokens_per_s",
+        axes=Axes(axis, "tok/s", is_log=True),
+        names=(lambda row: row.label, lambda row: _join(row.label, row.scenario)),
+    )  # fmt: skip
+    panels = []
+    for value in sorted({row.result["scenario"][fixed] for row in rows}):
+        chosen = [row for row in rows if row.result["scenario"][fixed] == value]
+        if len({over.x(row) for row in chosen}) > 1:
+            panels.append(_lines(f"Throughput by {word}, {ACROSS[fixed][0]} {count(value)}", chosen, over))
+    return panels
+
+
+def _series(rows: list[Row], over: Over) -> list[Series]:
+    """Rows by name. Settings look as they do everywhere; other lines take the styles in turn."""
+    named = _named(rows, over.x, over.names)
+    are_settings = all(name == members[0].label for name, members in named)
+    return [
+        Series(name, members[0].style if are_settings else Style.of(index), sorted(members, key=over.x))
+        for index, (name, members) in enumerate(named)
+    ]
+
+
+def _named(
+    rows: list[Row], x: Callable[[Row], int], names: tuple[Callable[[Row], str], ...]
+) -> list[tuple[str, list[Row]]]:
+    """Rows by the first name; those of which two stand at one x, by the next."""
+    by_name: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_name[names[0](row)].append(row)
+    found = []
+    for name, members in by_name.items():
+        is_clear = len({x(row) for row in members}) == len(members)
+        found += [(name, members)] if is_clear or len(names) == 1 else _named(members, x, names[1:])
+    return found
+
+
+def _lines(title: str, rows: list[Row], over: Over) -> Panel:
+    measured, ideals = [], []
+    most = BEYOND * max(over.y(row)[2] for row in rows)
+    for series in _series(rows, over):
+        points = []
+        for row in series.rows:
+            y, low, high = over.y(row)
+            text = f"{series.name}, {over.axes.x} {over.x(row)}: {figure(y)} {over.axes.y}"
+            points.append(Point(over.x(row), y, low, high, text))
+        measured.append(Line(series.name, series.style, tuple(points)))
+        bounds = [(over.x(row), row.roofline(over.ideal)) for row in series.rows]
+        ideal = tuple(Point(x, bound, bound, bound, "") for x, bound in bounds if bound and bound <= most)
+        ideals += [Line(series.name, series.style, ideal, is_dashed=True)] if len(ideal) > 1 else []
+    legend = [(swatch(line.style), line.label) for line in measured]
+    if any(over.y(row)[1] < over.y(row)[2] for row in rows):
+        legend.append((tick("whisker"), "smallest to largest run"))
+    beyond = any((row.roofline(over.ideal) or 0.0) > most for row in rows)
+    legend += _ideal_legend(swatch(Style.of(-1), is_dashed=True), bool(ideals), beyond)
+    return Panel(title, badges(rows), draw_lines(ideals + measured, over.axes, title), legend)
+
+
+def _throughput_bars(name: str, rows: list[Row]) -> Panel:
+    most = BEYOND * max(_spread(row)[2] for row in rows)
+    bars = []
+    for row in rows:
+        mean, low, high = _spread(row)
+        ideal = row.roofline("ideal_tokens_per_s")
+        value = f"{figure(mean)} tok/s" + (f", {row.speedup:.2f}x" if row.speedup is not None else "")
+        text = f"{row.label}: {figure(mean)} tok/s, {figure(low)} to {figure(high)}"
+        mark = ideal if ideal and ideal <= most else None
+        bars.append(Bar(row.label, value, (Segment(row.style.color, mean, text),), (low, high), mark))
+    legend = [(block("base"), "mean")]
+    if any(bar.whisker and bar.whisker[0] < bar.whisker[1] for bar in bars):
+        legend.append((tick("whisker"), "smallest to largest run"))
+    beyond = any((row.roofline("ideal_tokens_per_s") or 0.0) > most for row in rows)
+    legend += _ideal_legend(tick("mark"), any(bar.mark for bar in bars), beyond)
+    title = f"Throughput, {name}"
+    return Panel(title, badges(rows), draw_bars(bars, "tok/s", title), legend)
+
+
+def _ideal_legend(icon: Markup, is_drawn: bool, is_beyond: bool) -> Legend:
+    """What there is to say of ideals, those included that the plot has no room for."""
+    texts = {
+        (True, False): "roofline ideal",
+        (True, True): "roofline ideal, others beyond the scale",
+        (False, True): "roofline ideals are beyond the scale",
+    }
+    return [(icon, texts[is_drawn, is_beyond])] if is_drawn or is_beyond else []
+
+
+def _spread(row: Row) -> tuple[float, float, float]:
+    spread = row.throughput
+    return spread["mean"], spread["min"], spread["max"]
+
+
+def _join(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,270 @@
+"""Which results stand beside each other: sections of what ran alike, series of one setting, and each one's baseline.
+
+A section is one machine, target and way to compute. Peers on the same machine, target and sampling stand beside
+aquiline as series of their own; without it they have a section each. What a ratio needs is `result.differences`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from aquiline.bench.report.charts import Style, count
+from aquiline.bench.result import Result, differences
+from aquiline.config import DRAFTERS
+
+OWN = "aquiline"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result. label: its series, the same in every scenario; variant: what the label says of engine and draft;
+    scenario: what was asked, the same for all who were asked it; against: the result without a drafter that its speedup
+    is over, or None, and then `alone` says why."""
+
+    file: str
+    result: Result
+    label: str
+    variant: str
+    scenario: str
+    style: Style
+    against: Result | None
+    alone: str
+
+    @property
+    def speedup(self) -> float | None:
+        """Mean throughput over its own engine's without speculation."""
+        base = self.against["throughput_tokens_per_sec"]["mean"] if self.against is not None else 0.0
+        return self.throughput["mean"] / base if base else None
+
+    @property
+    def throughput(self) -> dict[str, float]:
+        """Decode tokens per second: mean, min and max of the runs."""
+        spread: dict[str, float] = self.result["throughput_tokens_per_sec"]
+        return spread
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of each prompt."""
+        return int(self.result["scenario"]["context_tokens"])
+
+    @property
+    def batch(self) -> int:
+        """Sequences that run together."""
+        return int(self.result["scenario"]["batch"])
+
+    @property
+    def num_spec_tokens(self) -> int | None:
+        """Length of a chain; None for any other drafter."""
+        value: int | None = self.result["setting"].get("num_spec_tokens")
+        return value
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """The acceptance figures."""
+        found: dict[str, Any] = self.result["eagle_speculation"]
+        return found
+
+    @property
+    def spec_efficiency(self) -> float | None:
+        """Measured speedup over the ideal one at the same tau."""
+        given, ideal = self.roofline("spec_efficiency"), self.roofline("ideal_speedup")
+        return given if given is not None or not ideal or self.speedup is None else self.speedup / ideal
+
+    @property
+    def stage_ms(self) -> dict[str, float]:
+        """Milliseconds of a decode step by stage, those that took any."""
+        return {name: ms for name, value in self.result["stage_ms"].items() if (ms := number(value))}
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether tau was set, not measured."""
+        return self.result["model"]["simulated_tau"] is not None
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know before believing the roofline's figures."""
+        found = self.result.get("roofline", {}).get("notes")
+        return [str(note) for note in found] if isinstance(found, list) else []
+
+    def roofline(self, name: str) -> float | None:
+        """A figure of the roofline model, where the result has one."""
+        return number(self.result.get("roofline", {}).get(name))
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows by scenario, shortest context and smallest batch first. older: files that a newer run replaces."""
+
+    title: str
+    about: str
+    rows: list[Row]
+    older: list[str]
+
+    @property
+    def scenarios(self) -> list[tuple[str, list[Row]]]:
+        """The rows of each scenario."""
+        return [(name, list(rows)) for name, rows in groupby(self.rows, key=lambda row: row.scenario)]
+
+
+def sections(results: dict[str, Result]) -> list[Section]:
+    """Every result in a section; a peer in each section that it can stand beside."""
+    own: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], dict[str, Result]] = defaultdict(dict)
+    peers: defaultdict[tuple[str, ...], dict[str, Result]] = defaultdict(dict)
+    for file, result in results.items():
+        group = own[_work(result), _way(result)] if result["engine"] == OWN else peers[_work(result)]
+        group[file] = result
+    found = [_section(group | peers.get(work, {})) for (work, _), group in sorted(own.items())]
+    joined = {work for work, _ in own}
+    for work, group in sorted(peers.items()):
+        for engine in sorted({result["engine"] for result in group.values()} if work not in joined else ()):
+            found.append(_section({file: r for file, r in group.items() if r["engine"] == engine}))
+    return found
+
+
+def badges(rows: list[Row]) -> list[str]:
+    """What limits the meaning of figures from these rows."""
+    found = {
+        "CPU profile": any(row.result["scenario"]["profile"] == "cpu" for row in rows),
+        "random weights": any(row.result["model"]["random_weights"] for row in rows),
+        "simulated tau": any(row.is_simulated for row in rows),
+    }
+    return [name for name, is_there in found.items() if is_there]
+
+
+def number(value: object) -> float | None:
+    """A figure that can be drawn; None for what is no number, negative or absurd. Parts of a result are free-form."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
+        return float(value)
+    return None
+
+
+def _work(result: Result) -> tuple[str, ...]:
+    """What peers must share to be plotted together."""
+    scenario, model, system = result["scenario"], result["model"], result["system"]
+    return (
+        scenario["profile"], str(system.get("cpu")), str(system.get("threads")), model["target"],
+        str(model["random_weights"]), f"{scenario['temperature']:g}",
+    )  # fmt: skip
+
+
+def _way(result: Result) -> tuple[str, ...]:
+    """How aquiline computes; sections do not mix it."""
+    model, system = result["model"], result["system"]
+    return model["dtype"], model["arithmetic"], str(system.get("path")), str(system.get("isa"))
+
+
+def _section(group: dict[str, Result]) -> Section:
+    """Rows in order, of each setting in each scenario the newest."""
+    variants = {file: _variant(result, list(group.values())) for file, result in group.items()}
+    labels = {file: _label(result, variants[file]) for file, result in group.items()}
+    newest = {}
+    for file in sorted(group, key=lambda file: str(group[file]["date"])):
+        newest[_asked(group[file]), labels[file]] = file
+    files = sorted(newest.values(), key=lambda file: (_place(group[file]), _rank(group[file], labels[file])))
+    plain = [group[file] for file in files if _is_baseline(group[file])]
+    styles, scenarios = _styles(group, labels), _scenarios([group[file] for file in files])
+    rows = []
+    for file in files:
+        result, label = group[file], labels[file]
+        against, alone = _baseline(result, plain)
+        rows.append(Row(file, result, label, variants[file], scenarios[_asked(result)], styles[label], against, alone))
+    older = [f"{file} ({group[file]['date']})" for file in group if file not in files]
+    return Section(_title(rows[0].result), _about(rows[0].result), rows, older)
+
+
+def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, Style]:
+    """Neutral for our baseline, then one after the other."""
+    order = sorted(group, key=lambda file: _rank(group[file], labels[file]))
+    plain = {labels[file] for file in order if _is_baseline(group[file]) and group[file]["engine"] == OWN}
+    rest = dict.fromkeys(labels[file] for file in order if labels[file] not in plain)
+    return {label: Style.of(-1) for label in plain} | {label: Style.of(index) for index, label in enumerate(rest)}
+
+
+def _baseline(result: Result, plain: list[Result]) -> tuple[Result | None, str]:
+    """The same engine without a drafter on the same work; else why there is none."""
+    where = [p for p in plain if p["engine"] == result["engine"] and _asked(p)[:4] == _asked(result)[:4]]
+    why: list[list[str]] = []
+    for candidate in where:
+        why.append(differences(result, candidate))
+        if not why[-1]:
+            return candidate, ""
+    reasons = min(why, key=len) if why else ["no result without a drafter"]
+    return None, "; ".join(reasons)
+
+
+def _is_baseline(result: Result) -> bool:
+    return bool(result["setting"]["drafter"] == "none")
+
+
+def _variant(result: Result, group: list[Result]) -> str:
+    """What tells this engine and draft apart from the others of a group."""
+    model = result["model"]
+    drafts = {r["model"]["draft"] for r in group if r["engine"] == result["engine"] and not _is_baseline(r)}
+    engine = [f"{result['engine']} ({model['dtype']})"] if result["engine"] != OWN else []
+    draft = [f"draft {model['draft']}"] if len(drafts) > 1 and not _is_baseline(result) else []
+    return ", ".join(engine + draft)
+
+
+def _label(result: Result, variant: str) -> str:
+    """The setting's name, with its size where the name lacks it."""
+    setting, tau = result["setting"], result["model"]["simulated_tau"]
+    label = f"{variant}: {setting['name']}" if variant else str(setting["name"])
+    letter, field = ("N", "max_nodes") if setting["drafter"] in ("static", "dynamic") else ("K", "num_spec_tokens")
+    size = setting.get(field)
+    if size is not None and not _is_baseline(result) and str(size) not in re.findall(r"\d+", str(setting["name"])):
+        label += f" {letter}={size}"
+    return label if tau is None else f"{label}, simulated tau {tau:g}"
+
+
+def _asked(result: Result) -> tuple[object, ...]:
+    """What `differences` compares of a scenario, beyond what sections share."""
+    names = ("context_tokens", "batch", "name", "new_tokens", "seed", "prompts_sha256")
+    return tuple(result["scenario"][name] for name in names)
+
+
+def _scenarios(group: list[Result]) -> dict[tuple[object, ...], str]:
+    """A title for each scenario; seed and prompts are named where they alone tell two apart."""
+    titles = {}
+    for result in group:
+        s = result["scenario"]
+        about = f"context {count(s['context_tokens'])}, batch {s['batch']}, {count(s['new_tokens'])} new tokens"
+        titles[_asked(result)] = f"{s['name']}: {about}"
+    often = Counter(titles.values())
+    return {
+        asked: title if often[title] == 1 else f"{title}, seed {asked[4]}, prompts {str(asked[5])[:8]}"
+        for asked, title in titles.items()
+    }
+
+
+def _rank(result: Result, label: str) -> tuple[object, ...]:
+    """Order of series: aquiline first, no drafter first, then drafters by kind and length."""
+    setting = result["setting"]
+    kind = (*DRAFTERS, "other").index(setting["drafter"])
+    return result["engine"] != OWN, result["engine"], kind, setting.get("num_spec_tokens") or 0, label
+
+
+def _place(result: Result) -> tuple[object, ...]:
+    """Order of scenarios."""
+    context, batch, *rest = _asked(result)
+    return context, batch, *map(str, rest)
+
+
+def _title(result: Result) -> str:
+    """The machine and what it ran; a peer that stands alone is named."""
+    system = result["system"]
+    threads = f", {system['threads']} thread{'' if system['threads'] == 1 else 's'}" if "threads" in system else ""
+    engine = "" if result["engine"] == OWN else f"{result['engine']}, "
+    return f"{system.get('cpu', 'unnamed CPU')}{threads}: {engine}{result['model']['target']}"
+
+
+def _about(result: Result) -> str:
+    """How it ran."""
+    system, model, temperature = result["system"], result["model"], result["scenario"]["temperature"]
+    code = " ".join(str(system[name]) for name in ("path", "isa") if name in system)
+    sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    way = f"{model['dtype']} storage", f"{model['arithmetic']} arithmetic", code, sampling
+    return ", ".join(part for part in way if part)

@@ -1,0 +1,225 @@
+"""A section's figures as tables: what is behind its plots, latency and memory, and what ran where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from aquiline.bench.report.charts import figure, swatch
+from aquiline.bench.report.panels import Scenarios
+from aquiline.bench.report.sections import OWN, Row, badges, number
+from aquiline.bench.result import Result
+
+NONE = "–"
+Column = Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A setting's figures, in the order of the columns."""
+
+    label: str
+    swatch: Markup
+    cells: list[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Settings below their scenarios. Columns that no row has a figure for are left out."""
+
+    badges: list[str]
+    columns: list[str]
+    groups: list[tuple[str, list[Line]]]
+
+
+def throughput_table(scenarios: Scenarios) -> Table:
+    """Speed with its spread, and how it compares with the baseline and with the roofline's ideal."""
+    return _table(scenarios, {
+        "tok/s": lambda row: figure(row.throughput["mean"]),
+        "min to max": lambda row: f"{figure(row.throughput['min'])} to {figure(row.throughput['max'])}",
+        "runs": lambda row: str(row.result["scenario"]["measurement_runs"]),
+        "speedup": lambda row: _times(row.speedup),
+        "tau": tau,
+        "repeated": lambda row: _percent(number(row.result["scenario"]["repeated_share"])),
+        "ideal tok/s": lambda row: figure(row.roofline("ideal_tokens_per_s")),
+        "of ideal": lambda row: _percent(_share(row.roofline("percent_of_ideal"))),
+        "bound": lambda row: str(row.result.get("roofline", {}).get("bound", NONE)),
+    })  # fmt: skip
+
+
+def speedup_table(scenarios: Scenarios) -> Table:
+    """Speedup against the ideal one at the same tau."""
+    return _table(_chosen(scenarios, lambda row: row.result["setting"]["drafter"] != "none"), {
+        "num_spec_tokens": lambda row: NONE if row.num_spec_tokens is None else str(row.num_spec_tokens),
+        "tok/s": lambda row: figure(row.throughput["mean"]),
+        "baseline tok/s": lambda row: NONE if row.against is None else figure(
+            row.against["throughput_tokens_per_sec"]["mean"]
+        ),
+        "speedup": lambda row: _times(row.speedup),
+        "tau": tau,
+        "ideal speedup": lambda row: _times(row.roofline("ideal_speedup")),
+        "spec efficiency": lambda row: _percent(row.spec_efficiency),
+    })  # fmt: skip
+
+
+def acceptance_table(scenarios: Scenarios) -> Table:
+    """Acceptance as a whole and by position in the draft."""
+    chosen = _chosen(
+        scenarios, lambda row: number(row.speculation["total_draft_tokens"]) or row.speculation["per_position"]
+    )
+    depth = max((len(row.speculation["per_position"]) for _, rows in chosen for row in rows), default=0)
+    columns: dict[str, Column] = {
+        "tau": tau,
+        "accepted": lambda row: _percent(number(row.speculation["mean_acceptance_rate"])),
+        "steps with 2 or more": lambda row: _percent(number(row.speculation["fraction_steps_accept_ge2"])),
+        "drafted": lambda row: _whole(row.speculation["total_draft_tokens"]),
+        "kept": lambda row: _whole(row.speculation["total_accepted_tokens"]),
+        "cut": lambda row: _whole(row.speculation["tokens_cut"]),
+    }
+    for position in range(depth):
+        columns[f"at {position + 1}"] = _at(position)
+    return _table(chosen, columns)
+
+
+def stage_table(scenarios: Scenarios) -> Table:
+    """Milliseconds of a decode step by stage."""
+    chosen = _chosen(scenarios, lambda row: row.stage_ms)
+    stages = dict.fromkeys(stage for _, rows in chosen for row in rows for stage in row.stage_ms)
+    columns: dict[str, Column] = {f"{stage} (ms)": _stage(stage) for stage in stages}
+    return _table(chosen, columns | {"step (ms)": lambda row: figure(sum(row.stage_ms.values()))})
+
+
+def latency_table(scenarios: Scenarios) -> Table:
+    """Time per token, to the first token, and memory."""
+    return _table(scenarios, {
+        "ms/token": _spread("latency_ms_per_token"),
+        "between tokens (ms)": _spread("itl_ms"),
+        "to the first token (ms)": _spread("ttft_ms"),
+        "prefill tok/s": _spread("prefill_tokens_per_sec"),
+        "KV per token": _memory("kv_bytes_per_token"),
+        "KV": _memory("kv_bytes"),
+        "peak memory": _memory("peak_bytes"),
+    })  # fmt: skip
+
+
+def facts(rows: list[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Engines, and by name what each of them ran on, in what version and when."""
+    by_engine: dict[str, list[Result]] = {}
+    for row in sorted(rows, key=lambda row: (row.result["engine"] != OWN, row.result["engine"])):
+        by_engine.setdefault(row.result["engine"], []).append(row.result)
+    known: dict[str, list[dict[str, object]]] = {e: [_facts(r) for r in found] for e, found in by_engine.items()}
+    names = dict.fromkeys(name for found in known.values() for fact in found for name in fact)
+    return list(by_engine), [(name, [_distinct(found, name) for found in known.values()]) for name in names]
+
+
+def tau(row: Row) -> str:
+    """Mean acceptance length, marked where it was set and not measured."""
+    if not row.speculation["num_steps"]:
+        return NONE
+    return f"{row.speculation['mean_acceptance_length']:.2f}{' simulated' if row.is_simulated else ''}"
+
+
+def _facts(result: Result) -> dict[str, object]:
+    model, scenario = result["model"], result["scenario"]
+    weights = {True: "random", False: "trained"}[model["random_weights"]]
+    return {
+        "target": model["target"], "draft": model["draft"],
+        "weights": f"{weights}, {_bytes(model['weight_bytes'])}, {model['dtype']}, {model['arithmetic']} arithmetic",
+        **result["system"],
+        "ceilings": _ceilings(result.get("roofline", {}).get("ceilings")),
+        "profile": scenario["profile"], "prompts": scenario["prompts_source"], "temperature": scenario["temperature"],
+        "seed": scenario["seed"], "warm-up runs": scenario["warmup_runs"],
+        "measured runs": scenario["measurement_runs"], "commit": result["commit"], "date": result["date"],
+    }  # fmt: skip
+
+
+def _ceilings(ceilings: object) -> str | None:
+    """The rates that ideals are made of, and where each comes from."""
+    found = []
+    for name, rate in ceilings.items() if isinstance(ceilings, dict) else ():
+        per_s = number(rate.get("per_s")) if isinstance(rate, dict) else None
+        if per_s is not None:
+            unit = "GFLOP/s" if name.endswith("flops") else "GB/s"
+            found.append(f"{name} {figure(per_s / 1e9)} {unit} ({rate.get('source')})")
+    return ", ".join(found) or None
+
+
+def _distinct(found: list[dict[str, object]], name: str) -> str:
+    """The values that occur; first and last of dates."""
+    values = list(dict.fromkeys(str(fact[name]) for fact in found if fact.get(name) is not None))
+    if name == "date" and len(values) > 2:
+        return f"{min(values)} to {max(values)}"
+    return ", ".join(values) or NONE
+
+
+def _table(scenarios: Scenarios, columns: dict[str, Column]) -> Table:
+    groups = [
+        (name, [Line(row.label, swatch(row.style), [column(row) for column in columns.values()]) for row in rows])
+        for name, rows in scenarios
+    ]
+    lines = [line for _, group in groups for line in group]
+    used = [i for i in range(len(columns)) if any(line.cells[i] != NONE for line in lines)]
+    kept = [(name, [Line(x.label, x.swatch, [x.cells[i] for i in used]) for x in group]) for name, group in groups]
+    names = [name for i, name in enumerate(columns) if i in used]
+    return Table(badges([row for _, rows in scenarios for row in rows]), names, kept)
+
+
+def _chosen(scenarios: Scenarios, holds: Callable[[Row], object]) -> Scenarios:
+    kept = [(name, [row for row in rows if holds(row)]) for name, rows in scenarios]
+    return [(name, rows) for name, rows in kept if rows]
+
+
+def _at(position: int) -> Column:
+    def cell(row: Row) -> str:
+        shares = row.speculation["per_position"]
+        share = number(shares[position]) if position < len(shares) else None
+        return NONE if share is None else f"{share:.2f}"
+
+    return cell
+
+
+def _stage(name: str) -> Column:
+    return lambda row: figure(row.stage_ms.get(name))
+
+
+def _spread(name: str) -> Column:
+    """Mean with the smallest and largest; nothing where all are 0, which says that it was not measured."""
+
+    def cell(row: Row) -> str:
+        mean, low, high = (number(row.result[name][key]) for key in ("mean", "min", "max"))
+        if not mean or low is None or high is None:
+            return NONE
+        ends = figure(low), figure(high)
+        return figure(mean) if ends[0] == ends[1] else f"{figure(mean)} ({ends[0]} to {ends[1]})"
+
+    return cell
+
+
+def _memory(name: str) -> Column:
+    return lambda row: _bytes(row.result["memory"][name])
+
+
+def _whole(value: object) -> str:
+    found = number(value)
+    return NONE if found is None else f"{found:,.0f}"
+
+
+def _times(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2f}x"
+
+
+def _percent(share: float | None) -> str:
+    return NONE if share is None else f"{share:.0%}"
+
+
+def _share(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100
+
+
+def _bytes(value: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{figure(value / size)} {unit}"
+    return f"{value} B" if value else NONE

@@ -1,0 +1,31 @@
+"""`aquiline report`: a directory of results as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(help="Results of `aquiline bench`, one JSON each.", metavar="DIR")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html"),
+) -> None:
+    """Write benchmark results as one HTML page of plots and tables that opens offline.
+
+    Machines, targets and ways to compute have a section each; simulated acceptance, random weights and the CPU profile
+    are marked wherever they apply. Broken results are refused.
+
+    Examples:
+
+      aquiline report results/
+
+      aquiline report results/ -o report.html
+    """
+    from aquiline.bench.report.page import write_report
+    from aquiline.bench.result import read_results
+
+    results = read_results(directory)
+    write_report(results, out)
+    print(f"{out}: {len(results)} results")

@@ -1,0 +1,108 @@
+"""Results of a tiny pair, and what a browser would make of a page: for the tests of the report."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+
+import pytest
+from tests.conftest import tiny_llm
+
+from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
+from aquiline.config import SamplingParams, SpecConfig
+
+SETTINGS = {
+    "baseline": SpecConfig(drafter="none"),
+    "chain-2": SpecConfig(drafter="chain", num_spec_tokens=2),
+    "chain-3": SpecConfig(drafter="chain", num_spec_tokens=3),
+    "tree": SpecConfig(drafter="dynamic"),
+}
+Results = dict[str, Result]
+THROUGHPUT, SPEEDUP, ACCEPTANCE, STAGES, LATENCY, FACTS = range(6)
+ATTACK = "<script>hit()</script>\"'><img src=x onerror=hit()>&lt;/style></style>\ud800\x00{{ 7 * 7 }}"
+
+
+def measure(contexts: tuple[int, ...] = (16, 48), batches: tuple[int, ...] = (1, 2)) -> Results:
+    """Results of a tiny random pair, by file name."""
+    llm = tiny_llm()
+    facts = ModelFacts("tiny", "tiny draft", "bfloat16", "float32", True, None, 123_456)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, seed=0)
+    found = {}
+    for context in contexts:
+        for batch in batches:
+            prompts = [[1 + (7 * i + j) % 90 for j in range(context)] for i in range(batch)]
+            source = tokens_sha256(prompts), "counting"
+            scenario = Scenario("grid", "cpu", context, batch, 12, 0.0, 0, *source, warmup_runs=0, measurement_runs=2)
+            for name, spec in SETTINGS.items():
+                runs = [llm.run(prompts, sampling, spec=spec) for _ in range(2)]
+                found[f"{context}x{batch}-{name}.json"] = describe(scenario, name, spec, facts, llm, runs)
+    return found
+
+
+@pytest.fixture(scope="session")
+def measured() -> Results:
+    return measure()
+
+
+@pytest.fixture
+def results(measured: Results) -> Results:
+    """A copy to edit."""
+    return copy.deepcopy(measured)
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, and tables as rows of texts."""
+
+    text: str
+    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    tables: list[list[list[str]]] = field(default_factory=list)
+    figures: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.inside.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        elif tag == "figure":
+            self.figures.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.inside and self.inside.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.inside or "th" in self.inside:
+            self.tables[-1][-1][-1] += data
+        if "figure" in self.inside:
+            self.figures[-1] += data
+
+    def row(self, table: int, label: str) -> dict[str, str]:
+        """The one row of a table that begins so, by the names of its columns."""
+        head, *rows = self.tables[table]
+        (found,) = [row for row in rows if row[0] == label]
+        return dict(zip(head[1:], found[1:], strict=True))
+
+    @property
+    def tags(self) -> Counter[str]:
+        return Counter(tag for tag, _ in self.elements)
+
+
+def peer_of(result: Result, engine: str = "llama.cpp", share: float = 0.5) -> Result:
+    """The same work by another engine, so much slower."""
+    peer = copy.deepcopy(result)
+    spread = peer["throughput_tokens_per_sec"]
+    spread["values"] = [share * value for value in spread["values"]]
+    peer["throughput_tokens_per_sec"] |= {name: share * spread[name] for name in ("mean", "min", "max")}
+    return peer | {"engine": engine, "stage_ms": {}, "system": {n: result["system"][n] for n in ("cpu", "threads")}}

@@ -1,0 +1,233 @@
+"""The report: its plots, figures and marks, and that nothing in a result file becomes part of the page."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.bench.reports import (
+    ACCEPTANCE,
+    ATTACK,
+    FACTS,
+    LATENCY,
+    SETTINGS,
+    SPEEDUP,
+    STAGES,
+    THROUGHPUT,
+    Page,
+    Results,
+    measured,
+    results,
+)
+from typer.testing import CliRunner
+
+from aquiline.bench.report.page import render, write_report
+from aquiline.bench.result import problems, write_result
+from aquiline.cli.main import app
+
+__all__ = ["measured", "results"]
+
+
+def test_the_page_is_whole_by_itself(results: Results) -> None:
+    page = Page(render(results))
+    assert not {"script", "link", "img", "iframe", "object", "embed", "image", "use", "base"} & set(page.tags)
+    for _, attributes in page.elements:
+        assert not {"src", "srcset", "style", "action", "data"} & set(attributes)
+        assert attributes.get("href", "#").startswith("#")
+    assert "://" not in page.text and "url(" not in page.text and "@import" not in page.text
+    policies = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in str(policies[0])
+    assert any(a.get("name") == "viewport" for tag, a in page.elements if tag == "meta"), "a phone's own width"
+    assert page.text == render(results), "the same results, the same page"
+
+
+def test_the_questions_have_plots_and_figures(results: Results) -> None:
+    page = Page(render(results))
+    titles = " | ".join(page.figures)
+    for title in (
+        "Throughput by context, batch 1", "Throughput by context, batch 2", "Throughput by batch, context 16",
+        "Throughput by batch, context 48", "Throughput, grid: context 48, batch 2, 12 new tokens",
+        "Speedup by num_spec_tokens, batch 1", "Acceptance by position, grid: context 16, batch 1",
+        "Stage times, grid: context 48, batch 2",
+    ):  # fmt: skip
+        assert title in titles
+    assert page.tags["figure"] == page.tags["figcaption"] == 4 + 4 + 2 + 4 + 4
+    named = [a["aria-label"] for tag, a in page.elements if tag == "svg" and a["class"] == "plot"]
+    assert len(named) == len(set(named)) == page.tags["figure"]
+    for unit in ("tok/s", "context (tokens)", "batch (sequences)", "num_spec_tokens", "position in the draft", "ms"):
+        assert unit in titles
+
+
+def test_figures_are_those_of_the_results(results: Results) -> None:
+    one = {file: r for file, r in results.items() if file.startswith("48x2")}
+    chain, base = one["48x2-chain-3.json"], one["48x2-baseline.json"]
+    for result, values in ((chain, [1100.0, 1500.0]), (base, [900.0, 1100.0])):
+        mean, low, high = sum(values) / 2, min(values), max(values)
+        result["throughput_tokens_per_sec"] = {"mean": mean, "min": low, "max": high, "values": values}
+    chain["roofline"] = {
+        "ideal_tokens_per_s": 2600.0, "percent_of_ideal": 50.0, "ideal_speedup": 2.6, "bound": "memory",
+        "ceilings": {"device": "here", "bandwidth": {"per_s": 33.34e9, "source": "measured"}, "cache_bytes": 1},
+        "notes": ["the cache may beat it"],
+    }  # fmt: skip
+    page, spec, ms = Page(render(one)), chain["eagle_speculation"], chain["stage_ms"]
+    tau, repeated = f"{spec['mean_acceptance_length']:.2f}", f"{chain['scenario']['repeated_share']:.0%}"
+    assert page.row(THROUGHPUT, "chain-3") == {
+        "tok/s": "1,300", "min to max": "1,100 to 1,500", "runs": "2", "speedup": "1.30x", "tau": tau,
+        "repeated": repeated, "ideal tok/s": "2,600", "of ideal": "50%", "bound": "memory",
+    }  # fmt: skip
+    assert page.row(SPEEDUP, "chain-3") == {
+        "num_spec_tokens": "3", "tok/s": "1,300", "baseline tok/s": "1,000", "speedup": "1.30x", "tau": tau,
+        "ideal speedup": "2.60x", "spec efficiency": "50%",
+    }  # fmt: skip
+    acceptance = page.row(ACCEPTANCE, "chain-3")
+    assert (acceptance["tau"], acceptance["drafted"]) == (tau, str(spec["total_draft_tokens"]))
+    assert [acceptance[f"at {i}"] for i, _ in enumerate(spec["per_position"], 1)] == [
+        f"{share:.2f}" for share in spec["per_position"]
+    ]
+    stages = {name: float(value) for name, value in page.row(STAGES, "chain-3").items()}
+    expected = {f"{name} (ms)": value for name, value in ms.items()} | {"step (ms)": sum(ms.values())}
+    assert stages == pytest.approx(expected, rel=0.01)
+    latency = page.row(LATENCY, "chain-3")
+    assert (latency["KV per token"], latency["KV"]) == ("640 B", f"{chain['memory']['kv_bytes'] / 1e6:.2f} MB")
+    assert page.row(FACTS, "cpu") == {"aquiline": chain["system"]["cpu"]}
+    assert page.row(FACTS, "ceilings") == {"aquiline": "bandwidth 33.3 GB/s (measured)"}
+    assert "<li>the cache may beat it</li>" in page.text
+    assert page.row(FACTS, "torch") == {"aquiline": chain["system"]["torch"]}
+    assert page.row(FACTS, "commit") == {"aquiline": chain["commit"]}
+
+
+def test_a_figure_nobody_has_makes_no_column(results: Results) -> None:
+    assert "ideal tok/s" not in Page(render(results)).tables[THROUGHPUT][0]
+    results["16x1-tree.json"]["roofline"] = {"ideal_tokens_per_s": 1e9}
+    page = Page(render(results))
+    assert page.tables[THROUGHPUT][0][-1] == "ideal tok/s"
+    assert sum(a.get("class") == "mark" for _, a in page.elements) == 1, "in the legend alone"
+    assert any("roofline ideals are beyond the scale" in figure for figure in page.figures), "it would flatten the plot"
+
+
+def test_ideals_are_dashed_lines(results: Results) -> None:
+    for result in results.values():
+        result["throughput_tokens_per_sec"] = {"mean": 10.0, "min": 9.0, "max": 11.0, "values": [9.0, 11.0]}
+        result["roofline"] = {"ideal_tokens_per_s": 20.0, "ideal_speedup": 2.0}
+    page = Page(render(results))
+    dashed = [a["class"] for _, a in page.elements if str(a.get("class")).endswith(" ideal")]
+    by_throughput, by_speedup, legends = 4 * len(SETTINGS), 2 * 2, 4 + 2
+    assert len(dashed) == by_throughput + by_speedup + legends
+    assert sum(a.get("class") == "mark" for _, a in page.elements) == len(results) + 4
+
+
+MARKS = {
+    "CPU profile": lambda r: r["scenario"].update(profile="cpu"),
+    "random weights": lambda r: r["model"].update(random_weights=True),
+    "simulated tau": lambda r: r["model"].update(simulated_tau=2.5),
+}
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_what_limits_a_figure_is_said_wherever_it_is(mark: str, results: Results) -> None:
+    for result in results.values():
+        result["scenario"]["profile"] = "full"
+        result["model"]["random_weights"] = False
+    page = Page(render(results))
+    assert not any(mark in figure for figure in page.figures)
+    for result in results.values():
+        MARKS[mark](result)
+    page = Page(render(results))
+    badges = page.text.count(f'<span class="badge">{mark}</span>')
+    assert badges == page.tags["figure"] + page.tags["table"] + 1 and all(mark in figure for figure in page.figures)
+    others = set(MARKS) - {mark}
+    assert not any(f'<span class="badge">{other}</span>' in page.text for other in others)
+
+
+def test_a_simulated_tau_is_told_from_a_measured_one(results: Results) -> None:
+    simulated = copy.deepcopy(results["16x1-chain-2.json"])
+    simulated["model"]["simulated_tau"] = 2.5
+    page = Page(render(results | {"simulated.json": simulated}))
+    assert page.row(THROUGHPUT, "chain-2, simulated tau 2.5")["tau"].endswith(" simulated")
+    marked = [figure for figure in page.figures if "simulated tau" in figure]
+    assert marked and all("batch 1" in figure or "context 16" in figure for figure in marked)
+
+
+def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a result has strings."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from [(*path, key)] if isinstance(inner, str) else strings(inner, (*path, key))
+
+
+def test_no_string_of_a_result_becomes_markup(results: Results) -> None:
+    attacked = {}
+    for file, result in results.items():
+        for path in strings(result):
+            if path not in {("schema",), ("engine",), ("scenario", "profile"), ("setting", "drafter")}:
+                place = result
+                for key in path[:-1]:
+                    place = place[key]
+                place[path[-1]] = ATTACK
+        result["system"] |= {ATTACK: ATTACK, "nested": {ATTACK: [ATTACK]}, "cpu": [ATTACK], "path": {"a": ATTACK}}
+        result["stage_ms"] |= {ATTACK: 1.0}
+        result["roofline"] = {
+            "ideal_tokens_per_s": ATTACK, "ideal_speedup": [ATTACK], "percent_of_ideal": {}, "bound": ATTACK,
+            "notes": [ATTACK, {ATTACK: 1}], "ceilings": {ATTACK: {"per_s": 1e9, "source": ATTACK}, "b": ATTACK},
+        }  # fmt: skip
+        assert not problems(result)
+        attacked[file + ATTACK] = result
+        attacked["peer" + file + ATTACK] = result | {"engine": ATTACK}
+    page = Page(render(attacked))
+    assert ATTACK.split("\ud800")[0] in "".join(page.figures) and "{{ 7 * 7 }}" in page.text
+    assert not {"script", "img"} & set(page.tags) and page.text.count("</style>") == 1
+    harmless = Page(render(json.loads(json.dumps(attacked).replace(json.dumps(ATTACK)[1:-1], "harmless"))))
+    assert page.tags == harmless.tags
+    known = {name for _, attributes in harmless.elements for name in attributes}
+    assert {name for _, attributes in page.elements for name in attributes} == known
+
+
+def test_free_parts_may_hold_anything(results: Results) -> None:
+    for index, result in enumerate(results.values()):
+        result["stage_ms"] = [{}, {"draft": float("nan")}, {"verify": 1e300}, {"host": 0.0}][index % 4]
+        result["roofline"] = {
+            "ideal_tokens_per_s": [0, -1.0, float("inf"), True][index % 4], "ideal_speedup": 0, "notes": "none",
+            "ceilings": [[], {"bandwidth": 7}, {"bandwidth": {"per_s": None}}, None][index % 4],
+        }  # fmt: skip
+        result["ttft_ms"] = {"mean": float("nan"), "min": 0.0, "max": 0.0, "values": [0.0]}
+        result["system"] = {}
+        result["eagle_speculation"]["per_position"] = [float("nan"), 0.5]
+        result["eagle_speculation"]["fraction_steps_accept_ge2"] = None
+    page = Page(render(results))
+    assert page.tags["section"] == 1 and "unnamed CPU" in page.text
+    assert "-1.00" not in page.text, "no ideal is negative"
+    assert "nan" not in page.text and "inf" not in page.text.lower().replace("information", "")
+
+
+def run(*args: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, args)])
+
+
+def test_the_command(results: Results, tmp_path: Path) -> None:
+    for file, result in results.items():
+        write_result(result, tmp_path / file)
+    out = tmp_path / "report.html"
+    done = run(tmp_path, "-o", out)
+    assert done.exit_code == 0 and done.stdout.strip() == f"{out}: {len(results)} results"
+    assert out.read_text(encoding="utf-8") == render(dict(sorted(results.items())))
+    assert run(tmp_path, "--out", tmp_path / "again.html").exit_code == 0
+    assert "aquiline report results/ -o report.html" in run("--help").stdout
+
+
+def test_what_cannot_be_read_or_written_is_named(results: Results, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert "holds no results" in run(tmp_path, "-o", out).stderr and not out.exists()
+    (tmp_path / "a.json").write_text("{")
+    (tmp_path / "b.json").write_text("{}")
+    refused = run(tmp_path, "-o", out)
+    assert refused.exit_code == 2 and "a.json: not JSON" in refused.stderr and "b.json: result: " in refused.stderr
+    write_report({"\ud800.json": results["16x1-chain-2.json"]}, out)
+    assert "?.json: no speedup" in out.read_text(encoding="utf-8"), "a name that is no text does not stop it"
+    for place in (tmp_path, tmp_path / "missing" / "report.html"):
+        with pytest.raises(ValueError, match=r"out='.*': .*; name a file in a folder that can be written") as error:
+            write_report(results, place)
+        assert str(place) in str(error.value)
