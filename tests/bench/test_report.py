@@ -25,8 +25,9 @@ from tests.bench.reports import (
 )
 from typer.testing import CliRunner
 
+from aquiline.bench.integrity import reasons
 from aquiline.bench.report.page import render, write_report
-from aquiline.bench.result import problems, write_result
+from aquiline.bench.result import write_result
 from aquiline.cli.main import app
 
 __all__ = ["measured", "results"]
@@ -168,13 +169,13 @@ def test_no_string_of_a_result_becomes_markup(results: Results) -> None:
                 for key in path[:-1]:
                     place = place[key]
                 place[path[-1]] = ATTACK
-        result["system"] |= {ATTACK: ATTACK, "nested": {ATTACK: [ATTACK]}, "cpu": [ATTACK], "path": {"a": ATTACK}}
+        result["system"] |= {ATTACK: ATTACK, "nested": {ATTACK: [ATTACK]}}
         result["stage_ms"] |= {ATTACK: 1.0}
         result["roofline"] = {
-            "ideal_tokens_per_s": ATTACK, "ideal_speedup": [ATTACK], "percent_of_ideal": {}, "bound": ATTACK,
-            "notes": [ATTACK, {ATTACK: 1}], "ceilings": {ATTACK: {"per_s": 1e9, "source": ATTACK}, "b": ATTACK},
+            "bound": ATTACK, "notes": [ATTACK, {ATTACK: 1}],
+            "ceilings": {ATTACK: {"per_s": 1e9, "source": ATTACK}, "bandwidth": ATTACK},
         }  # fmt: skip
-        assert not problems(result)
+        assert not reasons(result)
         attacked[file + ATTACK] = result
         attacked["peer" + file + ATTACK] = result | {"engine": ATTACK}
     page = Page(render(attacked))
@@ -188,19 +189,19 @@ def test_no_string_of_a_result_becomes_markup(results: Results) -> None:
 
 def test_free_parts_may_hold_anything(results: Results) -> None:
     for index, result in enumerate(results.values()):
-        result["stage_ms"] = [{}, {"draft": float("nan")}, {"verify": 1e300}, {"host": 0.0}][index % 4]
-        result["roofline"] = {
-            "ideal_tokens_per_s": [0, -1.0, float("inf"), True][index % 4], "ideal_speedup": 0, "notes": "none",
-            "ceilings": [[], {"bandwidth": 7}, {"bandwidth": {"per_s": None}}, None][index % 4],
-        }  # fmt: skip
-        result["ttft_ms"] = {"mean": float("nan"), "min": 0.0, "max": 0.0, "values": [0.0]}
-        result["system"] = {}
-        result["eagle_speculation"]["per_position"] = [float("nan"), 0.5]
-        result["eagle_speculation"]["fraction_steps_accept_ge2"] = None
+        result["stage_ms"] = [{}, {"verify": 1e300}, {"host": 0.0}, {"draft": 10**400}][index % 4]
+        result["roofline"] = [
+            {}, {"notes": "none", "ceilings": []}, {"ceilings": {"bandwidth": 7}, "bound": {}},
+            {"ceilings": {"bandwidth": {"per_s": None}, "linear_flops": {"per_s": -1.0}}, "notes": [7]},
+        ][index % 4]  # fmt: skip
+        result["system"]["cores"] = [None, {}, [1], 1e99][index % 4]
+        assert not reasons(result)
     page = Page(render(results))
-    assert page.tags["section"] == 1 and "unnamed CPU" in page.text
-    assert "-1.00" not in page.text, "no ideal is negative"
-    assert "nan" not in page.text and "inf" not in page.text.lower().replace("information", "")
+    assert page.tags["section"] == 1 and "bound" not in page.tables[THROUGHPUT][0]
+    facts = FACTS - 1  # no table of stages
+    assert page.row(facts, "ceilings") == {"aquiline": "–"}
+    assert page.row(facts, "cores") == {"aquiline": "{}, [1], 1e+99"}
+    assert not any("Stage times" in figure for figure in page.figures)
 
 
 def run(*args: object) -> Any:
@@ -225,6 +226,7 @@ def test_what_cannot_be_read_or_written_is_named(results: Results, tmp_path: Pat
     (tmp_path / "b.json").write_text("{}")
     refused = run(tmp_path, "-o", out)
     assert refused.exit_code == 2 and "a.json: not JSON" in refused.stderr and "b.json: result: " in refused.stderr
+    assert "is no directory" in run(tmp_path / "missing", "-o", out).stderr and not out.exists()
     write_report({"\ud800.json": results["16x1-chain-2.json"]}, out)
     assert "?.json: no speedup" in out.read_text(encoding="utf-8"), "a name that is no text does not stop it"
     for place in (tmp_path, tmp_path / "missing" / "report.html"):

@@ -51,6 +51,8 @@ def test_peers_are_series_of_their_own(results: Results) -> None:
     acceptance = Page(render(results | single)).row(ACCEPTANCE, "llama.cpp (bfloat16): chain-3")
     assert (acceptance["at 1"], acceptance["at 2"]) == ("0.50", "0.25"), "what is plotted is in the table"
     assert Page(render(results | peers)).tables[FACTS][0][1:] == ["aquiline", "llama.cpp"]
+    nameless = {file: peer | {"system": {}} for file, peer in peers.items()}
+    assert sections(nameless)[0].title == "unnamed CPU: llama.cpp, tiny"
     alone = sections(peers | {f"q-{file}": peer_of(r, "OpenVINO") for file, r in results.items()})
     assert [(s.rows[0].result["engine"], len(s.rows)) for s in alone] == [("OpenVINO", 16), ("llama.cpp", 8)]
 
@@ -58,7 +60,7 @@ def test_peers_are_series_of_their_own(results: Results) -> None:
 def test_no_ratio_without_a_like_baseline(results: Results) -> None:
     one = {file: r for file, r in results.items() if file.startswith("16x1") and "tree" not in file}
     page = Page(render({file: r for file, r in one.items() if "baseline" not in file}))
-    assert "16x1-chain-2.json: no speedup: no result without a drafter" in page.text
+    assert "16x1-chain-2.json: no speedup: there is no baseline" in page.text
     one["16x1-chain-2.json"]["output"]["sha256"] = "another text"
     page = Page(render(one))
     assert "16x1-chain-2.json: no speedup: output.sha256: the texts differ" in page.text

@@ -55,7 +55,7 @@ class Part:
 
 
 def write_report(results: dict[str, Result], out: Path) -> None:
-    """Write the page of what `read_results` found. Raises ValueError if the file cannot be written."""
+    """Write the page of what `read_sound` found. Raises ValueError if the file cannot be written."""
     page = render(results)
     try:
         out.write_text(page, encoding="utf-8", errors="replace")
@@ -78,7 +78,7 @@ def render(results: dict[str, Result]) -> str:
 
 
 def _part(section: Section) -> Part:
-    remarks = [f"{row.file}: no speedup: {row.alone}" for row in section.rows if row.against is None]
+    remarks = [f"{row.file}: no speedup: {'; '.join(row.ratio.reasons)}" for row in section.rows if row.speedup is None]
     remarks += [f"{name}: not shown, a newer run of the same is" for name in section.older]
     notes = list(dict.fromkeys(note for row in section.rows for note in row.notes))
     return Part(section, badges(section.rows), _groups(section), facts(section.rows), remarks, notes)

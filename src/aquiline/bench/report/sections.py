@@ -1,7 +1,7 @@
 """Which results stand beside each other: sections of what ran alike, series of one setting, and each one's baseline.
 
 A section is one machine, target and way to compute. Peers on the same machine, target and sampling stand beside
-aquiline as series of their own; without it they have a section each. What a ratio needs is `result.differences`.
+aquiline as series of their own; without it they have a section each. What a ratio needs is `compare.speedup`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from aquiline.bench import compare
 from aquiline.bench.report.charts import Style, count
-from aquiline.bench.result import Result, differences
+from aquiline.bench.result import Result
 from aquiline.config import DRAFTERS
 
 OWN = "aquiline"
@@ -22,8 +23,8 @@ OWN = "aquiline"
 @dataclass(frozen=True)
 class Row:
     """One result. label: its series, the same in every scenario; variant: what the label says of engine and draft;
-    scenario: what was asked, the same for all who were asked it; against: the result without a drafter that its speedup
-    is over, or None, and then `alone` says why."""
+    scenario: what was asked, the same for all who were asked it; ratio: its speedup, or why there is none; against: the
+    result that it is over."""
 
     file: str
     result: Result
@@ -31,14 +32,13 @@ class Row:
     variant: str
     scenario: str
     style: Style
+    ratio: compare.Ratio
     against: Result | None
-    alone: str
 
     @property
     def speedup(self) -> float | None:
-        """Mean throughput over its own engine's without speculation."""
-        base = self.against["throughput_tokens_per_sec"]["mean"] if self.against is not None else 0.0
-        return self.throughput["mean"] / base if base else None
+        """Mean throughput over its own engine's without speculation, on the same work."""
+        return self.ratio.value
 
     @property
     def throughput(self) -> dict[str, float]:
@@ -71,8 +71,7 @@ class Row:
     @property
     def spec_efficiency(self) -> float | None:
         """Measured speedup over the ideal one at the same tau."""
-        given, ideal = self.roofline("spec_efficiency"), self.roofline("ideal_speedup")
-        return given if given is not None or not ideal or self.speedup is None else self.speedup / ideal
+        return compare.spec_efficiency(self.result, self.ratio)
 
     @property
     def stage_ms(self) -> dict[str, float]:
@@ -89,6 +88,12 @@ class Row:
         """What to know before believing the roofline's figures."""
         found = self.result.get("roofline", {}).get("notes")
         return [str(note) for note in found] if isinstance(found, list) else []
+
+    @property
+    def bound(self) -> str | None:
+        """What bounds the ideal: memory or compute."""
+        found = self.result.get("roofline", {}).get("bound")
+        return found if isinstance(found, str) else None
 
     def roofline(self, name: str) -> float | None:
         """A figure of the roofline model, where the result has one."""
@@ -165,14 +170,15 @@ def _section(group: dict[str, Result]) -> Section:
     for file in sorted(group, key=lambda file: str(group[file]["date"])):
         newest[_asked(group[file]), labels[file]] = file
     files = sorted(newest.values(), key=lambda file: (_place(group[file]), _rank(group[file], labels[file])))
-    plain = [group[file] for file in files if _is_baseline(group[file])]
-    styles, scenarios = _styles(group, labels), _scenarios([group[file] for file in files])
+    shown = {file: group[file] for file in files}
+    styles, scenarios = _styles(group, labels), _scenarios(list(shown.values()))
     rows = []
-    for file in files:
-        result, label = group[file], labels[file]
-        against, alone = _baseline(result, plain)
-        rows.append(Row(file, result, label, variants[file], scenarios[_asked(result)], styles[label], against, alone))
-    older = [f"{file} ({group[file]['date']})" for file in group if file not in files]
+    for file, result in shown.items():
+        label = labels[file]
+        ratio = compare.speedup(result, shown)
+        against = shown[ratio.other] if ratio.value is not None and ratio.other is not None else None
+        rows.append(Row(file, result, label, variants[file], scenarios[_asked(result)], styles[label], ratio, against))
+    older = [f"{file} ({group[file]['date']})" for file in group if file not in shown]
     return Section(_title(rows[0].result), _about(rows[0].result), rows, older)
 
 
@@ -182,18 +188,6 @@ def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, Style
     plain = {labels[file] for file in order if _is_baseline(group[file]) and group[file]["engine"] == OWN}
     rest = dict.fromkeys(labels[file] for file in order if labels[file] not in plain)
     return {label: Style.of(-1) for label in plain} | {label: Style.of(index) for index, label in enumerate(rest)}
-
-
-def _baseline(result: Result, plain: list[Result]) -> tuple[Result | None, str]:
-    """The same engine without a drafter on the same work; else why there is none."""
-    where = [p for p in plain if p["engine"] == result["engine"] and _asked(p)[:4] == _asked(result)[:4]]
-    why: list[list[str]] = []
-    for candidate in where:
-        why.append(differences(result, candidate))
-        if not why[-1]:
-            return candidate, ""
-    reasons = min(why, key=len) if why else ["no result without a drafter"]
-    return None, "; ".join(reasons)
 
 
 def _is_baseline(result: Result) -> bool:

@@ -45,7 +45,7 @@ def throughput_table(scenarios: Scenarios) -> Table:
         "repeated": lambda row: _percent(number(row.result["scenario"]["repeated_share"])),
         "ideal tok/s": lambda row: figure(row.roofline("ideal_tokens_per_s")),
         "of ideal": lambda row: _percent(_share(row.roofline("percent_of_ideal"))),
-        "bound": lambda row: str(row.result.get("roofline", {}).get("bound", NONE)),
+        "bound": lambda row: row.bound or NONE,
     })  # fmt: skip
 
 
