@@ -8,8 +8,10 @@ from typing import Any
 import typer
 
 from aquiline.cli import bench
+from aquiline.cli.compare import compare
 from aquiline.cli.demo import demo
 from aquiline.cli.generate import generate
+from aquiline.cli.options import ListCommand
 from aquiline.cli.profile import profile
 from aquiline.cli.train import train
 from aquiline.errors import AquilineError
@@ -35,6 +37,7 @@ app = typer.Typer(
     help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
 )
 bench.register(app)
+app.command(cls=ListCommand)(compare)
 app.command()(demo)
 app.command()(generate)
 app.command()(profile)
