@@ -92,8 +92,8 @@ def compare(
         num_spec_tokens=tuple(num_spec_tokens or (3,)), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
         repeats=repeats, temperature=temperature, text_source=text,
     )  # fmt: skip
-    with Console(stderr=True).status("") as status:
-        found = run(plan, lambda what: None if as_json else status.update(what))
+    with Console(stderr=True, quiet=as_json).status("") as status:
+        found = run(plan, status.update)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for row, result in zip(found.rows, found.results, strict=True):

@@ -126,7 +126,7 @@ class PeerSpec:
     @property
     def model(self) -> str:
         """What holds the weights: settings of one kind share a conversion, and so its check."""
-        return self.kind if self.where is None else f"{self.kind} {self.where}"
+        return self.kind if self.where is None else f"{self.kind} {Path(self.where).name}"
 
     @property
     def is_speculative(self) -> bool:

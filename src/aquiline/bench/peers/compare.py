@@ -24,6 +24,7 @@ from aquiline.config import EngineConfig, SamplingParams, SpecConfig
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as OwnRun
+from aquiline.errors import AquilineError
 from aquiline.metrics import mean
 from aquiline.models.load import target_entries
 
@@ -144,14 +145,14 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
 def _open(
     plan: Plan, place: Place, warm: list[int], on_progress: Callable[[str], None]
 ) -> tuple[list[_Other], dict[str, str]]:
-    """Peers that run, warmed up, and why the others do not."""
+    """Peers that run, warmed up, and why the others do not, by label."""
     others, absent = [], {}
     for spec in plan.peers:
         on_progress(f"loading {spec.label}")
         try:
             other = _Other(spec, spec.open(place))
             other.run(warm, _sampling(plan, 0))
-        except (ValueError, RuntimeError) as error:  # RuntimeError is what their native code raises
+        except (ValueError, AquilineError, RuntimeError) as error:  # RuntimeError is what native code raises
             absent[spec.label] = " ".join(str(error).split())
             continue
         other.runs.clear()

@@ -124,11 +124,13 @@ class OpenAiPeer:
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
             raise self._error(f"broke off its stream ({error!r})") from None
+        finally:
+            response.close()
         raise self._error("ended its stream without [DONE]")
 
     def _request(self, method: str, path: str, body: dict[str, object] | None = None) -> http.client.HTTPResponse:
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers = {"Connection": "close"} | ({"Content-Type": "application/json"} if body is not None else {})
         try:
             connection = kind(self.host, timeout=TIMEOUT_S)
             connection.request(method, self.path + path, json.dumps(body) if body is not None else None, headers)

@@ -127,7 +127,10 @@ def _draft(target: Path, draft: Path, int8: bool) -> Path:
 
     def write(directory: Path) -> None:
         decoder = load_target(target, dtype=stored_dtype(target))
-        graph = draft_graph(load_draft(draft, decoder, dtype=stored_dtype(draft)), int8)
+        head = load_draft(draft, decoder, dtype=stored_dtype(draft))
+        if not head.embed.float().equal(decoder.embed.float()):
+            raise ValueError("draft: has an embedding of its own; OpenVINO GenAI puts the target's in its place")
+        graph = draft_graph(head, int8)
         _save(graph, directory, draft / "config.json")
 
     return converted([target, draft], f"openvino-eagle3{'-int8' if int8 else ''}", write)
