@@ -183,15 +183,6 @@ void move_keys(const AqKV& kv, const int32_t* table, int src, int dst) {
     }
 }
 
-// [ceil(n / 16)][k / run][16][run]
-template <class T>
-void pack(const T* weight, int n, int k, int run, T* packed) {
-  for (int block = 0; block < n; block += 16)
-    for (int i = 0; i < k; i += run)
-      for (int lane = 0; lane < 16; lane++)
-        for (int j = i; j < i + run; j++) *packed++ = block + lane < n ? weight[((size_t)block + lane) * k + j] : T(0);
-}
-
 }  // namespace
 
 extern "C" {
@@ -236,19 +227,6 @@ int aq_set_threads(int32_t threads) {
 int32_t aq_num_threads(void) {
   Lock lock(engine().mutex);
   return num_threads();
-}
-
-int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype) {
-  return ((int64_t)n + 15) / 16 * 16 * k * (dtype == AQ_FLOAT32 ? 4 : 2);
-}
-
-int aq_pack(const void* weight, int32_t n, int32_t k, int32_t dtype, void* packed) {
-  const AqLinear linear{packed, nullptr, n, k, dtype};
-  AQ_TRY(check_linear("packed", linear, 0, 0));
-  AQ_TRY(check_pointer("weight", weight, dtype == AQ_FLOAT32 ? 4 : 2));
-  if (dtype == AQ_FLOAT32) pack((const float*)weight, n, k, 1, (float*)packed);
-  else pack((const uint16_t*)weight, n, k, dtype == AQ_BFLOAT16_DOT ? 2 : 1, (uint16_t*)packed);
-  return 0;
 }
 
 int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, float* hidden, float* features) {

@@ -16,13 +16,21 @@
 extern "C" {
 #endif
 
-enum { AQ_FLOAT32 = 0, AQ_BFLOAT16 = 1, AQ_BFLOAT16_DOT = 2 };
-enum { AQ_LANES = 16, AQ_BLOCK = 64 };
+enum { AQ_FLOAT32 = 0, AQ_BFLOAT16 = 1, AQ_BFLOAT16_DOT = 2, AQ_INT8 = 3, AQ_INT4 = 4 };
+enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
 // y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). Packed weight: [ceil(n / 16)][k][16] of dtype, zero-padded.
 // AQ_BFLOAT16_DOT, a dtype of linears alone, is the second arithmetic: bfloat16 weights packed [ceil(n / 16)][k / 2][16][2]
 // for the CPU's dot instruction (aq_has_bf16_dot), which adds two products at once to the sum, pairs in k order; x is
 // rounded to bfloat16, to nearest even. As exact as the first against rows, threads and chunks.
+//
+// AQ_INT8 and AQ_INT4 are storages of linears alone: codes times scales, multiplied in float32.
+//   int8  w[n, k] = code * scale[n], a float32 scale: the sum runs over x * code in k order and is multiplied by scale[n]
+//         once at its end, before the bias. Packed: the codes as above, then float32 scale[16 * ceil(n / 16)].
+//   int4  w[n, k] = code * scale[n, k / AQ_GROUP], codes -8 .. 7, a bfloat16 scale: each group of AQ_GROUP channels is a sum
+//         over x * code in k order from 0, and y = fma(group sum, scale, y) over the groups in order from 0. k is a
+//         multiple of AQ_GROUP. Packed [ceil(n / 16)][k / AQ_GROUP] of 16 scales and the codes, eight channels to an
+//         uint32 per output.
 typedef struct {
   const void* weight;
   const float* bias;  // [n] or NULL
@@ -78,7 +86,8 @@ int aq_set_threads(int32_t threads);         // >= 1, the calling thread include
 int32_t aq_num_threads(void);
 
 int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype);
-int aq_pack(const void* weight, int32_t n, int32_t k, int32_t dtype, void* packed);
+// weight [n, k] of dtype. int8 and int4: weight holds the codes as int8, scales is float [n] or bfloat16 [n, k / AQ_GROUP].
+int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_t dtype, void* packed);
 
 // One forward of a decoder: embeds, runs every layer, writes KV, leaves the residual stream of the last layer
 // (before the final norm) in hidden [R, hidden] and the captured features in features [R, num_capture * hidden]

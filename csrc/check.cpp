@@ -31,7 +31,7 @@ int check_dtype(const char* name, int dtype) {
   return 0;
 }
 
-size_t element_size(int dtype) { return dtype == AQ_BFLOAT16 ? 2 : 4; }  // a pair of bfloat16 is loaded as one
+size_t element_size(int dtype) { return dtype == AQ_BFLOAT16 ? 2 : 4; }  // a pair is loaded as one, int8 ends in floats
 
 int check_floats(const char* name, const float* pointer) { return check_pointer(name, pointer, sizeof(float)); }
 
@@ -107,13 +107,15 @@ int check_pointer(const char* name, const void* pointer, size_t alignment) {
 int check_linear(const char* name, const AqLinear& linear, int n, int k) {
   if (linear.dtype == AQ_BFLOAT16_DOT) {
     AQ_REQUIRE(has_bf16_dot(), "%s: arithmetic bfloat16 needs a CPU with AVX512_BF16, use float32", name);
-  } else {
+  } else if (!is_quantised(linear.dtype)) {
     AQ_TRY(check_dtype(name, linear.dtype));
   }
   AQ_TRY(check_pointer(name, linear.weight, element_size(linear.dtype)));
   AQ_TRY(check_optional(name, linear.bias));
   AQ_REQUIRE(linear.n > 0 && (n == 0 || linear.n == n), "%s.n=%d: must be %d", name, linear.n, n);
   AQ_REQUIRE(linear.k > 0 && linear.k % AQ_LANES == 0, "%s.k=%d: must be a positive multiple of 16", name, linear.k);
+  AQ_REQUIRE(linear.dtype != AQ_INT4 || linear.k % AQ_GROUP == 0, "%s.k=%d: must be a multiple of 32 in int4", name,
+             linear.k);
   AQ_REQUIRE(k == 0 || linear.k == k, "%s.k=%d: must be %d", name, linear.k, k);
   return 0;
 }

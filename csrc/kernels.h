@@ -29,6 +29,20 @@ struct Pair {
   uint16_t first, second;
 };
 
+// AQ_GROUP channels of 16 outputs in int4: channel i of lane l is nibble i % 8 of codes[i / 8][l].
+struct Group {
+  uint16_t scale[16];  // bfloat16
+  uint32_t codes[AQ_GROUP / 8][16];
+};
+
+static inline bool is_quantised(int dtype) { return dtype == AQ_INT8 || dtype == AQ_INT4; }
+
+// [n] what the sums of a linear are multiplied with, behind its codes in int8; NULL for nothing.
+static inline const float* output_scale(const AqLinear& linear) {
+  const size_t num_codes = ((size_t)linear.n + 15) / 16 * 16 * linear.k;
+  return linear.dtype == AQ_INT8 ? (const float*)((const int8_t*)linear.weight + num_codes) : nullptr;
+}
+
 // The row tile of linear.h over pairs, from dot.cpp: the one kernel that needs AVX512_BF16. False: not compiled in.
 extern const bool kHasDot;
 void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, float* sums);

@@ -10,6 +10,7 @@
 
 namespace AQ_NAMESPACE {
 
+using aq::Group;
 using aq::Pair;
 using aq::Worker;
 
@@ -30,14 +31,18 @@ AQ_INLINE Share share(const Worker& worker, int count) {
 }
 
 // What a weight is multiplied with: one channel, or two in the bfloat16 dot product, which is so fast that weights should
-// serve more rows.
+// serve more rows. block(k): the weights of one block of outputs.
 template <class W> struct Input {
   typedef float type;
   static constexpr int kRows = kTileRows;
+  static constexpr size_t block(int k) { return (size_t)k * 16; }
 };
-template <> struct Input<Pair> {
+template <> struct Input<Pair> : Input<float> {
   typedef Pair type;
   static constexpr int kRows = 8;
+};
+template <> struct Input<Group> : Input<float> {
+  static constexpr size_t block(int k) { return (size_t)k / AQ_GROUP; }
 };
 
 // sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks of k steps, a multiple of 4. The loops
@@ -61,14 +66,11 @@ static __attribute__((noinline)) void tile(const W* w, int k, const typename Inp
       for (int line = 0; line < kUnroll * 16 * (int)sizeof(W); line += 64) prefetch((const char*)(ahead + b * block) + line);
 #pragma GCC unroll 8
     for (int u = 0; u < kUnroll; u++) {
-      decltype(load(w)) weight[BLOCKS];
 #pragma GCC unroll 8
-      for (int b = 0; b < BLOCKS; b++) weight[b] = load(w + b * block + (size_t)(i + u) * 16);
+      for (int b = 0; b < BLOCKS; b++) {
+        const auto weight = load(w + b * block + (size_t)(i + u) * 16);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        const auto value = set1(x[(size_t)r * k + i + u]);
-#pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; b++) sum[r][b] = fma(value, weight[b], sum[r][b]);
+        for (int r = 0; r < ROWS; r++) sum[r][b] = fma(set1(x[(size_t)r * k + i + u]), weight, sum[r][b]);
       }
     }
   }
@@ -78,12 +80,54 @@ static __attribute__((noinline)) void tile(const W* w, int k, const typename Inp
     for (int b = 0; b < BLOCKS; b++) store(sums + r * kPanelWidth + b * 16, sum[r][b]);
 }
 
+// The same over int4 groups: the sum of a group stays in registers, and its scaled value joins those in memory.
+template <int ROWS, int BLOCKS>
+static __attribute__((noinline)) void tile(const Group* w, int k, const float* x, float* sums) {
+  constexpr int kAhead = kPrefetchBytes / (int)sizeof(Group);
+  const int num_groups = k / AQ_GROUP;
+  for (int r = 0; r < ROWS; r++) memset(sums + r * kPanelWidth, 0, BLOCKS * 16 * sizeof(float));
+  for (int g = 0; g < num_groups; g++, x += AQ_GROUP) {
+    const Group* ahead = w + g + kAhead + (g + kAhead < num_groups ? 0 : (BLOCKS - 1) * num_groups);
+    Vec sum[ROWS][BLOCKS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++) sum[r][b] = zero();
+    for (int i = 0; i < AQ_GROUP / 8; i++) {
+      IVec codes[BLOCKS];
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++) {
+        codes[b] = iload(w[b * num_groups + g].codes[i]);
+        prefetch(ahead[b * num_groups].codes[i]);
+      }
+#pragma GCC unroll 8
+      for (int u = 0; u < 8; u++) {
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++) {
+          const Vec weight = nibble(codes[b], u);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; r++) sum[r][b] = fma(set1(x[(size_t)r * k + i * 8 + u]), weight, sum[r][b]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++) {
+      const Vec scale = load(w[b * num_groups + g].scale);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        float* total = sums + r * kPanelWidth + b * 16;
+        store(total, fma(sum[r][b], scale, load(total)));
+      }
+    }
+  }
+}
+
 // ROWS rows by num_blocks <= kPanel blocks, in the widest tiles that fit the registers.
 template <int ROWS, class W>
 static void row_tile(const W* w, int num_blocks, int k, const typename Input<W>::type* x, float* sums) {
   constexpr int kBlocks = blocks_for(ROWS);
   for (int b = 0; b < num_blocks;) {
-    const W* from = w + (size_t)b * k * 16;
+    const W* from = w + b * Input<W>::block(k);
     const int left = num_blocks - b;
     if (kBlocks >= 4 && left >= 4) {
       tile<ROWS, kBlocks >= 4 ? 4 : 1>(from, k, x, sums + b * 16), b += 4;
@@ -121,8 +165,9 @@ static void panels(const AqLinear& linear, int k, Share mine, const void* x, int
   typedef typename Input<W>::type X;
   constexpr int kRows = Input<W>::kRows;
   const int num_tiles = (rows + kRows - 1) / kRows;
+  const float* scale = aq::output_scale(linear);
   for (int block = mine.begin; block < mine.end; block += kPanel) {
-    const W* w = (const W*)linear.weight + (size_t)block * k * 16;
+    const W* w = (const W*)linear.weight + block * Input<W>::block(k);
     const int blocks = mine.end - block < kPanel ? mine.end - block : kPanel;
     const int column = block * 16;
     const int width = linear.n - column < blocks * 16 ? linear.n - column : blocks * 16;
@@ -132,6 +177,8 @@ static void panels(const AqLinear& linear, int k, Share mine, const void* x, int
       any_tile(last - first, w, blocks, k, (const X*)x + (size_t)first * k, sums);
       for (int r = first; r < last; r++) {
         float* row_sums = sums + (r - first) * kPanelWidth;
+        if (scale != nullptr)
+          for (int i = 0; i < width; i++) row_sums[i] *= scale[column + i];
         if (linear.bias != nullptr)
           for (int i = 0; i < width; i++) row_sums[i] += linear.bias[column + i];
         epilogue(r, column, width, row_sums);
@@ -145,9 +192,13 @@ AQ_INLINE bool takes_bfloat16(const AqLinear& linear) { return linear.dtype == A
 // x [rows, k] is float, or bfloat16 where the linear takes that.
 template <class Epilogue>
 static void linear_rows(const AqLinear& linear, Share mine, const void* x, int rows, const Epilogue& epilogue) {
-  if (linear.dtype == AQ_BFLOAT16_DOT) panels<Pair>(linear, linear.k / 2, mine, x, rows, epilogue);
-  else if (linear.dtype == AQ_BFLOAT16) panels<uint16_t>(linear, linear.k, mine, x, rows, epilogue);
-  else panels<float>(linear, linear.k, mine, x, rows, epilogue);
+  switch (linear.dtype) {
+    case AQ_BFLOAT16_DOT: panels<Pair>(linear, linear.k / 2, mine, x, rows, epilogue); break;
+    case AQ_BFLOAT16: panels<uint16_t>(linear, linear.k, mine, x, rows, epilogue); break;
+    case AQ_INT8: panels<int8_t>(linear, linear.k, mine, x, rows, epilogue); break;
+    case AQ_INT4: panels<Group>(linear, linear.k, mine, x, rows, epilogue); break;
+    default: panels<float>(linear, linear.k, mine, x, rows, epilogue);
+  }
 }
 
 // The output blocks of one worker. They start at even ones, so that a gate block and its up block come together.

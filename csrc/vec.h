@@ -30,6 +30,9 @@ AQ_INLINE Vec load(const uint16_t* p) {  // bfloat16
   const __m256i raw = _mm256_loadu_si256((const __m256i*)p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
+AQ_INLINE Vec load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 AQ_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 AQ_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 AQ_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
@@ -58,6 +61,11 @@ AQ_INLINE Mask sign_bit(IVec a) { return _mm512_cmplt_epi32_mask(a, _mm512_setze
 AQ_INLINE Vec to_float(IVec a) { return _mm512_cvtepi32_ps(a); }
 AQ_INLINE Vec as_float(IVec a) { return _mm512_castsi512_ps(a); }
 AQ_INLINE IVec as_int(Vec a) { return _mm512_castps_si512(a); }
+// The i-th four bits of each lane, two's complement; a permutation looks at the low four bits of its index.
+AQ_INLINE Vec nibble(IVec a, int i) {
+  const Vec values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(a, (unsigned)(4 * i)), values);
+}
 AQ_INLINE void store_low(uint16_t* p, IVec a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a)); }
 
 #if defined(AQ_DOT)
@@ -72,7 +80,7 @@ AQ_INLINE Vec fma(__m512bh a, __m512bh b, Vec c) { return _mm512_dpbf16_ps(c, a,
 
 #elif defined(AQ_AVX2)
 
-constexpr int kAccumulators = 6;
+constexpr int kAccumulators = 5;  // with 6 in two blocks, GCC keeps one of them in memory
 struct Vec { __m256 lo, hi; };
 struct IVec { __m256i lo, hi; };
 struct Mask { __m256 lo, hi; };
@@ -84,7 +92,11 @@ AQ_INLINE Vec load(const float* p) { return Vec{_mm256_loadu_ps(p), _mm256_loadu
 AQ_INLINE __m256 widen(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+AQ_INLINE __m256 widen(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 AQ_INLINE Vec load(const uint16_t* p) { return Vec{widen(p), widen(p + 8)}; }  // bfloat16
+AQ_INLINE Vec load(const int8_t* p) { return Vec{widen(p), widen(p + 8)}; }
 AQ_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
 AQ_INLINE Vec add(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_add_ps); }
 AQ_INLINE Vec sub(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_sub_ps); }
@@ -124,6 +136,10 @@ AQ_INLINE Vec to_float(IVec a) { AQ_BOTH(Vec, _mm256_cvtepi32_ps); }
 AQ_INLINE Vec as_float(IVec a) { AQ_BOTH(Vec, _mm256_castsi256_ps); }
 AQ_INLINE IVec as_int(Vec a) { AQ_BOTH(IVec, _mm256_castps_si256); }
 AQ_INLINE IVec iselect(Mask m, IVec yes, IVec no) { return as_int(select(m, as_float(yes), as_float(no))); }
+AQ_INLINE __m256 nibble(__m256i a, int i) {
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 28 - 4 * i), 28));
+}
+AQ_INLINE Vec nibble(IVec a, int i) { return Vec{nibble(a.lo, i), nibble(a.hi, i)}; }
 AQ_INLINE Mask sign_bit(IVec a) { AQ_BOTH(Mask, _mm256_castsi256_ps); }  // blends and movemask look at the sign only
 #undef AQ_BOTH
 #undef AQ_PAIR
@@ -141,6 +157,11 @@ AQ_INLINE Vec load(const uint16_t* p) {  // bfloat16
   IVec a;
   for (int i = 0; i < 16; i++) a[i] = (uint32_t)p[i] << 16;
   return (Vec)a;
+}
+AQ_INLINE Vec load(const int8_t* p) {
+  Vec a;
+  for (int i = 0; i < 16; i++) a[i] = p[i];
+  return a;
 }
 AQ_INLINE void store(float* p, Vec a) { memcpy(p, &a, sizeof a); }
 AQ_INLINE Vec add(Vec a, Vec b) { return a + b; }
@@ -177,6 +198,7 @@ AQ_INLINE Mask sign_bit(IVec a) { return (Mask)a < 0; }
 AQ_INLINE Vec to_float(IVec a) { return __builtin_convertvector((Mask)a, Vec); }
 AQ_INLINE Vec as_float(IVec a) { return (Vec)a; }
 AQ_INLINE IVec as_int(Vec a) { return (IVec)a; }
+AQ_INLINE Vec nibble(IVec a, int i) { return to_float((IVec)((Mask)(a << (28 - 4 * i)) >> 28)); }
 
 #endif
 

@@ -19,6 +19,7 @@ from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu
+from aquiline.types import storage_dtype
 
 # A busy machine must not fail a property by taking long, nor draw other examples than the last run did.
 hypothesis.settings.register_profile("aquiline", deadline=None, derandomize=True)
@@ -68,7 +69,7 @@ def tiny_models(dtype: str = "bfloat16", seed: int = 0, max_batch: int = 8, row_
     """A tiny pair in the runners this machine has."""
     decoder, head = tiny_pair(seed)
     for module in (decoder, head):
-        round_to(module, getattr(torch, dtype))
+        round_to(module, storage_dtype(dtype))
     return from_modules(decoder, head, None, dtype, engine_config(max_batch, row_budget), Environment.read())
 
 

@@ -10,6 +10,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 DrafterKind = Literal["none", "chain", "static", "dynamic"]
@@ -244,3 +245,9 @@ class Environment:
         threads = os.environ.get("AQUILINE_THREADS") or None
         _check(threads is None or (threads.isdigit() and int(threads) > 0), "AQUILINE_THREADS", threads, "must be >= 1")
         return cls(isa, int(threads) if threads else None)
+
+
+def cache_directory() -> Path:
+    """Where what was measured on this machine is kept: XDG_CACHE_HOME/aquiline, by default ~/.cache/aquiline."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return (home if home.is_absolute() else Path.home() / ".cache") / "aquiline"

@@ -185,8 +185,11 @@ class AcceptResult:
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a `dtype` setting, which names how weights and KV are stored."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    """The torch dtype of a `dtype` setting, which names how weights and KV are stored.
+
+    int8 and int4 are for linears (ops/quantise.py); what else there is, KV among it, is bfloat16 beside them."""
+    beside = torch.bfloat16
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": beside, "int4": beside}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r}: must be one of {', '.join(dtypes)}")
     return dtypes[name]

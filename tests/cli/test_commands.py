@@ -132,7 +132,7 @@ def test_text_streams_to_a_terminal(pair: Path) -> None:
         (["--num-spec-tokens", 17], "num_spec_tokens=17"),
         (["--drafter", "dynamic", "--depth", 40, "--draft-top-k", 2, "--num-nodes", 8], "depth=40"),
         (["--drafter", "dynamic", "--draft-top-k", 100, "--depth", 1, "--num-nodes", 8], "draft_top_k=100"),
-        (["--dtype", "int8"], "dtype='int8'"),
+        (["--dtype", "int2"], "dtype='int2'"),
         (["--max-tokens", 600], "exceeds the 512 positions"),
         (["--prompt", "a" * 501], "prompt of 501 tokens"),
     ],

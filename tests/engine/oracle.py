@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from aquiline.spec.drafters import DraftSession, Pending, Roots
+from aquiline.spec.drafters import Drafter, DraftSession, Pending, Roots
 from aquiline.spec.tree import DraftTree, StaticShape, chain_topology, static_shape, static_topology
 
 
@@ -46,3 +48,26 @@ class TreeOracle(Oracle):
 def comb(depth: int) -> StaticShape:
     """Two children per level, the second carrying on."""
     return static_shape(tuple((*(1,) * level, rank) for level in range(depth) for rank in (0, 1)))
+
+
+class Taught:
+    """A drafter whose trees have the truth written over the path to one of their nodes, another with every root: in
+    trees of any shape, paths of any length are accepted and dropped, and all of the drafter's own rows run."""
+
+    def __init__(self, drafter: Drafter, truth: Callable[[int], list[int]]) -> None:
+        self.drafter, self.truth = drafter, truth  # truth(slot): prompt and output of the sequence there
+
+    def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:
+        tree = self.drafter.propose(session, pending, roots)
+        shape, tokens = tree.topology, tree.tokens.copy()
+        for b, (slot, position) in enumerate(zip(roots.slots.tolist(), roots.positions.tolist(), strict=True)):
+            first, end = shape.offsets[b], shape.offsets[b + 1]
+            row = first + position * 7 // 3 % (end - first)
+            path = shape.paths[row, : shape.depths[row] + 1]
+            ahead = self.truth(slot)[position + 1 : position + 1 + shape.depths[row]]
+            for parent, node, token in zip(path, path[1:], ahead, strict=False):
+                siblings = first + np.flatnonzero(shape.parents[first:end] == parent)
+                twin = siblings[(tokens[siblings] == token) & (siblings > first)]
+                tokens[twin] = tokens[first + node]
+                tokens[first + node] = token
+        return DraftTree(shape, tokens)

@@ -42,18 +42,18 @@ def integer_weights(module: nn.Module, seed: int) -> None:
         weight.data = ((64 + whole) / 64 if "norm" in name else whole / 96).to(torch.bfloat16)
 
 
-def golden_llm() -> LLM:
+def golden_llm(dtype: str) -> LLM:
     decoder, head = Decoder(TINY, capture=TINY_CAPTURE), DraftHead(TINY_DRAFT)
     integer_weights(decoder, 0)
     integer_weights(head, 1)
     head.d2t.copy_(torch.arange(TINY_DRAFT.draft_vocab_size))
     head.embed.data = decoder.embed.data
-    models = from_modules(decoder, head, None, "bfloat16", engine_config(4), Environment.read())
+    models = from_modules(decoder, head, None, dtype, engine_config(4), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 
-def observe() -> dict[str, object]:
-    llm = golden_llm()
+def observe(dtype: str = "bfloat16") -> dict[str, object]:
+    llm = golden_llm(dtype)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, TINY.vocab_size, n).tolist() for n in (70, 3)]
     found: dict[str, object] = {}

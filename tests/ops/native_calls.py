@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aquiline.ops import cpu, native
+from aquiline.ops import buffers, native
 from aquiline.ops import reference as ref
 from aquiline.types import KVGroup, Rows
 
@@ -108,8 +108,8 @@ def rows_of(table, specs, write=None):
 def attention(cache, specs, q, scale, window=0, sinks=None):
     """q [R, Hq, Dh] -> [R, Hq * Dh]."""
     out = np.full((q.shape[0], q.shape[1] * q.shape[2]), np.nan, np.float32)
-    kv, rows = cpu._describe_kv(cache.group), rows_of(cache.table, specs)
-    struct = cpu._describe_rows(rows)
+    kv, rows = buffers.describe_kv(cache.group), rows_of(cache.table, specs)
+    struct = buffers.describe_rows(rows)
     LOADED.attention(
         ctypes.byref(kv),
         0,

@@ -15,6 +15,7 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.load import read_model_config
 from aquiline.spec.simulate import SimulatedAcceptance
+from aquiline.types import storage_dtype
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def random_models(config: ModelConfig, dtype: str, arithmetic: str, engine: Engi
             scale = (
                 torch.ones(weight.shape) if "norm" in name else 0.02 * torch.randn(weight.shape, generator=generator)
             )
-            weight.data = scale.to(getattr(torch, dtype))
+            weight.data = scale.to(storage_dtype(dtype))
     draft.d2t.zero_()
     return from_modules(decoder, draft, None, dtype, engine, Environment.read(), arithmetic)
 

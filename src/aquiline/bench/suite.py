@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from aquiline.bench.ceilings import Choice, ceilings_of
+from aquiline.bench.configs import draft_shape_of, shape_of
 from aquiline.bench.prompts import text_prompts
 from aquiline.bench.result import (
     ModelFacts,
@@ -24,7 +26,9 @@ from aquiline.bench.result import (
     tokens_sha256,
     write_result,
 )
+from aquiline.bench.roofline import Roofline
 from aquiline.bench.scenarios import Load, Source
+from aquiline.bench.shapes import precision_of
 from aquiline.config import EngineConfig, SamplingParams, SpecConfig
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
@@ -118,11 +122,33 @@ class LoadRun:
                 if number >= plan.warmup_runs:
                     measured[name].append(run)
                 progress.advance()
+        progress.start("this machine's ceilings", 1)
+        ideal = self._roofline(llm)
+        baseline = 0.0
         for name, spec in settings.items():
             self._simulate(llm, spec)
             result = describe(scenario, name, spec, self._model(llm, spec), llm, measured[name], prefill)
+            rate, tau = (
+                result["throughput_tokens_per_sec"]["mean"], result["eagle_speculation"]["mean_acceptance_length"],
+            )  # fmt: skip
+            baseline = baseline or rate
+            context = self.load.context + plan.micro_steps // 2
+            result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rate) | {
+                "spec_efficiency": ideal.spec_efficiency(rate / baseline, spec, tau, self.load.batch, context),
+                "notes": ideal.notes(),
+            }
             write_result(result, self.file(name))
             yield result
+
+    def _roofline(self, llm: LLM) -> Roofline:
+        """What this machine allows on these models; its ceilings are measured once and kept."""
+        models = llm.models
+        assert models.draft_config is not None, "the suite compares a draft with the baseline"
+        target = shape_of(models.target_config, models.storage)
+        ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
+        return Roofline(
+            target, draft_shape_of(models.draft_config, target), precision_of(models.storage, None), ceilings
+        )
 
     def _simulate(self, llm: LLM, spec: SpecConfig) -> None:
         """Set the acceptance length of a setting that has no real one: no more than its chain can give."""

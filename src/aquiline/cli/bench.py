@@ -132,8 +132,46 @@ def _line(result: dict[str, object]) -> str:
     )
 
 
+def table(
+    directory: Annotated[Path, typer.Argument(help="Directory of results.")],
+    older: Annotated[Path | None, typer.Option(help="Mark regressions against the results of this directory.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Markdown of one row per scenario: its fastest setting.")
+    ] = False,
+) -> None:
+    """Tabulate results: speed, tau and share of the ideal by setting, one table per scenario and machine.
+
+    Exits with 1 if something became slower than the older results beyond their noise.
+
+    Examples:
+
+      aquiline bench table results/
+
+      aquiline bench table results/ --markdown > results.md
+
+      aquiline bench table results/ --older results-of-last-week/
+    """
+    from rich.console import Console
+
+    from aquiline.bench import table as tables
+    from aquiline.bench.integrity import read_sound
+    from aquiline.bench.summary import summary
+
+    found, before = read_sound(directory), read_sound(older) if older is not None else None
+    if short:
+        print(summary(found), end="")
+    elif markdown:
+        print(tables.markdown(found, before))
+    else:
+        Console().print(tables.console(found, before))
+    if tables.report(found, before).regressions:
+        raise typer.Exit(1)
+
+
 def register(app: typer.Typer) -> None:
     """Add `bench` with its subcommand to the application."""
     group = typer.Typer(cls=DefaultGroup, help="Measure scenarios (run, the default) and tabulate results (table).")
     group.command("run", cls=ListCommand)(bench)
+    group.command("table")(table)
     app.add_typer(group, name="bench")

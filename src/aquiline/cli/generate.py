@@ -97,7 +97,7 @@ def generate(
     norm_feedback: Annotated[
         bool | None, typer.Option(help="Feed the draft's normed output back. Default: as its checkpoint says.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Storage of weights and KV: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Storage of weights: bfloat16, float32, int8 or int4.")] = "bfloat16",
     arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -10,7 +10,10 @@ import typer
 from aquiline.cli import bench
 from aquiline.cli.compare import compare
 from aquiline.cli.demo import demo
+from aquiline.cli.eval import evaluate
+from aquiline.cli.gate import gate
 from aquiline.cli.generate import generate
+from aquiline.cli.limits import limits
 from aquiline.cli.options import ListCommand
 from aquiline.cli.profile import profile
 from aquiline.cli.train import train
@@ -39,6 +42,9 @@ app = typer.Typer(
 bench.register(app)
 app.command(cls=ListCommand)(compare)
 app.command()(demo)
+app.command("eval", cls=ListCommand)(evaluate)
+app.command()(gate)
 app.command()(generate)
+app.command(cls=ListCommand)(limits)
 app.command()(profile)
 app.command()(train)

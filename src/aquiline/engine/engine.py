@@ -108,7 +108,7 @@ class Engine:
         tokens, ends = result.tokens.tolist(), (result.num_accepted + 1).tolist()
         slots, roots = outcome.roots.slots.tolist(), outcome.roots.positions.tolist()
         for b, sequence in enumerate(outcome.decoding):
-            sequence.in_flight -= sequence.request.spec.max_depth + 1
+            sequence.in_flight -= sequence.max_step
             if sequence.finish_reason is not None:
                 continue
             end = ends[b]

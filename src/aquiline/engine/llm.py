@@ -55,11 +55,12 @@ class Result:
 class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
-    `spec` is the default way to draft: chain where a draft is there, none elsewhere. `dtype` names how weights and KV
-    are stored. `arithmetic` "bfloat16" rounds activations too, where the CPU has AVX512_BF16: faster, as exact between
-    drafters, but not the text that float32 gives on every CPU. `capture` (target layers whose outputs the draft
-    reads) and `norm_feedback` replace what a draft's checkpoint says or leaves open. Raises CheckpointError before the
-    first token if anything is wrong or does not fit, ValueError for settings that cannot work.
+    `spec` is the default way to draft: chain where a draft is there, none elsewhere. `dtype` names how weights are
+    stored: bfloat16, float32, int8 or int4; KV is float32 beside float32 weights, else bfloat16. `arithmetic`
+    "bfloat16" rounds activations too, where the CPU has AVX512_BF16: faster, as exact between drafters, but not the
+    text that float32 gives on every CPU. `capture` (target layers whose outputs the draft reads) and `norm_feedback`
+    replace what a draft's checkpoint says or leaves open. Raises CheckpointError before the first token if anything is
+    wrong or does not fit, OutOfMemory, and ValueError for settings that cannot work.
     """
 
     def __init__(

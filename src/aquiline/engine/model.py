@@ -17,7 +17,7 @@ from aquiline.config import MAX_NODES, EngineConfig, Environment, SpecConfig
 from aquiline.errors import CheckpointError
 from aquiline.kv import view
 from aquiline.kv.pool import KVGeometry, new_group
-from aquiline.models.config import ModelConfig
+from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft
 from aquiline.models.eagle import DraftHead
@@ -32,8 +32,10 @@ from aquiline.models.runner import (
     TorchTarget,
     check_arithmetic,
     use_native,
+    weight_bytes,
 )
 from aquiline.ops import cpu
+from aquiline.ops.quantise import QUANTISED
 from aquiline.spec.accept import accept, accept_native
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.spec.tree import DraftTree
@@ -48,9 +50,9 @@ class LoadedModels:
     draft: DraftRunner | None
     tokenizer: Tokenizer | None
     target_config: ModelConfig
-    draft_config: ModelConfig | None
-    draft_vocab_size: int
-    dtype: torch.dtype
+    draft_config: DraftConfig | None
+    dtype: torch.dtype  # of KV
+    storage: str  # the `dtype` setting
     arithmetic: str
     max_rows: int
     is_native: bool
@@ -79,12 +81,12 @@ class LoadedModels:
     def new_draft_kv(self, num_pages: int, page_size: int) -> KVGroup:
         """Storage for the draft's keys and values, under the same page table."""
         assert self.draft_config is not None
-        return new_group(geometry(self.draft_config), num_pages, page_size, self.dtype)
+        return new_group(geometry(self.draft_config.model), num_pages, page_size, self.dtype)
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
         """KV bytes of one token: the target's, the draft's."""
         target = geometry(self.target_config).bytes_per_token(self.dtype)
-        return target, geometry(self.draft_config).bytes_per_token(self.dtype) if self.draft_config else 0
+        return target, geometry(self.draft_config.model).bytes_per_token(self.dtype) if self.draft_config else 0
 
     def move_kv(self, kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:
         """Copy keys and values of every layer from KV index src[i] to dst[i] of slots[i], in order."""
@@ -99,12 +101,13 @@ class LoadedModels:
 
     def check_spec(self, spec: SpecConfig) -> None:
         """Raises ValueError if there is no draft, or a tree asks for more children than its vocabulary has."""
-        if self.draft is None:
+        if self.draft_config is None:
             raise ValueError(f"drafter={spec.drafter!r}: no draft model is loaded; pass one or use drafter='none'")
         widths = {"chain": 1, "dynamic": spec.top_k, "static": 1 + max(rank for p in spec.static_paths for rank in p)}
         width = widths[spec.drafter]
-        if width > self.draft_vocab_size:
-            raise ValueError(f"draft_top_k={width}: the draft's vocabulary has {self.draft_vocab_size} tokens")
+        size = self.draft_config.draft_vocab_size
+        if width > size:
+            raise ValueError(f"draft_top_k={width}: the draft's vocabulary has {size} tokens")
 
     def system(self) -> dict[str, object]:
         """What ran, for results: library, instruction set, arithmetic, versions."""
@@ -113,7 +116,7 @@ class LoadedModels:
         common: dict[str, object] = {
             "path": "native" if self.is_native else "torch",
             "exact_trees": self.is_native,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.storage,
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
@@ -163,25 +166,26 @@ def from_modules(
     """Put loaded modules into the runners this machine has. Raises ValueError for an arithmetic it does not have."""
     is_native = use_native(environment)
     check_arithmetic(arithmetic, dtype, is_native)
-    weights = {w.data_ptr(): w.nbytes for m in (decoder, head) if m is not None for w in m.parameters()}
+    quantised = dtype if dtype in QUANTISED else None
+    num_bytes = weight_bytes([decoder] if head is None else [decoder, head], quantised)
     max_rows = config.row_budget + config.max_batch * MAX_NODES
-    new_target: Callable[[Decoder, int], TargetRunner] = TorchTarget
-    new_draft: Callable[[DraftHead, int], DraftRunner] = TorchDraft
+    new_target: Callable[[Decoder, int], TargetRunner] = partial(TorchTarget, dtype=quantised)
+    new_draft: Callable[[DraftHead, int], DraftRunner] = partial(TorchDraft, dtype=quantised)
     if is_native:
-        new_target = partial(NativeTarget, arithmetic=arithmetic)
-        new_draft = partial(NativeDraft, arithmetic=arithmetic)
+        new_target = partial(NativeTarget, arithmetic=arithmetic, dtype=quantised)
+        new_draft = partial(NativeDraft, arithmetic=arithmetic, dtype=quantised)
     return LoadedModels(
         target=new_target(decoder, max_rows),
         draft=new_draft(head, max_rows) if head is not None else None,
         tokenizer=tokenizer,
         target_config=decoder.config,
-        draft_config=head.config.model if head is not None else None,
-        draft_vocab_size=head.config.draft_vocab_size if head is not None else 0,
+        draft_config=head.config if head is not None else None,
         dtype=storage_dtype(dtype),
+        storage=dtype,
         arithmetic=arithmetic,
         max_rows=max_rows,
         is_native=is_native,
-        weight_bytes=sum(weights.values()),
+        weight_bytes=num_bytes,
     )
 
 

@@ -104,7 +104,7 @@ class Scheduler:
         chunks = self._chunks(prefilling, decoding) if prefilling else ()
         plan = StepPlan(decoding, chunks, len(prefilling), len(self.running) - len(active))
         for sequence in decoding:
-            sequence.in_flight += sequence.request.spec.max_depth + 1
+            sequence.in_flight += sequence.max_step
         for chunk in plan.chunks:
             chunk.sequence.num_planned = chunk.end
             chunk.sequence.in_flight += chunk.draws
@@ -134,11 +134,12 @@ class Scheduler:
         return not gave_way
 
     def _grows(self, sequence: Sequence) -> bool:
-        return self._need(sequence) > len(self.pool.owned[sequence.slot]) * self.pool.page_size
+        reserved = len(self.pool.owned[sequence.slot]) * self.pool.page_size
+        return len(sequence.tokens) + sequence.in_flight + sequence.lookahead > reserved
 
     def _need(self, sequence: Sequence) -> int:
         """KV indices the next step may write, given what outcomes not yet read may have added."""
-        return min(len(sequence.tokens) + sequence.in_flight + sequence.request.spec.lookahead, sequence.request.reach)
+        return min(len(sequence.tokens) + sequence.in_flight + sequence.lookahead, sequence.request.reach)
 
     def _admit(self) -> None:
         while self.waiting and self._seat(self.waiting[0][2]):
@@ -160,7 +161,7 @@ class Scheduler:
             return False
         pool, slot = self.pool, self.running.index(None)
         end = max(sequence.num_prompt, len(sequence.tokens) - 1)
-        wanted = end + sequence.request.spec.lookahead
+        wanted = end + sequence.lookahead
         nodes = []
         if self.prefix is not None and sequence.request.sampling.prompt_logprobs is None:
             nodes = self.prefix.match(sequence.tokens[:end])

@@ -107,6 +107,11 @@ class Sequence:
     counters: Counters = field(default_factory=Counters)
     first_token_s: float = 0.0  # time.monotonic of the first token and of the end
     ended_s: float = 0.0
+    lookahead: int = field(init=False)  # SpecConfig's; read in every step
+    max_step: int = field(init=False)  # tokens that a step adds at most
+
+    def __post_init__(self) -> None:
+        self.lookahead, self.max_step = self.request.spec.lookahead, self.request.spec.max_depth + 1
 
     @property
     def num_prompt(self) -> int:

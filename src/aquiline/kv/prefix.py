@@ -48,7 +48,10 @@ class PrefixCache:
         """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to everyone.
 
         Where the tree has that page already the slot takes it and drops its own. If only its own has the draft's keys
-        the tree takes that one instead; None, and nothing more to publish below, if the tree's is in use."""
+        the tree takes that one instead; None, and nothing more to publish below, if the tree's is in use, or `parent`
+        was forgotten meanwhile."""
+        if parent is not None and self.by_page.get(parent.page) is not parent:
+            return None
         parent, key, page = parent or self.root, tuple(tokens), self.pool.owned[slot][index]
         assert len(key) == self.pool.page_size, (len(key), self.pool.page_size)
         node = parent.children.get(key)
@@ -78,17 +81,19 @@ class PrefixCache:
 
     def check(self) -> None:
         """Every node's page is cached and named once, and nothing hangs below a page that was dropped."""
-        pages = [node.page for node in self._nodes(self.root)]
+        pages = [node.page for node in self._nodes()]
         assert len(set(pages)) == len(pages) and set(pages) == set(self.by_page) == self.pool.cached, "tree and pool"
         for node in self.by_page.values():
             used = self.pool.refcount[node.page] > 0
             below = sum(int(self.pool.refcount[child.page]) for child in node.children.values())
             assert used or not below, f"page {node.page} is idle, pages below it are in use"
 
-    def _nodes(self, node: Node) -> Iterator[Node]:
-        for child in node.children.values():
-            yield child
-            yield from self._nodes(child)
+    def _nodes(self) -> Iterator[Node]:
+        left = list(self.root.children.values())
+        while left:
+            node = left.pop()
+            yield node
+            left += node.children.values()
 
     def _forget(self, page: int) -> None:
         node = self.by_page.pop(page)

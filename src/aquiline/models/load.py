@@ -64,6 +64,7 @@ def target_entries(config: ModelConfig) -> list[Entry]:
 
 def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
     """A target from a Hugging Face directory or hub id, weights stored in `dtype` (bfloat16 or float32), frozen.
+    With int8 and int4 they are bfloat16 here: a runner quantises its linears.
 
     `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
     place, so the peak is the model plus one tensor. float32 files round to bfloat16 storage; the other way is exact.
@@ -92,19 +93,20 @@ def check_fits(directories: list[Path], dtype: str) -> None:
     """Raises OutOfMemory if the weights of these checkpoints cannot be loaded into the memory that is free.
 
     While they are packed for the CPU there are two copies."""
-    wanted = 0
+    wanted, storage = 0, storage_dtype(dtype)
     for directory in directories:
         tensors = Tensors(directory)
         for name in tensors.names:
-            size = storage_dtype(dtype).itemsize
+            size = storage.itemsize
             for extent in tensors.shape(name):
                 size *= extent
             wanted += size
     free = psutil.virtual_memory().available
     if 2 * wanted > free:
         raise OutOfMemory(
-            f"{', '.join(map(str, directories))}: {wanted / 1e9:.2f} GB of weights as {dtype} take twice that while "
-            f"they are packed, and {free / 1e9:.2f} GB are free; free memory or take a smaller model"
+            f"{', '.join(map(str, directories))}: {wanted / 1e9:.2f} GB of weights as "
+            f"{str(storage).removeprefix('torch.')} take twice that while they are packed, and {free / 1e9:.2f} GB are "
+            "free; free memory or take a smaller model"
         )
 
 

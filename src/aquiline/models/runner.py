@@ -7,20 +7,26 @@ every result; nothing falls back at run time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 import psutil
 import torch
+from torch import nn
 
 from aquiline.config import Environment
 from aquiline.kv import view
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu, packed, reference
+from aquiline.ops.quantise import quantise, stored_bytes
 from aquiline.types import Float32, Int32, KVGroup, Logprobs, Rows, RowSampling, TopK
 
 logger = logging.getLogger(__name__)
+
+_LINEARS = ("qkv", "o", "gate_up", "down", "head", "fc")
+"""Names of the parameters that int8 and int4 are for. A tied head is quantised, the embedding it was is not."""
 
 
 class TargetRunner(Protocol):
@@ -87,11 +93,30 @@ def check_arithmetic(arithmetic: str, dtype: str, is_native: bool) -> None:
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
 
 
+def weight_bytes(modules: Iterable[nn.Module], dtype: str | None) -> int:
+    """Bytes of the modules' weights as they are stored, linears quantised if dtype says so; shared ones count once."""
+    sizes: dict[object, int] = {}
+    for module in modules:
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            own = dtype if name.rpartition(".")[2] in _LINEARS else None
+            sizes[weight.data_ptr(), own] = weight.nbytes if own is None else stored_bytes(weight, own)
+    return sum(sizes.values())
+
+
+def _round_linears(module: nn.Module, dtype: str) -> None:
+    """Replace every linear weight by the float32 weight that its int8 or int4 codes stand for."""
+    for owner in module.modules():
+        for name, weight in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if name in _LINEARS:
+                rounded = quantise(name, weight.data, dtype).dequantised()
+                setattr(owner, name, nn.Parameter(rounded, requires_grad=False))
+
+
 class NativeTarget:
     """TargetRunner over the native library; the decoder's own tensors are packed and may be dropped."""
 
-    def __init__(self, decoder: Decoder, max_rows: int, arithmetic: str = "float32") -> None:
-        self.model = cpu.NativeModel(decoder.weights(), arithmetic)
+    def __init__(self, decoder: Decoder, max_rows: int, arithmetic: str = "float32", dtype: str | None = None) -> None:
+        self.model = cpu.NativeModel(decoder.weights(), arithmetic, dtype)
         H = decoder.config.hidden_size
         self.hidden = np.empty((max_rows, H), np.float32)
         self.features = np.empty((max_rows, len(decoder.capture) * H), np.float32)
@@ -115,11 +140,11 @@ class NativeTarget:
 class NativeDraft:
     """DraftRunner over the native library."""
 
-    def __init__(self, head: DraftHead, max_rows: int, arithmetic: str = "float32") -> None:
+    def __init__(self, head: DraftHead, max_rows: int, arithmetic: str = "float32", dtype: str | None = None) -> None:
         self.config = head.config
         eps = head.config.model.rms_norm_eps
-        self.model = cpu.NativeModel(head.weights(), arithmetic)
-        self.fc = cpu.NativeLinear(head.fc.data, None, arithmetic)
+        self.model = cpu.NativeModel(head.weights(), arithmetic, dtype)
+        self.fc = cpu.NativeLinear(head.fc.data, None, arithmetic, dtype)
         self.d2t = head.d2t.numpy().astype(np.int32)
         self.final_norm = _float32(head.norm)
         self.input_norm = None if head.input_norm is None else _float32(head.input_norm)
@@ -150,10 +175,13 @@ class NativeDraft:
 
 
 class TorchTarget:
-    """TargetRunner in torch: float32 arithmetic over weights that were rounded to their storage dtype."""
+    """TargetRunner in torch: float32 arithmetic over weights that were rounded to their storage dtype, or to the
+    values that int8 or int4 codes have natively."""
 
-    def __init__(self, decoder: Decoder, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, max_rows: int, dtype: str | None = None) -> None:
         self.decoder = decoder.float()
+        if dtype is not None:
+            _round_linears(decoder, dtype)
         config = decoder.config
         self.windows = config.windows
         self.hidden = np.empty((max_rows, config.hidden_size), np.float32)
@@ -192,8 +220,10 @@ class TorchTarget:
 class TorchDraft:
     """DraftRunner in torch."""
 
-    def __init__(self, head: DraftHead, max_rows: int) -> None:
+    def __init__(self, head: DraftHead, max_rows: int, dtype: str | None = None) -> None:
         self.head = head.float()
+        if dtype is not None:
+            _round_linears(head, dtype)
         self.raw = np.empty((max_rows, head.config.model.hidden_size), np.float32)
         self.hidden = self.raw
 

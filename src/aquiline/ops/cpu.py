@@ -7,15 +7,15 @@ again.
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_char
+from ctypes import byref
 from operator import is_
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from aquiline.ops import native
+from aquiline.ops.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, fill_sampling, pointer
 from aquiline.ops.native import AqKV, AqLayer, AqModel, AqRows, AqSampling
 from aquiline.ops.packed import Arena, PackedLinear, dtype_code, interleave, library
 from aquiline.types import (
@@ -31,16 +31,6 @@ from aquiline.types import (
     RowSampling,
     TopK,
 )
-
-_ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")
-_SAMPLING_DTYPES = {
-    "temperature": np.float32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "top_k": np.int32,
-    "position": np.int32,
-    "seed": np.uint64,
-}
 
 
 def missing_reason() -> str | None:
@@ -71,7 +61,7 @@ class LayerTimes:
         self._seconds = np.zeros(2)
 
     def __enter__(self) -> LayerTimes:
-        library().time_layers(_pointer(self._seconds))
+        library().time_layers(pointer(self._seconds))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -88,20 +78,6 @@ class LayerTimes:
         return float(self._seconds[1])
 
 
-def _address(name: str, array: NDArray[Any], dtype: Any) -> int:
-    if array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{name} is {array.dtype} {array.shape}: must be C-contiguous {np.dtype(dtype)}")
-    return _pointer(array)
-
-
-def _pointer(array: NDArray[Any]) -> int:
-    try:
-        # A fifth of the time that numpy takes to tell.
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # read-only, or empty
-        return int(array.__array_interface__["data"][0])
-
-
 class NativeModel:
     """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
 
@@ -109,11 +85,14 @@ class NativeModel:
     depend as little on other rows, threads and chunks as in float32, but they are others, and only has_bf16_dot() CPUs
     have it. Attention, norms and sampling are float32 in both.
 
+    dtype "int8" or "int4" quantises the linears, the head among them; None stores them as given. The embedding and the
+    norms stay as they are.
+
     Not thread-safe: it reuses its argument structs (the library serialises calls anyway)."""
 
-    def __init__(self, weights: ModelWeights, arithmetic: str = "float32") -> None:
+    def __init__(self, weights: ModelWeights, arithmetic: str = "float32", dtype: str | None = None) -> None:
         self._check_widths(weights)
-        self._arithmetic = arithmetic
+        self._arithmetic, self._dtype = arithmetic, dtype
         self._library = library()
         self._arena = Arena()
         self._kept: list[Any] = []
@@ -134,7 +113,7 @@ class NativeModel:
     def _describe(self, weights: ModelWeights) -> AqModel:
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
         embed = weights.embed.detach().contiguous()
-        head = PackedLinear("head", weights.head, None, self._arithmetic, self._arena)
+        head = self._pack("head", weights.head)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, embed, head, capture]
         return AqModel(
@@ -167,11 +146,14 @@ class NativeModel:
             "gate_up": (interleave(weights.gate_up.detach()), None),
             "down": (weights.down, None),
         }
-        packed = {name: PackedLinear(name, *linear, self._arithmetic, self._arena) for name, linear in linears.items()}
+        packed = {name: self._pack(name, *linear) for name, linear in linears.items()}
         self._kept.append(packed)
         names = ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")
         floats = {name: self._floats(getattr(weights, name)) for name in names}
         return AqLayer(**{name: linear.struct for name, linear in packed.items()}, **floats, window=weights.window)
+
+    def _pack(self, name: str, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(name, weight, bias, self._arithmetic, self._arena, self._dtype)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -191,16 +173,16 @@ class NativeModel:
         features_at = g_at = None
         if features is not None:
             assert features.shape[0] >= rows.num and features.shape[1] == self.num_capture * self.hidden_size
-            features_at = _address("features", features, np.float32)
+            features_at = address("features", features, np.float32)
         if g is not None:
             assert g.shape[0] >= rows.num and g.shape[1] == self.hidden_size, (g.shape, rows.num)
-            g_at = _address("g", g, np.float32)
+            g_at = address("g", g, np.float32)
         self._library.forward(
             self._model_ref,
             byref(self._kv_of(kv)),
             byref(self._rows_of(rows)),
             g_at,
-            _address("hidden", hidden, np.float32),
+            address("hidden", hidden, np.float32),
             features_at,
         )
 
@@ -208,22 +190,22 @@ class NativeModel:
         """Logits [n, V] of rows of hidden (the residual stream: the final norm is applied here)."""
         at, index, n = self._selection(hidden, row_index)
         logits = np.empty((n, self.head_size), np.float32)
-        self._library.head_logits(self._model_ref, at, index, n, _pointer(logits))
+        self._library.head_logits(self._model_ref, at, index, n, pointer(logits))
         return logits
 
     def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling) -> Int32:
         """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite."""
         at, index, n = self._selection(hidden, row_index)
-        _fill_sampling(self._sampling, sampling, n)
+        fill_sampling(self._sampling, sampling, n)
         tokens = np.empty(n, np.int32)
-        self._library.head_draw(self._model_ref, at, index, n, byref(self._sampling), _pointer(tokens))
+        self._library.head_draw(self._model_ref, at, index, n, byref(self._sampling), pointer(tokens))
         return tokens
 
     def top_k(self, hidden: Float32, row_index: Int32, k: int) -> TopK:
         """The k most probable ids and their log-probabilities for each of n rows of hidden."""
         at, index, n = self._selection(hidden, row_index)
         result = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
-        ids, logprobs = _pointer(result.ids), _pointer(result.logprobs)
+        ids, logprobs = pointer(result.ids), pointer(result.logprobs)
         self._library.head_topk(self._model_ref, at, index, n, k, ids, logprobs)
         return result
 
@@ -233,8 +215,8 @@ class NativeModel:
         assert len(chosen) == n, (len(chosen), n)
         top = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
         result = Logprobs(np.empty(n, np.float32), np.empty(n, np.int32), top)
-        best = _pointer(top.ids), _pointer(top.logprobs)
-        own = _address("chosen", chosen, np.int32), _pointer(result.chosen), _pointer(result.rank)
+        best = pointer(top.ids), pointer(top.logprobs)
+        own = address("chosen", chosen, np.int32), pointer(result.chosen), pointer(result.rank)
         self._library.head_logprobs(self._model_ref, at, index, n, k, *best, *own)
         return result
 
@@ -242,61 +224,40 @@ class NativeModel:
         n = len(row_index)
         assert hidden.shape[1] == self.hidden_size, hidden.shape
         assert n == 0 or max(row_index.tolist()) < hidden.shape[0], (row_index, hidden.shape)
-        return _address("hidden", hidden, np.float32), _address("row_index", row_index, np.int32), n
+        return address("hidden", hidden, np.float32), address("row_index", row_index, np.int32), n
 
     def _kv_of(self, kv: KVGroup) -> AqKV:
         entry = self._kvs.get(id(kv))
         if entry is None:
-            entry = self._kvs[id(kv)] = (kv, _describe_kv(kv))
+            entry = self._kvs[id(kv)] = (kv, describe_kv(kv))
         return entry[1]
 
     def _rows_of(self, rows: Rows) -> AqRows:
-        arrays = tuple(getattr(rows, name) for name in _ROWS_ARRAYS)
+        arrays = tuple(getattr(rows, name) for name in ROWS_ARRAYS)
         entry = self._rows.get(id(rows))
         if entry is None or not all(map(is_, arrays, entry[1])):
-            entry = self._rows[id(rows)] = (rows, arrays, _describe_rows(rows))
+            entry = self._rows[id(rows)] = (rows, arrays, describe_rows(rows))
         entry[2].num_rows = rows.num
         return entry[2]
 
 
-def _describe_kv(kv: KVGroup) -> AqKV:
-    num_layers, num_pages, heads, page_size, dim = kv.v.shape
-    expected = (num_layers, num_pages, heads, page_size // KEY_GROUP, dim, KEY_GROUP)
-    if tuple(kv.k.shape) != expected:
-        raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected} beside v {tuple(kv.v.shape)}")
-    if not (kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype):
-        raise ValueError("KVGroup.k and v must be contiguous and of one dtype")
-    dtype = dtype_code("KVGroup.k", kv.k)
-    return AqKV(kv.k.data_ptr(), kv.v.data_ptr(), num_layers, num_pages, page_size, heads, dim, dtype)
-
-
-def _describe_rows(rows: Rows) -> AqRows:
-    addresses = (_address(f"Rows.{name}", getattr(rows, name), np.int32) for name in _ROWS_ARRAYS)
-    num_slots, stride = rows.page_table.shape
-    return AqRows(*addresses, num_rows=rows.num, tail_stride=rows.max_tail, table_stride=stride, num_slots=num_slots)
-
-
-def _fill_sampling(struct: AqSampling, sampling: RowSampling, n: int) -> None:
-    for name, dtype in _SAMPLING_DTYPES.items():
-        array = getattr(sampling, name)
-        assert len(array) >= n, (name, len(array), n)
-        setattr(struct, name, _address(name, array, dtype))
-
-
 class NativeLinear:
-    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16), plus a bias.
+    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16) or quantised, plus a bias.
 
-    `arithmetic` is NativeModel's."""
+    `arithmetic` and `dtype` are NativeModel's; num_bytes is what one call reads of the weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32") -> None:
-        self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena())
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32", dtype: str | None = None
+    ) -> None:
+        self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena(), dtype)
         self.num_outputs, self.num_inputs = weight.shape
+        self.num_bytes = self._packed.num_bytes
 
     def __call__(self, x: Float32) -> Float32:
         """[R, K] to a new array [R, N]."""
         assert x.ndim == 2 and x.shape[1] == self.num_inputs, (x.shape, self.num_inputs)
         y = np.empty((x.shape[0], self.num_outputs), np.float32)
-        library().linear(byref(self._packed.struct), _address("x", x, np.float32), x.shape[0], _pointer(y))
+        library().linear(byref(self._packed.struct), address("x", x, np.float32), x.shape[0], pointer(y))
         return y
 
 
@@ -305,8 +266,8 @@ def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
     rows, width = x.shape
     assert weight.shape == (width,), (weight.shape, width)
     y = np.empty_like(x)
-    at, weight_at = _address("x", x, np.float32), _address("weight", weight, np.float32)
-    library().rms_norm(at, weight_at, rows, width, eps, _pointer(y))
+    at, weight_at = address("x", x, np.float32), address("weight", weight, np.float32)
+    library().rms_norm(at, weight_at, rows, width, eps, pointer(y))
     return y
 
 
@@ -314,9 +275,9 @@ def draw(logits: Float32, sampling: RowSampling) -> Int32:
     """Draw a token from each row of logits [n, V]; -1 where a logit is NaN or none is finite."""
     n, vocab = logits.shape
     struct = AqSampling()
-    _fill_sampling(struct, sampling, n)
+    fill_sampling(struct, sampling, n)
     tokens = np.empty(n, np.int32)
-    library().draw(_address("logits", logits, np.float32), n, vocab, byref(struct), _pointer(tokens))
+    library().draw(address("logits", logits, np.float32), n, vocab, byref(struct), pointer(tokens))
     return tokens
 
 
@@ -325,9 +286,9 @@ def accept(tokens: Int32, drawn: Int32, parents: Int32, offsets: Int32, max_dept
     B, width, num_rows = len(offsets) - 1, max_depth + 1, len(tokens)
     assert len(drawn) == len(parents) == num_rows == offsets[-1], (len(drawn), len(parents), num_rows, offsets)
     named = (("tokens", tokens), ("drawn", drawn), ("parents", parents), ("offsets", offsets))
-    at = [_address(name, array, np.int32) for name, array in named]
+    at = [address(name, array, np.int32) for name, array in named]
     out = np.empty(B * (1 + 2 * width), np.int32)
-    start = _pointer(out)
+    start = pointer(out)
     library().accept(*at, B, max_depth, start, start + 4 * B, start + 4 * B * (1 + width))
     path, kept = out[B:].reshape(2, B, width)
     return AcceptResult(path=path, tokens=kept, num_accepted=out[:B])
@@ -338,6 +299,6 @@ def move_kv(kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32
     count = len(slots)
     assert len(src) == len(dst) == count, (count, len(src), len(dst))
     assert count == 0 or max(slots.tolist()) < len(page_table), (slots, len(page_table))
-    at = [_address(name, a, np.int32) for name, a in (("slots", slots), ("src", src), ("dst", dst))]
-    table = _address("page_table", page_table, np.int32)
-    library().move_kv(byref(_describe_kv(kv)), table, page_table.shape[1], *at, count)
+    at = [address(name, a, np.int32) for name, a in (("slots", slots), ("src", src), ("dst", dst))]
+    table = address("page_table", page_table, np.int32)
+    library().move_kv(byref(describe_kv(kv)), table, page_table.shape[1], *at, count)

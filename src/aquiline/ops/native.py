@@ -15,7 +15,7 @@ from typing import Any
 
 from aquiline.errors import NativeError
 
-FLOAT32, BFLOAT16, BFLOAT16_DOT = 0, 1, 2
+FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4 = range(5)
 
 LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
 
@@ -84,7 +84,7 @@ _P, _I, _F = c_void_p, c_int32, c_float
 _CHECKED: dict[str, list[Any]] = {
     "aq_select_isa": [c_char_p],
     "aq_set_threads": [_I],
-    "aq_pack": [_P, _I, _I, _I, _P],
+    "aq_pack": [_P, _P, _I, _I, _I, _P],
     "aq_time_layers": [_P],
     "aq_forward": [_MODEL, _KV, _ROWS, _P, _P, _P],
     "aq_head_logits": [_MODEL, _P, _P, _I, _P],

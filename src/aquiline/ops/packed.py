@@ -10,6 +10,7 @@ from torch import Tensor
 from aquiline.errors import NativeError
 from aquiline.ops import native
 from aquiline.ops.native import AqLinear, Library
+from aquiline.ops.quantise import quantise
 from aquiline.types import KEY_GROUP
 
 
@@ -34,12 +35,13 @@ def dtype_code(name: str, tensor: Tensor) -> int:
     return codes[tensor.dtype]
 
 
-def check_dot(name: str, weight: Tensor, arithmetic: str) -> None:
+def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> None:
     """Raises ValueError or NativeError if a linear cannot run in an arithmetic other than float32."""
     if arithmetic != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32' or 'bfloat16'")
-    if weight.dtype != torch.bfloat16:
-        raise ValueError(f"arithmetic='bfloat16': {name} is {weight.dtype}, it needs weights stored in bfloat16")
+    if weight.dtype != torch.bfloat16 or dtype is not None:
+        found = dtype or weight.dtype
+        raise ValueError(f"arithmetic='bfloat16': {name} is {found}, it needs weights stored in bfloat16")
     if not has_bf16_dot():
         raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
 
@@ -66,22 +68,31 @@ class Arena:
 
 
 class PackedLinear:
-    """A linear weight in the library's layout, with the arrays that its struct points to."""
+    """A linear weight in the library's layout, with the arrays that its struct points to.
 
-    def __init__(self, name: str, weight: Tensor, bias: Tensor | None, arithmetic: str, arena: Arena) -> None:
+    Stored as it is given, or quantised: dtype "int8" or "int4"."""
+
+    def __init__(
+        self, name: str, weight: Tensor, bias: Tensor | None, arithmetic: str, arena: Arena, dtype: str | None = None
+    ) -> None:
         n, k = weight.shape
         if k % KEY_GROUP != 0:
             raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
-        dtype = dtype_code(name, weight)
-        if arithmetic != "float32":
-            check_dot(name, weight, arithmetic)
-            dtype = native.BFLOAT16_DOT
+        code, scales = dtype_code(name, weight), None
         source = weight.detach().contiguous()
+        if arithmetic != "float32":
+            check_dot(name, weight, arithmetic, dtype)
+            code = native.BFLOAT16_DOT
+        elif dtype is not None:
+            quantised = quantise(name, source, dtype)
+            source, scales = quantised.codes, quantised.scales
+            code = native.INT8 if dtype == "int8" else native.INT4
         self._arena = arena
-        address = arena.take(library().packed_bytes(n, k, dtype))
-        library().pack(source.data_ptr(), n, k, dtype, address)
+        self.num_bytes = library().packed_bytes(n, k, code)
+        address = arena.take(self.num_bytes)
+        library().pack(source.data_ptr(), None if scales is None else scales.data_ptr(), n, k, code, address)
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, dtype)
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, code)
 
 
 def interleave(gate_up: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+"""The ceilings of the device a user names; this machine's are measured once and kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from aquiline.bench.device import GIGA, TERA, Ceilings, Figure, check_arithmetic, datasheet_ceilings, given_figure
+from aquiline.bench.measure import (
+    Machine,
+    Measurement,
+    OnStage,
+    Rate,
+    last_level_cache,
+    measure_ceilings,
+    this_machine,
+)
+from aquiline.config import cache_directory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A device as the user names it: cpu, or one that has a datasheet; figures in GB/s and TFLOP/s replace its own.
+
+    device None: cpu, or nothing but the figures if both are given. arithmetic None: float32 on a CPU and beside float32
+    weights, else bfloat16."""
+
+    device: str | None = None
+    arithmetic: str | None = None
+    bandwidth: float | None = None
+    flops: float | None = None
+    remeasure: bool = False
+
+
+def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
+    """What the chosen device can do for weights stored as `dtype`; measures only where a measured figure is used.
+
+    Raises ValueError for an unknown device, an arithmetic it does not have, and figures that are not positive."""
+    bandwidth = given_figure("bandwidth", choice.bandwidth, GIGA)
+    flops = given_figure("flops", choice.flops, TERA)
+    if choice.device is None and bandwidth and flops:
+        return Ceilings("given figures", choice.arithmetic, bandwidth, flops, flops)
+    if choice.device not in (None, "cpu"):
+        arithmetic = choice.arithmetic or ("float32" if dtype == "float32" else "bfloat16")
+        return datasheet_ceilings(str(choice.device), arithmetic, bandwidth, flops)
+    machine, arithmetic = this_machine(), choice.arithmetic or "float32"
+    check_arithmetic(arithmetic)
+    known = (last_level_cache(), psutil.virtual_memory().total)
+    if bandwidth and flops:
+        return Ceilings(machine.key, arithmetic, bandwidth, flops, flops, None, *known)
+    measured = measured_once(machine, on_stage, remeasure=choice.remeasure)
+    rate = measured.float32 if arithmetic == "float32" else measured.bfloat16
+    if rate is None:
+        raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
+    read, copy, linears, attention = (
+        Figure(r.per_s, "measured", f"{r.by}, {measured.date}")
+        for r in (measured.read, measured.copy, rate, measured.float32)
+    )
+    return Ceilings(
+        machine.key, arithmetic, bandwidth or read, flops or linears, flops or attention, copy, *known,
+        remark=_remark(machine, measured),
+    )  # fmt: skip
+
+
+def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = False) -> Measurement:
+    """This machine's figures, from the cache file, or measured and written there."""
+    file = cache_directory() / "ceilings.json"
+    entries = read_entries(file)
+    measured = None if remeasure else _found(entries.get(machine.key), machine)
+    if measured is None:
+        measured = measure_ceilings(machine, on_stage)
+        write_entries(file, entries | {machine.key: asdict(measured)})
+    return measured
+
+
+def read_entries(file: Path) -> dict[str, object]:
+    """The cache file, by machine; empty, with a warning, if it is broken."""
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s: broken (%s); measuring again", file, error)
+        return {}
+    if not isinstance(entries, dict):
+        logger.warning("%s: broken (a JSON %s); measuring again", file, type(entries).__name__)
+        return {}
+    return entries
+
+
+def write_entries(file: Path, entries: dict[str, object]) -> None:
+    """Write the cache file whole or not at all; warns where it cannot."""
+    part = file.with_suffix(".part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        logger.warning("%s: the measured ceilings cannot be kept (%s)", file, error)
+
+
+def _found(entry: object, machine: Machine) -> Measurement | None:
+    """An entry of the cache file; None, with a warning if it is broken, where there is none."""
+    if entry is None:
+        return None
+    try:
+        return _measurement(entry)
+    except (KeyError, TypeError, ValueError) as error:
+        logger.warning("the cached ceilings of %s are broken (%r); measuring again", machine.key, error)
+        return None
+
+
+def _measurement(entry: object) -> Measurement:
+    if not isinstance(entry, dict):
+        raise TypeError(f"a JSON {type(entry).__name__}")
+    load, bfloat16 = entry["load"], entry["bfloat16"]
+    return Measurement(
+        date=str(entry["date"]), load=None if load is None else float(load),
+        **{name: _rate(entry[name]) for name in ("read", "copy", "float32")},
+        bfloat16=None if bfloat16 is None else _rate(bfloat16),
+    )  # fmt: skip
+
+
+def _rate(entry: dict[str, object]) -> Rate:
+    per_s = float(str(entry["per_s"]))
+    if not 0 < per_s < math.inf:
+        raise ValueError(f"per_s={per_s}")
+    return Rate(per_s, str(entry["by"]))
+
+
+def _remark(machine: Machine, measured: Measurement) -> str:
+    if measured.load is None or measured.load < machine.threads / 2:
+        return ""
+    return (
+        f"the ceilings were measured on {measured.date} beside a load of {measured.load:.1f} on {machine.threads} "
+        "threads and may be too low; --remeasure when the machine is idle"
+    )

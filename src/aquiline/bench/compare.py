@@ -1,0 +1,168 @@
+"""Which results may be set beside each other: a setting and its baseline, a setting and what it was in an older run.
+
+Nothing is guessed: a ratio is there, or the reason why it is not. The rules for one pair are `result.differences`; here
+they are asked of all results, with what ratios across machines and commits need besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from aquiline.bench.result import Result, differences
+
+NOISE = 0.03
+"""Least change that counts; the spread of either run may ask for more."""
+
+Rule = Callable[[Result, Result], list[str]]
+"""Why the ratio of two results would say nothing."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """What the rows of one table share: the work, the model, who ran it and where."""
+
+    scenario: str
+    profile: str
+    context_tokens: int
+    batch: int
+    temperature: float
+    model: str
+    engine: str
+    machine: str
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A result over another, or why there is no such ratio. `other` is the file of the other one, or of the nearest."""
+
+    value: float | None
+    other: str | None = None
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure against an older run's. above_noise: more than 3 % and more than the runs of either differ among
+    themselves; one measured run has no spread, so that the 3 % stand alone."""
+
+    figure: str
+    ratio: float
+    above_noise: bool
+
+    @property
+    def is_regression(self) -> bool:
+        """Less than it was, beyond the noise."""
+        return self.above_noise and self.ratio < 1
+
+
+def machine(result: Result) -> str:
+    """What ran a result, as far as it says."""
+    system = result["system"]
+    threads = f"{system['threads']} threads" if "threads" in system else None
+    path = f"{system['path']} path" if "path" in system else None
+    parts: list[str | None] = [system.get("cpu", "unnamed CPU"), threads, system.get("isa"), path]
+    return ", ".join(part for part in parts if part is not None)
+
+
+def model(result: Result) -> str:
+    """The target and how it was stored and multiplied."""
+    m = result["model"]
+    weights = ", random weights" if m["random_weights"] else ""
+    return f"{m['target']}, {m['dtype']} storage, {m['arithmetic']} arithmetic{weights}"
+
+
+def place(result: Result) -> Place:
+    """The table a result belongs to."""
+    s = result["scenario"]
+    return Place(
+        s["name"], s["profile"], s["context_tokens"], s["batch"], float(s["temperature"]), model(result),
+        result["engine"], machine(result),
+    )  # fmt: skip
+
+
+def identity(result: Result) -> tuple[str, str | None, float | None]:
+    """What tells the results of one place apart: the setting, the draft, and how its acceptance was simulated."""
+    return result["setting"]["name"], result["model"]["draft"], result["model"]["simulated_tau"]
+
+
+def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
+    """Throughput over that of the one baseline that did the same work on the same machine at the same commit."""
+    same = {
+        name: other
+        for name, other in results.items()
+        if other["setting"]["drafter"] == "none"
+        and other["engine"] == result["engine"]
+        and other["scenario"]["name"] == result["scenario"]["name"]
+    }
+    return _over(result, same, "baseline", _commits)
+
+
+def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
+    """Measured over ideal speedup at the same tau, where the result has a roofline to tell."""
+    roofline = result.get("roofline", {})
+    stated: float | None = roofline.get("spec_efficiency")
+    if stated is not None or ratio.value is None or result["setting"]["drafter"] == "none":
+        return stated
+    return ratio.value / roofline["ideal_speedup"] if "ideal_speedup" in roofline else None
+
+
+def against_older(result: Result, older: Mapping[str, Result]) -> Ratio:
+    """Throughput over that of the same setting in an older run on the same machine."""
+    same = {name: other for name, other in older.items() if _anywhere(other) == _anywhere(result)}
+    here = {name: other for name, other in same.items() if machine(other) == machine(result)}
+    if same and not here:
+        return Ratio(None, reasons=(f"the older result is of another machine: {machine(next(iter(same.values())))}",))
+    return _over(result, here, "older result", lambda a, b: [])
+
+
+def changes(result: Result, older: Result) -> list[Change]:
+    """Throughput and tau, where it has one, against those of a comparable older result. Tau has no spread: the same
+    text from the same draft takes the same steps."""
+    new, old = result["throughput_tokens_per_sec"], older["throughput_tokens_per_sec"]
+    spread = max(new["max"] - new["min"], old["max"] - old["min"])
+    now, was = (r["eagle_speculation"]["mean_acceptance_length"] for r in (result, older))
+    return [_change("tok/s", new["mean"], old["mean"], spread)] + ([_change("tau", now, was, 0.0)] if was else [])
+
+
+def vanished(results: Iterable[Result], older: Mapping[str, Result]) -> list[str]:
+    """Older results, by file name, whose place on any machine has lost their setting."""
+    there = {_anywhere(result) for result in results}
+    return [name for name, result in older.items() if _anywhere(result) not in there]
+
+
+def _anywhere(result: Result) -> tuple[object, ...]:
+    p = place(result)
+    return p.scenario, p.profile, p.context_tokens, p.batch, p.temperature, p.model, p.engine, identity(result)
+
+
+def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule) -> Ratio:
+    if not others:
+        return Ratio(None, reasons=(f"there is no {what}",))
+    reasons = {
+        name: [*differences(result, other), *_machines(result, other), *more(result, other)]
+        for name, other in others.items()
+    }
+    fit = [name for name, found in reasons.items() if not found]
+    if len(fit) > 1:
+        return Ratio(None, reasons=(f"{len(fit)} {what}s would do ({', '.join(fit)}); keep one",))
+    if fit:
+        throughput = [r["throughput_tokens_per_sec"]["mean"] for r in (result, others[fit[0]])]
+        return Ratio(throughput[0] / throughput[1], fit[0])
+    nearest = min(reasons, key=lambda name: len(reasons[name]))
+    return Ratio(None, nearest, tuple(reasons[nearest]))
+
+
+def _machines(result: Result, other: Result) -> list[str]:
+    pairs = [(name, result["system"].get(name), other["system"].get(name)) for name in ("isa", "path")]
+    return [f"system.{name}: {a!r} against {b!r}" for name, a, b in pairs if a != b]
+
+
+def _commits(result: Result, other: Result) -> list[str]:
+    a, b = result["commit"], other["commit"]
+    return [] if a == b else [f"commit: {a!r} against {b!r}"]
+
+
+def _change(figure: str, new: float, old: float, spread: float) -> Change:
+    ratio = new / old
+    return Change(figure, ratio, abs(ratio - 1) > NOISE and abs(new - old) > spread)

@@ -1,0 +1,293 @@
+"""Shapes of models from their config.json, also of families that no decoder here runs: a roofline needs no weights.
+
+What a family's code knows and its configuration does not say is data (`FACTS`); an unknown family counts as llama-like
+and says so. What cannot be counted this way is refused. Source: transformers 5.23, configuration_*.py and modeling_*.py
+of the families named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from aquiline.bench.shapes import Body, DraftShape, LayerShape, Matrix, ModelShape, Precision, Storage, precision_of
+from aquiline.errors import CheckpointError
+from aquiline.models.config import DraftConfig, ModelConfig
+from aquiline.models.draft_config import LAYER_IDS
+from aquiline.models.families import count
+from aquiline.models.files import read_json
+
+Raw = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a family implies where its configuration is silent.
+
+    full_every: which layers see everything beside a sliding window: every p-th; 1 stands for none of them, 0 for those
+    below max_window_layers, and for all unless use_sliding_window is on."""
+
+    qkv_bias: bool = False
+    attention_bias: bool = False  # biases q, k, v and o
+    expert_bias: bool = False  # biases experts and router
+    qk_norm: bool = False
+    sinks: bool = False
+    num_norms: int = 2
+    tied_head: bool = False
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    full_every: int = 0
+    window: int | None = None
+
+
+UNKNOWN = Facts(full_every=1)
+FACTS = {
+    "llama": Facts(),
+    "mistral": Facts(num_kv_heads=8, full_every=1, window=4096),
+    "mixtral": Facts(num_kv_heads=8, full_every=1),
+    "qwen2": Facts(qkv_bias=True, num_kv_heads=32),
+    "qwen2_moe": Facts(qkv_bias=True, num_kv_heads=16),
+    "qwen3": Facts(qk_norm=True, head_dim=128, num_kv_heads=32),
+    "qwen3_moe": Facts(qk_norm=True, num_kv_heads=4),
+    "gpt_oss": Facts(attention_bias=True, expert_bias=True, sinks=True, head_dim=64, full_every=2, window=128),
+    "gemma2": Facts(num_norms=4, tied_head=True, head_dim=256, full_every=2, window=4096),
+    "gemma3_text": Facts(num_norms=4, qk_norm=True, tied_head=True, head_dim=256, full_every=6, window=4096),
+    "phi3": Facts(full_every=1),
+}
+_UNCOUNTED = ("kv_lora_rank", "mamba_d_state", "state_size", "linear_num_key_heads", "is_encoder_decoder")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+
+
+def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None = None) -> ModelShape:
+    """The shape of the config.json of a directory, a file or a hub id; stored as it says, or as `dtype` does.
+
+    Raises CheckpointError naming file, field and value, ValueError for an unknown dtype."""
+    file = config_file(model)
+    outer = read_json(file)
+    raw = outer.get("text_config") or outer
+    family = str(raw.get("model_type", "llama"))
+    for name in _UNCOUNTED:
+        if raw.get(name):
+            raise CheckpointError(
+                f"{file}: {name}={raw[name]!r} ({family}) is not counted; supported are decoders whose every layer "
+                "keeps keys and values per head"
+            )
+    facts, hidden = FACTS.get(family, UNKNOWN), count(raw, file, "hidden_size")
+    layers = _layers(raw, file, facts)
+    is_moe = any(layer.num_experts for layer in layers)
+    own = precision_of(dtype, kv_dtype, is_moe=is_moe) if dtype else _own_precision(raw | outer, file, kv_dtype, is_moe)
+    unknown = f"family {family!r} is not known here: counted as llama-like, with a gated MLP and two norms a layer"
+    return ModelShape(
+        family=family,
+        body=Body(hidden, layers, Matrix(count(raw, file, "vocab_size"), hidden), num_vector=hidden),
+        tied_head=bool(raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", facts.tied_head))),
+        max_positions=count(raw, file, "max_position_embeddings") if raw.get("max_position_embeddings") else None,
+        precision=own,
+        assumptions=() if family in FACTS else (unknown,),
+    )
+
+
+def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
+    """The shape of an EAGLE-3 head's config.json, in any of the layouts that models/draft_config.py names.
+
+    Raises CheckpointError naming file, field and value, also if it is no draft of this target."""
+    file = config_file(draft)
+    outer = read_json(file)
+    raw = outer.get("transformer_layer_config") or outer
+    if count(raw, file, "num_hidden_layers") != 1:
+        raise CheckpointError(f"{file}: num_hidden_layers={raw['num_hidden_layers']}; an EAGLE-3 head has 1")
+    hidden, vocab = count(raw, file, "hidden_size"), count(raw, file, "vocab_size")
+    features = count(outer, file, "target_hidden_size", hidden)
+    for name, found, wanted in (
+        ("target_hidden_size" if outer.get("target_hidden_size") else "hidden_size", features, target.body.hidden_size),
+        ("vocab_size", vocab, target.vocab_size),
+    ):
+        if found != wanted:
+            raise CheckpointError(f"{file}: {name}={found}, the target has {wanted}; name its own draft, or none")
+    eagle = outer.get("eagle_config") or {}
+    ids = eagle.get(LAYER_IDS, outer.get(LAYER_IDS)) or (0, 1, 2)
+    has_norm = any(eagle.get(name, outer.get(name)) for name in ("norm_before_fc", "fc_norm"))
+    layer = _attention(raw, file, UNKNOWN, inputs=2 * hidden)
+    fixed = layer.fixed + mlp(hidden, count(raw, file, "intermediate_size"))
+    window = _windows(raw, file, UNKNOWN, 1)[0]
+    return _draft(
+        replace(layer, fixed=fixed, window=window), count(outer, file, "draft_vocab_size", vocab),
+        len(ids) * features, target, has_norm=has_norm,
+    )  # fmt: skip
+
+
+def assumed_draft(target: ModelShape) -> DraftShape:
+    """The head EAGLE-3 would train for this target: its heads, the MLP width that one token uses, three features, and
+    a vocabulary of at most 32000 tokens."""
+    hidden, first = target.body.hidden_size, target.body.layers[0]
+    downs = first.fixed[2:][-1:] + first.expert[-1:] * first.experts_per_token
+    inner = sum(down.k for down in downs)
+    fixed = attention(hidden, first.num_heads, first.num_kv_heads, first.head_dim, inputs=2 * hidden)
+    layer = LayerShape(
+        first.num_heads, first.num_kv_heads, first.head_dim, fixed + mlp(hidden, inner), num_vector=2 * hidden
+    )
+    said = f"no draft is named: an EAGLE-3 head with an MLP of {inner} and the target's heads is assumed"
+    return replace(_draft(layer, min(32000, target.vocab_size), 3 * hidden, target), assumptions=(said,))
+
+
+def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
+    """The shape of a target this package runs."""
+    hidden = config.hidden_size
+    layers = tuple(_layer_of(config, i, hidden) for i in range(config.num_layers))
+    return ModelShape(
+        family=config.family, body=Body(hidden, layers, Matrix(config.vocab_size, hidden), num_vector=hidden),
+        tied_head=config.tied_head, max_positions=config.max_positions, precision=precision_of(dtype),
+    )  # fmt: skip
+
+
+def draft_shape_of(config: DraftConfig, target: ModelShape) -> DraftShape:
+    """The shape of a draft this package runs."""
+    layer = _layer_of(config.model, 0, 2 * config.model.hidden_size)
+    features = len(config.capture) * config.target_hidden_size
+    has_norm = config.norm_before_fc or config.fc_norm
+    return _draft(layer, config.draft_vocab_size, features, target, has_norm=has_norm)
+
+
+def config_file(model: str | Path) -> Path:
+    """Where a config.json is: in a directory, the file itself, or a hub id's, of which only this file is fetched.
+
+    Raises CheckpointError if `model` is none of them."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    if path.is_file():
+        return path
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(str(model), "config.json")
+        return Path(cached if isinstance(cached, str) else hf_hub_download(str(model), "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{model} is no directory or config.json here, and the Hugging Face hub did not give its config.json: "
+            f"{error}. Check the name and the network"
+        ) from error
+
+
+def attention(
+    hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, *, inputs: int | None = None, bias: str = ""
+) -> tuple[Matrix, Matrix]:
+    """Fused qkv over `inputs` (the hidden size) and o; `bias` names those that have one, as "qkv o"."""
+    qkv = Matrix((num_heads + 2 * num_kv_heads) * head_dim, inputs or hidden, "qkv" in bias)
+    return qkv, Matrix(hidden, num_heads * head_dim, "o" in bias)
+
+
+def mlp(hidden: int, inner: int, has_bias: bool = False) -> tuple[Matrix, Matrix]:
+    """Fused gate and up, and down."""
+    return Matrix(2 * inner, hidden, has_bias), Matrix(hidden, inner, has_bias)
+
+
+def _draft(layer: LayerShape, vocab: int, features: int, target: ModelShape, *, has_norm: bool = False) -> DraftShape:
+    hidden = layer.fixed[1].n
+    own = 0 if hidden == target.body.hidden_size else target.vocab_size * hidden
+    body = Body(hidden, (layer,), Matrix(vocab, hidden), num_vector=2 * hidden + features * has_norm)
+    return DraftShape(body, fc=Matrix(hidden, features), num_embedding=own)
+
+
+def _layer_of(config: ModelConfig, index: int, inputs: int) -> LayerShape:
+    hidden, dim = config.hidden_size, config.head_dim
+    fixed = attention(
+        hidden, config.num_heads, config.num_kv_heads, dim, inputs=inputs, bias="qkv" if config.qkv_bias else ""
+    )
+    return LayerShape(
+        config.num_heads, config.num_kv_heads, dim, fixed + mlp(hidden, config.intermediate_size),
+        num_vector=2 * hidden + 2 * dim * config.qk_norm, window=config.window(index),
+    )  # fmt: skip
+
+
+def _attention(raw: Raw, file: Path, facts: Facts, inputs: int | None = None) -> LayerShape:
+    """A layer without its MLP."""
+    hidden, heads = count(raw, file, "hidden_size"), count(raw, file, "num_attention_heads")
+    kv_heads = count(raw, file, "num_key_value_heads", facts.num_kv_heads or heads)
+    dim = count(raw, file, "head_dim", facts.head_dim or hidden // heads)
+    has_bias = not facts.qkv_bias and raw.get("attention_bias", facts.attention_bias)
+    bias = "qkv o" if has_bias else "qkv" if facts.qkv_bias else ""
+    return LayerShape(
+        heads, kv_heads, dim, attention(hidden, heads, kv_heads, dim, inputs=inputs, bias=bias),
+        num_vector=facts.num_norms * hidden + 2 * dim * facts.qk_norm + heads * facts.sinks,
+    )  # fmt: skip
+
+
+def _layers(raw: Raw, file: Path, facts: Facts) -> tuple[LayerShape, ...]:
+    base, hidden = _attention(raw, file, facts), count(raw, file, "hidden_size")
+    num = count(raw, file, "num_hidden_layers")
+    sparse = _sparse_layers(raw, num)
+    kinds: dict[bool, LayerShape] = {}
+    if not all(sparse):
+        dense = mlp(hidden, count(raw, file, "intermediate_size"), bool(raw.get("mlp_bias")))
+        kinds[False] = replace(base, fixed=base.fixed + dense)
+    if any(sparse):
+        kinds[True] = _with_experts(base, raw, file, facts)
+    windows = _windows(raw, file, facts, num)
+    return tuple(replace(kinds[is_sparse], window=w) for is_sparse, w in zip(sparse, windows, strict=True))
+
+
+def _with_experts(base: LayerShape, raw: Raw, file: Path, facts: Facts) -> LayerShape:
+    hidden = count(raw, file, "hidden_size")
+    num_experts = max(raw.get(name) or 0 for name in _EXPERTS)
+    name = next((name for name in _PER_TOKEN if raw.get(name)), _PER_TOKEN[0])
+    per_token = count(raw, file, name)
+    if per_token > num_experts:
+        raise CheckpointError(f"{file}: {name}={per_token} exceeds the {num_experts} experts")
+    width = count(raw, file, "moe_intermediate_size", raw.get("intermediate_size"))
+    fixed = base.fixed
+    if raw.get("shared_expert_intermediate_size"):  # qwen2_moe gates its shared expert by one more output
+        fixed += (Matrix(1, hidden), *mlp(hidden, count(raw, file, "shared_expert_intermediate_size")))
+    elif raw.get("n_shared_experts"):
+        fixed += mlp(hidden, count(raw, file, "n_shared_experts") * width)
+    return replace(
+        base, fixed=fixed, router=Matrix(num_experts, hidden, facts.expert_bias),
+        expert=mlp(hidden, width, facts.expert_bias), num_experts=num_experts, experts_per_token=per_token,
+    )  # fmt: skip
+
+
+def _sparse_layers(raw: Raw, num_layers: int) -> list[bool]:
+    """Which layers have experts."""
+    if not any(raw.get(name) for name in _EXPERTS):
+        return [False] * num_layers
+    dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
+    first = raw.get("first_k_dense_replace") or 0
+    return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+
+
+def _windows(raw: Raw, file: Path, facts: Facts, num_layers: int) -> list[int]:
+    """Per layer, 0 for none."""
+    window, types = raw.get("sliding_window", facts.window) or 0, raw.get("layer_types")
+    if types is not None:
+        known = {"full_attention": 0, "sliding_attention": window}
+        if len(types) != num_layers or not set(types) <= set(known):
+            raise CheckpointError(f"{file}: layer_types={types!r}; counted are {num_layers} of {', '.join(known)}")
+        return [known[kind] for kind in types]
+    every = raw.get("sliding_window_pattern", facts.full_every)
+    if not raw.get("use_sliding_window", every > 0):
+        return [0] * num_layers
+    first = raw.get("max_window_layers", 28) if every == 0 else 0
+    return [window if i >= first and (every < 2 or (i + 1) % every) else 0 for i in range(num_layers)]
+
+
+def _own_precision(raw: Raw, file: Path, kv_dtype: str | None, is_moe: bool) -> Precision:
+    """As the checkpoint was saved. Whatever quantised it left the head alone."""
+    name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    quantised = raw.get("quantization_config")
+    if not quantised:
+        return precision_of(name, kv_dtype)
+    method = quantised.get("quant_method")
+    if method == "mxfp4":
+        return precision_of("mxfp4", kv_dtype, is_moe=is_moe)
+    if method in ("fp8", "fbgemm_fp8"):
+        return precision_of("fp8", kv_dtype)
+    if method in ("awq", "gptq") and isinstance(quantised.get("bits"), int):
+        bits, group = quantised["bits"], max(0, quantised.get("group_size", 128))
+        storage = Storage(f"int{bits} ({method})", bits, 16 + bits, group)  # a float16 scale and a zero point
+        return replace(precision_of("bfloat16", kv_dtype), layers=storage, experts=storage)
+    raise CheckpointError(
+        f"{file}: quantization_config.quant_method={method!r} is not known; say how weights are stored with --dtype"
+    )

@@ -1,0 +1,125 @@
+"""What a device can do at most, and where each figure is from: measured here, a datasheet's, or given by the user.
+
+A figure never loses its source, so measured and published ones cannot mix unseen. `ceilings.py` measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["measured", "datasheet", "given"]
+
+GIGA, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A rate per second, in bytes or FLOPs, where it is from, and what stands behind it."""
+
+    value: float
+    source: Source
+    detail: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON."""
+        return {"per_s": self.value, "source": self.source, "detail": self.detail}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """One device. bandwidth: bytes per second that only reading reaches; copy counts bytes read and written.
+
+    arithmetic: what the linears multiply in; cache_bytes: the last-level cache; memory_bytes: what weights and caches
+    have to share. None: not known."""
+
+    device: str
+    arithmetic: str | None
+    bandwidth: Figure
+    linear_flops: Figure
+    attention_flops: Figure
+    copy: Figure | None = None
+    cache_bytes: int | None = None
+    memory_bytes: int | None = None
+    remark: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON."""
+        figures = {name: getattr(self, name) for name in ("bandwidth", "linear_flops", "attention_flops", "copy")}
+        return {
+            "device": self.device,
+            "arithmetic": self.arithmetic,
+            "cache_bytes": self.cache_bytes,
+            "memory_bytes": self.memory_bytes,
+        } | {name: figure.as_dict() if figure else None for name, figure in figures.items()}
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """Published figures of one card: GB/s, dense TFLOP/s (bfloat16 with float32 sums; float32 without tensor cores),
+    GB of memory, MB of last-level cache where the source names it."""
+
+    name: str
+    gb_per_s: float
+    bfloat16_tflops: float
+    float32_tflops: float | None
+    memory_gb: float
+    cache_mb: float | None
+    source: str
+
+
+DATASHEETS = {
+    "a100": Datasheet("NVIDIA A100 SXM 80 GB", 2039, 312, 19.5, 80, 40, "NVIDIA A100 80GB datasheet, A100 white paper"),
+    "h100": Datasheet("NVIDIA H100 SXM 80 GB", 3350, 989.4, 66.9, 80, 50, "NVIDIA H100 datasheet, H100 white paper"),
+    "h200": Datasheet("NVIDIA H200 SXM 141 GB", 4800, 989.4, 66.9, 141, 50, "NVIDIA H200 datasheet; cache as H100"),
+    "b200": Datasheet("NVIDIA B200 SXM 180 GB", 8000, 2250, None, 180, None, "NVIDIA DGX B200 datasheet, one of 8"),
+    "l4": Datasheet("NVIDIA L4 24 GB", 300, 121, 30.3, 24, None, "NVIDIA L4 datasheet"),
+    "l40s": Datasheet("NVIDIA L40S 48 GB", 864, 362, 91.6, 48, None, "NVIDIA L40S datasheet"),
+    "rtx3090": Datasheet("GeForce RTX 3090 24 GB", 936, 71, 35.6, 24, 6, "NVIDIA GA102 white paper"),
+    "rtx4090": Datasheet(
+        "GeForce RTX 4090 24 GB", 1008, 165.2, 82.6, 24, 72, "NVIDIA Ada GPU architecture white paper"
+    ),
+    "rtx5090": Datasheet("GeForce RTX 5090 32 GB", 1792, 209.5, 104.8, 32, 96, "NVIDIA RTX Blackwell white paper"),
+    "mi300x": Datasheet("AMD Instinct MI300X 192 GB", 5300, 1307.4, 163.4, 192, 256, "AMD Instinct MI300X datasheet"),
+}
+"""Peaks that no kernel reaches: on an H100 and an H200, copies get 90 % of the bandwidth, GEMMs 80 % of the FLOPs."""
+
+
+def datasheet_ceilings(
+    device: str, arithmetic: str, bandwidth: Figure | None = None, flops: Figure | None = None
+) -> Ceilings:
+    """A card's published figures, the given ones in their place.
+
+    Raises ValueError for a device or an arithmetic that no datasheet here has."""
+    sheet = DATASHEETS.get(device)
+    if sheet is None:
+        raise ValueError(
+            f"device={device!r}: must be cpu or one of {', '.join(DATASHEETS)}; for any other, give --bandwidth and "
+            "--flops"
+        )
+    check_arithmetic(arithmetic)
+    if flops is None:
+        tflops = sheet.bfloat16_tflops if arithmetic == "bfloat16" else sheet.float32_tflops
+        if tflops is None:
+            raise ValueError(f"arithmetic={arithmetic!r}: no published figure for {device} is known here; give --flops")
+        flops = Figure(tflops * TERA, "datasheet", sheet.source)
+    return Ceilings(
+        device=sheet.name, arithmetic=arithmetic, linear_flops=flops, attention_flops=flops,
+        bandwidth=bandwidth or Figure(sheet.gb_per_s * GIGA, "datasheet", sheet.source),
+        memory_bytes=int(sheet.memory_gb * GIGA), cache_bytes=int(sheet.cache_mb * 2**20) if sheet.cache_mb else None,
+    )  # fmt: skip
+
+
+def given_figure(name: str, value: float | None, unit: float) -> Figure | None:
+    """The user's own figure, in units of `unit` per second. Raises ValueError unless it is a positive number."""
+    if value is None:
+        return None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value:g}: must be a positive number")
+    return Figure(value * unit, "given")
+
+
+def check_arithmetic(arithmetic: str) -> None:
+    """Raises ValueError for an arithmetic that has no ceiling."""
+    if arithmetic not in ("float32", "bfloat16"):
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of float32, bfloat16")

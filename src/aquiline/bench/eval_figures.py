@@ -1,0 +1,218 @@
+"""Figures of an evaluation: speedups with their intervals, acceptance, accuracy, the best setting. Derived here, once.
+
+Times are paired: a setting's speedup over a group of runs is the baseline's decode time on them over its own, since all
+of them wrote the same tokens. Its interval says how much that depends on the questions that happened to be asked: the
+questions are drawn anew RESAMPLES times, turns and repeats of one going together, and the middle 95 % of the ratios
+are given (percentile bootstrap, fixed seed). It is too narrow for few questions, and covers neither other machines nor
+the choice of the best of many settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aquiline.bench.eval_plan import Evaluated, TeacherForced, TurnRun
+from aquiline.bench.gsm8k import final_number, is_correct
+from aquiline.bench.suite import BASELINE
+from aquiline.metrics import Counters, mean, repeated_share
+
+RESAMPLES = 2000
+BLOCK = 100
+"""Resamples made at once, which bounds memory for large data sets."""
+GSM8K_MARK = "####"
+"""What precedes the number in a reference of GSM8K."""
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio and its 95 % interval over questions; no interval for one question."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_above_one(self) -> bool:
+        """Whether the whole interval is; without one, the value."""
+        return (self.value if self.low is None else self.low) > 1
+
+    def __str__(self) -> str:
+        is_known = self.low is not None and self.high is not None and self.low < self.high
+        interval = f" [{self.low:.2f}, {self.high:.2f}]" if is_known else ""
+        return f"{self.value:.2f}x{interval}"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One setting over a group of runs; temperature, length and category are None where the group has all of them.
+
+    speedup counts decode steps, speedup_with_prefill the prompt too; None where no time passed, since every text ended
+    at its first token."""
+
+    temperature: float | None
+    length: int | None
+    category: str | None
+    setting: str
+    num_questions: int
+    num_texts: int
+    num_tokens: int
+    prefill_ms: float
+    decode_ms: float
+    counters: Counters
+    repeated_share: float
+    speedup: Ratio | None
+    speedup_with_prefill: Ratio | None
+
+    @property
+    def seconds_per_text(self) -> float:
+        """Prompt and output of one text, on average."""
+        return (self.prefill_ms + self.decode_ms) / 1e3 / self.num_texts
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens committed by decode steps per second of decode steps."""
+        return self.counters.num_committed / self.decode_ms * 1e3 if self.decode_ms else 0.0
+
+
+@dataclass(frozen=True)
+class TaskAccuracy:
+    """GSM8K: answers to first turns whose number is the reference's; num_cut of them reached their length."""
+
+    temperature: float
+    length: int
+    num_correct: int
+    num_questions: int
+    num_cut: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """by_length: one group per temperature and length; by_category: per temperature and category, if there are
+    several; overall: all runs. In every group the baseline stands first."""
+
+    by_length: list[list[Figures]]
+    by_category: list[list[Figures]]
+    overall: list[Figures]
+    task_accuracy: list[TaskAccuracy]
+
+
+def tables(found: Evaluated) -> Tables:
+    """Every figure of an evaluation. Groups without a run are left out."""
+    plan = found.plan
+    categories = list(dict.fromkeys(question.category for question in found.questions))
+    lengths = [figures(found, t, length) for t in plan.temperatures for length in plan.lengths]
+    split = [figures(found, t, None, c) for t in plan.temperatures for c in categories if len(categories) > 1]
+    scores = [_task_accuracy(found, t, length) for t in plan.temperatures for length in plan.lengths]
+    return Tables(
+        [group for group in lengths if group], [group for group in split if group], figures(found),
+        [score for score in scores if score is not None],
+    )  # fmt: skip
+
+
+def figures(
+    found: Evaluated, temperature: float | None = None, length: int | None = None, category: str | None = None
+) -> list[Figures]:
+    """The figures of every setting over the runs of one temperature, length and category, or of all."""
+    runs: dict[str, list[TurnRun]] = {}
+    for run in found.runs:
+        own = (run.text.temperature, run.text.length, found.questions[run.text.question].category)
+        wanted = (temperature, length, category)
+        if all(w is None or w == o for w, o in zip(wanted, own, strict=True)):
+            runs.setdefault(run.setting, []).append(run)
+    if not runs:
+        return []
+    base = runs[BASELINE]
+    repeated = mean([repeated_share(run.text.token_ids) for run in base])
+    group = []
+    for setting in found.plan.settings:
+        own_runs, counters = runs[setting], Counters()
+        for run in own_runs:
+            counters.merge(run.counters)
+        group.append(Figures(
+            temperature, length, category, setting,
+            num_questions=len({run.text.question for run in own_runs}),
+            num_texts=len(own_runs),
+            num_tokens=sum(len(run.text.token_ids) for run in own_runs),
+            prefill_ms=sum(run.prefill_ms for run in own_runs),
+            decode_ms=sum(run.decode_ms for run in own_runs),
+            counters=counters,
+            repeated_share=repeated,
+            speedup=ratio(_by_question(base), _by_question(own_runs)),
+            speedup_with_prefill=ratio(_by_question(base, True), _by_question(own_runs, True)),
+        ))  # fmt: skip
+    return group
+
+
+def _by_question(runs: list[TurnRun], with_prefill: bool = False) -> Times:
+    sums: dict[int, float] = {}
+    for run in runs:
+        time = run.decode_ms + (run.prefill_ms if with_prefill else 0.0)
+        sums[run.text.question] = sums.get(run.text.question, 0.0) + time
+    return np.array([sums[question] for question in sorted(sums)])
+
+
+def ratio(base: Times, own: Times) -> Ratio | None:
+    """sum(base) / sum(own) of paired times [Q], one per question, with its bootstrap interval; None if no time
+    passed in either."""
+    if not base.sum() or not own.sum():
+        return None
+    value = float(base.sum() / own.sum())
+    if len(base) < 2:
+        return Ratio(value)
+    generator, shares = np.random.default_rng(0), np.full(len(base), 1 / len(base))
+    ratios = []
+    for _ in range(RESAMPLES // BLOCK):
+        counts = generator.multinomial(len(base), shares, size=BLOCK)  # how often each question is drawn
+        times = counts @ own
+        ratios += ((counts @ base)[times > 0] / times[times > 0]).tolist()
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return Ratio(value, float(low), float(high))
+
+
+def real_tau(found: Evaluated, taught: TeacherForced) -> list[float | None]:
+    """Per place the tau of the chain of that length on the texts that were judged; None where it did not run."""
+    chains, places = found.plan.chains, range(1, len(taught.accuracy.marginal) + 1)
+    group = {f.setting: f.counters.tau for f in figures(found, taught.temperature, taught.length)}
+    return [group[chains[k]] if k in chains else None for k in places]
+
+
+def best(group: list[Figures]) -> Figures | None:
+    """The setting of a group with the highest speedup, the baseline apart; None if no time was measured."""
+    drafted = [(f.speedup.value, f) for f in group if f.setting != BASELINE and f.speedup is not None]
+    return max(drafted, key=lambda pair: pair[0])[1] if drafted else None
+
+
+def verdict(group: list[Figures]) -> str:
+    """The best of a group in words, no gain where there is none."""
+    winner = best(group)
+    if winner is None or winner.speedup is None:
+        return "no decode step was run: every text ended at its first token"
+    if winner.speedup.value <= 1:
+        return f"none is faster than the baseline; {winner.setting} comes nearest, {winner.speedup}"
+    doubt = "" if winner.speedup.is_above_one else ", but its interval reaches down to the baseline"
+    return f"best is {winner.setting}, {winner.speedup}{doubt}"
+
+
+def _task_accuracy(found: Evaluated, temperature: float, length: int) -> TaskAccuracy | None:
+    """None unless every question has a reference as GSM8K writes them."""
+    references = [question.reference or "" for question in found.questions]
+    if not all(GSM8K_MARK in reference and final_number(reference) is not None for reference in references):
+        return None
+    texts = [
+        run.text
+        for run in found.runs
+        if (run.setting, run.repeat, run.text.turn) == (BASELINE, 0, 0)
+        and (run.text.temperature, run.text.length) == (temperature, length)
+    ]
+    if not texts:
+        return None
+    return TaskAccuracy(
+        temperature, length,
+        num_correct=sum(is_correct(text.text, references[text.question]) for text in texts),
+        num_questions=len(texts), num_cut=sum(text.finish_reason == "length" for text in texts),
+    )  # fmt: skip

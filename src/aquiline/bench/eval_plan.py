@@ -1,0 +1,141 @@
+"""What `aquiline eval` compares and what it keeps of a run: settings, the plan, texts, timed runs.
+
+Knows nothing of models or files; evaluate.py fills these, eval_figures.py reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aquiline.bench.datasets import Question
+from aquiline.bench.suite import BASELINE
+from aquiline.bench.teacher import Accuracy
+from aquiline.config import SamplingParams, SpecConfig
+from aquiline.metrics import Counters
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """What is compared at which lengths; the baseline comes first. A text ends at its length, or at EOS unless
+    ignore_eos. Question i draws with seed + i, at every setting and in every repeat alike."""
+
+    settings: dict[str, SpecConfig]
+    lengths: tuple[int, ...] = (50, 100, 200)
+    temperatures: tuple[float, ...] = (0.0,)
+    repeats: int = 1
+    seed: int = 0
+    ignore_eos: bool = False
+    teacher_forced: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "temperatures"):
+            _check_each_once(name, getattr(self, name))
+            if not getattr(self, name):
+                raise ValueError(f"{name}=[]: needs at least one value")
+        short = min(self.lengths)
+        if short < 2:
+            raise ValueError(f"lengths={short}: must be at least 2; the prompt's own forward gives the first token")
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats}: must be at least 1")
+        kinds = [spec.drafter for spec in self.settings.values()]
+        if kinds[:1] != ["none"] or "none" in kinds[1:] or len(kinds) < 2:
+            raise ValueError(f"settings={list(self.settings)}: needs the baseline first, and at least one that drafts")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature, seed=self.seed)
+
+    @property
+    def chains(self) -> dict[int, str]:
+        """Names of the settings that draft a chain, by its length."""
+        return {spec.num_spec_tokens: name for name, spec in self.settings.items() if spec.drafter == "chain"}
+
+
+def settings_of(num_spec_tokens: Sequence[int] = (), trees: Sequence[str] = ()) -> dict[str, SpecConfig]:
+    """The baseline, a chain of each length and each tree: DEPTHxTOP_KxNODES (the root included), or static for the
+    fixed one. Without either, the default chain and tree. Raises ValueError for a shape that cannot be."""
+    _check_each_once("num_spec_tokens", num_spec_tokens)
+    _check_each_once("trees", trees)
+    default = SpecConfig()
+    if not num_spec_tokens and not trees:
+        num_spec_tokens = (default.num_spec_tokens,)
+        trees = (f"{default.depth}x{default.top_k}x{default.num_nodes}",)
+    chains = {f"chain-{k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in num_spec_tokens}
+    return {BASELINE: SpecConfig(drafter="none")} | chains | {f"tree-{tree}": _tree(tree) for tree in trees}
+
+
+def _check_each_once(name: str, values: Sequence[object]) -> None:
+    if len(set(values)) != len(values):
+        raise ValueError(f"{name}={list(values)}: give each value once")
+
+
+def _tree(text: str) -> SpecConfig:
+    if text == "static":
+        return SpecConfig(drafter="static")
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"trees={text!r}: must be DEPTHxTOP_KxNODES, as 2x2x6, or static")
+    depth, top_k, num_nodes = map(int, parts)
+    try:
+        return SpecConfig(drafter="dynamic", depth=depth, top_k=top_k, num_nodes=num_nodes)
+    except ValueError as error:
+        raise ValueError(f"trees={text!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one turn was answered, at every setting: `question` is its place among the questions."""
+
+    temperature: float
+    length: int
+    question: int
+    turn: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class TurnRun:
+    """One setting writing one text once."""
+
+    text: Text
+    setting: str
+    repeat: int
+    prefill_ms: float
+    decode_ms: float
+    total_ms: float
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A turn that was not run, and so none after it, because prompt and length do not fit."""
+
+    question: int
+    turn: int
+    length: int
+    temperature: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class TeacherForced:
+    """The draft's accuracy along the texts of one temperature and length."""
+
+    temperature: float
+    length: int
+    repeated_share: float
+    accuracy: Accuracy
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """All that was run. prompts_sha256 identifies the token ids of all first turns."""
+
+    plan: EvalPlan
+    questions: list[Question]
+    runs: list[TurnRun]
+    unfit: list[Unfit]
+    teacher_forced: list[TeacherForced]
+    prompts_sha256: str

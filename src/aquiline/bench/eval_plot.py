@@ -1,0 +1,97 @@
+"""An evaluation as a picture: speedup and tau by length, acceptance by position, a row per temperature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from aquiline.bench.eval_figures import Figures, Tables
+from aquiline.bench.eval_plan import Evaluated
+from aquiline.bench.plot import COLORS
+from aquiline.config import SpecConfig
+
+MAPS = {"none": "Greys", "chain": "Blues", "static": "YlOrBr", "dynamic": "Greens"}
+
+
+def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path) -> None:
+    """Write a PNG. Raises ValueError if matplotlib is not installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("plot: needs matplotlib; pip install 'aquiline[train]'") from None
+
+    temperatures = list(dict.fromkeys(group[0].temperature for group in derived.by_length))
+    figure, grid = pyplot.subplots(
+        len(temperatures), 3, figsize=(12, 0.9 + 3.2 * len(temperatures)), layout="constrained", squeeze=False
+    )
+    colors = _colors(found.plan.settings, matplotlib.colormaps)
+    for temperature, row in zip(temperatures, grid, strict=True):
+        groups = [group for group in derived.by_length if group[0].temperature == temperature]
+        _draw_lengths(row[0], row[1], groups, colors)
+        _draw_positions(row[2], groups[-1], colors)
+        row[0].set_title(f"temperature {temperature:g}", loc="left", fontsize=10)
+    figure.get_layout_engine().set(wspace=0.06)
+    handles, labels = grid[0][1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
+    figure.suptitle(headline, fontsize=10)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def _colors(settings: dict[str, SpecConfig], maps: Any) -> dict[str, Any]:
+    """One hue per kind of drafter, from light to dark within it."""
+    by_kind: dict[str, list[str]] = {}
+    for name, spec in settings.items():
+        by_kind.setdefault(spec.drafter, []).append(name)
+    colors = {}
+    for kind, names in by_kind.items():
+        for place, name in enumerate(names):
+            shade = 0.4 + 0.55 * place / max(1, len(names) - 1)
+            colors[name] = COLORS[kind] if len(names) == 1 else maps[MAPS[kind]](shade)
+    return colors
+
+
+def _draw_lengths(speed: Any, tau: Any, groups: list[list[Figures]], colors: dict[str, Any]) -> None:
+    """Speedup with its interval, and tau, over lengths; settings stand side by side at a length."""
+    for number, setting in enumerate(colors):
+        own = [next(f for f in group if f.setting == setting) for group in groups]
+        shift = (number - (len(colors) - 1) / 2) * min(0.08, 0.6 / len(colors))
+        places = [i + shift for i in range(len(own))]
+        taus = [f.counters.tau for f in own]
+        tau.plot(range(len(own)), taus, marker="o", markersize=4, color=colors[setting], label=setting)
+        timed = [(place, f.speedup) for place, f in zip(places, own, strict=True) if f.speedup is not None]
+        if not number or not timed:
+            continue
+        values = [ratio.value for _, ratio in timed]
+        spans = [(r.value - (r.low or r.value), (r.high or r.value) - r.value) for _, r in timed]
+        speed.errorbar(
+            [place for place, _ in timed], values, [list(side) for side in zip(*spans, strict=True)],
+            marker="o", markersize=4, capsize=2, color=colors[setting],
+        )  # fmt: skip
+    speed.axhline(1, color=COLORS["none"], linewidth=1.5)
+    speed.set_ylabel("speedup of decoding (95 % over questions)")
+    tau.set_ylabel("tau: tokens per target call")
+    tau.set_ylim(0, None)
+    lengths = [str(group[0].length) for group in groups]
+    repeated = [f"{length}\n{group[0].repeated_share:.0%}" for length, group in zip(lengths, groups, strict=True)]
+    speed.set_xlabel("new tokens")
+    tau.set_xlabel("new tokens, and their repeated 8-grams")
+    for axes, labels in ((speed, lengths), (tau, repeated)):
+        axes.set_xticks(range(len(groups)), labels)
+        axes.set_xlim(-0.5, len(groups) - 0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_positions(axes: Any, group: list[Figures], colors: dict[str, Any]) -> None:
+    """Share of steps that accept the draft at each place, at one length."""
+    for f in group[1:]:
+        shares = f.counters.per_position
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=colors[f.setting])
+    axes.set_xlabel(f"position in the draft ({group[0].length} new tokens)")
+    axes.set_ylabel("share of steps accepting it")
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.spines[["top", "right"]].set_visible(False)

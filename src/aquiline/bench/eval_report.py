@@ -1,0 +1,292 @@
+"""An evaluation as eval.json and eval.md, and the cells of its tables. Figures come from eval_figures.
+
+eval.json, schema "aquiline.eval/1":
+
+    schema, date, commit, versions, system
+    model            as in benchmark results: target, draft, dtype, arithmetic, weight_bytes, ...
+    data             dataset, num_questions, categories {name: questions}, sample_seed (null: the first ones),
+                     chat_template, prompts_sha256 (of the token ids of all first turns)
+    plan             lengths, temperatures, repeats, seed, ignore_eos, settings {name: SpecConfig's fields}
+    rows             one per temperature, length, question, turn, repeat and setting: these six; question_id,
+                     category, num_prompt_tokens, num_tokens, finish_reason, repeated_share; prefill_ms, decode_ms (the
+                     engine's steps), total_ms (from arrival to end); num_steps, num_draft_tokens,
+                     num_accepted_tokens, num_committed, tokens_cut, num_ge2, accepted_at (steps whose draft at that
+                     place was accepted)
+    tables           by_length, by_category, overall: per group and setting temperature, length, category (null: all),
+                     setting, num_questions, num_texts, num_tokens, seconds_per_text, decode_tokens_per_s, tau,
+                     target_calls_per_token, acceptance_rate, per_position, fraction_ge2, repeated_share, speedup and
+                     speedup_with_prefill {value, low, high} (null: nothing was timed)
+    best             per group of by_length, and overall if there are several: temperature, length, setting, speedup,
+                     is_faster (the interval lies above 1)
+    teacher_forced   per temperature: length, repeated_share, num_guesses, marginal, conditional, simulated_tau,
+                     real_tau by place
+    task_accuracy    GSM8K, per temperature and length: num_correct, num_questions, num_cut (answers cut by the length)
+    unfit            turns that were not run: question_id, turn, length, temperature, reason
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from aquiline import __version__
+from aquiline.bench.eval_figures import Figures, Ratio, Tables, best, real_tau, verdict
+from aquiline.bench.eval_plan import Evaluated, TeacherForced, TurnRun, Unfit
+from aquiline.bench.result import ModelFacts, commit
+from aquiline.bench.scenarios import Source
+from aquiline.bench.sources import SOURCES
+from aquiline.engine.llm import LLM
+from aquiline.metrics import repeated_share
+
+SCHEMA = "aquiline.eval/1"
+LIBRARIES = ("numpy", "tokenizers", "transformers")
+SPEC_FIELDS = {"none": (), "chain": ("num_spec_tokens",), "static": ("static_paths",),
+               "dynamic": ("depth", "top_k", "num_nodes")}  # fmt: skip
+SHOWN_PLACES = 5
+SHOWN_MISSES = 10
+"""Places of a draft and turns that did not fit that tables and notes show; eval.json has all."""
+READING = """\
+- All settings wrote the same tokens, checked; times are paired. **speedup**: the baseline's decode time over the
+  setting's; **with prefill**: prompt and output. In brackets the 95 % bootstrap interval over questions: too narrow
+  for few questions, and it covers neither other machines nor the choice of the best of many settings.
+- **tau**: tokens per target call and text, 1.00 without drafts; **accepted**: accepted drafts per drafted token;
+  **by position**: share of steps that accept the draft at place 1, 2, ...
+- **repeated**: share of 8-grams that stood earlier in the same text; loops flatter every drafter.
+"""
+
+
+@dataclass(frozen=True)
+class EvalFacts:
+    """What an evaluation ran on, for a stranger: names, never machine paths."""
+
+    model: ModelFacts
+    dataset: str
+    sample_seed: int | None
+    has_template: bool
+    system: dict[str, object]
+
+    def __str__(self) -> str:
+        s = self.system
+        names = f"{self.model.target} with {self.model.draft}" if self.model.target != "bundled" else "bundled pair"
+        return (
+            f"{names}, {s['cpu']}, {s['threads']} threads, {s['path']} "
+            f"({s['isa']}), {s['dtype']} storage, {s['arithmetic']} arithmetic"
+        )
+
+
+def name_of(dataset: str | None) -> str:
+    """A data set as results name it: a known name or hub address, or a file without its folder."""
+    if dataset is None:
+        return "bundled prompts"
+    is_public = dataset in SOURCES or dataset.startswith("hf://")
+    return dataset if is_public else Path(dataset).name
+
+
+def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
+    """A pair as results name it."""
+    name, draft_name = Source(target, draft).names
+    models = llm.models
+    return ModelFacts(
+        target=name, draft=draft_name, dtype=str(models.dtype).removeprefix("torch."), arithmetic=models.arithmetic,
+        random_weights=False, simulated_tau=None, weight_bytes=models.weight_bytes,
+    )  # fmt: skip
+
+
+def as_document(found: Evaluated, derived: Tables, facts: EvalFacts) -> dict[str, object]:
+    """The JSON of an evaluation; the module's docstring is its schema."""
+    plan = found.plan
+    settings = {
+        name: {field: getattr(spec, field) for field in ("drafter", *SPEC_FIELDS[spec.drafter])}
+        for name, spec in plan.settings.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": {"aquiline": __version__} | {name: version(name) for name in LIBRARIES},
+        "system": facts.system,
+        "model": asdict(facts.model),
+        "data": {
+            "dataset": facts.dataset,
+            "num_questions": len(found.questions),
+            "categories": Counter(question.category for question in found.questions),
+            "sample_seed": facts.sample_seed,
+            "chat_template": facts.has_template,
+            "prompts_sha256": found.prompts_sha256,
+        },
+        "plan": {
+            name: getattr(plan, name) for name in ("lengths", "temperatures", "repeats", "seed", "ignore_eos")
+        } | {"settings": settings},
+        "rows": [_row(found, run) for run in found.runs],
+        "tables": {
+            "by_length": [_figures(f) for group in derived.by_length for f in group],
+            "by_category": [_figures(f) for group in derived.by_category for f in group],
+            "overall": [_figures(f) for f in derived.overall],
+        },
+        "best": [_best(group) for group in groups(derived)],
+        "teacher_forced": [
+            {name: getattr(t, name) for name in ("temperature", "length", "repeated_share")}
+            | asdict(t.accuracy)
+            | {"real_tau": real_tau(found, t)}
+            for t in found.teacher_forced
+        ],
+        "task_accuracy": [asdict(score) for score in derived.task_accuracy],
+        "unfit": [_unfit(found, miss) for miss in found.unfit],
+    }  # fmt: skip
+
+
+def _row(found: Evaluated, run: TurnRun) -> dict[str, object]:
+    text, counters = run.text, asdict(run.counters)
+    question = found.questions[text.question]
+    counted = ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_committed", "tokens_cut", "num_ge2")
+    return {
+        "temperature": text.temperature, "length": text.length, "question": text.question, "turn": text.turn,
+        "repeat": run.repeat, "setting": run.setting, "question_id": question.id, "category": question.category,
+        "num_prompt_tokens": len(text.prompt_ids), "num_tokens": len(text.token_ids),
+        "finish_reason": text.finish_reason, "repeated_share": repeated_share(text.token_ids),
+        "prefill_ms": run.prefill_ms, "decode_ms": run.decode_ms, "total_ms": run.total_ms,
+    } | {name: counters[name] for name in (*counted, "accepted_at")}  # fmt: skip
+
+
+def _figures(f: Figures) -> dict[str, object]:
+    names = ("temperature", "length", "category", "setting", "num_questions", "num_texts", "num_tokens")
+    acceptance = f.counters.as_dict()
+    counted = ("tau", "target_calls_per_token", "acceptance_rate", "per_position", "fraction_ge2")
+    return (
+        {name: getattr(f, name) for name in (*names, "seconds_per_text", "decode_tokens_per_s", "repeated_share")}
+        | {name: acceptance[name] for name in counted}
+        | {"speedup": _ratio(f.speedup), "speedup_with_prefill": _ratio(f.speedup_with_prefill)}
+    )
+
+
+def _ratio(ratio: Ratio | None) -> dict[str, float | None] | None:
+    return None if ratio is None else asdict(ratio)
+
+
+def _best(group: list[Figures]) -> dict[str, object]:
+    winner = best(group)
+    return {
+        "temperature": group[0].temperature,
+        "length": group[0].length,
+        "setting": None if winner is None else winner.setting,
+        "speedup": None if winner is None else _ratio(winner.speedup),
+        "is_faster": winner is not None and winner.speedup is not None and winner.speedup.is_above_one,
+    }
+
+
+def _unfit(found: Evaluated, miss: Unfit) -> dict[str, object]:
+    row = asdict(miss)
+    return {"question_id": found.questions[row.pop("question")].id} | row
+
+
+def cells(f: Figures) -> dict[str, str]:
+    """One setting of a table, by column."""
+    counters = f.counters
+    places = [f"{share:.2f}" for share in counters.per_position]
+    more = " ..." if len(places) > SHOWN_PLACES else ""
+    drafts = counters.num_draft_tokens > 0
+    return {
+        "setting": f.setting,
+        "s/text": f"{f.seconds_per_text:.2f}",
+        "tok/s": f"{f.decode_tokens_per_s:.0f}",
+        "speedup [95 %]": str(f.speedup or "-"),
+        "with prefill": str(f.speedup_with_prefill or "-"),
+        "tau": f"{counters.tau:.2f}",
+        "calls/token": f"{1 / counters.tau:.2f}" if counters.tau else "-",
+        "accepted": f"{counters.acceptance_rate:.0%}" if drafts else "-",
+        "by position": " ".join(places[:SHOWN_PLACES]) + more if drafts else "-",
+        "repeated": f"{f.repeated_share:.0%}",
+    }
+
+
+def groups(derived: Tables) -> list[list[Figures]]:
+    """Groups by length, and all runs together where that is another one."""
+    return [*derived.by_length, derived.overall] if len(derived.by_length) > 1 else derived.by_length
+
+
+def title(group: list[Figures]) -> str:
+    """What a group's table is about."""
+    f = group[0]
+    temperature = "" if f.temperature is None else f", temperature {f.temperature:g}"
+    length = "all lengths" if f.length is None else f"{f.length} new tokens"
+    return f"{f.category + ', ' if f.category else ''}{length}{temperature}, {f.num_questions} questions"
+
+
+def teacher_table(found: Evaluated, taught: TeacherForced) -> dict[str, list[str]]:
+    """Rows of a teacher-forced table by name, a cell per place in the chain."""
+    a = taught.accuracy
+
+    def written(values: list[float | None], form: str) -> list[str]:
+        return ["-" if value is None else format(value, form) for value in values]
+
+    return {
+        "accuracy": written(a.marginal, ".1%"),
+        "accuracy behind right guesses": written(a.conditional, ".1%"),
+        "simulated tau of a chain this long": written(a.simulated_tau, ".3f"),
+        "real tau of that chain": written(real_tau(found, taught), ".3f"),
+    }
+
+
+def notes(found: Evaluated, derived: Tables) -> list[str]:
+    """What must be said beside the tables: the best, accuracy, what did not fit."""
+    lines = [f"{title(group)}: {verdict(group)}" for group in groups(derived)]
+    lines += [
+        f"GSM8K accuracy, {s.length} new tokens, temperature {s.temperature:g}: {s.num_correct}/{s.num_questions} = "
+        f"{s.num_correct / s.num_questions:.1%} ({s.num_cut} answers were cut by the length)"
+        for s in derived.task_accuracy
+    ]
+    if found.unfit:
+        lines.append(f"{len(found.unfit)} conversations were cut short or left out, because they do not fit:")
+        lines += [
+            f"  question {found.questions[m.question].id!r}, turn {m.turn + 1}, {m.length} new tokens, temperature "
+            f"{m.temperature:g}: {m.reason}"
+            for m in found.unfit[:SHOWN_MISSES]
+        ]
+        if len(found.unfit) > SHOWN_MISSES:
+            lines.append(f"  and {len(found.unfit) - SHOWN_MISSES} more")
+    return lines
+
+
+def as_markdown(found: Evaluated, derived: Tables, facts: EvalFacts) -> str:
+    """The evaluation as a page."""
+    lines = [f"# {facts.dataset}: {len(found.questions)} questions", "", f"{facts}.", "", READING]
+    for group in [*groups(derived), *derived.by_category]:
+        lines += [f"## {title(group)}", ""]
+        lines += _grid(list(cells(group[0])), [list(cells(f).values()) for f in group])
+        lines += ["", f"Here {verdict(group)}.", ""]
+    for taught in found.teacher_forced:
+        lines += [f"## {teacher_title(taught)}", ""]
+        rows = [[name, *values] for name, values in teacher_table(found, taught).items()]
+        lines += [*_grid(["place in the chain", *map(str, range(1, len(rows[0])))], rows), ""]
+    lines += [
+        "## In short",
+        "",
+        *(f"- {line}" if line[0] != " " else f"  - {line.strip()}" for line in notes(found, derived)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def teacher_title(taught: TeacherForced) -> str:
+    """What a teacher-forced table is about."""
+    return (
+        f"the draft along the target's own text, {taught.length} new tokens, temperature {taught.temperature:g}, "
+        f"{taught.repeated_share:.0%} repeated"
+    )
+
+
+def _grid(columns: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def write_report(found: Evaluated, derived: Tables, facts: EvalFacts, folder: Path) -> None:
+    """Write eval.json and eval.md, each whole or not at all."""
+    document = json.dumps(as_document(found, derived, facts), indent=1)
+    for name, text in (("eval.json", f"{document}\n"), ("eval.md", as_markdown(found, derived, facts))):
+        part = folder / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)

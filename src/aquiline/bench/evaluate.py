@@ -1,0 +1,205 @@
+"""The runs of `aquiline eval`: every setting on every question, turn by turn, at several lengths, on the same prompts.
+
+Owns what runs in which order and what is kept of it; figures are eval_figures', files and tables eval_report's. One
+question runs at a time and nothing is cached between runs, so each computes its prompt anew. Settings take turns at
+going first. Speculation is exact, so all of them must write the same tokens: that is checked, and the common answer
+enters the next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import product, zip_longest
+from pathlib import Path
+
+from aquiline.bench.answers import AnswerFile, TurnAnswer
+from aquiline.bench.chat import ChatPrompter
+from aquiline.bench.datasets import Question
+from aquiline.bench.eval_plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
+from aquiline.bench.result import tokens_sha256
+from aquiline.bench.suite import BASELINE
+from aquiline.bench.teacher import Guesses, accuracy, guess, teacher
+from aquiline.config import SamplingParams
+from aquiline.engine.llm import LLM, Output
+from aquiline.errors import OutOfPages, ResultError
+from aquiline.metrics import mean, repeated_share
+
+WARMUP_TOKENS = 16
+TEACHER_PLACES = 5
+"""Places of a chain that are judged at least, since every shorter chain is its beginning."""
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """A plan on questions. on_progress is told the share of `num_tokens` a run stands for, whether or not it ran.
+
+    answers: a folder for answer files in EAGLE's format, one per setting, length and temperature; questions of which a
+    turn did not fit are not in them."""
+
+    llm: LLM
+    prompter: ChatPrompter
+    questions: list[Question]
+    plan: EvalPlan
+    model_id: str = "model"
+    answers: Path | None = None
+    on_progress: Callable[[int], None] = lambda num_tokens: None
+    runs: list[TurnRun] = field(default_factory=list, init=False)
+    unfit: list[Unfit] = field(default_factory=list, init=False)
+    num_rounds: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.llm.engine.prefix is not None or self.llm.engine.config.max_batch != 1:
+            raise ValueError(
+                "engine: needs EngineConfig(max_batch=1, prefix_cache=False), so that no run helps another; pass that"
+            )
+        for spec in self.plan.settings.values():
+            if spec.drafter != "none":
+                self.llm.models.check_spec(spec)
+
+    @property
+    def num_tokens(self) -> int:
+        """What the whole evaluation counts as for a progress bar."""
+        plan, turns = self.plan, sum(len(q.turns) for q in self.questions)
+        taught = max(plan.lengths) * plan.teacher_forced
+        return turns * len(plan.temperatures) * (sum(plan.lengths) * len(plan.settings) * plan.repeats + taught)
+
+    def run(self) -> Evaluated:
+        """Run everything. Raises ResultError where two settings write different tokens, ValueError if nothing fits."""
+        plan = self.plan
+        firsts = [self.prompter.encode(q.turns[:1], system=q.system) for q in self.questions]
+        self._warm_up(firsts)
+        for temperature, length in product(plan.temperatures, plan.lengths):
+            with ExitStack() as stack:
+                files = self._answer_files(stack, temperature, length)
+                for question in range(len(self.questions)):
+                    self._converse(question, temperature, length, files)
+        if not self.runs:
+            raise ValueError(f"lengths={list(plan.lengths)}: no question fits; {self.unfit[0].reason}")
+        taught = list(self._teach()) if plan.teacher_forced else []
+        return Evaluated(plan, self.questions, self.runs, self.unfit, taught, tokens_sha256(firsts))
+
+    def _warm_up(self, prompts: list[list[int]]) -> None:
+        room = self.llm.engine.max_context
+        sampling = SamplingParams(max_tokens=min(WARMUP_TOKENS, room - 1), ignore_eos=True)
+        prompt = min(prompts, key=len)[: room - sampling.max_tokens]
+        for spec in self.plan.settings.values():
+            self.llm.run([prompt], sampling, spec=spec)
+
+    def _answer_files(self, stack: ExitStack, temperature: float, length: int) -> dict[str, AnswerFile]:
+        if self.answers is None:
+            return {}
+        names = {setting: f"{setting}-{length}-t{temperature:g}" for setting in self.plan.settings}
+        return {
+            setting: stack.enter_context(AnswerFile(self.answers / f"{name}.jsonl", f"{self.model_id}-{name}"))
+            for setting, name in names.items()
+        }
+
+    def _converse(self, question: int, temperature: float, length: int, files: dict[str, AnswerFile]) -> None:
+        """All turns of a question, until one does not fit."""
+        asked = self.questions[question]
+        said: list[Text] = []
+        told: list[TurnRun] = []
+        for turn in range(len(asked.turns)):
+            prompt = self.prompter.encode(asked.turns[: turn + 1], [text.text for text in said], asked.system)
+            reason = self._misfit(prompt, length)
+            if reason is not None:
+                self.unfit.append(Unfit(question, turn, length, temperature, reason))
+                rounds = (len(asked.turns) - turn) * self.plan.repeats
+                self.on_progress(rounds * len(self.plan.settings) * length)
+                break
+            runs = self._answer(Text(temperature, length, question, turn, prompt, [], "", ""))
+            said.append(runs[0].text)
+            told += runs
+        self.runs += told
+        if len(said) == len(asked.turns):
+            for setting, file in files.items():
+                file.add(asked, *_choices([run for run in told if run.setting == setting], self.plan.repeats))
+
+    def _misfit(self, prompt: list[int], length: int) -> str | None:
+        limit = self.llm.engine.max_context
+        if len(prompt) + length > limit:
+            return f"prompt of {len(prompt)} tokens + length {length} exceeds the {limit} positions there are"
+        sampling = SamplingParams(max_tokens=length, seed=0)
+        try:
+            for spec in self.plan.settings.values():
+                self.llm.engine.check(self.llm.request(0, prompt, sampling, spec))
+        except OutOfPages as error:
+            return str(error)
+        return None
+
+    def _sampling(self, text: Text) -> SamplingParams:
+        plan = self.plan
+        seed = (plan.seed + text.question) % 2**64
+        return SamplingParams(
+            max_tokens=text.length, temperature=text.temperature, seed=seed, ignore_eos=plan.ignore_eos
+        )
+
+    def _answer(self, asked: Text) -> list[TurnRun]:
+        """Every setting and repeat on one prompt, settings rotated from round to round."""
+        names = list(self.plan.settings)
+        sampling = self._sampling(asked)
+        runs: list[TurnRun] = []
+        text: Text | None = None
+        for repeat in range(self.plan.repeats):
+            first = self.num_rounds % len(names)
+            self.num_rounds += 1
+            for setting in names[first:] + names[:first]:
+                result = self.llm.run([asked.prompt_ids], sampling, spec=self.plan.settings[setting])
+                output, summary = result.outputs[0], result.summary
+                if text is None:
+                    text = _written(asked, output)
+                else:
+                    self._check_same(text, output.token_ids, f"{setting} and {runs[0].setting}")
+                runs.append(
+                    TurnRun(
+                        text, setting, repeat, summary.prefill_ms, summary.decode_ms, output.total_ms, output.metrics
+                    )
+                )
+                self.on_progress(asked.length)
+        return runs
+
+    def _check_same(self, text: Text, token_ids: list[int], who: str) -> None:
+        if token_ids == text.token_ids:
+            return
+        place = next(i for i, (a, b) in enumerate(zip_longest(token_ids, text.token_ids)) if a != b)
+        hint = "" if self.llm.models.is_native else "; the torch path rounds by shape: build the native library"
+        raise ResultError(
+            f"question {self.questions[text.question].id!r}, turn {text.turn + 1}, length {text.length}, temperature "
+            f"{text.temperature:g}: {who} differ at output token {place + 1}{hint}"
+        )
+
+    def _teach(self) -> Iterator[TeacherForced]:
+        """Guesses along the longest texts of every temperature."""
+        places = max([TEACHER_PLACES, *self.plan.chains])
+        for temperature in self.plan.temperatures:
+            runs = [run for run in self.runs if run.text.temperature == temperature]
+            if not runs:
+                continue
+            length = max(run.text.length for run in runs)
+            texts = [r.text for r in runs if (r.setting, r.repeat, r.text.length) == (BASELINE, 0, length)]
+            llm = teacher(self.llm, max(len(text.prompt_ids) for text in texts) + length)
+            found: list[Guesses] = []
+            for text in texts:
+                found.append(guess(llm, text.prompt_ids, self._sampling(text), places))
+                self._check_same(text, found[-1].token_ids, "the teacher-forced run and the others")
+                self.on_progress(length)
+            repeated = mean([repeated_share(text.token_ids) for text in texts])
+            yield TeacherForced(temperature, length, repeated, accuracy(found, places))
+
+
+def _written(asked: Text, output: Output) -> Text:
+    return Text(
+        asked.temperature, asked.length, asked.question, asked.turn, asked.prompt_ids, output.token_ids, output.text,
+        output.finish_reason,
+    )  # fmt: skip
+
+
+def _choices(runs: list[TurnRun], repeats: int) -> list[list[TurnAnswer]]:
+    """One setting's answers, turn by turn, per repeat."""
+    answers = [
+        (run.repeat, TurnAnswer(run.text.text, len(run.text.token_ids), run.counters.num_steps, run.total_ms / 1e3))
+        for run in runs
+    ]
+    return [[answer for own, answer in answers if own == repeat] for repeat in range(repeats)]

@@ -1,0 +1,156 @@
+"""The ideal table of `aquiline limits`: a roofline over contexts, batches, draft lengths and acceptance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aquiline.bench.roofline import Ideal, Roofline
+from aquiline.config import SpecConfig
+
+EXAMPLE_TAU = 2.5
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to tabulate. taus empty: every chain's upper bound, all drafts accepted, and EXAMPLE_TAU."""
+
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    chains: tuple[int, ...]
+    taus: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, values in (("context", self.contexts), ("batch", self.batches)):
+            for value in values:
+                if value < 1:
+                    raise ValueError(f"{name}={value}: must be at least 1")
+        if not self.chains:
+            return
+        SpecConfig(num_spec_tokens=max(self.chains))
+        SpecConfig(num_spec_tokens=min(self.chains))
+        for tau in self.taus:
+            if not 1 <= tau <= max(self.chains) + 1:
+                raise ValueError(
+                    f"tau={tau:g}: must be between 1 and {max(self.chains) + 1}, the most the longest chain and its "
+                    "bonus can commit; raise --num-spec-tokens or lower it"
+                )
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """One chain at one tau; is_upper_bound: tau is the most the chain can commit."""
+
+    num_spec_tokens: int
+    tau: float
+    is_upper_bound: bool
+    tokens_per_s: float
+    speedup: float
+    draft_ms: float
+    verify_ms: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One context and batch. memory_bytes: weights and whole contexts; fits: None where the device's is not known."""
+
+    context: int
+    batch: int
+    step: Ideal
+    tokens_per_s: float
+    memory_bytes: float
+    fits: bool | None
+    speculative: tuple[Speculation, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON."""
+        cost = self.step.cost
+        return {
+            "context": self.context,
+            "batch": self.batch,
+            "weight_bytes": cost.weight_bytes,
+            "kv_bytes": cost.kv_bytes,
+            "linear_flops": cost.linear_flops,
+            "attention_flops": cost.attention_flops,
+            "bound": self.step.bound,
+            "step_ms": self.step.seconds * 1e3,
+            "baseline_tokens_per_s": self.tokens_per_s,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+            "speculative": [vars(s) for s in self.speculative],
+        }
+
+
+def tabulate(roofline: Roofline, grid: Grid) -> list[Cell]:
+    """A cell per context and batch; speculation only where the roofline has a draft."""
+    return [_cell(roofline, grid, context, batch) for context in grid.contexts for batch in grid.batches]
+
+
+def notes(roofline: Roofline, cells: list[Cell]) -> list[str]:
+    """What to know before believing the table."""
+    found, ceilings, longest = roofline.notes(), roofline.ceilings, roofline.target.max_positions
+    if ceilings.bandwidth.source != ceilings.linear_flops.source:
+        found.append(
+            f"the bandwidth is {ceilings.bandwidth.source}, the FLOPs are {ceilings.linear_flops.source}: no device as "
+            "a whole"
+        )
+    too_long = sorted({cell.context for cell in cells if longest and cell.context > longest})
+    if too_long:
+        found.append(f"context {', '.join(map(str, too_long))}: the model was built for {longest} positions")
+    too_big = [f"{cell.context} x {cell.batch}" for cell in cells if cell.fits is False]
+    if too_big and ceilings.memory_bytes:
+        found.append(
+            f"context x batch {', '.join(too_big)}: more than the {ceilings.memory_bytes / 1e9:.0f} GB of the device"
+        )
+    return found
+
+
+def describe(roofline: Roofline) -> dict[str, object]:
+    """Target, draft and device as JSON."""
+    target, draft, precision = roofline.target, roofline.draft, roofline.draft_precision
+    return {
+        "target": {
+            "family": target.family,
+            "num_parameters": target.num_parameters,
+            "num_active": target.num_active,
+            "dtype": target.precision.name,
+            "kv_dtype": target.precision.kv.name,
+            "weight_bytes": target.stored_bytes(target.precision),
+            "kv_bytes_per_token": target.body.kv_bytes_per_token(target.precision),
+            "max_positions": target.max_positions,
+        },
+        "draft": draft
+        and {
+            "is_assumed": bool(draft.assumptions),
+            "num_parameters": draft.num_parameters,
+            "draft_vocab_size": draft.body.head.n,
+            "dtype": precision.name,
+            "weight_bytes": draft.stored_bytes(precision),
+            "kv_bytes_per_token": draft.body.kv_bytes_per_token(precision),
+        },
+        "ceilings": roofline.ceilings.as_dict(),
+    }
+
+
+def _cell(roofline: Roofline, grid: Grid, context: int, batch: int) -> Cell:
+    step, memory = roofline.step(batch, context), roofline.memory_bytes(batch, context)
+    has = roofline.ceilings.memory_bytes
+    speculative = [
+        _speculation(roofline, chain, tau, context, batch)
+        for chain in (grid.chains if roofline.draft else ())
+        for tau in (grid.taus or dict.fromkeys((chain + 1, EXAMPLE_TAU)))
+        if tau <= chain + 1
+    ]
+    return Cell(
+        context=context, batch=batch, step=step, tokens_per_s=batch / step.seconds, memory_bytes=memory,
+        fits=None if has is None else memory <= has, speculative=tuple(speculative),
+    )  # fmt: skip
+
+
+def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> Speculation:
+    spec = SpecConfig(drafter="chain", num_spec_tokens=chain)
+    cycle = roofline.cycle(spec, tau, batch, context)
+    return Speculation(
+        num_spec_tokens=chain, tau=tau, is_upper_bound=tau == chain + 1, tokens_per_s=batch * tau / cycle.seconds,
+        speedup=roofline.speedup(spec, tau, batch, context), draft_ms=cycle.draft.seconds * 1e3,
+        verify_ms=cycle.verify.seconds * 1e3,
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""Measures what this machine can do: read-only stream, copy, and GEMMs in each arithmetic.
+
+A figure is the fastest of several ways to do a thing, and which one it was stays with it. Every way is timed in short
+calls, in turns, and the best call counts: other processes only ever add time, so that on a busy machine figures are too
+low, never too high. `ceilings.py` keeps them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from aquiline.config import Environment
+from aquiline.engine.model import cpu_name
+from aquiline.models.runner import use_native
+from aquiline.ops import cpu
+from aquiline.ops.packed import has_bf16_dot
+
+SECONDS = 2.0
+"""For each of read, copy and the two GEMMs."""
+STREAM_BYTES = 256 << 20
+NUM_PIECES = 16
+WIDTH, GEMM_ROWS, GEMM_CALLS = 1024, 96, 16
+Ways = Mapping[str, Sequence[Callable[[], object]]]
+OnStage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The best that was seen, per second, and what reached it."""
+
+    per_s: float
+    by: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ceilings hold for."""
+
+    cpu: str
+    threads: int
+    isa: str
+
+    @property
+    def key(self) -> str:
+        """Its name in the cache file."""
+        return f"{self.cpu}, {self.threads} threads, {self.isa}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """read and copy in bytes, GEMMs in FLOPs per second; bfloat16 None where the CPU has no instruction for it.
+
+    load: runnable processes when it began, which make figures too low; None where the system does not say."""
+
+    date: str
+    load: float | None
+    read: Rate
+    copy: Rate
+    float32: Rate
+    bfloat16: Rate | None
+
+
+def this_machine() -> Machine:
+    """This CPU with the threads and the instruction set that an engine would take."""
+    if use_native(Environment.read()):
+        system = cpu.system()
+        return Machine(_cpu_model(), int(system["threads"]), str(system["isa"]))
+    return Machine(_cpu_model(), torch.get_num_threads(), "torch")
+
+
+def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECONDS) -> Measurement:
+    """Measure all four, `seconds` each; calls on_stage with the name of each before it starts."""
+    is_native = machine.isa != "torch"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    with _torch_threads(machine.threads):
+        on_stage("read-only stream")
+        pieces = _pieces()
+        read = best_of(_readers(pieces, is_native), pieces[0].nbytes, seconds)
+        on_stage("copy")
+        copiers = [partial(to.copy_, source) for source, to in zip(pieces[::2], pieces[1::2], strict=True)]
+        copy = best_of({"torch copy": copiers}, 2 * pieces[0].nbytes, seconds)
+        on_stage("float32 GEMM")
+        flops = 2 * GEMM_ROWS * WIDTH * WIDTH
+        float32 = best_of(_gemms(torch.float32, is_native), flops, seconds)
+        bfloat16 = None
+        if is_native and has_bf16_dot():
+            on_stage("bfloat16 GEMM")
+            bfloat16 = best_of(_gemms(torch.bfloat16, is_native), flops, seconds)
+    return Measurement(datetime.now(UTC).date().isoformat(), load, read, copy, float32, bfloat16)
+
+
+def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
+    """The best rate of any call, `amount` each, after `seconds`, or up to four times that while it still rises.
+
+    Ways take turns of all their calls: the worker threads of torch and of the native library spin for a moment after a
+    call and would slow down each other's next one."""
+    best = dict.fromkeys(ways, math.inf)
+    deadline = time.perf_counter() + seconds
+    limit = deadline + 3 * seconds
+    while math.inf in best.values() or time.perf_counter() < deadline:
+        for name, calls in ways.items():
+            for call in calls:
+                began = time.perf_counter()
+                call()
+                ended = time.perf_counter()
+                if ended - began < 0.98 * min(best.values()):
+                    deadline = min(limit, max(deadline, ended + seconds / 2))
+                best[name] = min(best[name], ended - began)
+    fastest = min(best, key=lambda name: best[name])
+    return Rate(amount / best[fastest], fastest)
+
+
+def last_level_cache() -> int | None:
+    """Bytes of the largest caches that this process's cores share, together; None where the system does not say."""
+    found: dict[tuple[int, str], int] = {}
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    for core in cores:
+        for index in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
+            try:
+                level, shared, size = (
+                    (index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
+                )
+                found[int(level), shared] = int(size.removesuffix("K")) << 10
+            except (OSError, ValueError):
+                continue
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or None
+
+
+def _cpu_model() -> str:
+    """The processor's name and, since virtual machines shorten it, the family and model that tell generations apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    fields = dict(line.replace("\t", "").split(":", 1) for line in reversed(lines) if ":" in line)
+    numbers = [
+        f"{name.removeprefix('cpu ')} {fields[name].strip()}" for name in ("cpu family", "model") if name in fields
+    ]
+    return " ".join([cpu_name(), *numbers])
+
+
+def _pieces() -> list[torch.Tensor]:
+    """Buffers that no cache holds together, small enough for calls of a fraction of a millisecond."""
+    total = min(max(STREAM_BYTES, 4 * (last_level_cache() or 0)), psutil.virtual_memory().available // 4)
+    return [torch.ones(total // NUM_PIECES // 4 // WIDTH, WIDTH) for _ in range(NUM_PIECES)]
+
+
+def _readers(pieces: list[torch.Tensor], is_native: bool) -> Ways:
+    flat = [piece.view(-1) for piece in pieces]
+    ways: dict[str, Sequence[Callable[[], object]]] = {
+        "torch sum": [piece.sum for piece in flat],
+        "torch maximum": [piece.max for piece in flat],
+    }
+    if is_native:
+        row = np.ones((1, WIDTH), np.float32)
+        ways["native float32 linear of one row"] = [partial(cpu.NativeLinear(piece), row) for piece in pieces]
+    return ways
+
+
+def _gemms(dtype: torch.dtype, is_native: bool) -> Ways:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(WIDTH, WIDTH, generator=generator).to(dtype)
+    rows = torch.randn(GEMM_ROWS, WIDTH, generator=generator)
+    ways: dict[str, Sequence[Callable[[], object]]] = {
+        "torch linear": [partial(torch.mm, rows.to(dtype), weight.T)] * GEMM_CALLS
+    }
+    if is_native:
+        linear = cpu.NativeLinear(weight, arithmetic=str(dtype).removeprefix("torch."))
+        ways[f"native linear of {GEMM_ROWS} rows"] = [partial(linear, rows.numpy())] * GEMM_CALLS
+    return ways
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,261 @@
+"""The least time a step can take: the bytes it must move and the FLOPs it must do, over what the device can.
+
+Counted once per forward: the weights it reads (of experts, the expected union over its rows), every cached key and
+value it attends to, the new ones it writes, one row of the embedding per token. Not counted: activations, norms'
+arithmetic, sampling, anything on the host. Linears and attention are two phases, each bound by memory or by arithmetic;
+their times add up. A model that a cache holds can beat this: `notes` says when.
+
+A cycle of speculation is a draft's passes and one verifying forward, each a forward of its own here. Its draft first
+takes in the committed tokens (tau rows, fc before them), then makes one pass per further level; see spec/drafters.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from aquiline.bench.device import Ceilings
+from aquiline.bench.shapes import Body, DraftShape, ModelShape, Precision
+from aquiline.config import SpecConfig
+
+CACHE_SHARE = 0.1
+"""A step of which a cache may hold more than this share gets a note."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved and FLOPs done, by phase; expectations, hence floats."""
+
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    linear_flops: float = 0.0
+    attention_flops: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.weight_bytes + other.weight_bytes, self.kv_bytes + other.kv_bytes,
+            self.linear_flops + other.linear_flops, self.attention_flops + other.attention_flops,
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> float:
+        """Of both phases."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def flops(self) -> float:
+        """Of both phases."""
+        return self.linear_flops + self.attention_flops
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """A cost and the least time it takes: the seconds of phases bound by memory and of those bound by arithmetic."""
+
+    cost: Cost = Cost()
+    memory_s: float = 0.0
+    compute_s: float = 0.0
+
+    def __add__(self, other: Ideal) -> Ideal:
+        return Ideal(self.cost + other.cost, self.memory_s + other.memory_s, self.compute_s + other.compute_s)
+
+    @property
+    def seconds(self) -> float:
+        """Of all phases."""
+        return self.memory_s + self.compute_s
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the time."""
+        return "memory" if self.memory_s >= self.compute_s else "compute"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one forward: `per_sequence` new tokens behind each of `batch` contexts; num_head of them, of each
+    sequence, go through the head (None: all)."""
+
+    batch: int
+    context: float
+    per_sequence: float = 1
+    num_head: float | None = None
+
+
+def keys_read(rows: Rows, window: int) -> float:
+    """Keys of one sequence that its rows see in one layer; a window of w shows a row itself and w - 1 before it."""
+    every = rows.context + rows.per_sequence
+    return min(every, window + rows.per_sequence - 1) if window else every
+
+
+def keys_seen(rows: Rows, window: int) -> float:
+    """The same keys, counted again for every row that sees them, rows behind one another as in a chain."""
+    m, growing = rows.per_sequence, rows.per_sequence
+    if window:
+        growing = min(m, max(0.0, window - rows.context))
+    return growing * rows.context + growing * (growing + 1) / 2 + (m - growing) * window
+
+
+def forward_cost(body: Body, precision: Precision, rows: Rows) -> Cost:
+    """One forward of a target, or one pass of a draft without its fc."""
+    num_rows = rows.batch * rows.per_sequence
+    head_rows = num_rows if rows.num_head is None else rows.batch * rows.num_head
+    cost = Cost(
+        weight_bytes=precision.vector_bytes(body.num_vector + num_rows * body.hidden_size)
+        + precision.head.num_bytes(body.head),
+        linear_flops=2 * body.head.num_weights * head_rows,
+    )
+    for layer, times in Counter(body.layers).items():
+        each = Cost(
+            weight_bytes=layer.num_bytes(precision, layer.touched_experts(num_rows)),
+            kv_bytes=precision.kv_bytes(layer.kv_per_token) * rows.batch * keys_read(rows, layer.window),
+            linear_flops=2 * layer.multiply_adds * num_rows,
+            attention_flops=4 * layer.num_heads * layer.head_dim * rows.batch * keys_seen(rows, layer.window),
+        )
+        cost += Cost(
+            times * each.weight_bytes, times * each.kv_bytes, times * each.linear_flops, times * each.attention_flops
+        )
+    return cost
+
+
+def draft_rows(spec: SpecConfig) -> tuple[int, ...]:
+    """Rows per sequence of each draft pass after the first, which takes in the committed tokens."""
+    if spec.drafter == "chain":
+        return (1,) * (spec.num_spec_tokens - 1)
+    if spec.drafter == "dynamic":
+        return (spec.top_k,) * spec.depth
+    levels = Counter(len(path) for path in {path[:-1] for path in spec.static_paths if len(path) > 1})
+    return tuple(levels[level] for level in sorted(levels)) if spec.drafter == "static" else ()
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One step of speculation at its ideal."""
+
+    draft: Ideal
+    verify: Ideal
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole cycle."""
+        return self.draft.seconds + self.verify.seconds
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The ideal of a target, with a draft or without, on a device."""
+
+    target: ModelShape
+    draft: DraftShape | None
+    draft_precision: Precision
+    ceilings: Ceilings
+
+    def ideal(self, cost: Cost) -> Ideal:
+        """The least time of one forward."""
+        memory_s = compute_s = 0.0
+        for num_bytes, flops, rate in (
+            (cost.weight_bytes, cost.linear_flops, self.ceilings.linear_flops.value),
+            (cost.kv_bytes, cost.attention_flops, self.ceilings.attention_flops.value),
+        ):
+            moving_s, computing_s = num_bytes / self.ceilings.bandwidth.value, flops / rate
+            if moving_s >= computing_s:
+                memory_s += moving_s
+            else:
+                compute_s += computing_s
+        return Ideal(cost, memory_s, compute_s)
+
+    def step(self, batch: int, context: int, num_rows: int = 1) -> Ideal:
+        """A target forward of so many rows per sequence; one row is a step without speculation."""
+        return self.ideal(forward_cost(self.target.body, self.target.precision, Rows(batch, context, num_rows)))
+
+    def cycle(self, spec: SpecConfig, tau: float, batch: int, context: int) -> Cycle:
+        """Drafting and verifying a tree that commits tau tokens per sequence.
+
+        Raises ValueError for a tau that the tree cannot have, or where there is a drafter but no draft."""
+        check_tau(tau, spec)
+        verify = self.step(batch, context, spec.max_nodes)
+        if spec.drafter == "none":
+            return Cycle(Ideal(), verify)
+        if self.draft is None:
+            raise ValueError(f"drafter={spec.drafter!r}: no draft is named; name one, or use drafter='none'")
+        body, precision = self.draft.body, self.draft_precision
+        fusing = Cost(
+            precision.layers.num_bytes(self.draft.fc), linear_flops=2 * self.draft.fc.num_weights * batch * tau
+        )
+        draft = self.ideal(fusing + forward_cost(body, precision, Rows(batch, context, tau, num_head=1)))
+        seen = context + tau
+        for num in draft_rows(spec):
+            draft += self.ideal(forward_cost(body, precision, Rows(batch, seen, num)))
+            seen += 1
+        return Cycle(draft, verify)
+
+    def tokens_per_s(self, spec: SpecConfig, tau: float, batch: int, context: int) -> float:
+        """Of all sequences together."""
+        return batch * tau / self.cycle(spec, tau, batch, context).seconds
+
+    def speedup(self, spec: SpecConfig, tau: float, batch: int, context: int) -> float:
+        """The ideal speedup at this tau: tau times the step without speculation over the cycle with it."""
+        return tau * self.step(batch, context).seconds / self.cycle(spec, tau, batch, context).seconds
+
+    def spec_efficiency(self, measured_speedup: float, spec: SpecConfig, tau: float, batch: int, context: int) -> float:
+        """A measured speedup over the ideal one at the same tau; 1 is all that the device allows."""
+        return measured_speedup / self.speedup(spec, tau, batch, context)
+
+    def report(self, spec: SpecConfig, tau: float, batch: int, context: int, tokens_per_s: float) -> dict[str, object]:
+        """The `roofline` object of a result that made so many tokens per second."""
+        cycle = self.cycle(spec, tau, batch, context)
+        total, best = cycle.draft + cycle.verify, self.tokens_per_s(spec, tau, batch, context)
+        return {
+            "bytes_per_step": total.cost.num_bytes,
+            "flops_per_step": total.cost.flops,
+            "bound": total.bound,
+            "ideal_ms_per_step": total.seconds * 1e3,
+            "ideal_tokens_per_s": best,
+            "percent_of_ideal": 100 * tokens_per_s / best,
+            "ideal_speedup": self.speedup(spec, tau, batch, context),
+            "ceilings": self.ceilings.as_dict(),
+        }
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of target and draft together."""
+        draft = self.draft.body.kv_bytes_per_token(self.draft_precision) if self.draft else 0.0
+        return self.target.body.kv_bytes_per_token(self.target.precision) + draft
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of target and draft as they are stored."""
+        draft = self.draft.stored_bytes(self.draft_precision) if self.draft else 0.0
+        return self.target.stored_bytes(self.target.precision) + draft
+
+    def memory_bytes(self, batch: int, context: int) -> float:
+        """Weights, and keys and values of that many whole contexts."""
+        return self.weight_bytes + batch * context * self.kv_bytes_per_token
+
+    def notes(self) -> list[str]:
+        """What to know before believing the figures: assumptions, and caches that lift the memory bound."""
+        found = [*self.target.assumptions, *(self.draft.assumptions if self.draft else ())]
+        found += [self.ceilings.remark] if self.ceilings.remark else []
+        if self.target.is_moe:
+            found.append(
+                "experts: routing is taken as uniform and independent; rows that share experts read fewer bytes"
+            )
+        cache, step = self.ceilings.cache_bytes, self.step(1, 0).cost.num_bytes
+        if cache and cache > CACHE_SHARE * step:
+            found.append(
+                f"a step reads {step / 1e6:.0f} MB of weights and the last-level cache holds {cache / 1e6:.0f} MB, "
+                f"{min(1.0, cache / step):.0%} of it: memory bandwidth does not bound what stays there, and a "
+                "measurement may pass 100 % of ideal"
+            )
+        elif cache and self.draft and cache > CACHE_SHARE * self.draft.stored_bytes(self.draft_precision):
+            held = self.draft.stored_bytes(self.draft_precision)
+            found.append(
+                f"the last-level cache holds {min(1.0, cache / held):.0%} of the draft's {held / 1e6:.0f} MB: its "
+                "passes after the first may beat the memory bound"
+            )
+        return found
+
+
+def check_tau(tau: float, spec: SpecConfig) -> None:
+    """Raises ValueError for a mean number of committed tokens that no run of this shape can have."""
+    if not 1 <= tau <= spec.max_depth + 1:
+        raise ValueError(f"tau={tau:g}: must be between 1 and {spec.max_depth + 1}, the most this draft can commit")

@@ -1,0 +1,105 @@
+"""Teacher-forced accuracy of a draft, measured by the engine that serves it. Definitions: EAGLE3.md §5, §7.
+
+The models run with an acceptance that keeps no draft (SimulatedAcceptance(1)): every step commits the target's own next
+token alone, so that a chain is proposed at every position of the target's own text. At a position the draft then reads
+what it reads when a real chain stands there: target features of everything committed, and nothing else. Walking the
+matrix of right guesses therefore gives the tau of a real chain; where rows are computed exactly (the native path), that
+very number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from aquiline.config import SamplingParams, SpecConfig
+from aquiline.engine.llm import LLM
+from aquiline.engine.sequence import TokenDelta
+from aquiline.spec.simulate import SimulatedAcceptance
+from aquiline.types import Bool
+
+
+def teacher(llm: LLM, max_context: int) -> LLM:
+    """An engine for one sequence of at most max_context tokens over the same models that accepts no draft."""
+    models = replace(llm.models, simulated=SimulatedAcceptance(1.0))
+    config = replace(
+        llm.engine.config, max_batch=1, num_pages=None, max_context=max_context, prefix_cache=False, late_commit=False
+    )
+    return LLM.from_models(models, config, llm.spec)
+
+
+@dataclass(frozen=True, eq=False)
+class Guesses:
+    """What a chain said of one text: right bool [n - 1, K] for n output tokens; row i, column k is the guess of output
+    token i + 1 + k by the chain below token i, False past the end of the text."""
+
+    token_ids: list[int]
+    right: Bool
+
+    def cycles(self, num_spec_tokens: int) -> list[int]:
+        """Tokens that each step of a real chain of that length would commit, the last one cut by the text's end."""
+        accepted = np.cumprod(self.right[:, :num_spec_tokens], axis=1).sum(axis=1)
+        committed, i, end = [], 0, len(self.right)
+        while i < end:
+            committed.append(min(int(accepted[i]) + 1, end - i))
+            i += committed[-1]
+        return committed
+
+
+def guess(llm: LLM, prompt_ids: list[int], sampling: SamplingParams, num_spec_tokens: int) -> Guesses:
+    """Continue a prompt with a `teacher` LLM and compare every chain with what the target wrote."""
+    proposed: list[list[int]] = []
+
+    def read(delta: TokenDelta) -> None:
+        outcome = llm.engine.last
+        assert outcome is not None
+        if len(outcome.decoding):  # not the step whose chunk ends the prompt
+            proposed.append(outcome.tree.tokens[1:].tolist())
+
+    spec = SpecConfig(drafter="chain", num_spec_tokens=num_spec_tokens)
+    output = llm.run([prompt_ids], sampling, spec=spec, on_delta=read).outputs[0]
+    written = np.array(output.token_ids)
+    n, K = len(written), num_spec_tokens
+    assert len(proposed) == n - 1, f"{len(proposed)} chains along {n} tokens"
+    chains = np.array(proposed, np.int64).reshape(n - 1, K)
+    places = np.arange(1, n)[:, None] + np.arange(K)
+    return Guesses(output.token_ids, (places < n) & (chains == written[np.minimum(places, n - 1)]))
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A draft along several texts, per place k = 1, 2, ... in the chain; None where there is nothing to count.
+
+    marginal: share of guesses that are right; conditional: that share where all guesses before it in the chain are
+    right; simulated_tau: tokens per step that chains of k drafts would commit. num_guesses counts those inside their
+    text."""
+
+    num_guesses: list[int]
+    marginal: list[float | None]
+    conditional: list[float | None]
+    simulated_tau: list[float | None]
+
+
+def accuracy(texts: Sequence[Guesses], num_spec_tokens: int) -> Accuracy:
+    """The accuracy of chains over all texts."""
+    guesses, right, leading, before = ([0] * num_spec_tokens for _ in range(4))
+    for text in texts:
+        for k in range(num_spec_tokens):
+            inside = text.right[: max(0, len(text.right) - k)]
+            guesses[k] += len(inside)
+            right[k] += int(inside[:, k].sum())
+            before[k] += int(inside[:, :k].all(axis=1).sum())
+            leading[k] += int(inside[:, : k + 1].all(axis=1).sum())
+    cycles = [[c for text in texts for c in text.cycles(k + 1)] for k in range(num_spec_tokens)]
+    return Accuracy(
+        num_guesses=guesses,
+        marginal=[_share(a, b) for a, b in zip(right, guesses, strict=True)],
+        conditional=[_share(a, b) for a, b in zip(leading, before, strict=True)],
+        simulated_tau=[_share(sum(c), len(c)) for c in cycles],
+    )
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

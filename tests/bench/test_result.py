@@ -1,0 +1,240 @@
+"""Results: tau from output lengths in every scenario, and what must not be believed, field by field."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.conftest import TINY
+from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
+
+from aquiline.bench.gate import Request, ask
+from aquiline.bench.gate_rules import Gate, Selector
+from aquiline.bench.gate_state import GateState
+from aquiline.bench.integrity import read_sound, reasons
+from aquiline.bench.result import Result, read_results, recomputed_tau, write_result
+from aquiline.bench.scenarios import PROFILES, Load, Source
+from aquiline.bench.suite import Plan, Progress, run_suite
+from aquiline.bench.table import markdown
+from aquiline.errors import ResultError
+
+Path_ = tuple[str | int, ...]
+
+DELETED = object()
+
+
+def shrunk(loads: tuple[Load, ...]) -> tuple[Load, ...]:
+    """The scenarios with their names and batches, behind contexts that take milliseconds."""
+    return tuple(Load(x.name, max(16, x.context // 512), x.batch, x.is_random) for x in loads)
+
+
+def assert_tau_holds(file: Path, num_requests: int) -> Result:
+    """Tau from what a file says of its outputs: every token but the one its prefill gave came from a decode step."""
+    result: Result = json.loads(file.read_text())
+    spec, lengths = result["eagle_speculation"], result["output"]["num_tokens"]
+    assert len(lengths) == num_requests, file.name
+    tau = (sum(lengths) - num_requests) / spec["num_steps"]
+    assert tau == pytest.approx(spec["mean_acceptance_length"], rel=1e-12) == recomputed_tau(result), file.name
+    assert reasons(result) == []
+    return result
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_tau_from_output_lengths_is_the_reported_one_in_every_scenario(profile: str, tmp_path: Path) -> None:
+    plan = Plan(
+        shrunk(PROFILES[profile]), profile, num_spec_tokens=(4,), temperatures=(0.0, 0.8), micro_steps=9,
+        warmup_runs=0, measurement_runs=2,
+    )  # fmt: skip
+    source, progress = Source(random_config=TINY), Progress()
+    simulated = Source(random_config=TINY, simulated_tau=2.5)
+    results = list(run_suite(plan, source, simulated, tmp_path, progress))
+    assert progress.skipped == []
+    names = {result["scenario"]["name"] for result in results}
+    assert names == {load.name for load in PROFILES[profile]}
+    taus = set()
+    for file in tmp_path.glob("*.json"):
+        batch = int(re.findall(r"x(\d+)-t", file.name)[0])
+        taus.add(assert_tau_holds(file, num_requests=batch * 2)["eagle_speculation"]["mean_acceptance_length"])
+    assert len(list(tmp_path.glob("*.json"))) == len(results) and 1.0 in taus
+    assert profile == "full" or max(taus) > 2, "the simulated tau was kept"
+
+
+def test_tau_of_a_draft_that_is_accepted(tmp_path: Path) -> None:
+    plan = Plan((Load("baseline", 64, 2),), "cpu", num_spec_tokens=(3,), temperatures=(0.0, 0.8), micro_steps=24)
+    list(run_suite(plan, Source(), Source(), tmp_path, Progress()))
+    taus = {file.name: assert_tau_holds(file, num_requests=6) for file in tmp_path.glob("*.json")}
+    drafted = [r["eagle_speculation"]["mean_acceptance_length"] for name, r in taus.items() if "chain" in name]
+    assert len(taus) == 4 and min(drafted) > 1.2
+
+
+UNSOUND: dict[str, tuple[dict[str, Any], str]] = {
+    "zero throughput": ({"throughput_tokens_per_sec": NOTHING}, "throughput_tokens_per_sec: is 0"),
+    "a mean that is not one": ({"throughput_tokens_per_sec__mean": 1e6}, "throughput_tokens_per_sec: mean, min"),
+    "NaN for a mean": ({"throughput_tokens_per_sec__mean": math.nan}, "throughput_tokens_per_sec.mean: nan is not"),
+    "infinite": ({"ttft_ms__max": math.inf}, "ttft_ms.max: inf is not a finite number"),
+    "another tau": ({"eagle_speculation__mean_acceptance_length": 3.5}, "mean_acceptance_length: 3.5"),
+    "NaN for tau": ({"eagle_speculation__mean_acceptance_length": math.nan}, "mean_acceptance_length: nan is not"),
+    "tokens that nobody made": ({"output__num_tokens": [24] * 5 + [25]}, "output.num_tokens: 145 tokens"),
+    "two outputs in one": ({"output__num_tokens": [48, 24, 24, 24, 24]}, "output.num_tokens: 5 outputs, batch * "),
+    "an output too long": ({"output__num_tokens": [25, 23, 24, 24, 24, 24]}, "25 tokens, scenario.new_tokens is 24"),
+    "steps in words": ({"eagle_speculation__num_steps": "many"}, "num_steps: is 'many', must be a whole number"),
+    "no steps": ({"eagle_speculation__num_prefilled": None}, "num_prefilled: is None, must be a whole number"),
+    "accepted tokens that nobody committed": (
+        {"eagle_speculation__total_accepted_tokens": 1000}, "total_accepted_tokens 1000 + num_steps",
+    ),
+    "drafts counted per request": ({"eagle_speculation__num_drafts": 6}, "eagle_speculation.num_drafts: is 6"),
+    "another acceptance rate": ({"eagle_speculation__mean_acceptance_rate": 0.9}, "mean_acceptance_rate: is 0.9"),
+    "other positions": ({"eagle_speculation__per_position": [1, 1, 1]}, "per_position: in num_steps"),
+    "a shorter chain": ({"setting__num_spec_tokens": 1}, "setting.num_spec_tokens: is 1, accepted positions reach"),
+    "drafts of a baseline": ({"setting__drafter": "none"}, "drafts counted without a drafter"),
+    "latency of another run": ({"latency_ms_per_token": NOTHING | {"values": [0.0]}}, "latency_ms_per_token: is not"),
+    "a machine without a name": ({"system": {"threads": 1}}, "system.cpu: is missing"),
+    "a run more": ({"scenario__measurement_runs": 4}, "measurement_runs says otherwise"),
+    "another schema": ({"schema": "aquiline.result/0"}, "schema: 'aquiline.result/1' was expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_cannot_be_believed_is_refused(name: str, tmp_path: Path) -> None:
+    fields, reason = UNSOUND[name]
+    assert all(reasons(result) == [] for result in measured().values())
+    broken = changed(measured()[CHAIN], **fields)
+    assert reason in "\n".join(reasons(broken))
+    write_all(measured() | {CHAIN: broken}, tmp_path)
+    with pytest.raises(ResultError, match=f"(?s){re.escape(str(tmp_path))}: refused.*{CHAIN}: .*{re.escape(reason)}"):
+        read_sound(tmp_path)
+
+
+def test_a_baseline_that_poses_as_a_chain_is_refused() -> None:
+    posing = changed(measured()[BASELINE], setting__drafter="chain", setting__num_spec_tokens=3)
+    assert reasons(posing) == ["eagle_speculation.total_draft_tokens: is 0 with setting.drafter 'chain'"]
+
+
+def test_every_broken_file_is_named_at_once(tmp_path: Path) -> None:
+    write_all({"a.json": {}, "b.json": at_speed(measured()[CHAIN], 1, 1, 1) | {"commit": ""}}, tmp_path)
+    (tmp_path / "c.json").write_text('{"schema": ')
+    with pytest.raises(
+        ResultError, match=r"(?s)a\.json: .*scenario.*b\.json: commit: is ''.*c\.json: not JSON"
+    ) as error:
+        read_sound(tmp_path)
+    assert "a.json: result: 'eagle_speculation' is a required property" in str(error.value)
+
+
+def test_a_directory_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="holds no results; run `aquiline bench"):
+        read_sound(tmp_path)
+    with pytest.raises(ResultError, match="is no directory"):
+        read_sound(tmp_path / "absent")
+
+
+def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "chain.json"
+    write_result(measured()[CHAIN], file)
+    assert read_results(tmp_path) == {"chain.json": measured()[CHAIN]}
+    with pytest.raises(ResultError, match="throughput_tokens_per_sec: is 0"):
+        write_result(changed(measured()[CHAIN], throughput_tokens_per_sec=NOTHING), file)
+    assert [f.name for f in tmp_path.iterdir()] == ["chain.json"] and read_sound(tmp_path) == read_results(tmp_path)
+
+
+def paths(value: object, path: Path_ = ()) -> Iterator[Path_]:
+    """Every field, inner ones and list items included."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inner:
+        yield (*path, name)
+        yield from paths(item, (*path, name))
+
+
+def mangled(result: Result, path: Path_, value: object) -> Result:
+    """A copy in which a field is another, or none."""
+    found = copy.deepcopy(result)
+    owner: Any = found
+    for name in path[:-1]:
+        owner = owner[name]
+    if value is DELETED:
+        del owner[path[-1]]
+    else:
+        owner[path[-1]] = value
+    return found
+
+
+SAID_BY = {"num_steps": "mean_acceptance_length"} | dict.fromkeys(("cpu", "threads", "isa", "path"), "device")
+"""Fields that may be refused in the name of what is computed from them."""
+STATED_ONCE = (
+    "memory", "repeated_share", "prompts_source", "commit", "roofline", "engine", "model", "scenario", "setting",
+    "system", "ttft_ms", "itl_ms",
+)  # fmt: skip
+"""Fields that a table shows and nothing else in the file repeats: another sound value of theirs is another result."""
+GATES = [
+    Gate(
+        "greedy", "micro", "bundled", Selector("cpu", "baseline", 4, 2, 0.8, "chain-3"),
+        {"min_speedup": 1e-3, "min_tau": 1.0, "min_steps": 8.0},
+    )
+]  # fmt: skip
+
+
+def is_named(path: Path_, found: list[str]) -> bool:
+    """Whether reasons speak of a field: of the innermost one, where a list's item is meant."""
+    name = [part for part in path if isinstance(part, str)][-1]
+    return any(said in "\n".join(found) for said in (name, SAID_BY.get(name, name)))
+
+
+def all_paths() -> list[Path_]:
+    return sorted(paths(measured()[CHAIN]), key=str)
+
+
+ANYTHING = st.one_of(
+    st.just(DELETED), st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text(max_size=3),
+    st.lists(st.floats(), max_size=2), st.dictionaries(st.text(max_size=2), st.none(), max_size=1),
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(path=st.deferred(lambda: st.sampled_from(all_paths())), value=ANYTHING)
+@example(path=("eagle_speculation", "num_steps"), value="x")
+@example(path=("eagle_speculation", "mean_acceptance_length"), value=math.nan)
+@example(path=("eagle_speculation", "num_steps"), value=1)
+@example(path=("scenario", "temperature"), value=-0.5)
+@example(path=("scenario", "context_tokens"), value=3)
+def test_a_mangled_field_is_refused_by_name_or_harmless(
+    path: Path_, value: object, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A gate sees no other figure, and a table shows no other one of those that are computed from others."""
+    sound = measured()
+    broken = sound | {CHAIN: mangled(sound[CHAIN], path, value)}
+    found = reasons(broken[CHAIN])
+    if found:
+        assert is_named(path, found), found
+        return
+    state = GateState(tmp_path_factory.mktemp("state") / "gates.json")
+    before, after = (ask(GATES, results, Request(), state).outcomes for results in (sound, broken))
+    if not after or after[0].verdict == "red":
+        return  # of another model, profile, scenario or setting now: nothing is shown to hold
+    if after[0].verdict == "refused":
+        why = [*after[0].refusals, *(reason for judgement in after[0].judgements for reason in judgement.refusals)]
+        assert is_named(path, why), why
+        return
+    assert after[0].judgements[0].checks == before[0].judgements[0].checks
+    if not set(path) & set(STATED_ONCE):
+        assert markdown(broken) == markdown(sound)
+
+
+def test_a_deleted_field_is_refused_by_name_or_was_not_needed() -> None:
+    sound = measured()
+    unneeded = set()
+    for path in all_paths():
+        broken = mangled(sound[CHAIN], path, DELETED)
+        found = reasons(broken)
+        assert not found or is_named(path, found), (path, found)
+        if not found:
+            unneeded.add(".".join(map(str, path)))
+            assert markdown(sound | {CHAIN: broken}) == markdown(sound), path
+    assert {name.split(".")[0] for name in unneeded} == {"setting", "slots", "stage_ms", "system"}
+    assert "setting.max_nodes" in unneeded and not any(name.startswith("setting.num") for name in unneeded)

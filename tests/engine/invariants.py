@@ -1,0 +1,112 @@
+"""What must hold of an engine between any two calls, beside the conservation of pages that it checks itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from tests.engine.test_draft_state import stored
+
+from aquiline.config import SamplingParams, SpecConfig
+from aquiline.engine.engine import Engine
+from aquiline.engine.sequence import Request, Sequence
+from aquiline.kv.prefix import Node
+
+CHAIN = SpecConfig(drafter="chain", num_spec_tokens=1)
+
+
+def unread_sequences(engine: Engine) -> set[Sequence]:
+    """Those that ran in the last step, where its outcome has not been read yet."""
+    last = engine.last
+    if last is None or not engine.config.late_commit:
+        return set()
+    return {*last.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
+
+
+def check_sequences(engine: Engine) -> None:
+    """Every request waits or runs, and those that run agree with their slots and pages."""
+    scheduler, pool, slots = engine.scheduler, engine.pool, engine.stepper.slots
+    waiting = [entry[2] for entry in scheduler.waiting]
+    running = [s for s in scheduler.running if s is not None]
+    assert len(waiting) + len(running) == len(engine.sequences)
+    assert {*waiting, *running} == {*engine.sequences.values()}
+    assert all(s.slot == -1 and not s.nodes and s.finish_reason is None for s in waiting)
+    last, in_flight = engine.last, Counter[Sequence]()
+    if last is not None and engine.config.late_commit:
+        in_flight.update({s: s.request.spec.max_depth + 1 for s in last.decoding})
+        in_flight.update({chunk.sequence: 1 for chunk in last.plan.chunks if chunk.draws})
+    for slot, sequence in enumerate(scheduler.running):
+        pages = pool.owned[slot]
+        if sequence is None:
+            assert not pages, f"slot {slot} is free and owns pages"
+            continue
+        assert sequence.slot == slot and sequence.finish_reason is None
+        assert sequence.num_cached < len(sequence.tokens) and sequence.num_cached <= len(pages) * pool.page_size
+        assert [node.page for node in sequence.nodes] == pages[: len(sequence.nodes)]
+        published = [token for node in sequence.nodes for token in node.tokens]
+        assert published == sequence.tokens[: len(published)], "only committed tokens are published"
+        own = pages[len(sequence.nodes) :]
+        assert (pool.refcount[own] == 1).all() and pool.cached.isdisjoint(own), "what it writes is its own"
+        assert sequence.in_flight == in_flight[sequence]
+        if not engine.config.late_commit and not sequence.is_prefilling:
+            assert (slots.tokens[slot], slots.positions[slot]) == (sequence.tokens[-1], len(sequence.tokens) - 1)
+            assert sequence.num_cached == len(sequence.tokens) - 1
+
+
+def check_outcome(engine: Engine) -> None:
+    """The last step by slots: where nobody decoded nothing is accepted, drafted or masked, and nobody is disabled."""
+    last, num_slots = engine.last, engine.config.max_batch
+    assert engine.meter.slots.disabled_other == 0
+    if last is None:
+        return
+    assert len(last.decoding) == len(last.plan.decoding) and {*last.decoding} == {*last.plan.decoding}
+    found, shape = last.by_slot(num_slots), last.tree.topology
+    dead = np.setdiff1d(np.arange(num_slots), last.roots.slots)
+    assert len(dead) == num_slots - len(last.decoding)
+    assert not found["accepted"][dead].any() and not found["mask"][dead].any() and (found["draft"][dead] < 0).all()
+    assert (found["draft"] >= -1).all()
+    for b, (slot, sequence) in enumerate(zip(last.roots.slots.tolist(), last.decoding, strict=True)):
+        rows, num_nodes = slice(shape.offsets[b], shape.offsets[b + 1]), sequence.request.spec.max_nodes
+        assert found["accepted"][slot] == last.result.num_accepted[b] <= sequence.request.spec.max_depth
+        assert found["draft"][slot, 1:num_nodes].tolist() == last.tree.tokens[rows].tolist()[1:]
+        assert (found["draft"][slot, num_nodes:] == -1).all()
+        assert np.array_equal(found["mask"][slot, :num_nodes], shape.ancestors[rows])
+        assert not found["mask"][slot, num_nodes:].any()
+
+
+def check_cached_pages(engine: Engine, other: Engine) -> int:
+    """Cached pages hold what a fresh prefill of their tokens by an idle engine writes, whoever wrote them and however:
+    keys and values of the target and, where they are said to be there, the draft's, and the feature at their end.
+    Returns the number of pages with draft keys."""
+    return _check_below(engine, other, engine.prefix.root, []) if engine.prefix is not None else 0
+
+
+def _check_below(engine: Engine, other: Engine, node: Node, tokens: list[int]) -> int:
+    tokens = [*tokens, *node.tokens]
+    num_drafted = node.has_draft + sum(_check_below(engine, other, child, tokens) for child in node.children.values())
+    if node.children or not tokens:
+        return num_drafted
+    prompt = (*tokens, 1)
+    sequence = other.add(Request("fresh", prompt, SamplingParams(max_tokens=2, ignore_eos=True, seed=0), CHAIN))
+    while len(sequence.tokens) == len(prompt):
+        other.step()
+    for index in reversed(range(len(tokens) // engine.pool.page_size)):
+        _check_page(engine, node, index, other, other.pool.owned[sequence.slot][index])
+        assert node.parent is not None
+        node = node.parent
+    other.reset()
+    return num_drafted
+
+
+def _check_page(engine: Engine, node: Node, index: int, other: Engine, fresh: int) -> None:
+    ours, theirs, size = engine.stepper, other.stepper, engine.pool.page_size
+    assert ours.session is not None and theirs.session is not None
+    kinds = [("target", ours.kv, theirs.kv, 0)]
+    if node.has_draft:
+        kinds.append(("draft", ours.session.kv, theirs.session.kv, int(index == 0)))  # draft row j stands at j + 1
+    for name, kv, true, first in kinds:
+        found = stored(kv, np.array([[node.page]], np.int32), 0, first, size)
+        wanted = stored(true, np.array([[fresh]], np.int32), 0, first, size)
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)), f"{name} keys of page {index}"
+    features = ours.slots.page_features[node.page], theirs.slots.page_features[fresh]
+    assert np.array_equal(*features), f"the feature at the end of page {index}"

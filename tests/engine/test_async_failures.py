@@ -1,0 +1,213 @@
+"""What goes wrong around AsyncLLM reaches those it concerns, and nobody waits for ever (MISSION B7)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models
+from tests.engine import test_bad_logits as bad_logits
+from tests.engine.driving import words
+from tests.engine.streams import LONG, PARAMS, lettered_llm, nothing_left, read, run, said, until
+from tests.engine.test_exact import BASELINE, tokens
+from tokenizers import decoders
+
+from aquiline.engine.async_llm import AsyncLLM
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import LoadedModels
+from aquiline.errors import EngineStopped, NumericalError, OutOfPages
+from aquiline.spec.tree import DraftTree
+from aquiline.types import AcceptResult, Int32
+
+pytestmark = needs_native
+
+
+def test_a_duplicate_id_is_refused_and_the_first_goes_on() -> None:
+    expected = tokens(tiny_llm().run([words(9)], LONG))[0]
+
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm(max_batch=2)) as engine:
+            first = asyncio.create_task(read(engine.generate(words(9), LONG, request_id="a")))
+            await until(lambda: "a" in engine.llm.engine.sequences)
+            with pytest.raises(ValueError, match="request id 'a': is in use by a request that has not finished"):
+                await read(engine.generate(words(3), PARAMS, request_id="a"))
+            assert said(await first) == expected
+            assert len(said(await read(engine.generate(words(3), PARAMS, request_id="a")))) == PARAMS.max_tokens
+
+    run(main())
+
+
+def test_ids_that_nobody_chose_meet_no_chosen_one() -> None:
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm(max_batch=8)) as engine:
+            chosen = [engine.generate(words(3), LONG, request_id=i) for i in range(3)]
+            others = [engine.generate(words(3), LONG) for _ in range(3)]
+            for deltas in await asyncio.gather(*map(read, chosen + others)):
+                assert len(said(deltas)) == LONG.max_tokens
+
+    run(main())
+
+
+def test_bad_requests_are_raised_to_their_caller_alone() -> None:
+    expected = tokens(tiny_llm().run([words(9)], LONG))[0]
+
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm(max_batch=2, num_pages=24)) as engine:
+            good = asyncio.create_task(read(engine.generate(words(9), LONG)))
+            for prompt, params, settings, error, named in (
+                ([96], PARAMS, {}, ValueError, "prompt token 96: must be in"),
+                ([], PARAMS, {}, ValueError, "must hold at least one token"),
+                ("", PARAMS, {}, ValueError, "prompt='': is empty"),
+                ("text", PARAMS, {}, ValueError, "the target has no tokenizer.json; pass token ids"),
+                (words(390), PARAMS, {}, ValueError, "exceeds the 400 positions there are"),
+                (words(365), PARAMS, {}, OutOfPages, "pages of 16 tokens, 24 are there"),
+                (words(5), PARAMS, {"deadline_s": 0}, ValueError, "deadline_s=0: must be above 0"),
+                (words(5), dataclasses.replace(PARAMS, stop=("x",)), {}, ValueError, "needs a tokenizer"),
+                (words(5), dataclasses.replace(PARAMS, stop_token_ids=(96,)), {}, ValueError, "token id 96: must be"),
+            ):
+                with pytest.raises(error, match=named):
+                    await read(engine.generate(prompt, params, **settings))  # type: ignore[arg-type]
+            assert said(await good) == expected
+            await nothing_left(engine)
+
+    run(main())
+
+
+def test_bad_logits_end_one_stream() -> None:
+    llm = bad_logits.poisoned_llm()
+    good = bad_logits.words(9)
+    expected = llm.run([good], bad_logits.PARAMS, spec=BASELINE).outputs[0].token_ids
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as engine:
+            streams = [engine.generate(p, bad_logits.PARAMS) for p in (good, [*good, bad_logits.POISON], good)]
+            first, bad, last = await asyncio.gather(*map(read, streams), return_exceptions=True)
+            assert isinstance(bad, NumericalError) and "request 1: the target's logits at position 10 are NaN" in str(
+                bad
+            )
+            assert not isinstance(first, BaseException) and not isinstance(last, BaseException)
+            assert said(first) == said(last) == expected
+            await nothing_left(engine)
+
+    run(main())
+
+
+class Breaking(LoadedModels):
+    """Breaks while it verifies, in the engine's thread, once token 90 is the root of some sequence."""
+
+    def accept(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
+        if 90 in tree.tokens[tree.topology.offsets[:-1]]:
+            raise ZeroDivisionError("broken on purpose")
+        return super().accept(tree, drawn)
+
+
+def breaking_llm(max_batch: int = 2) -> LLM:
+    loaded = tiny_models(max_batch=max_batch)
+    models = Breaking(**{f.name: getattr(loaded, f.name) for f in dataclasses.fields(loaded)})
+    return LLM.from_models(models, engine_config(max_batch))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_in_the_engine_s_thread_reaches_everybody() -> None:
+    """Streams that decode, that wait, that come later, from the same loop or another; close() returns."""
+    message = "the engine stopped: ZeroDivisionError: broken on purpose"
+    fatal = dataclasses.replace(PARAMS, logit_bias={90: 1e6})
+    harmless = dataclasses.replace(LONG, logit_bias={90: -np.inf})
+    engine = AsyncLLM(breaking_llm())
+
+    async def main() -> None:
+        streams = [engine.generate(words(9, i), harmless, spec=BASELINE) for i in range(4)]
+        waiting = [asyncio.create_task(read(stream)) for stream in streams]
+        await until(lambda: len(engine.llm.engine.sequences) == 4)
+        with pytest.raises(EngineStopped, match=message):
+            await read(engine.generate(words(9), fatal, priority=-1))
+        for task in waiting:
+            with pytest.raises(EngineStopped, match=message):
+                await task
+        with pytest.raises(EngineStopped, match=message):
+            await read(engine.generate(words(3), PARAMS))
+
+    run(main())
+    run(asyncio.sleep(0))
+
+    async def later() -> None:
+        with pytest.raises(EngineStopped, match=message):
+            await read(engine.generate(words(3), PARAMS))
+
+    run(later())
+    engine.close()
+    assert not engine.llm.engine.is_busy
+    assert engine.llm.engine.pool.num_available == engine.llm.engine.pool.num_pages
+
+
+class BreakingDecoder:
+    """Cannot decode token 90, which the tests' tokenizer spells "{"."""
+
+    def decode_chain(self, tokens: list[str]) -> list[str]:
+        if "{" in tokens:
+            raise ZeroDivisionError("broken on purpose")
+        return tokens
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_that_comes_again_while_requests_are_dropped_reaches_everybody_too() -> None:
+    """What is held back of a text is decoded when its request is dropped."""
+    llm = lettered_llm(max_batch=2)
+    assert llm.models.tokenizer is not None
+    llm.models.tokenizer.decoder = decoders.Decoder.custom(BreakingDecoder())
+    fatal = dataclasses.replace(PARAMS, logit_bias={90: 1e6})
+    harmless = dataclasses.replace(LONG, logit_bias={90: -np.inf})
+
+    async def main() -> None:
+        engine = AsyncLLM(llm)
+        waiting = [asyncio.create_task(read(engine.generate(words(9, i), harmless))) for i in range(3)]
+        await until(lambda: len(engine.llm.engine.sequences) == 3)
+        waiting.append(asyncio.create_task(read(engine.generate(words(9), fatal, priority=-1))))
+        done, _ = await asyncio.wait(waiting, timeout=5)
+        assert len(done) == 4, f"{4 - len(done)} of 4 callers wait for ever"
+        for task in waiting:
+            with pytest.raises(EngineStopped, match="broken on purpose"):
+                await task
+
+    run(main())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_close_ends_live_streams(times: int) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(tiny_llm(max_batch=2))
+        streams = [engine.generate(words(9, i), LONG) for i in range(4)]
+        firsts = [await anext(stream) for stream in streams[:2]]
+        assert all(delta.token_ids for delta in firsts)
+        waiting = [asyncio.create_task(read(stream)) for stream in streams]
+        await until(lambda: len(engine.llm.engine.sequences) == 4)
+        for _ in range(times):
+            await asyncio.to_thread(engine.close)
+        for task in waiting:
+            with pytest.raises(EngineStopped, match="the engine was closed"):
+                await task
+        with pytest.raises(EngineStopped, match="the engine was closed"):
+            await read(engine.generate(words(3), PARAMS))
+        assert not engine.llm.engine.is_busy and not engine._streams
+        assert engine.llm.engine.pool.num_free == engine.llm.engine.pool.num_pages
+
+    run(main())
+
+
+def test_leaving_the_context_ends_live_streams_and_the_models_serve_another() -> None:
+    llm = tiny_llm(max_batch=2)
+    expected = tokens(llm.run([words(9)], PARAMS))[0]
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as engine:
+            stream = engine.generate(words(9), LONG)
+            await anext(stream)
+        with pytest.raises(EngineStopped, match="the engine was closed"):
+            await read(stream)
+        async with AsyncLLM(llm) as engine:
+            assert said(await read(engine.generate(words(9), PARAMS))) == expected
+
+    run(main())
+    assert tokens(llm.run([words(9)], PARAMS))[0] == expected

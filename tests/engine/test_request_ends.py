@@ -1,0 +1,146 @@
+"""Deadlines, aborts, ids that are wrong and refused requests: each says why, and leaves nothing (MISSION B6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+from tests.conftest import needs_native, tiny_llm
+from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
+from tests.engine.test_exact import BASELINE, SPECS, tokens
+
+from aquiline.config import SpecConfig
+from aquiline.engine.sequence import Request
+from aquiline.errors import OutOfPages
+
+pytestmark = needs_native
+
+LONG = dataclasses.replace(PARAMS, max_tokens=60)
+
+
+def test_a_deadline_ends_a_waiting_request_with_nothing() -> None:
+    llm = tiny_llm(max_batch=1)
+    started(llm, "running", words(20))
+    late = Request("late", tuple(words(9)), PARAMS, BASELINE, deadline_s=5, arrival=time.monotonic() - 6)
+    sequence = llm.engine.add(late)
+    deltas = llm.engine.step()
+    assert [(d.request_id, d.finish_reason, d.token_ids, d.text) for d in deltas if d.finish_reason] == [
+        ("late", "deadline", [], "")
+    ]
+    assert sequence.output_ids == [] and "late" not in llm.engine.sequences and llm.engine.scheduler.num_waiting == 0
+    assert ended(finish(llm)) == ["running"]
+
+
+@pytest.mark.parametrize("name", ["none", "chain4"])
+def test_a_deadline_ends_a_running_request_with_what_it_has(name: str) -> None:
+    llm = tiny_llm(max_batch=2)
+    spec = BASELINE if name == "none" else SPECS[name]
+    params = dataclasses.replace(PARAMS, max_tokens=300)
+    other = add(llm, "other", words(30, 1), spec=spec)
+    for deadline_s in (0.2, 2, 20):  # a busy machine may not come to the first token in time
+        request = llm.request("late", words(20), params, spec, deadline_s=deadline_s)
+        sequence = llm.engine.add(request)
+        for _ in range(5):
+            llm.engine.step()
+        if sequence.finish_reason is None:
+            break
+    said = list(sequence.output_ids)
+    assert said and sequence.finish_reason is None and llm.engine.pool.owned[sequence.slot]
+    time.sleep(max(0.0, request.arrival + deadline_s - time.monotonic()))
+    deltas = {delta.request_id: delta for delta in llm.engine.step()}
+    assert deltas["late"].finish_reason == "deadline" and deltas["late"].token_ids == []
+    assert sequence.output_ids == said == alone(words(20), params)[: len(said)]
+    finish(llm)
+    assert other.output_ids == alone(words(30, 1))
+    assert llm.engine.pool.num_free == llm.engine.pool.num_pages and not llm.engine.scheduler.due
+
+
+def test_a_deadline_that_is_met_changes_nothing() -> None:
+    llm = tiny_llm()
+    sequence = llm.engine.add(llm.request("early", words(20), PARAMS, BASELINE, deadline_s=3600))
+    finish(llm)
+    assert (sequence.finish_reason, sequence.output_ids) == ("length", alone(words(20)))
+    assert not llm.engine.scheduler.due
+    for wrong in (0, -1.0):
+        with pytest.raises(ValueError, match=f"request x: deadline_s={wrong}: must be above 0; None is no deadline"):
+            llm.request("x", words(2), PARAMS, BASELINE, deadline_s=wrong)
+
+
+@pytest.mark.parametrize("spec", [BASELINE, SPECS["chain4"]], ids=["none", "chain4"])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
+def test_an_abort_frees_slot_and_pages_wherever_the_request_stands(spec: SpecConfig, num_steps: int) -> None:
+    """It waits; its prompt is cut in chunks (24 rows a step); it decodes."""
+    llm = tiny_llm(max_batch=2, row_budget=24)
+    doomed = add(llm, "doomed", words(40), LONG, spec)
+    stays = add(llm, "stays", words(20, 1), PARAMS, spec)
+    waits = add(llm, "waits", words(7, 2), PARAMS, spec)
+    for _ in range(num_steps):
+        llm.engine.step()
+    said = list(doomed.output_ids)
+    delta = llm.engine.abort("doomed")
+    assert (delta.finish_reason, delta.token_ids, doomed.finish_reason) == ("abort", [], "abort")
+    llm.engine.step()
+    assert waits.slot >= 0, "its slot is taken at once"
+    finish(llm)
+    assert said == alone(words(40), LONG)[: len(said)]
+    assert (stays.output_ids, waits.output_ids) == (alone(words(20, 1)), alone(words(7, 2)))
+    assert llm.engine.pool.num_free == llm.engine.pool.num_pages
+    assert llm.engine.scheduler.running == [None, None] and not llm.engine.sequences
+
+
+def test_unknown_and_duplicate_ids_are_value_errors() -> None:
+    llm = tiny_llm(max_batch=1)
+    add(llm, "a", words(20))
+    for _ in range(2):  # waiting, then running
+        with pytest.raises(ValueError, match="request id 'a': is in use by a request that has not finished; choose"):
+            add(llm, "a", words(3))
+        llm.engine.step()
+    with pytest.raises(ValueError, match="request id 'b': is unknown; it has finished, or was never added"):
+        llm.engine.abort("b")
+    assert ended(finish(llm)) == ["a"]
+    with pytest.raises(ValueError, match="request id 'a': is unknown"):
+        llm.engine.abort("a")
+    assert add(llm, "a", words(20)).request.id == "a", "an id is free again when its request has finished"
+    llm.engine.abort("a")
+    assert not llm.engine.is_busy
+
+
+def test_reset_drops_all_and_the_engine_goes_on() -> None:
+    llm = tiny_llm(max_batch=2, prefix_cache=True)
+    for i in range(5):
+        add(llm, i, words(20 + i), spec=SPECS["chain4"])
+    for _ in range(4):
+        llm.engine.step()
+    llm.engine.reset()
+    assert not llm.engine.is_busy and llm.engine.pool.num_available == llm.engine.pool.num_pages
+    assert llm.engine.step() == []
+    assert tokens(llm.run([words(20)], PARAMS)) == [alone(words(20))]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
+    llm = tiny_llm(max_batch=2, num_pages=4)
+    spec = SPECS["chain4"]
+    # 30 + 24 tokens, and 5 + 5 KV indices that a step behind the last token may write
+    reach = 30 + 24 + spec.max_depth + 1 + spec.lookahead
+    assert reach == 64
+    fits = add(llm, "fits", words(30), dataclasses.replace(PARAMS, max_tokens=24), spec)
+    numbers = (
+        r"request big: prompt 30 \+ max_tokens 25 \+ 10 drafted need 5 pages of 16 tokens, 4 are there; shorten it"
+    )
+    with pytest.raises(OutOfPages, match=numbers):
+        add(llm, "big", words(30), dataclasses.replace(PARAMS, max_tokens=25), spec)
+    assert llm.engine.scheduler.num_waiting == 1
+    finish(llm)
+    assert fits.output_ids == alone(words(30), dataclasses.replace(PARAMS, max_tokens=24))
+
+
+def test_a_run_refuses_before_it_computes() -> None:
+    llm = tiny_llm(max_batch=2, num_pages=4)
+    with pytest.raises(OutOfPages, match="request 1"):
+        llm.run([words(5), words(60)], PARAMS)
+    with pytest.raises(ValueError, match="request 1: prompt token 96: must be in"):
+        llm.run([words(5), [96]], PARAMS)
+    with pytest.raises(ValueError, match=r"request 0: prompt=\[\]: must hold at least one token"):
+        llm.run([[]], PARAMS)
+    assert llm.engine.meter.num_target_forwards == 0 and not llm.engine.is_busy

@@ -1,0 +1,172 @@
+"""Who runs when, and that it changes no token: chunks beside decode, priorities, drafters together (MISSION B3,
+B6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models
+from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
+from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
+
+from aquiline.config import SamplingParams
+from aquiline.engine.llm import LLM
+from aquiline.engine.scheduler import MIN_CHUNK
+
+pytestmark = needs_native
+
+LONG = dataclasses.replace(PARAMS, max_tokens=60)
+
+
+@pytest.mark.parametrize("name", ["none", "chain4", "dynamic"])
+@pytest.mark.parametrize("row_budget", [1, 7, 24, 48])
+def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budget: int) -> None:
+    spec = BASELINE if name == "none" else SPECS[name]
+    llm = tiny_llm(max_batch=2, row_budget=row_budget)
+    engine, meter = llm.engine, llm.engine.meter
+    first = started(llm, "first", words(5), dataclasses.replace(PARAMS, max_tokens=300), spec)
+    second = add(llm, "second", words(150, 1), PARAMS, spec)
+    num_chunk_rows = []
+    while not second.output_ids:
+        forwards = meter.num_target_forwards
+        deltas = {delta.request_id: delta for delta in engine.step()}
+        assert len(deltas["first"].token_ids) >= 1, "who decodes waits for no prompt"
+        assert meter.num_target_forwards == forwards + 1
+        assert engine.last is not None
+        num_decode_rows, num_chunks = len(engine.last.tree.tokens), engine.last.plan.num_chunk_rows
+        assert num_decode_rows == spec.max_nodes
+        assert num_decode_rows + num_chunks <= max(row_budget, num_decode_rows + MIN_CHUNK)
+        num_chunk_rows.append(num_chunks)
+    room = max(row_budget - spec.max_nodes, min(row_budget, MIN_CHUNK))
+    assert num_chunk_rows == [room] * (150 // room) + ([150 % room] if 150 % room else [])
+    finish(llm)
+    assert second.output_ids == alone(words(150, 1))
+    assert first.output_ids == alone(words(5), dataclasses.replace(PARAMS, max_tokens=300))
+
+
+def test_prompts_share_a_step_s_rows_in_the_order_they_came() -> None:
+    llm = tiny_llm(max_batch=4, row_budget=48)
+    sequences = [add(llm, i, words(20, i)) for i in range(3)]
+    spans = []
+    while any(not s.output_ids for s in sequences):
+        llm.engine.step()
+        assert llm.engine.last is not None
+        spans.append([(c.sequence.request.id, c.start, c.end, c.draws) for c in llm.engine.last.plan.chunks])
+    assert spans == [[(0, 0, 20, True), (1, 0, 20, True), (2, 0, 8, False)], [(2, 8, 20, True)]]
+    finish(llm)
+    assert [s.output_ids for s in sequences] == [alone(words(20, i)) for i in range(3)]
+
+
+def test_time_and_rows_of_a_mixed_step_are_shared_out() -> None:
+    llm = tiny_llm(max_batch=2, row_budget=24)
+    started(llm, "first", words(5))
+    add(llm, "second", words(40, 1))
+    finish(llm)
+    summary = llm.engine.meter.summary()
+    assert summary.num_prefill_tokens == 45
+    assert summary.prefill_ms > 0 and summary.decode_ms > 0
+    assert summary.prefill_ms + summary.decode_ms <= summary.wall_ms
+    assert math.isclose(sum(summary.stage_ms.values()), summary.decode_ms)
+
+
+def test_lower_priority_values_run_first_and_equals_in_order_of_arrival() -> None:
+    llm = tiny_llm(max_batch=1)
+    for name, priority in (("c", 3), ("a1", 1), ("b", 2), ("a2", 1), ("z", -1)):
+        add(llm, name, words(20), priority=priority)
+    assert ended(finish(llm)) == ["z", "a1", "a2", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["none", "chain4", "dynamic"])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 9])
+def test_a_more_urgent_arrival_takes_a_slot_and_the_other_resumes_exactly(name: str, num_steps: int) -> None:
+    """It arrives before the other's first step, while its prompt is cut in chunks, and while it decodes."""
+    spec = BASELINE if name == "none" else SPECS[name]
+    llm = tiny_llm(max_batch=1, row_budget=24)
+    patient = add(llm, "patient", words(40), LONG, spec, priority=5)
+    deltas = [delta for _ in range(num_steps) for delta in llm.engine.step()]
+    urgent = add(llm, "urgent", words(33, 1), PARAMS, spec, priority=1)
+    deltas += llm.engine.step()
+    assert urgent.slot == 0 and patient.slot == -1 and patient.num_preempted == (num_steps > 0)
+    assert llm.engine.pool.num_free == llm.engine.pool.num_pages - len(llm.engine.pool.owned[0])
+    deltas += finish(llm)
+    assert ended(deltas) == ["urgent", "patient"]
+    assert urgent.output_ids == alone(words(33, 1)) and patient.output_ids == alone(words(40), LONG)
+    said = [t for delta in deltas if delta.request_id == "patient" for t in delta.token_ids]
+    assert said == patient.output_ids, "what was said before is not said again"
+
+
+def test_equals_do_not_displace_each_other() -> None:
+    llm = tiny_llm(max_batch=1)
+    started(llm, "first", words(20), priority=1)
+    add(llm, "second", words(20, 1), priority=1)
+    assert ended(finish(llm)) == ["first", "second"] and llm.engine.meter.num_preemptions == 0
+
+
+def test_the_least_urgent_gives_way_the_latest_of_equals() -> None:
+    llm = tiny_llm(max_batch=3)
+    running = [started(llm, name, words(20), LONG, priority=p) for name, p in (("a", 2), ("b", 3), ("c", 3))]
+    add(llm, "urgent", words(20, 1), priority=1)
+    llm.engine.step()
+    assert [s.slot >= 0 for s in running] == [True, True, False]
+    finish(llm)
+    assert {tuple(s.output_ids) for s in running} == {tuple(alone(words(20), LONG))}
+
+
+def test_a_more_urgent_arrival_takes_pages_where_there_are_slots() -> None:
+    llm = tiny_llm(max_batch=3, num_pages=12)
+    running = [started(llm, i, words(70, i), LONG, priority=5) for i in range(2)]
+    urgent = add(llm, "urgent", words(60, 7), priority=1)
+    deltas = llm.engine.step()
+    assert urgent.slot >= 0 and running[0].slot >= 0 and running[1].slot == -1
+    assert ended(deltas + finish(llm))[0] == "urgent"
+    assert [s.output_ids for s in running] == [alone(words(70, i), LONG) for i in range(2)]
+
+
+def test_a_big_request_is_not_overtaken_by_small_ones_that_would_fit() -> None:
+    llm = tiny_llm(max_batch=3, num_pages=12)
+    started(llm, "running", words(70), LONG)
+    add(llm, "big", words(150, 1))
+    for i in range(4):
+        add(llm, f"small{i}", words(3, i))
+    firsts = []
+    for delta in finish(llm):
+        if delta.request_id not in firsts:
+            firsts.append(delta.request_id)
+    assert firsts == ["running", "big", "small0", "small1", "small2", "small3"]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def test_other_drafters_and_none_side_by_side(sampling: SamplingParams) -> None:
+    llm = tiny_llm(max_batch=6)
+    params = dataclasses.replace(sampling, ignore_eos=True)
+    names = ["chain4", "none", "dynamic", "chain1", "static", "none"]
+    specs = [SPECS.get(name, BASELINE) for name in names]
+    sequences = [add(llm, i, p, params, s) for i, (p, s) in enumerate(zip(prompts(6), specs, strict=True))]
+    num_together = 0
+    while llm.engine.is_busy:
+        forwards = llm.engine.meter.num_target_forwards
+        llm.engine.step()
+        assert llm.engine.meter.num_target_forwards == forwards + 1
+        last = llm.engine.last
+        assert last is not None
+        num_nodes = np.diff(last.tree.topology.offsets).tolist()
+        assert num_nodes == [sequence.request.spec.max_nodes for sequence in last.decoding]
+        num_together += len(num_nodes) == 6
+    assert num_together > 5
+    for sequence, prompt, name in zip(sequences, prompts(6), names, strict=True):
+        assert sequence.output_ids == alone(prompt, params), f"{name} among others"
+        drafted = sequence.counters.num_draft_tokens
+        assert drafted == sequence.counters.num_steps * (sequence.request.spec.max_nodes - 1)
+
+
+def test_drafting_without_a_draft_is_refused_and_the_off_switch_works() -> None:
+    models = dataclasses.replace(tiny_models(), draft=None)
+    llm = LLM.from_models(models, engine_config())
+    assert llm.spec.drafter == "none"
+    with pytest.raises(ValueError, match="drafter='chain': no draft model is loaded; pass one or use drafter='none'"):
+        add(llm, 0, words(5), spec=SPECS["chain4"])
+    assert not llm.engine.is_busy
+    assert tokens(llm.run([words(20)], PARAMS)) == [alone(words(20))]

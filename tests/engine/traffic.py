@@ -1,0 +1,226 @@
+"""Random traffic through an engine over the tiny pair, and all that must hold of it after every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import engine_config
+from tests.engine.invariants import check_cached_pages, check_outcome, check_sequences, unread_sequences
+from tests.engine.oracle import Taught
+from tests.engine.wishes import PAGE, SPECS, Wish, alone, lone_llm, models
+
+from aquiline.config import LARGEST
+from aquiline.engine.llm import LLM, Output
+from aquiline.engine.sequence import Request, Sequence, TokenDelta
+from aquiline.errors import OutOfPages
+from aquiline.kv.prefix import Node
+from aquiline.spec.drafters import drafter
+from aquiline.types import TopK
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """An engine's sizes and habits. is_taught: drafts are right to varying depths, else as a random head has them."""
+
+    num_pages: int = 11
+    max_batch: int = 4
+    row_budget: int = 16
+    prefix_cache: bool = True
+    late_commit: bool = False
+    is_taught: bool = True
+
+
+class Traffic:
+    """An engine, the truth about every request in it, and in `seen` how often what was hoped for has happened."""
+
+    def __init__(self, setup: Setup) -> None:
+        config = engine_config(
+            setup.max_batch, setup.row_budget, PAGE, num_pages=setup.num_pages, prefix_cache=setup.prefix_cache,
+            late_commit=setup.late_commit,
+        )  # fmt: skip
+        self.engine = LLM.from_models(models(), config).engine
+        self.live: dict[int | str, Sequence] = {}
+        self.received: dict[int | str, list[TokenDelta]] = {}
+        self.truth: dict[Sequence, Output] = {}
+        self.texts: list[tuple[int, ...]] = []  # prompts that came, and texts that finished
+        self.ended: list[Sequence] = []
+        self.seen: Counter[str] = Counter()
+        self.undrafted: dict[Node, int] = {}  # cached pages without draft keys
+        self._watch()
+        self._poison()
+        for spec in SPECS:
+            own = drafter(spec)
+            self.engine.drafters[spec] = Taught(own, self._text_in) if own is not None and setup.is_taught else own
+
+    def add(self, wish: Wish) -> None:
+        """Submit a request under a number that nobody has at this moment; what can never fit must be refused."""
+        number = next(n for n in itertools.count() if n not in self.live)
+        request = Request(number, wish.prompt, wish.params, wish.spec, wish.priority)
+        if self.engine.pool.pages_for(request.reach) > self.engine.pool.num_pages:
+            with pytest.raises(OutOfPages):
+                self.engine.add(request)
+            self.seen["refused"] += 1
+        else:
+            self.live[number] = sequence = self.engine.add(request)
+            self.received[number] = []
+            self.texts.append(wish.prompt)
+            self.truth[sequence] = alone(wish.prompt, wish.sampling, wish.max_tokens)
+        self.check()
+
+    def step(self) -> None:
+        """One engine step, and whether what it said is true."""
+        running = [s for s in self.engine.scheduler.running if s is not None]
+        counts, unread = {s: s.num_preempted for s in running}, unread_sequences(self.engine)
+        for delta in self.engine.step():
+            self._receive(delta)
+        for sequence in [s for s, count in counts.items() if s.num_preempted > count]:
+            assert all(s.urgency < sequence.urgency for s in running if s.slot >= 0), "the least urgent gives way"
+            self.seen["preempted"] += 1
+            self.seen["preempted unread"] += sequence in unread
+        self._look()
+        self.check()
+
+    def abort(self, number: int | str) -> None:
+        """End a request; what it has so far must be the beginning of its text."""
+        sequence = self.live.pop(number)
+        self.seen["aborted running"] += sequence.slot >= 0
+        self.seen["aborted waiting"] += sequence.slot < 0
+        self.seen["aborted unread"] += sequence in unread_sequences(self.engine)
+        delta = self.engine.abort(number)
+        assert (delta.request_id, delta.token_ids, delta.finish_reason) == (number, [], "abort")
+        self._end(sequence)
+        self.check()
+        self.check_cached()
+
+    def abort_all(self) -> None:
+        """Drop everything."""
+        self.engine.reset()
+        for sequence in self.live.values():
+            assert sequence.finish_reason == "abort"
+            self._end(sequence)
+        self.live.clear()
+        assert not self.engine.is_busy
+        self.check()
+
+    def drain(self) -> None:
+        """Everything finishes, no page stays in use, what stays cached is what its tokens give, and can be dropped."""
+        tokens_left = sum(s.request.max_tokens_total + PAGE for s in self.live.values())
+        for _ in range(2 * tokens_left + 2):
+            if not self.engine.is_busy:
+                break
+            self.step()
+        assert not self.engine.is_busy and not self.live, "the engine does not come to an end"
+        pool, meter = self.engine.pool, self.engine.meter
+        assert not pool.refcount.any() and pool.num_available == pool.num_pages
+        for name in ("num_committed", "num_prefilled", "num_steps", "num_accepted_tokens", "num_prefix_hits"):
+            total = sum(getattr(s.counters, name) for s in self.ended)
+            assert getattr(meter.counters, name) == total, f"{name} of the run and of its requests"
+        self.check_cached()
+        if self.engine.prefix is not None:
+            self.engine.prefix.clear()
+        assert pool.num_free == pool.num_pages
+
+    def check(self) -> None:
+        """What must hold between any two calls; the engine itself checks its pages after every step."""
+        assert self.engine.sequences == self.live
+        check_sequences(self.engine)
+        check_outcome(self.engine)
+
+    def check_cached(self) -> None:
+        """Cached pages hold what a fresh prefill of their tokens writes."""
+        self.seen["draft pages checked"] += check_cached_pages(self.engine, lone_llm().engine)
+
+    def _receive(self, delta: TokenDelta) -> None:
+        sequence, deltas = self.live[delta.request_id], self.received[delta.request_id]
+        truth = self.truth[sequence]
+        deltas.append(delta)
+        output = [token for d in deltas for token in d.token_ids]
+        assert output == truth.token_ids[: len(output)], f"{sequence.request}: differs from the same run alone"
+        if delta.finish_reason is not None:
+            assert (len(output), delta.finish_reason) == (len(truth.token_ids), truth.finish_reason)
+            assert "".join(d.text for d in deltas) == truth.text
+            self.texts.append(tuple(sequence.tokens))
+            del self.live[delta.request_id]
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        truth, counters, output = self.truth.pop(sequence), sequence.counters, sequence.output_ids
+        deltas = self.received.pop(sequence.request.id)
+        assert output == [token for d in deltas for token in d.token_ids] == truth.token_ids[: len(output)]
+        if sequence.request.sampling.frequency_penalty == LARGEST:
+            assert len({*output}) == len(output), "no token stands twice"
+        assert sum(d.num_accepted for d in deltas) == sum(sequence.by_draft)
+        assert sequence.logprobs == (truth.logprobs or [])[: len(output)]
+        assert counters.num_prefilled + counters.num_committed == len(output) == len(sequence.by_draft)
+        assert counters.num_prefilled == bool(output), "however often it was preempted"
+        assert counters.num_prompt_tokens == sequence.num_prompt or not output
+        assert counters.num_committed == counters.num_steps + counters.num_accepted_tokens - counters.tokens_cut
+        self.seen["accepted"] += counters.num_accepted_tokens
+        self.seen["cut"] += counters.tokens_cut
+        self.seen["prefix hits"] += counters.num_prefix_hits
+        self.ended.append(sequence)
+
+    def _text_in(self, slot: int) -> list[int]:
+        sequence = self.engine.scheduler.running[slot]
+        assert sequence is not None
+        return [*sequence.request.prompt_ids, *self.truth[sequence].token_ids]
+
+    def _watch(self) -> None:
+        """Count what leaves no trace."""
+        stepper, pool = self.engine.stepper, self.engine.pool
+        complete, evicted = stepper.complete_draft, pool.evicted
+
+        def counted_complete(sequence: Sequence) -> None:
+            self.seen["drafts completed"] += 1
+            complete(sequence)
+
+        def counted_evicted(page: int) -> None:
+            self.seen["evicted"] += 1
+            evicted(page)
+
+        stepper.complete_draft, pool.evicted = counted_complete, counted_evicted  # type: ignore[method-assign]
+
+    def _poison(self) -> None:
+        """Make every page that is handed out hold NaN, so that no result can come from keys that nobody wrote."""
+        pool, stepper, session = self.engine.pool, self.engine.stepper, self.engine.stepper.session
+        assert session is not None
+        take, top_ks = pool._take, {name: getattr(session, name) for name in ("extend", "advance", "expand")}
+
+        def taken(last: int, count: int) -> int:
+            page = take(last, count)
+            for kv in (stepper.kv, session.kv):
+                kv.k[:, page] = kv.v[:, page] = math.nan
+            stepper.slots.page_features[page] = math.nan
+            return page
+
+        def checked(name: str, *args: Any) -> TopK:
+            best: TopK = top_ks[name](*args)
+            assert np.isfinite(best.logprobs).all(), f"a draft's {name} pass read what nobody wrote"
+            return best
+
+        pool._take = taken  # type: ignore[method-assign]
+        for name in top_ks:
+            setattr(session, name, partial(checked, name))
+
+    def _look(self) -> None:
+        """Count what the step did."""
+        plan, slots = self.engine.last and self.engine.last.plan, self.engine.stepper.slots
+        if plan is not None:
+            first = [chunk for chunk in plan.chunks if chunk.start <= chunk.sequence.num_hit]
+            self.seen["whole hits"] += sum(chunk.start < chunk.sequence.num_hit for chunk in first)
+            self.seen["resumed"] += sum(chunk.sequence.num_preempted > 0 for chunk in first)
+            self.seen["resumed on a hit"] += sum(c.sequence.num_preempted * c.sequence.num_hit > 0 for c in first)
+            self.seen["drafted behind undrafted pages"] += sum(int(slots.first_draft_key[c.slot]) > 1 for c in first)
+            self.seen["mixed drafters"] += len({s.request.spec for s in plan.decoding}) > 1
+            self.seen["mixed with prefill"] += bool(plan.decoding and plan.chunks)
+        if self.engine.prefix is not None:
+            nodes = self.engine.prefix.by_page.values()
+            self.seen["upgraded"] += sum(node.has_draft for node in nodes if node in self.undrafted)
+            self.undrafted = {node: node.page for node in nodes if not node.has_draft}
