@@ -134,6 +134,7 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_the_state_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert default_state() == tmp_path / ".cache" / "aquiline" / "gates.json"
     found = measured()
     assert len({content_hash(result) for result in found.values()}) == 3

@@ -64,6 +64,10 @@ def test_columns_of_the_roofline_are_there_where_a_result_has_one() -> None:
         found = rows(steady() | {CHAIN: result})
         assert (found["chain-3"].cells["% of ideal"], found["chain-3"].cells["spec efficiency"]) == ("50", efficiency)
         assert (found["chain-2"].cells["% of ideal"], found["chain-2"].cells["spec efficiency"]) == ("-", "-")
+    noted = {name: changed(r, roofline={"notes": ["routing is uniform"]}) for name, r in steady().items()}
+    assert report(noted).closing == ["ideal: routing is uniform"], "said once"
+    alone = {CHAIN: stated}
+    assert "spec efficiency" not in report(alone).tables[0].columns, "no ratio, so no share of one"
 
 
 def test_markdown_and_console_have_the_same_cells() -> None:

@@ -35,6 +35,7 @@ GATES = """gates:
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A home of its own, so that streaks are this test's, and a terminal of 100 columns."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     (tmp_path / "mine.yaml").write_text(GATES)
     return tmp_path

@@ -1,9 +1,10 @@
-"""Reads AsyncLLM's streams, with an end to all patience."""
+"""Reads AsyncLLM's streams, with an end to all patience, and holds its thread where a test wants it."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
@@ -13,7 +14,10 @@ from tests.engine.test_stops import letters
 from aquiline.config import SamplingParams
 from aquiline.engine.async_llm import AsyncLLM
 from aquiline.engine.llm import LLM
+from aquiline.engine.model import LoadedModels
 from aquiline.engine.sequence import TokenDelta
+from aquiline.spec.tree import DraftTree
+from aquiline.types import AcceptResult, Int32
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
 LONG = dataclasses.replace(PARAMS, max_tokens=300)
@@ -24,6 +28,38 @@ PATIENCE_S = 60
 def lettered_llm(max_batch: int = 3, **settings: Any) -> LLM:
     loaded = dataclasses.replace(tiny_models(max_batch=max_batch), tokenizer=letters())
     return LLM.from_models(loaded, engine_config(max_batch, **settings))
+
+
+class Gate:
+    """Holds the engine's thread in every step that decodes, until it is let on: what a test has seen running cannot end
+    before it says so."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.permits = threading.Semaphore(0)
+
+    def hold(self) -> None:
+        self.is_held = True
+        assert self.permits.acquire(timeout=PATIENCE_S), "nobody let the engine on"
+        self.is_held = False
+
+    def let(self, num_steps: int = 1_000_000) -> None:
+        self.permits.release(num_steps)
+
+
+def gated_llm(gate: Gate, max_batch: int = 2, fatal_token: int = -1, **settings: Any) -> LLM:
+    """An LLM with letters for tokens; a step that decodes a sequence whose root is fatal_token raises."""
+
+    class Gated(LoadedModels):
+        def accept(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
+            gate.hold()
+            if fatal_token in tree.tokens[tree.topology.offsets[:-1]]:
+                raise ZeroDivisionError("broken on purpose")
+            return super().accept(tree, drawn)
+
+    loaded = dataclasses.replace(tiny_models(max_batch=max_batch), tokenizer=letters())
+    models = Gated(**{f.name: getattr(loaded, f.name) for f in dataclasses.fields(loaded)})
+    return LLM.from_models(models, engine_config(max_batch, **settings))
 
 
 async def read(stream: AsyncGenerator[TokenDelta]) -> list[TokenDelta]:
@@ -42,6 +78,11 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+async def asked(engine: AsyncLLM, count: int) -> None:
+    """Until so many requests (or calls of close) have reached the engine or its queue, none of which can have ended."""
+    await until(lambda: len(engine.llm.engine.sequences) + engine._commands.qsize() == count)
 
 
 async def nothing_left(engine: AsyncLLM) -> None:

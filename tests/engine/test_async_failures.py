@@ -7,19 +7,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models
+from tests.conftest import needs_native, tiny_llm
 from tests.engine import test_bad_logits as bad_logits
 from tests.engine.driving import words
-from tests.engine.streams import LONG, PARAMS, lettered_llm, nothing_left, read, run, said, until
+from tests.engine.streams import LONG, PARAMS, Gate, asked, gated_llm, nothing_left, read, run, said, until
 from tests.engine.test_exact import BASELINE, tokens
 from tokenizers import decoders
 
 from aquiline.engine.async_llm import AsyncLLM
-from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels
 from aquiline.errors import EngineStopped, NumericalError, OutOfPages
-from aquiline.spec.tree import DraftTree
-from aquiline.types import AcceptResult, Int32
 
 pytestmark = needs_native
 
@@ -28,11 +24,14 @@ def test_a_duplicate_id_is_refused_and_the_first_goes_on() -> None:
     expected = tokens(tiny_llm().run([words(9)], LONG))[0]
 
     async def main() -> None:
-        async with AsyncLLM(tiny_llm(max_batch=2)) as engine:
+        gate = Gate()
+        async with AsyncLLM(gated_llm(gate)) as engine:
             first = asyncio.create_task(read(engine.generate(words(9), LONG, request_id="a")))
-            await until(lambda: "a" in engine.llm.engine.sequences)
+            await until(lambda: gate.is_held)
+            gate.let(1)
             with pytest.raises(ValueError, match="request id 'a': is in use by a request that has not finished"):
                 await read(engine.generate(words(3), PARAMS, request_id="a"))
+            gate.let()
             assert said(await first) == expected
             assert len(said(await read(engine.generate(words(3), PARAMS, request_id="a")))) == PARAMS.max_tokens
 
@@ -84,9 +83,9 @@ def test_bad_logits_end_one_stream() -> None:
         async with AsyncLLM(llm) as engine:
             streams = [engine.generate(p, bad_logits.PARAMS) for p in (good, [*good, bad_logits.POISON], good)]
             first, bad, last = await asyncio.gather(*map(read, streams), return_exceptions=True)
-            assert isinstance(bad, NumericalError) and "request 1: the target's logits at position 10 are NaN" in str(
-                bad
-            )
+            assert isinstance(
+                bad, NumericalError
+            ) and "request async-1: the target's logits at position 10 are NaN" in str(bad)
             assert not isinstance(first, BaseException) and not isinstance(last, BaseException)
             assert said(first) == said(last) == expected
             await nothing_left(engine)
@@ -94,48 +93,31 @@ def test_bad_logits_end_one_stream() -> None:
     run(main())
 
 
-class Breaking(LoadedModels):
-    """Breaks while it verifies, in the engine's thread, once token 90 is the root of some sequence."""
-
-    def accept(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
-        if 90 in tree.tokens[tree.topology.offsets[:-1]]:
-            raise ZeroDivisionError("broken on purpose")
-        return super().accept(tree, drawn)
-
-
-def breaking_llm(max_batch: int = 2) -> LLM:
-    loaded = tiny_models(max_batch=max_batch)
-    models = Breaking(**{f.name: getattr(loaded, f.name) for f in dataclasses.fields(loaded)})
-    return LLM.from_models(models, engine_config(max_batch))
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_in_the_engine_s_thread_reaches_everybody() -> None:
     """Streams that decode, that wait, that come later, from the same loop or another; close() returns."""
-    message = "the engine stopped: ZeroDivisionError: broken on purpose"
+    message, gate = "the engine stopped: ZeroDivisionError: broken on purpose", Gate()
     fatal = dataclasses.replace(PARAMS, logit_bias={90: 1e6})
     harmless = dataclasses.replace(LONG, logit_bias={90: -np.inf})
-    engine = AsyncLLM(breaking_llm())
+    engine = AsyncLLM(gated_llm(gate, fatal_token=90))
 
     async def main() -> None:
-        streams = [engine.generate(words(9, i), harmless, spec=BASELINE) for i in range(4)]
-        waiting = [asyncio.create_task(read(stream)) for stream in streams]
-        await until(lambda: len(engine.llm.engine.sequences) == 4)
-        with pytest.raises(EngineStopped, match=message):
-            await read(engine.generate(words(9), fatal, priority=-1))
+        waiting = [asyncio.create_task(read(engine.generate(words(9, i), harmless))) for i in range(4)]
+        await asked(engine, 4)
+        waiting.append(asyncio.create_task(read(engine.generate(words(9), fatal, priority=-1))))
+        await asked(engine, 5)
+        gate.let()
         for task in waiting:
             with pytest.raises(EngineStopped, match=message):
                 await task
         with pytest.raises(EngineStopped, match=message):
             await read(engine.generate(words(3), PARAMS))
 
-    run(main())
-    run(asyncio.sleep(0))
-
     async def later() -> None:
         with pytest.raises(EngineStopped, match=message):
             await read(engine.generate(words(3), PARAMS))
 
+    run(main())
     run(later())
     engine.close()
     assert not engine.llm.engine.is_busy
@@ -154,7 +136,8 @@ class BreakingDecoder:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_that_comes_again_while_requests_are_dropped_reaches_everybody_too() -> None:
     """What is held back of a text is decoded when its request is dropped."""
-    llm = lettered_llm(max_batch=2)
+    gate = Gate()
+    llm = gated_llm(gate)
     assert llm.models.tokenizer is not None
     llm.models.tokenizer.decoder = decoders.Decoder.custom(BreakingDecoder())
     fatal = dataclasses.replace(PARAMS, logit_bias={90: 1e6})
@@ -163,8 +146,10 @@ def test_a_failure_that_comes_again_while_requests_are_dropped_reaches_everybody
     async def main() -> None:
         engine = AsyncLLM(llm)
         waiting = [asyncio.create_task(read(engine.generate(words(9, i), harmless))) for i in range(3)]
-        await until(lambda: len(engine.llm.engine.sequences) == 3)
+        await asked(engine, 3)
         waiting.append(asyncio.create_task(read(engine.generate(words(9), fatal, priority=-1))))
+        await asked(engine, 4)
+        gate.let()
         done, _ = await asyncio.wait(waiting, timeout=5)
         assert len(done) == 4, f"{4 - len(done)} of 4 callers wait for ever"
         for task in waiting:
@@ -176,18 +161,23 @@ def test_a_failure_that_comes_again_while_requests_are_dropped_reaches_everybody
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_close_ends_live_streams(times: int) -> None:
+    """Some run, some wait, and one comes while the engine's thread, held in a step, has yet to read that it ends."""
+
     async def main() -> None:
-        engine = AsyncLLM(tiny_llm(max_batch=2))
-        streams = [engine.generate(words(9, i), LONG) for i in range(4)]
-        firsts = [await anext(stream) for stream in streams[:2]]
-        assert all(delta.token_ids for delta in firsts)
-        waiting = [asyncio.create_task(read(stream)) for stream in streams]
-        await until(lambda: len(engine.llm.engine.sequences) == 4)
-        for _ in range(times):
-            await asyncio.to_thread(engine.close)
+        gate = Gate()
+        engine = AsyncLLM(gated_llm(gate))
+        waiting = [asyncio.create_task(read(engine.generate(words(9, i), LONG))) for i in range(4)]
+        await until(lambda: gate.is_held)
+        await asked(engine, 4)
+        closing = [asyncio.create_task(asyncio.to_thread(engine.close)) for _ in range(times)]
+        await asked(engine, 4 + times)
+        waiting.append(asyncio.create_task(read(engine.generate(words(9), PARAMS))))
+        await asked(engine, 5 + times)
+        gate.let()
         for task in waiting:
             with pytest.raises(EngineStopped, match="the engine was closed"):
                 await task
+        await asyncio.gather(*closing)
         with pytest.raises(EngineStopped, match="the engine was closed"):
             await read(engine.generate(words(3), PARAMS))
         assert not engine.llm.engine.is_busy and not engine._streams
@@ -196,18 +186,41 @@ def test_close_ends_live_streams(times: int) -> None:
     run(main())
 
 
-def test_leaving_the_context_ends_live_streams_and_the_models_serve_another() -> None:
+def test_a_caller_who_leaves_behind_the_end_keeps_nobody_from_hearing_of_it() -> None:
+    """The engine's thread, held in a step, finds a request to end it and behind that one to abort a stream."""
+
+    async def main() -> None:
+        gate = Gate()
+        engine = AsyncLLM(gated_llm(gate))
+        waiting = [asyncio.create_task(read(engine.generate(words(9, i), LONG))) for i in range(3)]
+        await until(lambda: gate.is_held)
+        await asked(engine, 3)
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        await asked(engine, 4)
+        waiting.pop(0).cancel()
+        await asked(engine, 5)
+        gate.let()
+        done, _ = await asyncio.wait(waiting, timeout=5)
+        assert len(done) == 2, f"{2 - len(done)} of 2 callers wait for ever"
+        for task in waiting:
+            with pytest.raises(EngineStopped, match="the engine was closed"):
+                await task
+        await closing
+
+    run(main())
+
+
+def test_leaving_the_context_ends_the_thread_and_the_llm_serves_another() -> None:
     llm = tiny_llm(max_batch=2)
     expected = tokens(llm.run([words(9)], PARAMS))[0]
 
     async def main() -> None:
-        async with AsyncLLM(llm) as engine:
-            stream = engine.generate(words(9), LONG)
-            await anext(stream)
-        with pytest.raises(EngineStopped, match="the engine was closed"):
-            await read(stream)
-        async with AsyncLLM(llm) as engine:
-            assert said(await read(engine.generate(words(9), PARAMS))) == expected
+        for _ in range(2):
+            async with AsyncLLM(llm) as engine:
+                assert said(await read(engine.generate(words(9), PARAMS))) == expected
+            assert not engine._thread.is_alive()
+            with pytest.raises(EngineStopped, match="the engine was closed"):
+                await read(engine.generate(words(9), PARAMS))
 
     run(main())
     assert tokens(llm.run([words(9)], PARAMS))[0] == expected

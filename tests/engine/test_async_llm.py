@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 from tests.conftest import needs_native, tiny_llm
 from tests.engine.driving import words
-from tests.engine.streams import LONG, PARAMS, PATIENCE_S, lettered_llm, nothing_left, read, run, said, until
+from tests.engine.streams import (
+    LONG,
+    PARAMS,
+    PATIENCE_S,
+    Gate,
+    asked,
+    gated_llm,
+    lettered_llm,
+    nothing_left,
+    read,
+    run,
+    said,
+    until,
+)
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.engine.async_llm import AsyncLLM
@@ -73,7 +86,8 @@ def test_priorities_and_deadlines_reach_the_scheduler() -> None:
     expected = tokens(tiny_llm().run([words(9)], LONG, spec=BASELINE))[0]
 
     async def main() -> None:
-        async with AsyncLLM(tiny_llm(max_batch=1)) as engine:
+        gate = Gate()
+        async with AsyncLLM(gated_llm(gate, max_batch=1)) as engine:
             order = []
 
             async def one(name: str, **settings: Any) -> list[TokenDelta]:
@@ -82,10 +96,13 @@ def test_priorities_and_deadlines_reach_the_scheduler() -> None:
                 return deltas
 
             patient = asyncio.create_task(one("patient", priority=3))
-            await until(lambda: engine.llm.engine.is_busy)
-            urgent, late = await asyncio.gather(one("urgent", priority=1), one("late", priority=9, deadline_s=1e-6))
-            assert said(await patient) == said(urgent) == expected and order == ["late", "urgent", "patient"]
-            assert [(d.token_ids, d.finish_reason) for d in late] == [([], "deadline")]
+            await asked(engine, 1)
+            urgent = asyncio.create_task(one("urgent", priority=1))
+            late = asyncio.create_task(one("late", priority=9, deadline_s=1e-6))
+            await asked(engine, 3)
+            gate.let()
+            assert said(await patient) == said(await urgent) == expected and order == ["late", "urgent", "patient"]
+            assert [(d.token_ids, d.finish_reason) for d in await late] == [([], "deadline")]
 
     run(main())
 
@@ -118,15 +135,17 @@ def test_closing_a_stream_aborts_its_request(prefix_cache: bool) -> None:
     expected = tokens(tiny_llm().run([words(9)], PARAMS))[0]
 
     async def main() -> None:
-        async with AsyncLLM(tiny_llm(max_batch=2, prefix_cache=prefix_cache)) as engine:
-            stays = asyncio.create_task(read(engine.generate(words(9), PARAMS)))
+        gate = Gate()
+        async with AsyncLLM(gated_llm(gate, prefix_cache=prefix_cache)) as engine:
             doomed = engine.generate(words(20), LONG, request_id="doomed")
-            async for delta in doomed:
-                if len(delta.token_ids):
-                    break
+            await anext(doomed)
+            stays = asyncio.create_task(read(engine.generate(words(9), PARAMS)))
+            await asked(engine, 2)
+            sequence = engine.llm.engine.sequences["doomed"]
             await doomed.aclose()
-            await until(lambda: "doomed" not in engine.llm.engine.sequences)
+            gate.let()
             assert said(await stays) == expected
+            assert sequence.finish_reason == "abort" and len(sequence.output_ids) < 20
             again = await read(engine.generate(words(9), PARAMS, request_id="doomed"))
             assert said(again) == expected, "its id is free"
             await nothing_left(engine)
@@ -134,12 +153,17 @@ def test_closing_a_stream_aborts_its_request(prefix_cache: bool) -> None:
     run(main())
 
 
-def test_breaking_out_of_a_loop_leaves_nothing_when_the_stream_is_gone() -> None:
+def test_breaking_out_of_a_loop_aborts_when_the_stream_is_gone() -> None:
     async def main() -> None:
-        async with AsyncLLM(tiny_llm(max_batch=2)) as engine:
-            async for _ in engine.generate(words(20), LONG):
+        gate = Gate()
+        async with AsyncLLM(gated_llm(gate)) as engine:
+            async for delta in engine.generate(words(20), LONG):
+                sequence = engine.llm.engine.sequences[delta.request_id]
                 break
+            await until(lambda: not engine._commands.empty() or sequence.finish_reason is not None)
+            gate.let()
             await nothing_left(engine)
+            assert sequence.finish_reason == "abort"
 
     run(main())
 
@@ -147,23 +171,31 @@ def test_breaking_out_of_a_loop_leaves_nothing_when_the_stream_is_gone() -> None
 @pytest.mark.parametrize("wait_for", ["nothing", "the queue", "a token"])
 def test_cancelling_whoever_waits_aborts(wait_for: str) -> None:
     async def main() -> None:
-        async with AsyncLLM(tiny_llm(max_batch=1)) as engine:
+        gate = Gate()
+        async with AsyncLLM(gated_llm(gate, max_batch=1)) as engine:
             inner = engine.llm.engine
             running = asyncio.create_task(read(engine.generate(words(20), LONG, request_id="running")))
-            await until(lambda: "running" in inner.sequences and bool(inner.sequences["running"].output_ids))
+            await until(lambda: gate.is_held)
+            sequences = list(inner.sequences.values())
             doomed = asyncio.create_task(read(engine.generate(words(20, 1), LONG, request_id="doomed")))
             if wait_for == "nothing":
                 await asyncio.sleep(0)  # into generate, no further
-            elif wait_for == "the queue":
-                await until(lambda: "doomed" in inner.sequences)
             else:
-                running.cancel()
-                await until(lambda: "doomed" in inner.sequences and bool(inner.sequences["doomed"].output_ids))
-            doomed.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await doomed
-            running.cancel()
+                await asked(engine, 2)
+                if wait_for == "a token":
+                    running.cancel()
+                gate.let(1)
+                await until(lambda: "doomed" in inner.sequences)
+                sequences.append(inner.sequences["doomed"])
+            if wait_for == "a token":
+                await until(lambda: bool(sequences[1].output_ids))
+            for task in (doomed, running):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            gate.let()
             await nothing_left(engine)
+            assert {sequence.finish_reason for sequence in sequences} == {"abort"}
             assert len(said(await read(engine.generate(words(3), PARAMS)))) == PARAMS.max_tokens
 
     run(main())
@@ -171,10 +203,35 @@ def test_cancelling_whoever_waits_aborts(wait_for: str) -> None:
 
 def test_a_timeout_around_a_stream_aborts() -> None:
     async def main() -> None:
-        async with AsyncLLM(tiny_llm(max_batch=1)) as engine:
+        gate = Gate()
+        async with AsyncLLM(gated_llm(gate)) as engine:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(read(engine.generate(words(20), LONG)), 0.02)
+                await asyncio.wait_for(read(engine.generate(words(20), LONG)), 0.05)
+            gate.let()
             await nothing_left(engine)
+            assert engine.llm.engine.meter.counters.num_committed < 20
+
+    run(main())
+
+
+@pytest.mark.parametrize("next_id", ["a", "b"])
+def test_closing_a_stream_that_has_ended_unread_aborts_nobody(next_id: str) -> None:
+    """Its last delta waits for its caller while its id is free, or another's."""
+
+    async def main() -> None:
+        gate = Gate()
+        async with AsyncLLM(gated_llm(gate)) as engine:
+            sequences = engine.llm.engine.sequences
+            first = engine.generate(words(9), PARAMS, spec=BASELINE, request_id="a")
+            await anext(first)
+            gate.let(PARAMS.max_tokens - 1)
+            await until(lambda: not sequences)
+            second = asyncio.create_task(read(engine.generate(words(9), LONG, request_id=next_id)))
+            await until(lambda: next_id in sequences and bool(sequences[next_id].output_ids))
+            await first.aclose()
+            gate.let()
+            deltas = await second
+            assert deltas[-1].finish_reason == "length" and len(said(deltas)) == LONG.max_tokens
 
     run(main())
 
@@ -191,18 +248,20 @@ def test_a_stream_nobody_reads_is_no_request() -> None:
 
 
 def test_an_event_loop_that_has_ended_takes_its_requests_with_it() -> None:
-    llm = tiny_llm(max_batch=2)
-    expected = tokens(llm.run([words(9)], PARAMS))[0]
-    engine = AsyncLLM(llm)
+    expected, gate = tokens(tiny_llm().run([words(9)], PARAMS))[0], Gate()
+    engine = AsyncLLM(gated_llm(gate))
     loop = asyncio.new_event_loop()
     stream = engine.generate(words(20), LONG, request_id="orphan")
     loop.run_until_complete(stream.__anext__())
+    orphan = engine.llm.engine.sequences["orphan"]
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()  # and nobody closed the stream
+    gate.let()
 
     async def main() -> None:
         assert said(await read(engine.generate(words(9), PARAMS))) == expected
         await nothing_left(engine)
+        assert orphan.finish_reason == "abort"
 
     run(main())
     engine.close()

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models
+from tests.engine.driving import finish
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, tokens
 from tests.engine.test_stops import letters
 
@@ -101,8 +102,7 @@ def test_what_was_computed_and_published_is_found_again() -> None:
         llm.engine.add(llm.request("urgent", BATCH[1], SAMPLINGS["greedy"], BASELINE, priority=1))
         llm.engine.step()
         assert patient.slot == -1
-        while llm.engine.is_busy:
-            llm.engine.step()
+        finish(llm)
         computed[prefix_cache] = llm.engine.meter.num_prefill_tokens
         assert patient.num_preempted == 1 and patient.counters.num_prefix_hits == 0, (
             "hits count the prompt's first stay"
@@ -129,6 +129,5 @@ def test_a_prompt_that_gives_way_between_its_chunks_begins_again() -> None:
     assert second.num_preempted == 1
     lost = [a for a, b in itertools.pairwise(num_cached) if b < a]
     assert len(lost) == 1 and 60 < lost[0] < 120
-    while llm.engine.is_busy:
-        llm.engine.step()
+    finish(llm)
     assert [first.output_ids, second.output_ids] == expected

@@ -163,7 +163,7 @@ def test_other_drafters_and_none_side_by_side(sampling: SamplingParams) -> None:
 
 
 def test_drafting_without_a_draft_is_refused_and_the_off_switch_works() -> None:
-    models = dataclasses.replace(tiny_models(), draft=None)
+    models = dataclasses.replace(tiny_models(), draft=None, draft_config=None)
     llm = LLM.from_models(models, engine_config())
     assert llm.spec.drafter == "none"
     with pytest.raises(ValueError, match="drafter='chain': no draft model is loaded; pass one or use drafter='none'"):

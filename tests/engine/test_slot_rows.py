@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.conftest import needs_native, tiny_llm
-from tests.engine.driving import PARAMS, add, started, words
+from tests.conftest import TINY, needs_native, tiny_llm
+from tests.engine.driving import PARAMS, add, alone, started, words
+from tests.engine.oracle import Oracle
 from tests.engine.test_exact import BASELINE, SPECS
 
 pytestmark = needs_native
@@ -61,8 +62,10 @@ def test_slots_of_a_step_are_all_accounted_for() -> None:
 
 def test_dead_slots_report_nothing() -> None:
     llm = tiny_llm(max_batch=5)
-    specs = [SPECS["chain4"], BASELINE, SPECS["dynamic"]]
     doomed = started(llm, "doomed", words(5), LONG)
+    truth = [*words(6, 1), *alone(words(6, 1), LONG)]  # of the second, which is given an oracle
+    llm.engine.drafters[SPECS["chain4"]] = Oracle(4, {2: truth}, TINY.vocab_size)
+    specs = [BASELINE, SPECS["chain4"], SPECS["dynamic"]]
     sequences = [add(llm, i, words(5 + i, i), LONG, spec) for i, spec in enumerate(specs)]
     for _ in range(3):
         llm.engine.step()
@@ -75,6 +78,7 @@ def test_dead_slots_report_nothing() -> None:
     assert found["accepted"].shape == (5,) and found["draft"].shape == (5, 12) and found["mask"].shape == (5, 12, 1)
     for dead in (0, 4):
         assert found["accepted"][dead] == 0 and (found["draft"][dead] == -1).all() and not found["mask"][dead].any()
+    assert found["accepted"][2] == 4
     shape = last.tree.topology
     for b, sequence in enumerate(last.decoding):
         first, end = shape.offsets[b], shape.offsets[b + 1]

@@ -99,12 +99,13 @@ def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
 
 
 def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
-    """Measured over ideal speedup at the same tau, where the result has a roofline to tell."""
+    """Measured over ideal speedup at the same tau, where the result has a roofline to tell and a fair baseline."""
     roofline = result.get("roofline", {})
+    if ratio.value is None or result["setting"]["drafter"] == "none":
+        return None
     stated: float | None = roofline.get("spec_efficiency")
-    if stated is not None or ratio.value is None or result["setting"]["drafter"] == "none":
-        return stated
-    return ratio.value / roofline["ideal_speedup"] if "ideal_speedup" in roofline else None
+    ideal: float | None = roofline.get("ideal_speedup")
+    return stated if stated is not None or ideal is None else ratio.value / ideal
 
 
 def against_older(result: Result, older: Mapping[str, Result]) -> Ratio:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.bench.result import Result
+from aquiline.config import cache_directory
 
 SCHEMA = "aquiline.gates/1"
 RUNS_IN_A_ROW = 3
@@ -116,7 +117,7 @@ def content_hash(result: Result) -> str:
 
 def default_state() -> Path:
     """Where streaks are kept unless a file is named."""
-    return Path.home() / ".cache" / "aquiline" / "gates.json"
+    return cache_directory() / "gates.json"
 
 
 def _is_streak(value: object) -> bool:

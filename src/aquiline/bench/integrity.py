@@ -42,13 +42,14 @@ def _is_text(value: object) -> bool:
 
 
 _TEXT = ("must be a text that is not empty", _is_text)
+_TEXTS = ("must be a list of texts", lambda v: isinstance(v, list) and all(map(_is_text, v)))
 _COUNT = ("must be a whole number, at least 0", _is_whole)
 _SHARE = ("must be a number from 0 to 1", lambda v: _is_number(v, 0, 1))
 _AMOUNT = ("must be a number above 0", lambda v: _is_number(v, math.ulp(0.0)))
 
 KINDS = (
     Kind("", ("engine", "commit"), *_TEXT),
-    Kind("", ("perf_violations",), "must be a list of texts", lambda v: isinstance(v, list) and all(map(_is_text, v))),
+    Kind("", ("perf_violations",), *_TEXTS),
     Kind("scenario", ("name", "prompts_sha256"), *_TEXT),
     Kind("scenario", ("repeated_share",), *_SHARE),
     Kind("setting", ("name",), *_TEXT),
@@ -69,6 +70,7 @@ KINDS = (
     Kind("system", ("cpu", "isa", "path"), *_TEXT),
     Kind("system", ("threads",), "must be a whole number, at least 1", lambda v: _is_whole(v, 1)),
     Kind("slots", ("disabled_other",), *_COUNT),
+    Kind("roofline", ("notes",), *_TEXTS),
     Kind("roofline", ("ideal_tokens_per_s", "percent_of_ideal", "ideal_speedup", "spec_efficiency"), *_AMOUNT),
 )  # fmt: skip
 

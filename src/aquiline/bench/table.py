@@ -7,7 +7,7 @@ ratio is missing a note below the table says why.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from aquiline.bench import compare, integrity
@@ -54,9 +54,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """All tables; vanished: settings that an older run had and this one has not."""
+    """All tables; ideal: what to know of "% of ideal"; vanished: settings that only the older run had."""
 
     tables: list[Table]
+    ideal: list[str]
     vanished: list[str] = field(default_factory=list)
     has_older: bool = False
 
@@ -68,7 +69,8 @@ class Report:
     @property
     def closing(self) -> list[str]:
         """What is said of all tables together."""
-        found = [f"gone since the older run: {name}" for name in self.vanished]
+        found = [f"ideal: {note}" for note in self.ideal]
+        found += [f"gone since the older run: {name}" for name in self.vanished]
         if self.has_older:
             found.append(f"regressions: {len(self.regressions)}" + "".join(f"; {name}" for name in self.regressions))
         return found
@@ -84,11 +86,13 @@ def report(results: Results, older: Results | None = None) -> Report:
     for name, result in results.items():
         places.setdefault(compare.place(result), []).append(name)
     tables = [_table(place, places[place], results, older) for place in sorted(places)]
+    ideal = [note for result in results.values() for note in result.get("roofline", {}).get("notes", [])]
+    found = Report(tables, list(dict.fromkeys(ideal)))
     if older is None:
-        return Report(tables)
+        return found
     gone = [(older[name], name) for name in compare.vanished(results.values(), older)]
     said = [f"{_place_name(compare.place(r))}: {r['setting']['name']} ({name})" for r, name in gone]
-    return Report(tables, said, has_older=True)
+    return replace(found, vanished=said, has_older=True)
 
 
 def markdown(results: Results, older: Results | None = None) -> str:

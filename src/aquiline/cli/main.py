@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from aquiline.cli import bench
+from aquiline.cli.compare import compare
 from aquiline.cli.demo import demo
 from aquiline.cli.eval import evaluate
 from aquiline.cli.gate import gate
@@ -40,6 +41,7 @@ app = typer.Typer(
     help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
 )
 bench.register(app)
+app.command(cls=ListCommand)(compare)
 app.command()(demo)
 app.command("eval", cls=ListCommand)(evaluate)
 app.command()(gate)

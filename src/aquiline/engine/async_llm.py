@@ -68,7 +68,7 @@ class AsyncLLM:
 
         Closing the iterator, or cancelling whoever waits for it, aborts the request. Raises as LLM.run does, ValueError
         for a request_id that is in use, EngineStopped once the engine has ended."""
-        chosen = next(self._ids) if request_id is None else request_id
+        chosen = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling or SamplingParams()
         request = await asyncio.to_thread(self.llm.request, chosen, prompt, params, spec, priority, deadline_s)
         stream = _Stream(request, asyncio.get_running_loop())

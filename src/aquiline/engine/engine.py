@@ -141,13 +141,18 @@ class Engine:
         return deltas
 
     def _append(self, sequence: Sequence, tokens: list[int], num_accepted: int, outcome: Outcome) -> TokenDelta:
-        if tokens[-1] < 0:
-            return sequence.end(
-                "error",
-                f"request {sequence.request.id}: the target's logits at position {len(sequence.tokens)} are NaN or "
-                "have no finite value; check the checkpoint's weights and dtype",
-            )
-        return sequence.append(tokens, num_accepted, outcome.logprobs.get(sequence) if outcome.logprobs else None)
+        logprobs = outcome.logprobs.get(sequence) if outcome.logprobs else None
+        if tokens[-1] >= 0:
+            return sequence.append(tokens, num_accepted, logprobs)
+        delta = sequence.append(tokens[:-1], num_accepted, logprobs)  # true, whatever comes after them
+        if delta.finish_reason is not None:
+            return delta
+        end = sequence.end(
+            "error",
+            f"request {sequence.request.id}: the target's logits at position {len(sequence.tokens)} are NaN or "
+            "have no finite value; check the checkpoint's weights and dtype",
+        )
+        return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the pages whose tokens are committed and whose draft keys, if it drafts, are written."""

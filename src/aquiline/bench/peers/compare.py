@@ -1,0 +1,272 @@
+"""aquiline against its peers: the same weights, prompts and token counts, every setting in turn, one verdict.
+
+A comparison with an engine that computes another model says nothing, so before anything is timed every kind of peer
+continues a few prompts in float32, and its tokens must be ours; a kind whose are not is void. What the timed settings
+then write is compared too and reported, but may differ: in bfloat16 a near tie falls either way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place
+from aquiline.bench.peers.converted import stored_dtype
+from aquiline.bench.peers.results import PeerModel, agreement, result_of
+from aquiline.bench.peers.verdict import Comparison, Row
+from aquiline.bench.prompts import text_prompts
+from aquiline.bench.result import ModelFacts, Result, Scenario, describe, differences, tokens_sha256
+from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.engine.bundled import BUNDLED_TARGET
+from aquiline.engine.llm import LLM
+from aquiline.engine.llm import Result as OwnRun
+from aquiline.errors import AquilineError
+from aquiline.metrics import mean
+from aquiline.models.load import target_entries
+
+CHECK_PROMPTS, CHECK_TOKENS, CHECK_NEEDED = 3, 16, 8
+"""A kind is void unless, on one of so many prompts, so many of its first tokens in float32 are ours."""
+SETTLE_S = 0.1
+"""Rest before each run: the threads of the engine before it wait spinning for a while, on the cores of the next."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared. names: target and draft as a stranger would know them. repeats: measured runs of every setting,
+    each on a prompt of its own; one more warms up."""
+
+    target: Path
+    draft: Path | None
+    peers: tuple[PeerSpec, ...]
+    names: tuple[str, str | None]
+    is_random: bool = False
+    arithmetics: tuple[str, ...] = ("float32",)
+    num_spec_tokens: tuple[int, ...] = (3,)
+    prompt_tokens: int = 128
+    new_tokens: int = 128
+    repeats: int = 3
+    temperature: float = 0.0
+    seed: int = 0
+    text_source: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("new_tokens", 2), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.arithmetics[:1] != ("float32",):
+            raise ValueError(f"arithmetics={self.arithmetics}: float32 comes first; peers are checked against it")
+
+
+class _Own:
+    """aquiline at one setting."""
+
+    def __init__(self, name: str, llm: LLM, spec: SpecConfig) -> None:
+        self.name, self.label, self.llm, self.spec = name, f"aquiline {name}", llm, spec
+        self.runs: list[OwnRun] = []
+
+    @property
+    def texts(self) -> list[PeerOutput]:
+        """What each run wrote, as a peer would tell it."""
+        outputs = [run.outputs[0] for run in self.runs]
+        return [PeerOutput(len(o.token_ids), o.token_ids, [o.ttft_ms, o.total_ms]) for o in outputs]
+
+    def run(self, prompt: list[int], sampling: SamplingParams) -> None:
+        self.runs.append(self.llm.run([prompt], sampling, spec=self.spec))
+
+    def result(self, scenario: Scenario, model: PeerModel) -> Result:
+        system = self.llm.models.system()
+        facts = ModelFacts(
+            target=model.target, draft=model.draft if self.spec.drafter != "none" else None, dtype=str(system["dtype"]),
+            arithmetic=str(system["arithmetic"]), random_weights=model.is_random, simulated_tau=None,
+            weight_bytes=self.llm.models.weight_bytes,
+        )  # fmt: skip
+        return describe(scenario, self.name, self.spec, facts, self.llm, self.runs)
+
+
+class _Other:
+    """A peer at one setting."""
+
+    def __init__(self, spec: PeerSpec, peer: Peer) -> None:
+        self.label, self.spec, self.peer = spec.label, spec, peer
+        self.runs: list[PeerRun] = []
+
+    @property
+    def texts(self) -> list[PeerOutput]:
+        """What each run wrote."""
+        return [run.outputs[0] for run in self.runs]
+
+    def run(self, prompt: list[int], sampling: SamplingParams) -> None:
+        self.runs.append(self.peer.generate([prompt], sampling.max_tokens, sampling.temperature))
+
+    def result(self, scenario: Scenario, model: PeerModel) -> Result:
+        return result_of(scenario, self.spec, self.peer, model, self.runs)
+
+
+def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) -> Comparison:
+    """Run a plan. on_progress is told what begins.
+
+    Raises ValueError if no peer can be opened, or one fails later."""
+    max_context = plan.prompt_tokens + plan.new_tokens
+    config = EngineConfig(max_batch=1, prefix_cache=False, max_context=max_context + 16)
+    llms = {}
+    for arithmetic in plan.arithmetics:
+        on_progress(f"loading aquiline, {arithmetic} arithmetic")
+        llms[arithmetic] = LLM(
+            plan.target, plan.draft, dtype=stored_dtype(plan.target), arithmetic=arithmetic, engine=config
+        )
+    llm = llms["float32"]
+    prompts, scenario = _prompts(plan, llm)
+    place = Place(plan.target, plan.draft, int(str(llm.models.system()["threads"])), max_context + 1)
+    others, absent = _open(plan, place, prompts[-1], on_progress)
+    try:
+        checks = {}
+        for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
+            on_progress(f"checking {spec.model} in float32")
+            checks[spec.model] = _check(llm, spec, place, prompts[:CHECK_PROMPTS])
+        own = list(_own(plan, llms))
+        for ours in own:
+            on_progress(f"warming up {ours.label}")
+            ours.run(prompts[-1], _sampling(plan, 0))
+            ours.runs.clear()
+        settings: list[_Own | _Other] = [*own, *others]
+        _measure(plan, settings, prompts[:-1], on_progress)
+        results = [setting.result(scenario, _model(plan, llm)) for setting in settings]
+        rows = _rows(plan, settings, results, checks, llm.models.tokenizer)
+        return Comparison(rows, results, checks, absent, llm.models.system())
+    finally:
+        for other in others:
+            other.peer.close()
+
+
+def _open(
+    plan: Plan, place: Place, warm: list[int], on_progress: Callable[[str], None]
+) -> tuple[list[_Other], dict[str, str]]:
+    """Peers that run, warmed up, and why the others do not, by label."""
+    others, absent = [], {}
+    for spec in plan.peers:
+        on_progress(f"loading {spec.label}")
+        try:
+            other = _Other(spec, spec.open(place))
+            other.run(warm, _sampling(plan, 0))
+        except (ValueError, AquilineError, RuntimeError) as error:  # RuntimeError is what native code raises
+            absent[spec.label] = " ".join(str(error).split())
+            continue
+        other.runs.clear()
+        others.append(other)
+    if not others:
+        raise ValueError("no peer can run: " + "; ".join(dict.fromkeys(absent.values())))
+    return others, absent
+
+
+def _sampling(plan: Plan, index: int) -> SamplingParams:
+    """Of the index-th prompt."""
+    return SamplingParams(
+        max_tokens=plan.new_tokens, temperature=plan.temperature, seed=plan.seed + index, ignore_eos=True
+    )
+
+
+def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[_Own]:
+    specs = {"baseline": SpecConfig(drafter="none")}
+    if plan.draft is not None:
+        specs |= {f"chain-{k}": SpecConfig(num_spec_tokens=k) for k in plan.num_spec_tokens}
+        specs["tree"] = SpecConfig(drafter="dynamic")
+    for arithmetic, llm in llms.items():
+        for name, spec in specs.items():
+            suffix = f" in {arithmetic}" if arithmetic != "float32" else ""
+            yield _Own(f"{name}{suffix}", llm, spec)
+
+
+def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[int]], Scenario]:
+    """One prompt per measured run and, at the end, one to warm up with: no engine has seen what it is measured on."""
+    tokenizer = llm.models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
+    found = text_prompts(plan.prompt_tokens, plan.repeats + 1, tokenizer, plan.text_source)
+    prompts = [[token % llm.models.vocab_size for token in prompt.token_ids] for prompt in found]
+    held_out = all(prompt.is_held_out for prompt in found)
+    source = f"{plan.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
+    return prompts, Scenario(
+        name="peers", profile="cpu", context_tokens=plan.prompt_tokens, batch=1, new_tokens=plan.new_tokens,
+        temperature=plan.temperature, seed=plan.seed, prompts_sha256=tokens_sha256(prompts[:-1]),
+        prompts_source=source, warmup_runs=1, measurement_runs=plan.repeats,
+    )  # fmt: skip
+
+
+def _check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> int:
+    """Leading tokens of a kind of peer in float32 that are ours, on the prompt where most are."""
+    plain = replace(spec, dtype="float32", lookup=None, eagle=None, flags=())
+    sampling = SamplingParams(max_tokens=CHECK_TOKENS, ignore_eos=True)
+    peer = plain.open(place)
+    try:
+        best = 0
+        for prompt in prompts:
+            expected = llm.run([prompt], sampling, spec=SpecConfig(drafter="none")).outputs[0].token_ids
+            best = max(best, agreement(peer.generate([prompt], CHECK_TOKENS, 0.0).outputs[0], expected, None) or 0)
+        return best
+    finally:
+        peer.close()
+
+
+def _measure(
+    plan: Plan, settings: list[_Own | _Other], prompts: list[list[int]], on_progress: Callable[[str], None]
+) -> None:
+    """Every setting on every prompt, the first setting another each time."""
+    for index, prompt in enumerate(prompts):
+        for place in range(len(settings)):
+            setting = settings[(index + place) % len(settings)]
+            on_progress(f"prompt {index + 1} of {len(prompts)}: {setting.label}")
+            time.sleep(SETTLE_S)
+            try:
+                setting.run(prompt, _sampling(plan, index))
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(f"{setting.label}: failed on prompt {index + 1} of {len(prompts)}: {error}") from error
+
+
+def _model(plan: Plan, llm: LLM) -> PeerModel:
+    config = llm.models.target_config
+    sizes = [entry.shape for entry in target_entries(config)]
+    count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in sizes)
+    return PeerModel(*plan.names, config, count, plan.is_random)
+
+
+def _rows(
+    plan: Plan,
+    settings: list[_Own | _Other],
+    results: list[Result],
+    checks: dict[str, int],
+    tokenizer: Tokenizer | None,
+) -> list[Row]:
+    expected = [text.token_ids for text in settings[0].texts]
+    rows = []
+    for setting, result in zip(settings, results, strict=True):
+        counts = [agreement(text, ids, tokenizer) for text, ids in zip(setting.texts, expected, strict=True)]
+        # Drawn tokens are ours alone: other engines have other noise.
+        is_known = plan.temperature == 0 or isinstance(setting, _Own)
+        agreed = [float(count) for count in counts if count is not None and is_known]
+        rows.append(
+            Row(
+                label=setting.label, engine=result["engine"], weights=result["model"]["dtype"],
+                arithmetic=result["model"]["arithmetic"], is_speculative=result["setting"]["drafter"] != "none",
+                tokens_per_s=result["throughput_tokens_per_sec"]["values"], ttft_ms=result["ttft_ms"]["mean"],
+                tau=result["eagle_speculation"]["mean_acceptance_length"], agreed=mean(agreed) if agreed else None,
+                void=_void(setting, result, results[0], checks, agreed),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _void(setting: _Own | _Other, result: Result, baseline: Result, checks: dict[str, int], agreed: list[float]) -> str:
+    """Why a setting may not be compared; empty if it may."""
+    if isinstance(setting, _Own):
+        return "" if setting.llm.models.arithmetic != "float32" else "; ".join(differences(result, baseline))
+    reasons = differences(result, baseline)
+    if setting.spec.kind == "openai":  # which machine a server runs on is for whoever started it
+        reasons = [reason for reason in reasons if not reason.startswith("system.")]
+        if agreed and max(agreed) < min(CHECK_NEEDED, result["scenario"]["new_tokens"]):
+            reasons.append(f"its text is not ours: {max(agreed):.0f} tokens agree")
+    elif checks[setting.spec.model] < CHECK_NEEDED:
+        found = checks[setting.spec.model]
+        reasons.append(f"its first tokens in float32 are not ours: {found} of {CHECK_TOKENS} agree")
+    return "; ".join(reasons)

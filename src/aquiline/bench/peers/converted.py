@@ -1,0 +1,53 @@
+"""Converted checkpoints, made once: a directory per content and form in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from aquiline.models.files import Tensors
+
+FORM = 1
+"""Raised when what is written for the same checkpoint changes."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+
+
+def converted(checkpoints: list[Path], form: str, write: Callable[[Path], None]) -> Path:
+    """The directory that `write` filled for these checkpoints in this form, now or in an earlier run.
+
+    A conversion that fails leaves nothing."""
+    digest = hashlib.sha256(f"{FORM} {form}".encode())
+    for checkpoint in checkpoints:
+        for file in sorted({file for pattern in _WEIGHTS for file in checkpoint.glob(pattern)}):
+            with file.open("rb") as data:
+                digest.update(file.name.encode() + hashlib.file_digest(data, "sha256").digest())
+    return cached(f"{form}-{digest.hexdigest()[:24]}", write)
+
+
+def cached(name: str, write: Callable[[Path], None]) -> Path:
+    """The directory of that name in the cache, filled by `write` if it is not there."""
+    from huggingface_hub import cached_assets_path
+
+    place = cached_assets_path("aquiline", namespace="peers", subfolder="converted") / name
+    if not place.exists():
+        part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{name}."))
+        try:
+            write(part)
+            try:
+                part.replace(place)  # other processes see all of it or nothing
+            except OSError:  # another process was faster
+                if not place.exists():
+                    raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return place
+
+
+def stored_dtype(checkpoint: Path) -> str:
+    """bfloat16 if all of a checkpoint's weights are, so that nothing is rounded and nothing widened."""
+    tensors = Tensors(checkpoint)
+    kinds = {tensors.dtype(name) for name in tensors.names} & {"F32", "F16", "float32", "float16"}
+    return "float32" if kinds else "bfloat16"

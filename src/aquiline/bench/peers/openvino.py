@@ -1,0 +1,143 @@
+"""OpenVINO GenAI in this process, on graphs written from the checkpoint; prompt lookup and our own EAGLE-3 draft."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, library, versions
+from aquiline.bench.peers.converted import converted, stored_dtype
+from aquiline.models.formats import load_draft
+from aquiline.models.load import load_target
+
+MODEL = "openvino_model.xml"
+ov = library("openvino")
+genai = library("openvino_genai")
+
+
+def open_peer(spec: PeerSpec, place: Place) -> OpenVinoPeer:
+    """Write the graphs if they are not there, and compile them; bfloat16 by default where the CPU has it.
+
+    Raises ValueError for bfloat16 on a CPU without it, eagle without a draft, and a directory without a model."""
+    has_bf16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    dtype = spec.dtype or ("bfloat16" if has_bf16 else "float32")
+    if dtype == "bfloat16" and not has_bf16:
+        raise ValueError(f"peer {spec.label}: OpenVINO has no bfloat16 on this CPU; choose float32 or int8")
+    if spec.eagle is not None and place.draft is None:
+        raise ValueError(f"peer {spec.label}: drafts with an EAGLE-3 head and none is given; pass --draft")
+    if spec.is_speculative and "sdpa" in spec.flags:
+        raise ValueError(f"peer {spec.label}: OpenVINO drafts with paged caches only; leave sdpa out")
+    if spec.where is not None and not (Path(spec.where) / MODEL).exists():
+        raise ValueError(
+            f"peer {spec.label}: {spec.where} holds no {MODEL}; name a directory that optimum-cli exported"
+        )
+    return OpenVinoPeer(spec, place, dtype, "bf16" if has_bf16 else "f32")
+
+
+class OpenVinoPeer:
+    """One compiled pipeline."""
+
+    def __init__(self, spec: PeerSpec, place: Place, dtype: str, best: str) -> None:
+        self.spec, self.dtype, self.threads = spec, dtype, place.threads
+        self.properties: dict[str, Any] = {
+            "INFERENCE_NUM_THREADS": place.threads,
+            "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16", "int8": best}[dtype],
+        }
+        if dtype != "int8":  # rounded keys and values go with rounded weights only
+            self.properties["KV_CACHE_PRECISION"] = self.properties["INFERENCE_PRECISION_HINT"]
+        target = Path(spec.where) if spec.where is not None else _target(place.target, dtype == "int8")
+        more: dict[str, Any] = {"prompt_lookup": True} if spec.lookup is not None else {}
+        if spec.eagle is not None:
+            assert place.draft is not None
+            draft = _draft(place.target, place.draft, dtype == "int8")
+            more["draft_model"] = genai.draft_model(str(draft), "CPU", **self.properties)
+        self.backend = "SDPA" if "sdpa" in spec.flags else "PA"
+        if self.backend == "PA":
+            more["scheduler_config"] = _scheduler(place.max_context)
+        self.pipeline: Any = genai.LLMPipeline(
+            str(target), "CPU", **self.properties, **more, ATTENTION_BACKEND=self.backend
+        )
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+        """Continue one prompt; without paged caches several of one length."""
+        if self.backend == "PA" and len(prompts) > 1:
+            raise ValueError(
+                f"peer {self.spec.label}: runs one prompt at a time here, {len(prompts)} given; choose sdpa"
+            )
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos = new_tokens, True
+        config.do_sample = temperature > 0
+        if temperature > 0:
+            config.temperature = temperature
+        count = self.spec.lookup or self.spec.eagle
+        if count is not None:
+            config.num_assistant_tokens = count
+        if self.spec.lookup is not None:
+            config.max_ngram_size = 3
+        found = self.pipeline.generate(ov.Tensor(np.array(prompts, np.int64)), config)
+        metrics = found.perf_metrics
+        times = [float(t) for t in metrics.raw_metrics.m_new_token_times]
+        arrivals = [metrics.get_ttft().mean + t - times[0] for t in times]
+        extended = found.extended_perf_metrics
+        drafted = int(extended.get_num_draft_tokens()) if self.spec.eagle is not None and extended is not None else 0
+        return PeerRun([
+            PeerOutput(
+                len(tokens), [int(t) for t in tokens], arrivals, num_steps=len(times) - 1, num_draft_tokens=drafted
+            )
+            for tokens in found.tokens
+        ])  # fmt: skip
+
+    def system(self) -> dict[str, object]:
+        """Versions, threads and the properties that decide the speed."""
+        return versions("openvino", "openvino-genai") | {
+            "threads": self.threads, "backend": self.backend, "precision": self.properties["INFERENCE_PRECISION_HINT"],
+            "kv_precision": self.properties.get("KV_CACHE_PRECISION", "the plugin's own"),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Free the model."""
+        self.pipeline = None
+
+
+def _scheduler(max_context: int) -> Any:
+    """Whole prompts at once, and nothing kept from one call to the next."""
+    config = genai.SchedulerConfig()
+    config.enable_prefix_caching = False
+    config.dynamic_split_fuse = False
+    config.max_num_batched_tokens, config.max_num_seqs = max_context, 1
+    return config
+
+
+def _target(target: Path, int8: bool) -> Path:
+    from aquiline.bench.peers.openvino_graph import target_graph
+
+    def write(directory: Path) -> None:
+        graph = target_graph(load_target(target, dtype=stored_dtype(target)), int8)
+        _save(graph, directory, target / "config.json")
+
+    return converted([target], f"openvino{'-int8' if int8 else ''}", write)
+
+
+def _draft(target: Path, draft: Path, int8: bool) -> Path:
+    from aquiline.bench.peers.openvino_graph import draft_graph
+
+    def write(directory: Path) -> None:
+        decoder = load_target(target, dtype=stored_dtype(target))
+        head = load_draft(draft, decoder, dtype=stored_dtype(draft))
+        if not head.embed.float().equal(decoder.embed.float()):
+            raise ValueError("draft: has an embedding of its own; OpenVINO GenAI puts the target's in its place")
+        graph = draft_graph(head, int8)
+        _save(graph, directory, draft / "config.json")
+
+    return converted([target, draft], f"openvino-eagle3{'-int8' if int8 else ''}", write)
+
+
+def _save(graph: Any, directory: Path, config: Path) -> None:
+    """A model as GenAI reads it. It wants an end token, whichever, though every run here ignores it."""
+    ov.save_model(graph, directory / MODEL, False)
+    shutil.copy(config, directory / "config.json")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))

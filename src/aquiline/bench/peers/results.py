@@ -1,0 +1,112 @@
+"""A peer's measured runs as a result of the one schema, and how far its text is ours.
+
+What nobody outside an engine can know stays 0: bytes of keys and values held, acceptance by position.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from tokenizers import Tokenizer
+
+from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
+from aquiline.bench.result import SCHEMA, ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
+from aquiline.engine.model import cpu_name, geometry
+from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share, spread
+from aquiline.models.config import ModelConfig
+from aquiline.types import storage_dtype
+
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class PeerModel:
+    """The model that peers run: names as a stranger would know them, its config, its number of weights."""
+
+    target: str
+    draft: str | None
+    config: ModelConfig
+    num_weights: int
+    is_random: bool
+
+
+def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, runs: list[PeerRun]) -> Result:
+    """The result of the measured runs of one peer setting."""
+    outputs = [output for run in runs for output in run.outputs]
+    counters = _counters(outputs, scenario)
+    rates = [run.decode_tokens_per_s for run in runs]
+    dtype = peer.dtype
+    is_server = spec.kind == "openai"
+    kv_bytes = geometry(model.config).bytes_per_token(storage_dtype(dtype)) if dtype in ("float32", "bfloat16") else 0
+    return {
+        "schema": SCHEMA,
+        "scenario": asdict(scenario) | {"repeated_share": mean([repeated_share(o.token_ids) for o in runs[0].outputs])},
+        "setting": {
+            "name": spec.label,
+            "drafter": "other" if spec.is_speculative else "none",
+            "num_spec_tokens": spec.lookup or spec.eagle,
+        },
+        "engine": spec.kind,
+        "model": asdict(
+            ModelFacts(
+                target=model.target, draft=model.draft if spec.eagle is not None else None, dtype=dtype,
+                arithmetic=dtype, random_weights=model.is_random, simulated_tau=None,
+                weight_bytes=model.num_weights * BYTES.get(dtype, 0),
+            )
+        ),
+        "throughput_tokens_per_sec": spread(rates),
+        "prefill_tokens_per_sec": spread([
+            len(run.outputs) * scenario.context_tokens / max(o.ttft_ms for o in run.outputs) * 1e3 for run in runs
+        ]),
+        "latency_ms_per_token": spread([scenario.batch / rate * 1e3 for rate in rates]),
+        "ttft_ms": spread([o.ttft_ms for o in outputs]),
+        "itl_ms": spread([(o.total_ms - o.ttft_ms) / (o.num_tokens - 1) for o in outputs]),
+        "memory": {
+            "kv_bytes_per_token": kv_bytes, "kv_bytes": 0, "peak_bytes": 0 if is_server else peak_memory_bytes(),
+        },
+        "output": {
+            "num_tokens": [o.num_tokens for o in outputs],
+            "sha256": tokens_sha256(o.token_ids for o in runs[0].outputs),
+        },
+        "eagle_speculation": speculation(counters),
+        "stage_ms": {},
+        "system": ({} if is_server else {"cpu": cpu_name(), "cores": os.cpu_count()}) | peer.system(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def _counters(outputs: list[PeerOutput], scenario: Scenario) -> Counters:
+    """What a peer's own counts say about its acceptance; nothing where it has none."""
+    known = [output for output in outputs if output.num_steps]
+    committed = sum(output.num_tokens - 1 for output in known)
+    steps = sum(output.num_steps for output in known)
+    drafted = sum(output.num_draft_tokens for output in known)
+    return Counters(
+        num_steps=steps, num_committed=committed, num_prefilled=len(known), num_draft_tokens=drafted,
+        # A step keeps what it accepted and one token more; the last one may have been cut.
+        num_accepted_tokens=min(committed - steps, drafted),
+        num_prompt_tokens=len(outputs) * scenario.context_tokens,
+    )  # fmt: skip
+
+
+def agreement(output: PeerOutput, expected: list[int], tokenizer: Tokenizer | None) -> int | None:
+    """How many leading tokens are the expected ones; by their text where a server tells no ids, None where even that
+    cannot be said."""
+    if output.token_ids:
+        return _leading(output.token_ids, expected)
+    if output.text is None or tokenizer is None:
+        return None
+    count = 0
+    while count < len(expected) and output.text.startswith(tokenizer.decode(expected[: count + 1])):
+        count += 1
+    return count
+
+
+def _leading(found: list[int], expected: list[int]) -> int:
+    for index, (a, b) in enumerate(zip(found, expected, strict=False)):
+        if a != b:
+            return index
+    return min(len(found), len(expected))

@@ -1,0 +1,87 @@
+"""transformers in this process: `generate` on the checkpoint itself, prompt lookup included."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, versions
+
+
+def open_peer(spec: PeerSpec, place: Place) -> TransformersPeer:
+    """Load the checkpoint; bfloat16 where the CPU computes in it and nothing else is asked."""
+    has_bf16 = bool(torch.cpu._is_avx512_bf16_supported())
+    return TransformersPeer(spec, place, spec.dtype or ("bfloat16" if has_bf16 else "float32"))
+
+
+class TransformersPeer:
+    """`generate` with a clock in the streamer's place."""
+
+    def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
+        self.spec, self.dtype, self.threads = spec, dtype, place.threads
+        self.attention = "eager" if "eager" in spec.flags else "sdpa"
+        transformers.utils.logging.disable_progress_bar()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            place.target, dtype=getattr(torch, dtype), attn_implementation=self.attention
+        ).eval()
+        # A checkpoint's own defaults must not end or shape the text; generate() would fall back to them.
+        self.model.generation_config = GenerationConfig(pad_token_id=0)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+        """Continue prompts of one length."""
+        if self.spec.lookup is not None and len(prompts) > 1:
+            raise ValueError(f"peer {self.spec.label}: prompt lookup runs one prompt at a time; {len(prompts)} given")
+        input_ids = torch.tensor(prompts)
+        config = GenerationConfig(
+            max_new_tokens=new_tokens, pad_token_id=0, do_sample=temperature > 0,
+            prompt_lookup_num_tokens=self.spec.lookup, **({"temperature": temperature} if temperature > 0 else {}),
+        )  # fmt: skip
+        if temperature > 0:
+            config.top_k = 0
+        clock = _Clock()
+        previous = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            with torch.inference_mode():
+                made = self.model.generate(
+                    input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config, streamer=clock
+                )
+        finally:
+            torch.set_num_threads(previous)
+        num_steps = len(clock.arrivals_ms) - 1
+        return PeerRun([
+            PeerOutput(new_tokens, row.tolist(), clock.arrivals_ms, num_steps=num_steps)
+            for row in made[:, input_ids.shape[1] :]
+        ])  # fmt: skip
+
+    def system(self) -> dict[str, object]:
+        """Versions, threads and the attention in use."""
+        return versions("transformers", "torch") | {"threads": self.threads, "attention": self.attention}
+
+    def close(self) -> None:
+        """Free the model."""
+        self.model = None
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when tokens come; the prompt comes first and starts it."""
+
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.saw_prompt = False
+        self.arrivals_ms: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Tokens of one step, or the prompt."""
+        if self.saw_prompt:
+            self.arrivals_ms.append((time.perf_counter() - self.began_s) * 1e3)
+        self.saw_prompt = True
+
+    def end(self) -> None:
+        """Nothing is left to do."""

@@ -1,0 +1,212 @@
+"""Peers: how they are named, what is missing, transformers for real, results that hold up, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoints import write_target
+from transformers import AutoModelForCausalLM
+
+from aquiline.bench.peers.base import ALL_PEERS, KINDS, PeerOutput, PeerRun, PeerSpec, Place, parse_peer, require
+from aquiline.bench.peers.results import PeerModel, agreement, result_of
+from aquiline.bench.peers.verdict import Comparison, Row
+from aquiline.bench.result import Scenario, differences, problems
+from aquiline.models.load import read_model_config, target_entries
+
+PROMPTS = [[5, 9, 33, 7, 12, 80, 80, 41], [11, 3, 150, 6, 77, 20, 9, 2]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target whose greedy text meets its end token early."""
+    directory = tmp_path_factory.mktemp("target")
+    model = write_target(directory)
+    made = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    end = int(made[0, -5])
+    for file in ("config.json", "generation_config.json"):
+        data = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps(data | {"eos_token_id": end, "do_sample": True, "top_k": 3}))
+    return directory
+
+
+def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
+    """The argmax continuation, one whole forward per token."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("transformers", PeerSpec("transformers")),
+        ("transformers:bf16:lookup", PeerSpec("transformers", "bfloat16", lookup=4)),
+        ("transformers:eager:f32", PeerSpec("transformers", "float32", flags=("eager",))),
+        ("openvino:int8", PeerSpec("openvino", "int8")),
+        ("openvino:eagle=5:bfloat16", PeerSpec("openvino", "bfloat16", eagle=5)),
+        ("openvino:/some/DIR:sdpa", PeerSpec("openvino", flags=("sdpa",), where="/some/DIR")),
+        ("llamacpp:q8_0:lookup=8:flash", PeerSpec("llamacpp", "int8", lookup=8, flags=("flash",))),
+        ("openai:http://h:8000/v1#a/b", PeerSpec("openai", where="http://h:8000/v1#a/b")),
+    ],
+)
+def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> None:
+    assert parse_peer(text) == expected
+    assert parse_peer(text).is_speculative == (expected.lookup is not None or expected.eagle is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("vllm", "must begin with one of transformers, openvino, llamacpp, openai"),
+        ("transformers:int8", "transformers has no int8"),
+        ("transformers:eagle", "unknown option 'eagle'; transformers has float32"),
+        ("llamacpp:sdpa", "unknown option 'sdpa'"),
+        ("openvino:f32:bf16", "says dtype twice"),
+        ("openvino:lookup:eagle", "choose one"),
+        ("openvino:lookup=0", "lookup must be 1 to 16 tokens"),
+        ("openvino:lookup=x", "lookup must be 1 to 16 tokens"),
+        ("openai:localhost:8000#m", "must be openai:http://HOST:PORT/v1#MODEL"),
+        ("openai:http://h/v1", "must be openai:http://HOST:PORT/v1#MODEL"),
+    ],
+)
+def test_a_peer_that_cannot_be_is_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_peer(text)
+    assert str(caught.value).startswith(f"peer={text!r}: ") and named in str(caught.value)
+
+
+def test_a_label_shows_options_but_no_paths() -> None:
+    assert parse_peer("openvino:/home/me/exported:bf16").label == "openvino exported bf16"
+    assert "/home" not in parse_peer("openvino:/home/me/exported").model
+    assert len({parse_peer(name).label for name in ALL_PEERS}) == len(ALL_PEERS)
+
+
+def test_a_missing_package_is_named_with_the_extra(target: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"peer='openvino': needs the package no-such-thing.*pip install no-such-thing"
+    ):
+        require("openvino", "no-such-thing")
+    for kind, packages in KINDS.items():
+        for package in packages:
+            try:
+                version(package)
+            except PackageNotFoundError:
+                with pytest.raises(ValueError, match=rf"peer='{kind}'.*pip install .*aquiline\[peers\]"):
+                    PeerSpec(kind).open(Place(target, None, 1, 64))
+                break
+
+
+def test_every_package_of_a_peer_is_in_the_extra() -> None:
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (line,) = [line for line in pyproject.splitlines() if line.startswith("peers = ")]
+    assert all(f'"{p}>=' in line for packages in KINDS.values() for p in packages if p != "transformers")
+
+
+@pytest.mark.parametrize("options", ["f32", "f32:eager", "f32:lookup=3"])
+def test_transformers_runs_past_the_end_token_and_its_checkpoints_own_defaults(options: str, target: Path) -> None:
+    peer = parse_peer(f"transformers:{options}").open(Place(target, None, 1, 64))
+    for prompt in PROMPTS:
+        (output,) = peer.generate([prompt], 24, 0.0).outputs
+        assert output.token_ids == greedy(target, prompt, 24) and output.num_tokens == 24
+        assert 0 < output.ttft_ms < output.total_ms and output.arrivals_ms == sorted(output.arrivals_ms)
+        assert output.num_steps == len(output.arrivals_ms) - 1
+        assert output.num_steps == 23 if "lookup" not in options else output.num_steps <= 23
+    assert peer.system()["threads"] == 1 and peer.system()["transformers"] == version("transformers")
+    peer.close()
+
+
+def test_transformers_runs_a_batch_at_once_and_draws(target: Path) -> None:
+    peer = parse_peer("transformers:f32").open(Place(target, None, 1, 64))
+    run = peer.generate(PROMPTS, 12, 0.0)
+    assert [o.token_ids for o in run.outputs] == [greedy(target, prompt, 12) for prompt in PROMPTS]
+    assert run.decode_tokens_per_s == pytest.approx(22 / run.decode_s)
+    torch.manual_seed(0)
+    drawn = {tuple(peer.generate(PROMPTS[:1], 12, 1.5).outputs[0].token_ids) for _ in range(4)}
+    assert len(drawn) == 4, "the checkpoint's top_k=3 or greedy decoding was used"
+    with pytest.raises(ValueError, match="one prompt at a time; 2 given"):
+        parse_peer("transformers:f32:lookup").open(Place(target, None, 1, 64)).generate(PROMPTS, 4, 0.0)
+
+
+def measured(target: Path, *options: str) -> tuple[list[dict[str, object]], list[list[PeerRun]]]:
+    """Results of transformers settings on the same prompts."""
+    config = read_model_config(target)
+    count = sum(torch.Size(entry.shape).numel() for entry in target_entries(config))
+    scenario = Scenario("peers", "cpu", 8, 1, 16, 0.0, 0, "0" * 64, "test", 1, 2)
+    results, all_runs = [], []
+    for option in options:
+        spec = parse_peer(f"transformers:{option}")
+        peer = spec.open(Place(target, None, 1, 64))
+        runs = [peer.generate([prompt], 16, 0.0) for prompt in PROMPTS]
+        results.append(result_of(scenario, spec, peer, PeerModel("tiny", None, config, count, True), runs))
+        all_runs.append(runs)
+    return results, all_runs
+
+
+def test_results_hold_up_and_compare(target: Path) -> None:
+    (plain, lookup), (runs, drafted) = measured(target, "f32", "f32:lookup")
+    for result in (plain, lookup):
+        assert problems(result) == []
+        json.dumps(result)
+    assert differences(lookup, plain) == []
+    assert plain["setting"] == {"name": "transformers f32", "drafter": "none", "num_spec_tokens": None}
+    assert lookup["setting"] == {"name": "transformers f32 lookup", "drafter": "other", "num_spec_tokens": 4}
+    assert plain["engine"] == "transformers" and plain["output"]["num_tokens"] == [16, 16]
+    assert plain["throughput_tokens_per_sec"]["values"] == [run.decode_tokens_per_s for run in runs]
+    assert plain["eagle_speculation"]["mean_acceptance_length"] == 1.0
+    steps = sum(run.outputs[0].num_steps for run in drafted)
+    assert lookup["eagle_speculation"]["mean_acceptance_length"] == pytest.approx(30 / steps)
+    sizes = [p.numel() for p in AutoModelForCausalLM.from_pretrained(target).parameters()]
+    assert plain["model"]["weight_bytes"] == 4 * sum(sizes)
+
+
+def test_a_result_of_another_length_or_scenario_is_no_match(target: Path) -> None:
+    (plain,), _ = measured(target, "f32")
+    other = json.loads(json.dumps(plain))
+    other["output"]["num_tokens"][0] -= 1
+    assert any("num_tokens" in reason for reason in differences(other, plain))
+    other = json.loads(json.dumps(plain))
+    other["system"]["threads"] = 7
+    assert any("threads" in reason for reason in differences(other, plain))
+
+
+def test_agreement_counts_leading_tokens_or_their_text() -> None:
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(i) for i in ids)
+
+    expected = [ord(c) for c in "banana"]
+    assert agreement(PeerOutput(6, expected, [1.0]), expected, None) == 6
+    assert agreement(PeerOutput(6, [*expected[:3], 1, 2, 3], [1.0]), expected, None) == 3
+    said = PeerOutput(6, [], [1.0], text="banjo!")
+    assert agreement(said, expected, Letters()) == 3  # type: ignore[arg-type]
+    assert agreement(said, expected, None) is None
+
+
+def row(label: str, rate: float, **fields: object) -> Row:
+    defaults = {"engine": label.split()[0], "weights": "bfloat16", "arithmetic": "bfloat16", "is_speculative": False,
+                "ttft_ms": 1.0, "tau": 1.0, "agreed": 1.0, "void": ""}  # fmt: skip
+    return Row(label=label, tokens_per_s=[rate / 2, rate, rate * 9], **(defaults | fields))  # type: ignore[arg-type]
+
+
+def test_the_verdict_takes_medians_of_settings_that_count() -> None:
+    rows = [
+        row("aquiline baseline", 100), row("aquiline chain-3", 210, is_speculative=True),
+        row("llamacpp", 80), row("openvino", 900, void="another model"),
+        row("openvino lookup", 140, is_speculative=True), row("llamacpp int8", 300, weights="int8"),
+    ]  # fmt: skip
+    assert Comparison(rows, [], {}, {}).verdict == [
+        "aquiline baseline is 1.25x the fastest peer without speculation, llamacpp (80 tok/s)",
+        "aquiline chain-3 is 1.50x the fastest peer setting, openvino lookup (140 tok/s)",
+        "beside, on rounded weights: llamacpp int8 at 300 tok/s; aquiline chain-3 is 0.70x that",
+    ]
+    assert Comparison(rows[:1] + rows[3:4], [], {}, {}).verdict == ["no peer to compare with"]
+    data = Comparison(rows, [], {"llamacpp": 16}, {"openai x": "no server"}).as_dict()
+    assert [r["over_baseline"] for r in data["rows"]] == pytest.approx([1, 2.1, 0.8, 9, 1.4, 3])  # type: ignore[attr-defined]
+    json.dumps(data)
