@@ -11,10 +11,11 @@ import torch
 from tests.checkpoints import write_target
 from transformers import AutoModelForCausalLM
 
+from aquiline.bench.integrity import differences, problems
 from aquiline.bench.peers.base import ALL_PEERS, KINDS, PeerOutput, PeerRun, PeerSpec, Place, parse_peer, require
 from aquiline.bench.peers.results import PeerModel, agreement, result_of
 from aquiline.bench.peers.verdict import Comparison, Row
-from aquiline.bench.result import Scenario, differences, problems
+from aquiline.bench.result import Scenario
 from aquiline.models.load import read_model_config, target_entries
 
 PROMPTS = [[5, 9, 33, 7, 12, 80, 80, 41], [11, 3, 150, 6, 77, 20, 9, 2]]

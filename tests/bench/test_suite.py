@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from aquiline.bench.result import differences, problems, read_results, recomputed_tau
+from aquiline.bench.integrity import differences, problems, recomputed_tau
+from aquiline.bench.result import read_results
 from aquiline.bench.scenarios import CPU, RANDOM, Load, Source
 from aquiline.bench.suite import Plan, Progress, run_suite
 from aquiline.cli.main import app

@@ -11,8 +11,7 @@ from rich.console import Console
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 
 from aquiline.bench import compare
-from aquiline.bench.integrity import read_sound
-from aquiline.bench.result import Result
+from aquiline.bench.result import Result, read_results
 from aquiline.bench.table import Results, Row, console, markdown, report
 from aquiline.errors import ResultError
 
@@ -150,7 +149,7 @@ def test_a_broken_result_is_refused_on_either_side(reason: str) -> None:
 def test_a_broken_file_is_refused_when_it_is_read(tmp_path: Path) -> None:
     write_all(steady() | {CHAIN: {"schema": "aquiline.result/1"}}, tmp_path)
     with pytest.raises(ResultError, match=r"chain-3\.json: result: 'scenario' is a required property"):
-        markdown(read_sound(tmp_path))
+        markdown(read_results(tmp_path))
 
 
 @pytest.mark.parametrize("field", ["system__cpu", "system__isa", "model__dtype", "engine", "scenario__batch"])

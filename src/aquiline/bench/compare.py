@@ -1,7 +1,7 @@
 """Which results may be set beside each other: a setting and its baseline, a setting and what it was in an older run.
 
-Nothing is guessed: a ratio is there, or the reason why it is not. The rules for one pair are `result.differences`; here
-they are asked of all results, with what ratios across machines and commits need besides.
+Nothing is guessed: a ratio is there, or the reason why it is not. The rules for one pair are `integrity.differences`;
+here they are asked of all results, with what ratios across machines and commits need besides.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from aquiline.bench.result import Result, differences
+from aquiline.bench.integrity import differences
+from aquiline.bench.result import Result
 
 NOISE = 0.03
 """Least change that counts; the spread of either run may ask for more."""
@@ -140,10 +141,7 @@ def _anywhere(result: Result) -> tuple[object, ...]:
 def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule) -> Ratio:
     if not others:
         return Ratio(None, reasons=(f"there is no {what}",))
-    reasons = {
-        name: [*differences(result, other), *_machines(result, other), *more(result, other)]
-        for name, other in others.items()
-    }
+    reasons = {name: [*differences(result, other), *more(result, other)] for name, other in others.items()}
     fit = [name for name, found in reasons.items() if not found]
     if len(fit) > 1:
         return Ratio(None, reasons=(f"{len(fit)} {what}s would do ({', '.join(fit)}); keep one",))
@@ -152,11 +150,6 @@ def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule) -
         return Ratio(throughput[0] / throughput[1], fit[0])
     nearest = min(reasons, key=lambda name: len(reasons[name]))
     return Ratio(None, nearest, tuple(reasons[nearest]))
-
-
-def _machines(result: Result, other: Result) -> list[str]:
-    pairs = [(name, result["system"].get(name), other["system"].get(name)) for name in ("isa", "path")]
-    return [f"system.{name}: {a!r} against {b!r}" for name, a, b in pairs if a != b]
 
 
 def _commits(result: Result, other: Result) -> list[str]:

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from aquiline.bench import compare, integrity
+from aquiline.bench import compare
 from aquiline.bench.gate_judge import Judgement, judge
 from aquiline.bench.gate_rules import GAP, LEVELS, Gate
 from aquiline.bench.gate_state import RUNS_IN_A_ROW, GateState, Key
-from aquiline.bench.result import Result
+from aquiline.bench.result import Result, require
 
 Results = Mapping[str, Result]
 
@@ -84,8 +84,8 @@ def ask(gates: list[Gate], results: Results, request: Request, state: GateState)
 
     Raises ResultError naming every result that cannot be believed, ValueError for a request that cannot be."""
     _check(request, gates)
-    integrity.require(results)
-    integrity.require(request.parity or {})
+    require(results)
+    require(request.parity or {})
     own = {name: result for name, result in results.items() if result["engine"] == "aquiline"}
     levels = LEVELS if request.level == "all" else (request.level,)
     wanted = [g for g in gates if g.level in levels and g.name in (request.only or (g.name,))]

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from aquiline.bench import compare
 from aquiline.bench.compare import Ratio
 from aquiline.bench.gate_rules import GAP, Gate
-from aquiline.bench.result import Result, differences
+from aquiline.bench.integrity import differences
+from aquiline.bench.result import Result
 
 Results = Mapping[str, Result]
 

@@ -1,107 +1,79 @@
-"""Whether a result's fields have their types and agree with each other: asked before a table or a gate believes them.
+"""Every reason not to believe a result, and not to set two results beside each other.
 
-`result.problems` asks for a result's fields, its throughput and its tau. This asks the rest, of every field that is
-shown or compared: first that it is of the kind that is computed with, last that what figures say twice is the same.
+A field has its kind by result.schema.json; what a result says twice must be the same; no number is NaN or infinite.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from aquiline.bench.result import Result, problems, read_results
-from aquiline.errors import ResultError
+import jsonschema
+
+from aquiline.metrics import mean
+
+if TYPE_CHECKING:
+    from aquiline.bench.result import Result
+
+SCHEMA = "aquiline.result/1"
 
 CLOSE = 1e-6
 """Relative difference of two ways to the same figure that rounding explains."""
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What fields of an object may hold, in words and as a test. A field may be missing where the schema says so."""
-
-    owner: str
-    fields: tuple[str, ...]
-    words: str
-    holds: Callable[[object], bool]
+SPREADS = ("throughput_tokens_per_sec", "prefill_tokens_per_sec", "latency_ms_per_token", "ttft_ms", "itl_ms")
 
 
-def _is_whole(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object, least: float, most: float = math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-_TEXT = ("must be a text that is not empty", _is_text)
-_TEXTS = ("must be a list of texts", lambda v: isinstance(v, list) and all(map(_is_text, v)))
-_COUNT = ("must be a whole number, at least 0", _is_whole)
-_SHARE = ("must be a number from 0 to 1", lambda v: _is_number(v, 0, 1))
-_AMOUNT = ("must be a number above 0", lambda v: _is_number(v, math.ulp(0.0)))
-
-KINDS = (
-    Kind("", ("engine", "commit"), *_TEXT),
-    Kind("", ("perf_violations",), *_TEXTS),
-    Kind("scenario", ("name", "prompts_sha256"), *_TEXT),
-    Kind("scenario", ("repeated_share",), *_SHARE),
-    Kind("setting", ("name",), *_TEXT),
-    Kind("setting", ("num_spec_tokens",), "must be null or at least 1", lambda v: v is None or _is_whole(v, 1)),
-    Kind("model", ("target", "dtype", "arithmetic"), *_TEXT),
-    Kind("model", ("draft",), "must be null or a text that is not empty", lambda v: v is None or _is_text(v)),
-    Kind("model", ("simulated_tau",), "must be null or at least 1", lambda v: v is None or _is_number(v, 1)),
-    Kind("output", ("sha256",), *_TEXT),
-    Kind(
-        "eagle_speculation",
-        (
-            "total_accepted_tokens", "total_draft_tokens", "num_drafts", "num_steps", "num_committed", "num_prefilled",
-            "tokens_cut",
-        ),
-        *_COUNT,
-    ),
-    Kind("eagle_speculation", ("fraction_steps_accept_ge2",), *_SHARE),
-    Kind("system", ("cpu", "isa", "path"), *_TEXT),
-    Kind("system", ("threads",), "must be a whole number, at least 1", lambda v: _is_whole(v, 1)),
-    Kind("slots", ("disabled_other",), *_COUNT),
-    Kind("roofline", ("notes",), *_TEXTS),
-    Kind("roofline", ("ideal_tokens_per_s", "percent_of_ideal", "ideal_speedup", "spec_efficiency"), *_AMOUNT),
-)  # fmt: skip
-
-
-def reasons(result: object) -> list[str]:
-    """Why a result cannot be believed: `result.problems`, and what this module asks. Empty if it can."""
-    found = [*_not_finite(result), *_not_of_kind(result)] or problems(result)
+def problems(result: object) -> list[str]:
+    """Why a result cannot be believed; empty if it can."""
+    found = [*_not_finite(result), *_not_by_schema(result)]
     if found or not isinstance(result, dict):
         return found
-    return [*_output(result), *(_own(result) if result["engine"] == "aquiline" else ())]
+    own = _own(result) if result["engine"] == "aquiline" else ()
+    return [*_spreads(result), *_output(result), *own]
 
 
-def require(results: Mapping[str, Result]) -> None:
-    """Raises ResultError naming each file that cannot be believed and why."""
-    _refuse("results", [f"{name}: {reason}" for name, result in results.items() for reason in reasons(result)])
+def differences(result: Result, baseline: Result) -> list[str]:
+    """Why the ratio of two results would say nothing; empty if it says something."""
+    found = []
+    same_engine = result["engine"] == baseline["engine"]
+    same = ("name", "profile", "context_tokens", "batch", "new_tokens", "temperature", "seed", "prompts_sha256")
+    for name in same:
+        a, b = result["scenario"][name], baseline["scenario"][name]
+        if a != b:
+            found.append(f"scenario.{name}: {a!r} against {b!r}")
+    for name in ("target", "dtype", "arithmetic", "random_weights"):
+        a, b = result["model"][name], baseline["model"][name]
+        if a != b and same_engine:
+            found.append(f"model.{name}: {a!r} against {b!r}")
+    if result["output"]["num_tokens"] != baseline["output"]["num_tokens"]:
+        found.append(
+            f"output.num_tokens: {sum(result['output']['num_tokens'])} against {sum(baseline['output']['num_tokens'])}"
+        )
+    exact = same_engine and result["engine"] == "aquiline" and result["model"]["simulated_tau"] is None
+    if exact and result["output"]["sha256"] != baseline["output"]["sha256"]:
+        found.append("output.sha256: the texts differ")
+    for name in ("cpu", "threads", *(("isa", "path") if same_engine else ())):
+        a, b = result["system"].get(name), baseline["system"].get(name)
+        if a != b:
+            found.append(f"system.{name}: {a!r} against {b!r}")
+    return found
 
 
-def read_sound(directory: Path) -> dict[str, Result]:
-    """Every result of a directory by file name. Raises ResultError naming each file that is broken and why."""
-    if not directory.is_dir():
-        raise ResultError(f"{directory}: is no directory; name the one that `aquiline bench --out` wrote")
-    broken = []
-    for file in sorted(directory.glob("*.json")):
-        try:
-            parsed = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            broken.append(f"{file.name}: not JSON ({error})")
-        else:
-            broken += [f"{file.name}: {reason}" for reason in reasons(parsed)]
-    _refuse(str(directory), broken)
-    return read_results(directory)
+def recomputed_tau(result: Result) -> float:
+    """Tau from output lengths: tokens that no prefill sampled, per (active slot, step) pair."""
+    spec = result["eagle_speculation"]
+    committed = sum(result["output"]["num_tokens"]) - spec["num_prefilled"]
+    return committed / spec["num_steps"] if spec["num_steps"] else 0.0
+
+
+def _not_by_schema(result: object) -> Iterator[str]:
+    for error in jsonschema.Draft202012Validator(_schema()).iter_errors(result):
+        where = ".".join(str(part) for part in error.absolute_path) or "result"
+        yield f"{where}: {'must not be empty' if error.validator == 'pattern' else error.message}"
 
 
 def _not_finite(value: object, path: str = "") -> Iterator[str]:
@@ -116,16 +88,17 @@ def _not_finite(value: object, path: str = "") -> Iterator[str]:
             yield from _not_finite(inner, f"{path}.{index}")
 
 
-def _not_of_kind(result: object) -> Iterator[str]:
-    if not isinstance(result, dict):
-        return
-    for kind in KINDS:
-        owner = result.get(kind.owner) if kind.owner else result
-        if not isinstance(owner, dict):
-            continue
-        for name in kind.fields:
-            if name in owner and not kind.holds(owner[name]):
-                yield f"{kind.owner}.{name}".lstrip(".") + f": is {owner[name]!r}, {kind.words}"
+def _spreads(result: Result) -> Iterator[str]:
+    for name in SPREADS:
+        values = result[name]["values"]
+        derived = {"mean": mean(values), "min": min(values), "max": max(values)}
+        if any(_differ(result[name][key], value) for key, value in derived.items()):
+            yield f"{name}: mean, min and max are not those of its values"
+    values, asked = result["throughput_tokens_per_sec"]["values"], result["scenario"]["measurement_runs"]
+    if min(values) <= 0:
+        yield "throughput_tokens_per_sec: is 0; nothing was measured"
+    if len(values) != asked:
+        yield f"throughput_tokens_per_sec: {len(values)} values, measurement_runs says {asked}"
 
 
 def _output(result: Result) -> Iterator[str]:
@@ -139,13 +112,19 @@ def _output(result: Result) -> Iterator[str]:
 
 def _own(result: Result) -> list[str]:
     """What our own results say of the machine, and of the same thing twice. Other engines count as they do."""
-    system, batch = result["system"], result["scenario"]["batch"]
+    system, batch, spec = result["system"], result["scenario"]["batch"], result["eagle_speculation"]
     found = [f"system.{name}: is missing" for name in ("cpu", "threads", "isa", "path") if name not in system]
     latency, throughput = (result[name]["values"] for name in ("latency_ms_per_token", "throughput_tokens_per_sec"))
-    expected = [batch / value * 1e3 for value in throughput]
+    expected = [batch / value * 1e3 for value in throughput if value]
     if len(latency) != len(expected) or any(map(_differ, latency, expected)):
         found.append("latency_ms_per_token: is not scenario.batch over throughput_tokens_per_sec, run by run")
-    return found + _counters(result["eagle_speculation"], result["setting"])
+    num_tokens, counted = sum(result["output"]["num_tokens"]), spec["num_prefilled"] + spec["num_committed"]
+    if num_tokens != counted:
+        found.append(f"output.num_tokens: {num_tokens} tokens, but num_prefilled + num_committed = {counted}")
+    tau = recomputed_tau(result)
+    if _differ(tau, spec["mean_acceptance_length"]):
+        found.append(f"mean_acceptance_length: {spec['mean_acceptance_length']}, the output lengths say {tau}")
+    return found + _counters(spec, result["setting"])
 
 
 def _counters(spec: Result, setting: Result) -> list[str]:
@@ -159,6 +138,8 @@ def _counters(spec: Result, setting: Result) -> list[str]:
             f"eagle_speculation: total_accepted_tokens {accepted} + num_steps {steps} are not num_committed "
             f"{spec['num_committed']} + tokens_cut {spec['tokens_cut']}"
         )
+    if setting["drafter"] == "none" and drafted:
+        found.append("eagle_speculation: drafts counted without a drafter")
     if setting["drafter"] != "none" and not drafted:
         found.append(f"eagle_speculation.total_draft_tokens: is 0 with setting.drafter {setting['drafter']!r}")
     if _differ(spec["mean_acceptance_rate"], accepted / drafted if drafted else 0.0):
@@ -187,6 +168,7 @@ def _differ(a: float, b: float) -> bool:
     return abs(a - b) > CLOSE * max(1.0, abs(a), abs(b))
 
 
-def _refuse(where: str, found: list[str]) -> None:
-    if found:
-        raise ResultError(f"{where}: refused\n" + "\n".join(f"  - {reason}" for reason in found))
+@lru_cache
+def _schema() -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads(Path(__file__).with_name("result.schema.json").read_text(encoding="utf-8"))
+    return schema

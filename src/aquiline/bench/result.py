@@ -1,31 +1,28 @@
-"""One JSON per setting and scenario: writing it, reading it back, and every reason not to believe or compare it.
+"""One JSON per setting and scenario: describing what was measured, writing it, reading it back.
 
-The schema is result.schema.json. Tables, gates and reports read results through `read_results` only, so that what is
-refused in one place is refused everywhere.
+The schema is result.schema.json. What is not sound (see integrity) is neither written nor read, so that what is refused
+in one place is refused everywhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
+from aquiline.bench.integrity import SCHEMA, problems
 from aquiline.config import SpecConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share, spread
 
-SCHEMA = "aquiline.result/1"
 Result = dict[str, Any]
 
 
@@ -132,76 +129,6 @@ def speculation(counters: Counters) -> dict[str, object]:
     }
 
 
-def problems(result: object) -> list[str]:
-    """Why a result cannot be believed; empty if it can."""
-    validator = jsonschema.Draft202012Validator(_schema())
-    found = [
-        f"{'.'.join(str(part) for part in error.absolute_path) or 'result'}: {error.message}"
-        for error in validator.iter_errors(result)
-    ]
-    if found or not isinstance(result, dict):
-        return found or ["result: is not an object"]
-    throughput, spec = result["throughput_tokens_per_sec"], result["eagle_speculation"]
-    numbers = [v for name in ("throughput_tokens_per_sec", "latency_ms_per_token") for v in result[name]["values"]]
-    if not all(math.isfinite(v) for v in numbers):
-        found.append("throughput_tokens_per_sec: is not a finite number")
-    elif min(throughput["values"]) <= 0:
-        found.append("throughput_tokens_per_sec: is 0; nothing was measured")
-    for name in ("throughput_tokens_per_sec", "prefill_tokens_per_sec", "latency_ms_per_token", "ttft_ms", "itl_ms"):
-        values = result[name]["values"]
-        derived = {"mean": mean(values), "min": min(values), "max": max(values)}
-        if any(abs(result[name][key] - value) > 1e-6 * max(1.0, abs(value)) for key, value in derived.items()):
-            found.append(f"{name}: mean, min and max are not those of its values")
-    if len(throughput["values"]) != result["scenario"]["measurement_runs"]:
-        found.append(f"throughput_tokens_per_sec: {len(throughput['values'])} values, measurement_runs says otherwise")
-    if result["engine"] == "aquiline":
-        num_tokens = sum(result["output"]["num_tokens"])
-        if num_tokens != spec["num_prefilled"] + spec["num_committed"]:
-            found.append(
-                f"output.num_tokens: {num_tokens} tokens, but num_prefilled + num_committed = "
-                f"{spec['num_prefilled'] + spec['num_committed']}"
-            )
-        tau = recomputed_tau(result)
-        if abs(tau - spec["mean_acceptance_length"]) > 1e-9:
-            found.append(f"mean_acceptance_length: {spec['mean_acceptance_length']}, the output lengths say {tau}")
-        if result["setting"]["drafter"] == "none" and spec["total_draft_tokens"]:
-            found.append("eagle_speculation: drafts counted without a drafter")
-    return found
-
-
-def recomputed_tau(result: Result) -> float:
-    """Tau from output lengths: tokens that no prefill sampled, per (active slot, step) pair."""
-    spec = result["eagle_speculation"]
-    committed = sum(result["output"]["num_tokens"]) - spec["num_prefilled"]
-    return committed / spec["num_steps"] if spec["num_steps"] else 0.0
-
-
-def differences(result: Result, baseline: Result) -> list[str]:
-    """Why the ratio of two results would say nothing; empty if it says something."""
-    found = []
-    same = ("name", "profile", "context_tokens", "batch", "new_tokens", "temperature", "seed", "prompts_sha256")
-    for name in same:
-        a, b = result["scenario"][name], baseline["scenario"][name]
-        if a != b:
-            found.append(f"scenario.{name}: {a!r} against {b!r}")
-    for name in ("target", "dtype", "arithmetic", "random_weights"):
-        a, b = result["model"][name], baseline["model"][name]
-        if a != b and result["engine"] == baseline["engine"]:
-            found.append(f"model.{name}: {a!r} against {b!r}")
-    if result["output"]["num_tokens"] != baseline["output"]["num_tokens"]:
-        found.append(
-            f"output.num_tokens: {sum(result['output']['num_tokens'])} against {sum(baseline['output']['num_tokens'])}"
-        )
-    exact = result["engine"] == baseline["engine"] == "aquiline" and result["model"]["simulated_tau"] is None
-    if exact and result["output"]["sha256"] != baseline["output"]["sha256"]:
-        found.append("output.sha256: the texts differ")
-    for name in ("cpu", "threads"):
-        a, b = result["system"].get(name), baseline["system"].get(name)
-        if a != b:
-            found.append(f"system.{name}: {a!r} against {b!r}")
-    return found
-
-
 def write_result(result: Result, file: Path) -> None:
     """Write a result whole or not at all. Raises ResultError if it would be refused when read."""
     _refuse(str(file), problems(result))
@@ -212,22 +139,24 @@ def write_result(result: Result, file: Path) -> None:
 
 def read_results(directory: Path) -> dict[str, Result]:
     """Every result of a directory by file name. Raises ResultError naming each file that is broken and why."""
+    if not directory.is_dir():
+        raise ResultError(f"{directory}: is no directory; name the one that `aquiline bench --out` wrote")
     found: dict[str, Result] = {}
     broken = []
     for file in sorted(directory.glob("*.json")):
         try:
-            result = json.loads(file.read_text(encoding="utf-8"))
+            found[file.name] = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             broken.append(f"{file.name}: not JSON ({error})")
-            continue
-        reasons = problems(result)
-        broken += [f"{file.name}: {reason}" for reason in reasons]
-        if not reasons:
-            found[file.name] = result
-    _refuse(str(directory), broken)
+    _refuse(str(directory), broken + _all_problems(found))
     if not found:
         raise ResultError(f"{directory}: holds no results; run `aquiline bench --out {directory}` first")
     return found
+
+
+def require(results: Mapping[str, Result]) -> None:
+    """Raises ResultError naming each result that cannot be believed and why."""
+    _refuse("results", _all_problems(results))
 
 
 def tokens_sha256(sequences: Iterable[list[int]]) -> str:
@@ -248,13 +177,11 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def _all_problems(results: Mapping[str, Result]) -> list[str]:
+    return [f"{name}: {problem}" for name, result in results.items() for problem in problems(result)]
+
+
 def _refuse(where: str, reasons: list[str]) -> None:
     if reasons:
         lines = "\n".join(f"  - {reason}" for reason in reasons)
         raise ResultError(f"{where}: refused\n{lines}")
-
-
-@lru_cache
-def _schema() -> dict[str, Any]:
-    schema: dict[str, Any] = json.loads(Path(__file__).with_name("result.schema.json").read_text(encoding="utf-8"))
-    return schema

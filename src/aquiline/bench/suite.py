@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from aquiline.bench.ceilings import Choice, ceilings_of
 from aquiline.bench.configs import draft_shape_of, shape_of
+from aquiline.bench.integrity import problems
 from aquiline.bench.prompts import text_prompts
 from aquiline.bench.result import (
     ModelFacts,
@@ -22,7 +23,6 @@ from aquiline.bench.result import (
     Scenario,
     commit,
     describe,
-    problems,
     tokens_sha256,
     write_result,
 )

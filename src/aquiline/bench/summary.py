@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from aquiline.bench.compare import Place, place
-from aquiline.bench.result import Result, differences
+from aquiline.bench.integrity import differences
+from aquiline.bench.result import Result
 
 COLUMNS = (
     "scenario", "temperature", "baseline tok/s", "fastest", "tok/s", "speedup", "tau", "% of ideal speedup", "repeated"

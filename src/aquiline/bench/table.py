@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from aquiline.bench import compare, integrity
+from aquiline.bench import compare
 from aquiline.bench.compare import Change, Place, Ratio
-from aquiline.bench.result import Result
+from aquiline.bench.result import Result, require
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -80,8 +80,8 @@ def report(results: Results, older: Results | None = None) -> Report:
     """Tables of results by file name, against those of an older run.
 
     Raises ResultError naming every result that cannot be believed."""
-    integrity.require(results)
-    integrity.require(older or {})
+    require(results)
+    require(older or {})
     places: dict[Place, list[str]] = {}
     for name, result in results.items():
         places.setdefault(compare.place(result), []).append(name)

@@ -155,10 +155,10 @@ def table(
     from rich.console import Console
 
     from aquiline.bench import table as tables
-    from aquiline.bench.integrity import read_sound
+    from aquiline.bench.result import read_results
     from aquiline.bench.summary import summary
 
-    found, before = read_sound(directory), read_sound(older) if older is not None else None
+    found, before = read_results(directory), read_results(older) if older is not None else None
     if short:
         print(summary(found), end="")
     elif markdown:

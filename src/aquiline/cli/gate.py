@@ -58,11 +58,11 @@ def gate(
     from aquiline.bench.gate import Request, ask
     from aquiline.bench.gate_rules import BUILT_IN, override, read_gates
     from aquiline.bench.gate_state import GateState, default_state
-    from aquiline.bench.integrity import read_sound
+    from aquiline.bench.result import read_results
 
     rules = override(read_gates(gates or BUILT_IN), limits or [])
-    request = Request(level, tuple(only or ()), read_sound(parity) if parity is not None else None)
-    report = ask(rules, read_sound(directory), request, GateState(state or default_state()))
+    request = Request(level, tuple(only or ()), read_results(parity) if parity is not None else None)
+    report = ask(rules, read_results(directory), request, GateState(state or default_state()))
     if as_json:
         print(json.dumps(report.as_dict()))
     else:

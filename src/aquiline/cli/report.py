@@ -23,9 +23,9 @@ def report(
 
       aquiline report results/ -o report.html
     """
-    from aquiline.bench.integrity import read_sound
     from aquiline.bench.report.page import write_report
+    from aquiline.bench.result import read_results
 
-    results = read_sound(directory)
+    results = read_results(directory)
     write_report(results, out)
     print(f"{out}: {len(results)} results")

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from aquiline.bench.integrity import differences
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place
 from aquiline.bench.peers.converted import stored_dtype
 from aquiline.bench.peers.results import PeerModel, agreement, result_of
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.prompts import text_prompts
-from aquiline.bench.result import ModelFacts, Result, Scenario, describe, differences, tokens_sha256
+from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
 from aquiline.config import EngineConfig, SamplingParams, SpecConfig
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM

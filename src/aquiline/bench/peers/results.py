@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 
 from tokenizers import Tokenizer
 
+from aquiline.bench.integrity import SCHEMA
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
-from aquiline.bench.result import SCHEMA, ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
+from aquiline.bench.result import ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
 from aquiline.engine.model import cpu_name, geometry
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share, spread
 from aquiline.models.config import ModelConfig

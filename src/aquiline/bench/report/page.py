@@ -55,7 +55,7 @@ class Part:
 
 
 def write_report(results: dict[str, Result], out: Path) -> None:
-    """Write the page of what `read_sound` found. Raises ValueError if the file cannot be written."""
+    """Write the page of what `read_results` found. Raises ValueError if the file cannot be written."""
     page = render(results)
     try:
         out.write_text(page, encoding="utf-8", errors="replace")
