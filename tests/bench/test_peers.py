@@ -66,7 +66,8 @@ def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> N
     ("text", "named"),
     [
         ("vllm", "must begin with one of transformers, openvino, llamacpp, openai"),
-        ("transformers:int8", "transformers has no int8"),
+        ("transformers:int8", "transformers runs no int8 weights"),
+        ("openvino:q4_0", "openvino runs no int4 weights"),
         ("transformers:eagle", "unknown option 'eagle'; transformers has float32"),
         ("llamacpp:sdpa", "unknown option 'sdpa'"),
         ("openvino:f32:bf16", "says dtype twice"),
@@ -201,13 +202,14 @@ def test_the_verdict_takes_medians_of_settings_that_count() -> None:
         row("aquiline baseline", 100), row("aquiline chain-3", 210, is_speculative=True),
         row("llamacpp", 80), row("openvino", 900, void="another model"),
         row("openvino lookup", 140, is_speculative=True), row("llamacpp int8", 300, weights="int8"),
+        row("aquiline baseline in int8", 330, weights="int8"), row("llamacpp int4", 500, weights="int4"),
     ]  # fmt: skip
     assert Comparison(rows, [], {}, {}).verdict == [
         "aquiline baseline is 1.25x the fastest peer without speculation, llamacpp (80 tok/s)",
         "aquiline chain-3 is 1.50x the fastest peer setting, openvino lookup (140 tok/s)",
-        "beside, on rounded weights: llamacpp int8 at 300 tok/s; aquiline chain-3 is 0.70x that",
+        "aquiline baseline in int8 is 1.10x the fastest peer on int8 weights, llamacpp int8 (300 tok/s)",
     ]
     assert Comparison(rows[:1] + rows[3:4], [], {}, {}).verdict == ["no peer to compare with"]
     data = Comparison(rows, [], {"llamacpp": 16}, {"openai x": "no server"}).as_dict()
-    assert [r["over_baseline"] for r in data["rows"]] == pytest.approx([1, 2.1, 0.8, 9, 1.4, 3])  # type: ignore[attr-defined]
+    assert [r["over_baseline"] for r in data["rows"]] == pytest.approx([1, 2.1, 0.8, 9, 1.4, 3, 3.3, 5])  # type: ignore[attr-defined]
     json.dumps(data)

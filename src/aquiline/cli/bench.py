@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aquiline.cli.options import DefaultGroup, ListCommand
+from aquiline.cli.options import DefaultGroup, ListCommand, wide_console
 
 if TYPE_CHECKING:
     from aquiline.bench.scenarios import Load
@@ -152,7 +152,6 @@ def table(
 
       aquiline bench table results/ --older results-of-last-week/
     """
-    from rich.console import Console
 
     from aquiline.bench import table as tables
     from aquiline.bench.result import read_results
@@ -164,7 +163,7 @@ def table(
     elif markdown:
         print(tables.markdown(found, before))
     else:
-        Console().print(tables.console(found, before))
+        wide_console().print(tables.console(found, before))
     if tables.report(found, before).regressions:
         raise typer.Exit(1)
 

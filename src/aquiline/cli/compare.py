@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aquiline.cli.options import wide_console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -48,9 +50,10 @@ def compare(
     """Run aquiline, with and without its draft, and its peers on the same prompts in turn, and say who is faster.
 
     Peers are optional: pip install 'aquiline[peers]'. Those that are not installed are named and left out. Options of a
-    peer: float32, bfloat16 or int8 (openvino, llamacpp); lookup or lookup=K for its own prompt lookup; openvino:eagle
-    drafts with the EAGLE-3 head given here; openvino:sdpa, transformers:eager and llamacpp:flash run their attention
-    another way; openvino:DIR/ takes a target that is converted already.
+    peer: float32, bfloat16, int8 (openvino, llamacpp) or int4 (llamacpp), beside which aquiline runs the same; lookup
+    or lookup=K for its own prompt lookup; openvino:eagle drafts with the EAGLE-3 head given here; openvino:sdpa,
+    transformers:eager and llamacpp:flash run their attention another way; openvino:DIR/ takes a target that is
+    converted already.
 
     Examples:
 
@@ -101,7 +104,7 @@ def compare(
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
-        _show(Console(), found, plan)
+        _show(wide_console(), found, plan)
 
 
 def _show(console: Console, found: Comparison, plan: Plan) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aquiline.cli.options import wide_console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -46,7 +48,7 @@ def demo(
     llm = LLM(arithmetic=arithmetic, engine=EngineConfig(max_batch=1, prefix_cache=False))
     assert llm.models.tokenizer is not None, "the bundled pair has a tokenizer"
     prompts = package_prompts(package, llm.models.tokenizer) if package else read_prompts(BUNDLED_PROMPTS)
-    console = Console()
+    console = wide_console()
     with Progress(console=Console(stderr=True), disable=as_json, transient=True) as progress:
         task = progress.add_task("generating", total=len(prompts) * len(SETTINGS) * len(TEMPERATURES))
         result = run_demo(llm, prompts, lambda: progress.advance(task))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aquiline.cli.options import wide_console
 from aquiline.cli.train import layers
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 DATA, SEARCH, SAMPLING, OUTPUT = "Questions", "Settings", "Sampling", "Output"
 BAR = 10
-PIPE_WIDTH = 120
 
 EXAMPLES = """
 Examples:
@@ -189,12 +189,11 @@ def _plot(found: Evaluated, derived: Tables, facts: EvalFacts, out: Path) -> Non
 
 
 def _show(found: Evaluated, derived: Tables, facts: EvalFacts) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from aquiline.bench.eval_report import groups, notes, teacher_table, teacher_title
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = wide_console()
     console.print(f"{facts.dataset}: {len(found.questions)} questions; {facts}\n", soft_wrap=True)
     for table in _tables(groups(derived), "length"):
         console.print(table)

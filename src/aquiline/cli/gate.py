@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aquiline.cli.options import wide_console
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -53,7 +55,6 @@ def gate(
 
       aquiline gate results/ --parity results-of-another-engine/
     """
-    from rich.console import Console
 
     from aquiline.bench.gate import Request, ask
     from aquiline.bench.gate_rules import BUILT_IN, override, read_gates
@@ -66,7 +67,7 @@ def gate(
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
-        _show(Console(), report)
+        _show(wide_console(), report)
     raise typer.Exit(report.exit_code)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aquiline.cli.options import wide_console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -93,7 +95,6 @@ def limits(
 
     Options of several values take them in a row, behind MODEL: --context 512 2048.
     """
-    from rich.console import Console
 
     from aquiline.bench.ceilings import Choice
     from aquiline.bench.configs import read_shape
@@ -116,7 +117,7 @@ def limits(
         rows = {"cells": [cell.as_dict() for cell in cells], "notes": remarks}
         print(json.dumps(describe(roofline) | rows))
         return
-    _show(Console(), roofline, grid, cells)
+    _show(wide_console(), roofline, grid, cells)
     for remark in remarks:
         print(f"note: {remark}")
 

@@ -1,10 +1,24 @@
-"""Options that take several values: `--contexts 512 1024`; groups of commands that have a default one."""
+"""What commands share: options of several values (`--contexts 512 1024`), groups with a default command, a console."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 140
+"""Columns where nobody says how many there are, as in a file; tables would be cut to 80."""
+
+
+def wide_console() -> Console:
+    """Standard output for tables."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 class ListCommand(typer.core.TyperCommand):

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from aquiline.cli.options import wide_console
+
 
 def profile(
     target: Annotated[str | None, typer.Option(help="Target checkpoint. Default: bundled.")] = None,
@@ -36,7 +38,6 @@ def profile(
 
       aquiline profile --drafter dynamic --depth 5 --draft-top-k 10 --num-nodes 60
     """
-    from rich.console import Console
     from rich.table import Table
 
     from aquiline.bench.profile import profile as run_profile
@@ -69,4 +70,4 @@ def profile(
     for row in found.rows:
         name = f"  {row.name}" if row.is_part else row.name
         table.add_row(name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}")
-    Console().print(table)
+    wide_console().print(table)

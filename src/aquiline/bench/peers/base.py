@@ -16,7 +16,11 @@ from typing import Any, Protocol
 
 DTYPES = {
     "float32": "float32", "f32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "int8": "int8", "q8_0": "int8",
+    "int4": "int4", "q4_0": "int4",
 }  # fmt: skip
+QUANTISED = ("int8", "int4")
+QUANTISED_BY = {"openvino": ("int8",), "llamacpp": ("int8", "int4")}
+"""Rounded weights that a kind can run."""
 KINDS = {
     "transformers": ("transformers",),
     "openvino": ("openvino", "openvino-genai"),
@@ -32,7 +36,7 @@ one."""
 
 ALL_PEERS = (
     "transformers", "transformers:lookup", "openvino", "openvino:sdpa", "openvino:lookup", "openvino:eagle",
-    "openvino:int8", "llamacpp", "llamacpp:lookup", "llamacpp:int8",
+    "openvino:int8", "llamacpp", "llamacpp:lookup", "llamacpp:int8", "llamacpp:int4",
 )  # fmt: skip
 """What is compared when nothing is named, in the best dtype of each; eagle is left out where there is no draft."""
 
@@ -89,7 +93,7 @@ class PeerRun:
 
 
 class Peer(Protocol):
-    """An engine that holds the model. `dtype` is the arithmetic it runs in, or int8 for rounded weights."""
+    """An engine that holds the model. `dtype` is the arithmetic it runs in, or int8 or int4 for rounded weights."""
 
     dtype: str
 
@@ -174,8 +178,8 @@ def _field(text: str, kind: str, option: str) -> dict[str, object]:
     """The field of a PeerSpec that one option sets."""
     name, _, value = option.partition("=")
     if option in DTYPES:
-        if kind == "transformers" and DTYPES[option] == "int8":
-            raise ValueError(f"peer={text!r}: transformers has no int8 without a quantiser; choose float32 or bfloat16")
+        if DTYPES[option] in QUANTISED and DTYPES[option] not in QUANTISED_BY.get(kind, ()):
+            raise ValueError(f"peer={text!r}: {kind} runs no {DTYPES[option]} weights here; choose float32 or bfloat16")
         return {"dtype": DTYPES[option]}
     if name in NUMBERED and (name != "eagle" or kind == "openvino"):
         count = int(value) if value.isdigit() else 0 if value else NUMBERED[name]

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from aquiline.bench.integrity import differences
-from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place
+from aquiline.bench.peers.base import QUANTISED, Peer, PeerOutput, PeerRun, PeerSpec, Place
 from aquiline.bench.peers.converted import stored_dtype
 from aquiline.bench.peers.results import PeerModel, agreement, result_of
 from aquiline.bench.peers.verdict import Comparison, Row
@@ -114,11 +114,13 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
     max_context = plan.prompt_tokens + plan.new_tokens
     config = EngineConfig(max_batch=1, prefix_cache=False, max_context=max_context + 16)
     llms = {}
-    for arithmetic in plan.arithmetics:
-        on_progress(f"loading aquiline, {arithmetic} arithmetic")
-        llms[arithmetic] = LLM(
-            plan.target, plan.draft, dtype=stored_dtype(plan.target), arithmetic=arithmetic, engine=config
-        )
+    stored = stored_dtype(plan.target)
+    kinds = [(stored, arithmetic) for arithmetic in plan.arithmetics]
+    kinds += [(dtype, "float32") for dtype in QUANTISED if any(spec.dtype == dtype for spec in plan.peers)]
+    for dtype, arithmetic in kinds:
+        name = arithmetic if dtype == stored else dtype
+        on_progress(f"loading aquiline, {dtype} weights, {arithmetic} arithmetic")
+        llms[name] = LLM(plan.target, plan.draft, dtype=dtype, arithmetic=arithmetic, engine=config)
     llm = llms["float32"]
     prompts, scenario = _prompts(plan, llm)
     place = Place(plan.target, plan.draft, int(str(llm.models.system()["threads"])), max_context + 1)
@@ -175,9 +177,9 @@ def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[_Own]:
     if plan.draft is not None:
         specs |= {f"chain-{k}": SpecConfig(num_spec_tokens=k) for k in plan.num_spec_tokens}
         specs["tree"] = SpecConfig(drafter="dynamic")
-    for arithmetic, llm in llms.items():
+    for kind, llm in llms.items():
         for name, spec in specs.items():
-            suffix = f" in {arithmetic}" if arithmetic != "float32" else ""
+            suffix = f" in {kind}" if kind != "float32" else ""
             yield _Own(f"{name}{suffix}", llm, spec)
 
 
@@ -261,7 +263,8 @@ def _rows(
 def _void(setting: _Own | _Other, result: Result, baseline: Result, checks: dict[str, int], agreed: list[float]) -> str:
     """Why a setting may not be compared; empty if it may."""
     if isinstance(setting, _Own):
-        return "" if setting.llm.models.arithmetic != "float32" else "; ".join(differences(result, baseline))
+        alike = all(result["model"][name] == baseline["model"][name] for name in ("dtype", "arithmetic"))
+        return "; ".join(differences(result, baseline)) if alike else ""
     reasons = differences(result, baseline)
     if setting.spec.kind == "openai":  # which machine a server runs on is for whoever started it
         reasons = [reason for reason in reasons if not reason.startswith("system.")]

@@ -25,12 +25,13 @@ STORED = {
     "float32": gguf.GGMLQuantizationType.F32,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "int8": gguf.GGMLQuantizationType.Q8_0,
+    "int4": gguf.GGMLQuantizationType.Q4_0,
 }
-"""How matrices are stored: int8 in blocks of 32 with a scale each. Vectors are float32."""
+"""How matrices are stored: int8 and int4 in blocks of 32 with a scale each. Vectors are float32."""
 
 
 def write_gguf(decoder: Decoder, file: Path, stored: str) -> None:
-    """Write a target, its matrices `stored` as float32, bfloat16 or int8.
+    """Write a target, its matrices `stored` as a key of STORED.
 
     Raises ValueError for what GGUF's architectures cannot say."""
     config = decoder.config

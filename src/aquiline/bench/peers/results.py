@@ -19,7 +19,7 @@ from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share, 
 from aquiline.models.config import ModelConfig
 from aquiline.types import storage_dtype
 
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
             ModelFacts(
                 target=model.target, draft=model.draft if spec.eagle is not None else None, dtype=dtype,
                 arithmetic=dtype, random_weights=model.is_random, simulated_tau=None,
-                weight_bytes=model.num_weights * BYTES.get(dtype, 0),
+                weight_bytes=int(model.num_weights * BYTES.get(dtype, 0)),
             )
         ),
         "throughput_tokens_per_sec": spread(rates),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from aquiline.bench.peers.base import QUANTISED
 from aquiline.bench.result import Result
 
 
@@ -37,7 +38,7 @@ class Row:
     @property
     def counts(self) -> bool:
         """Whether a verdict may rest on it: valid, and on weights that nobody rounded."""
-        return not self.void and self.weights != "int8"
+        return not self.void and self.weights not in QUANTISED
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Comparison:
     @property
     def verdict(self) -> list[str]:
         """Who is faster, in sentences."""
-        own = [row for row in self.rows if row.is_own]
+        own = [row for row in self.rows if row.is_own and row.counts]
         plain = max((row for row in own if not row.is_speculative), key=lambda row: row.median)
         drafted = max((row for row in own if row.is_speculative), key=lambda row: row.median, default=None)
         peers = [row for row in self.rows if not row.is_own]
@@ -71,13 +72,15 @@ class Comparison:
             if ours is not None and best is not None:
                 ratio = ours.median / best.median
                 lines.append(f"{ours.label} is {ratio:.2f}x the fastest {what}, {best.label} ({best.median:.0f} tok/s)")
-        rounded = max((r for r in peers if r.weights == "int8" and not r.void), key=lambda r: r.median, default=None)
-        if rounded is not None:
-            best_own = max(own, key=lambda row: row.median)
-            lines.append(
-                f"beside, on rounded weights: {rounded.label} at {rounded.median:.0f} tok/s; "
-                f"{best_own.label} is {best_own.median / rounded.median:.2f}x that"
-            )
+        for weights in QUANTISED:
+            rounded = [r for r in self.rows if r.weights == weights and not r.void]
+            ours = max((r for r in rounded if r.is_own), key=lambda r: r.median, default=None)
+            best = max((r for r in rounded if not r.is_own), key=lambda r: r.median, default=None)
+            if ours is not None and best is not None:
+                lines.append(
+                    f"{ours.label} is {ours.median / best.median:.2f}x the fastest peer on {weights} weights, "
+                    f"{best.label} ({best.median:.0f} tok/s)"
+                )
         return lines or ["no peer to compare with"]
 
     def as_dict(self) -> dict[str, object]:
