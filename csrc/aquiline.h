@@ -19,9 +19,9 @@ extern "C" {
 enum { AQ_FLOAT32 = 0, AQ_BFLOAT16 = 1, AQ_BFLOAT16_DOT = 2, AQ_INT8 = 3, AQ_INT4 = 4 };
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
-// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). Packed weight: [ceil(n / 16)][k][16] of dtype, zero-padded.
-// AQ_BFLOAT16_DOT, a dtype of linears alone, is the second arithmetic: bfloat16 weights packed [ceil(n / 16)][k / 2][16][2]
-// for the CPU's dot instruction (aq_has_bf16_dot), which adds two products at once to the sum, pairs in k order; x is
+// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). Packed weight: float32 and int8 [ceil(n / 16)][k][16], bfloat16
+// [ceil(n / 16)][k / 2][16][2], zero-padded.
+// AQ_BFLOAT16_DOT, a dtype of linears alone, is the second arithmetic: bfloat16 weights for the CPU's dot instruction (aq_has_bf16_dot), which adds two products at once to the sum, pairs in k order; x is
 // rounded to bfloat16, to nearest even. As exact as the first against rows, threads and chunks.
 //
 // AQ_INT8 and AQ_INT4 are storages of linears alone: codes times scales, multiplied in float32.

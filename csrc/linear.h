@@ -30,25 +30,24 @@ AQ_INLINE Share share(const Worker& worker, int count) {
                (int)((int64_t)count * (worker.index + 1) / worker.count)};
 }
 
-// What a weight is multiplied with: one channel, or two in the bfloat16 dot product, which is so fast that weights should
-// serve more rows. block(k): the weights of one block of outputs.
-template <class W> struct Input {
-  typedef float type;
+// How weights W meet inputs X, k of them. kRows: of a tile; the bfloat16 dot product (pairs by pairs) is so fast that
+// weights should serve more rows. block(k): the weights of one block of outputs.
+template <class W, class X> struct Tiling {
   static constexpr int kRows = kTileRows;
   static constexpr size_t block(int k) { return (size_t)k * 16; }
 };
-template <> struct Input<Pair> : Input<float> {
-  typedef Pair type;
-  static constexpr int kRows = 8;
+template <> struct Tiling<Pair, Pair> : Tiling<float, float> { static constexpr int kRows = 8; };
+template <> struct Tiling<Pair, float> : Tiling<float, float> {
+  static constexpr size_t block(int k) { return (size_t)k * 8; }
 };
-template <> struct Input<Group> : Input<float> {
+template <> struct Tiling<Group, float> : Tiling<float, float> {
   static constexpr size_t block(int k) { return (size_t)k / AQ_GROUP; }
 };
 
 // sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks of k steps, a multiple of 4. The loops
 // over rows and blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
-template <int ROWS, int BLOCKS, class W>
-static __attribute__((noinline)) void tile(const W* w, int k, const typename Input<W>::type* x, float* sums) {
+template <int ROWS, int BLOCKS, class W, class X>
+static __attribute__((noinline)) void tile(const W* w, int k, const X* x, float* sums) {
   constexpr int kUnroll = 4;
   constexpr int kAhead = kPrefetchBytes / (int)(16 * sizeof(W));  // steps of k
   const size_t block = (size_t)k * 16;
@@ -71,6 +70,45 @@ static __attribute__((noinline)) void tile(const W* w, int k, const typename Inp
         const auto weight = load(w + b * block + (size_t)(i + u) * 16);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) sum[r][b] = fma(set1(x[(size_t)r * k + i + u]), weight, sum[r][b]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++) store(sums + r * kPanelWidth + b * 16, sum[r][b]);
+}
+
+// The same over bfloat16 pairs, whose halves become two weights by one operation each.
+template <int ROWS, int BLOCKS>
+static __attribute__((noinline)) void tile(const Pair* w, int k, const float* x, float* sums) {
+  constexpr int kUnroll = 2;
+  constexpr int kAhead = kPrefetchBytes / (int)(16 * sizeof(Pair));
+  const int num_pairs = k / 2;
+  const size_t block = (size_t)num_pairs * 16;
+  Vec sum[ROWS][BLOCKS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++) sum[r][b] = zero();
+  for (int i = 0; i < num_pairs; i += kUnroll) {
+    const Pair* ahead = w + (size_t)(i + kAhead) * 16 + (i + kAhead < num_pairs ? 0 : (BLOCKS - 1) * block);
+#pragma GCC unroll 8
+    for (int u = 0; u < kUnroll; u++) {
+      const Pair* pairs = w + (size_t)(i + u) * 16;
+      const float* inputs = x + 2 * (i + u);
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++) {
+        const Vec weight = first(pairs + b * block);
+        prefetch(ahead + b * block + u * 16);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) sum[r][b] = fma(set1(inputs[(size_t)r * k]), weight, sum[r][b]);
+      }
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++) {
+        const Vec weight = second(pairs + b * block);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) sum[r][b] = fma(set1(inputs[(size_t)r * k + 1]), weight, sum[r][b]);
       }
     }
   }
@@ -123,11 +161,11 @@ static __attribute__((noinline)) void tile(const Group* w, int k, const float* x
 }
 
 // ROWS rows by num_blocks <= kPanel blocks, in the widest tiles that fit the registers.
-template <int ROWS, class W>
-static void row_tile(const W* w, int num_blocks, int k, const typename Input<W>::type* x, float* sums) {
+template <int ROWS, class W, class X>
+static void row_tile(const W* w, int num_blocks, int k, const X* x, float* sums) {
   constexpr int kBlocks = blocks_for(ROWS);
   for (int b = 0; b < num_blocks;) {
-    const W* from = w + b * Input<W>::block(k);
+    const W* from = w + b * Tiling<W, X>::block(k);
     const int left = num_blocks - b;
     if (kBlocks >= 4 && left >= 4) {
       tile<ROWS, kBlocks >= 4 ? 4 : 1>(from, k, x, sums + b * 16), b += 4;
@@ -139,8 +177,9 @@ static void row_tile(const W* w, int num_blocks, int k, const typename Input<W>:
   }
 }
 
-template <class W>
-static void any_tile(int rows, const W* w, int num_blocks, int k, const typename Input<W>::type* x, float* sums) {
+template <class W, class X>
+static void any_tile(int rows, const W* w, int num_blocks, int k, const X* x, float* sums) {
+  constexpr int kRows = Tiling<W, X>::kRows;
   switch (rows) {
     case 1: row_tile<1>(w, num_blocks, k, x, sums); break;
     case 2: row_tile<2>(w, num_blocks, k, x, sums); break;
@@ -148,8 +187,8 @@ static void any_tile(int rows, const W* w, int num_blocks, int k, const typename
     case 4: row_tile<4>(w, num_blocks, k, x, sums); break;
     case 5: row_tile<5>(w, num_blocks, k, x, sums); break;
     case 6: row_tile<6>(w, num_blocks, k, x, sums); break;
-    case 7: row_tile<Input<W>::kRows == 8 ? 7 : 6>(w, num_blocks, k, x, sums); break;
-    default: row_tile<Input<W>::kRows>(w, num_blocks, k, x, sums); break;
+    case 7: row_tile<kRows == 8 ? 7 : 6>(w, num_blocks, k, x, sums); break;
+    default: row_tile<kRows>(w, num_blocks, k, x, sums); break;
   }
 }
 
@@ -160,21 +199,20 @@ static void any_tile(int rows, const Pair* w, int num_blocks, int num_pairs, con
 
 // Calls epilogue(row, column, width, sums) for every row and panel of output blocks `mine`, of k steps each; width <=
 // kPanelWidth columns are valid.
-template <class W, class Epilogue>
-static void panels(const AqLinear& linear, int k, Share mine, const void* x, int rows, const Epilogue& epilogue) {
-  typedef typename Input<W>::type X;
-  constexpr int kRows = Input<W>::kRows;
+template <class W, class X, class Epilogue>
+static void panels(const AqLinear& linear, int k, Share mine, const X* x, int rows, const Epilogue& epilogue) {
+  constexpr int kRows = Tiling<W, X>::kRows;
   const int num_tiles = (rows + kRows - 1) / kRows;
   const float* scale = aq::output_scale(linear);
   for (int block = mine.begin; block < mine.end; block += kPanel) {
-    const W* w = (const W*)linear.weight + block * Input<W>::block(k);
+    const W* w = (const W*)linear.weight + block * Tiling<W, X>::block(k);
     const int blocks = mine.end - block < kPanel ? mine.end - block : kPanel;
     const int column = block * 16;
     const int width = linear.n - column < blocks * 16 ? linear.n - column : blocks * 16;
     for (int t = 0; t < num_tiles; t++) {  // balanced: 8 rows by 6 are 4 + 4, not 6 + 2
       const int first = (int)((int64_t)rows * t / num_tiles), last = (int)((int64_t)rows * (t + 1) / num_tiles);
       alignas(64) float sums[kRows * kPanelWidth];
-      any_tile(last - first, w, blocks, k, (const X*)x + (size_t)first * k, sums);
+      any_tile(last - first, w, blocks, k, x + (size_t)first * k, sums);
       for (int r = first; r < last; r++) {
         float* row_sums = sums + (r - first) * kPanelWidth;
         if (scale != nullptr)
@@ -193,11 +231,11 @@ AQ_INLINE bool takes_bfloat16(const AqLinear& linear) { return linear.dtype == A
 template <class Epilogue>
 static void linear_rows(const AqLinear& linear, Share mine, const void* x, int rows, const Epilogue& epilogue) {
   switch (linear.dtype) {
-    case AQ_BFLOAT16_DOT: panels<Pair>(linear, linear.k / 2, mine, x, rows, epilogue); break;
-    case AQ_BFLOAT16: panels<uint16_t>(linear, linear.k, mine, x, rows, epilogue); break;
-    case AQ_INT8: panels<int8_t>(linear, linear.k, mine, x, rows, epilogue); break;
-    case AQ_INT4: panels<Group>(linear, linear.k, mine, x, rows, epilogue); break;
-    default: panels<float>(linear, linear.k, mine, x, rows, epilogue);
+    case AQ_BFLOAT16_DOT: panels<Pair>(linear, linear.k / 2, mine, (const Pair*)x, rows, epilogue); break;
+    case AQ_BFLOAT16: panels<Pair>(linear, linear.k, mine, (const float*)x, rows, epilogue); break;
+    case AQ_INT8: panels<int8_t>(linear, linear.k, mine, (const float*)x, rows, epilogue); break;
+    case AQ_INT4: panels<Group>(linear, linear.k, mine, (const float*)x, rows, epilogue); break;
+    default: panels<float>(linear, linear.k, mine, (const float*)x, rows, epilogue);
   }
 }
 

@@ -57,6 +57,6 @@ int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_
   AQ_TRY(check_pointer("weight", weight, is_quantised(dtype) ? 1 : dtype == AQ_FLOAT32 ? 4 : 2));
   if (is_quantised(dtype)) return pack_quantised((const int8_t*)weight, scales, linear, packed);
   if (dtype == AQ_FLOAT32) pack((const float*)weight, n, k, 1, (float*)packed);
-  else pack((const uint16_t*)weight, n, k, dtype == AQ_BFLOAT16_DOT ? 2 : 1, (uint16_t*)packed);
+  else pack((const uint16_t*)weight, n, k, 2, (uint16_t*)packed);
   return 0;
 }

@@ -30,6 +30,8 @@ AQ_INLINE Vec load(const uint16_t* p) {  // bfloat16
   const __m256i raw = _mm256_loadu_si256((const __m256i*)p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
+AQ_INLINE Vec first(const aq::Pair* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+AQ_INLINE Vec second(const aq::Pair* p) { return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(0xaaaaaaaa, p)); }
 AQ_INLINE Vec load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
@@ -207,6 +209,9 @@ AQ_INLINE Vec nibble(IVec a, int i) { return to_float((IVec)((Mask)(a << (28 - 4
 AQ_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 AQ_INLINE Vec zero() { return set1(0.0f); }
 #if !defined(AQ_AVX512)
+// The bfloat16 weights of 16 pairs.
+AQ_INLINE Vec first(const aq::Pair* p) { return as_float(shl<16>(iload((const uint32_t*)p))); }
+AQ_INLINE Vec second(const aq::Pair* p) { return as_float(iand(iload((const uint32_t*)p), iset1(0xffff0000))); }
 AQ_INLINE void store_low(uint16_t* p, IVec a) {
   uint32_t lane[16];
   istore(lane, a);
