@@ -1,5 +1,6 @@
 # make demo   the main job on the bundled pair        make test   the tests
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
+# make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #
 # PYTHON picks the interpreter (3.11 or newer), TORCH the build of torch, VENV where everything is installed.
 
@@ -9,7 +10,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint bench clean
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+
+.PHONY: demo test lint bench sanitize clean
 
 demo: $(VENV)/run
 	$(BIN)/aquiline demo
@@ -27,6 +30,14 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/native.py
 	$(BIN)/python benchmarks/trees.py
 	$(BIN)/python benchmarks/decode.py
+
+# Leaks are not looked for: the interpreter has its own.
+sanitize: $(VENV)/dev
+	CXXFLAGS="$(SANITIZE) -O1 -g" LDFLAGS="$(SANITIZE)" \
+	  $(BIN)/python setup.py -q build --build-base build/sanitize --build-lib build/sanitize/lib
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib AQUILINE_THREADS=2 OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest tests/ops $(ARGS)
 
 # torch comes first and by itself, so that its build is the one named above.
 $(VENV)/torch:

@@ -1,6 +1,7 @@
 """Builds the native CPU library, aquiline/_native.so: a plain shared library that ops/native.py loads with ctypes.
 
-kernels.cpp is compiled once per instruction set, each with its own flags; the rest is baseline code. Without a working
+kernels.cpp is compiled once per instruction set, each with its own flags; the rest is baseline code. CXX, CXXFLAGS and
+LDFLAGS are heeded. Without a working
 compiler the package still installs, says so, and runs on its slower torch path.
 """
 
@@ -58,15 +59,17 @@ class BuildNative(build_ext):
         units = [(name, f"{name}.cpp", []) for name in ("api", "accept", "check", "pack", "pool")]
         units += [(isa, "kernels.cpp", KERNEL + flags) for isa, flags in KERNELS.items() if x86 or isa == "portable"]
         units.append(("dot", "dot.cpp", KERNEL + (DOT if x86 and accepts(compiler, DOT) else [])))
+        extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))
         running = []
         for name, source, flags in units:
-            command = [*compiler, *COMMON, *flags, "-c", str(ROOT / "csrc" / source), "-o", str(objects / f"{name}.o")]
+            source_file, object_file = str(ROOT / "csrc" / source), str(objects / f"{name}.o")
+            command = [*compiler, *COMMON, *flags, *extra, "-c", source_file, "-o", object_file]
             running.append((command, subprocess.Popen(command)))
         failed = [(command, process.returncode) for command, process in running if process.wait() != 0]
         for command, code in failed:
             raise subprocess.CalledProcessError(code, command)
         linked = [str(objects / f"{name}.o") for name, _, _ in units]
-        subprocess.run([*compiler, "-shared", "-pthread", *linked, "-o", str(target)], check=True)
+        subprocess.run([*compiler, "-shared", "-pthread", *linking, *linked, "-o", str(target)], check=True)
 
     def get_outputs(self) -> list[str]:
         return [path for path in super().get_outputs() if os.path.exists(path)]

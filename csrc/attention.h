@@ -129,16 +129,19 @@ AQ_INLINE void weigh_values(const float* p, const Keys<S>& keys, int first_dim, 
 
 // Scales the raw scores of one query and returns their maximum; lanes outside [from, to) become -inf whatever they held.
 static float mask_scores(float* p, int from, int to, float scale) {
-  Vec top = set1(-kInfinity);
+  const bool is_whole = from == 0 && to == AQ_BLOCK;
+  Vec s[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; g++) {
-    const Vec position = add(to_float(iota()), set1(16.0f * g));
-    const auto visible = both(less(position, set1((float)to)), less(set1((float)from - 1.0f), position));
-    const Vec s = select(visible, mul(load(p + g * 16), set1(scale)), set1(-kInfinity));
-    store(p + g * 16, s);
-    top = max(top, s);
+    s[g] = mul(load(p + g * 16), set1(scale));
+    if (!is_whole) {
+      const Vec position = add(to_float(iota()), set1(16.0f * g));
+      const auto visible = both(less(position, set1((float)to)), less(set1((float)from - 1.0f), position));
+      s[g] = select(visible, s[g], set1(-kInfinity));
+    }
+    store(p + g * 16, s[g]);
   }
-  return max_lanes(top);
+  return max_lanes(max(max(s[0], s[1]), max(s[2], s[3])));
 }
 
 // Turns scores into exp(score - maximum) and returns their sum.

@@ -20,12 +20,10 @@ AQ_INLINE Vec exp(Vec x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = add(fma(p, mul(r, r), r), set1(1.0f));
-  // 2^n as a product of two powers, since 2^128 is not a float.
-  const IVec biased = iadd(isub(as_int(t), as_int(magic)), iset1(254));
-  const IVec half = shr<1>(biased);
-  p = mul(mul(p, as_float(shl<23>(half))), as_float(shl<23>(isub(biased, half))));
+  // Times 2^n, on the exponent's bits: the result is neither subnormal nor too large where it is used.
+  p = as_float(iadd(as_int(p), shl<23>(as_int(t))));
   p = select(less(x, set1(-87.33654f)), zero(), p);
-  return select(less(set1(88.72284f), x), set1(kInfinity), p);
+  return select(less(x, set1(88.72284f)), p, add(x, set1(kInfinity)));
 }
 
 // ln x of a positive normal x within 2 ulp. Coefficients: Cephes logf.
