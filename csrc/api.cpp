@@ -121,6 +121,13 @@ int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJ
   return 0;
 }
 
+template <class Job, auto Kernel>
+void run_head(const Job& job) {
+  const double began = seconds();
+  run_job<Job, Kernel>(job);
+  if (engine().seconds != nullptr) engine().seconds[2] += seconds() - began;
+}
+
 int check_selection(const AqModel* model, const float* hidden, const int32_t* row_index, int n) {
   AQ_TRY(check_model(model));
   AQ_REQUIRE(n >= 0, "n=%d: must be at least 0", n);
@@ -142,7 +149,7 @@ int draw(DrawJob job) {
   AQ_RESERVE(job.best, best, Best, threads * job.n);
   job.workspace_floats = 6 * width;
   AQ_RESERVE(job.workspace, workspace, float, threads * job.workspace_floats);
-  run_job<DrawJob, &Kernels::draw>(job);
+  run_head<DrawJob, &Kernels::draw>(job);
   return 0;
 }
 
@@ -161,7 +168,7 @@ int head_topk(TopKJob job) {
   AQ_RESERVE(job.logits, logits, float, job.n * width);
   job.workspace_floats = 3 * width;
   AQ_RESERVE(job.workspace, workspace, float, num_threads() * job.workspace_floats);
-  run_job<TopKJob, &Kernels::head_topk>(job);
+  run_head<TopKJob, &Kernels::head_topk>(job);
   return 0;
 }
 
@@ -271,7 +278,7 @@ int aq_head_logits(const AqModel* model, const float* hidden, const int32_t* row
   TopKJob job{};
   job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.logits = logits;
   AQ_RESERVE(job.normed, normed, float, norm_copies(n, num_threads()) * n * model->hidden);
-  run_job<TopKJob, &Kernels::head_logits>(job);
+  run_head<TopKJob, &Kernels::head_logits>(job);
   return 0;
 }
 

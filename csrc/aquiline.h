@@ -95,7 +95,7 @@ int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, float* hidden, float* features);
 
 // From now on every forward adds what its layers took to seconds[0] (attention: norm to output projection) and
-// seconds[1] (MLP); NULL stops that.
+// seconds[1] (MLP), and every head function to seconds[2]; NULL stops that.
 int aq_time_layers(double* seconds);
 
 // Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
@@ -123,6 +123,13 @@ int aq_attention(const AqKV*, int32_t layer, const AqRows*, const float* q, int3
                  int32_t window, const float* sinks, float* out);
 int aq_exp_log(const float* x, int32_t count, float* exps, float* logs);  // logs[i] = 0 where x[i] <= 0
 int aq_gumbel(uint64_t seed, int32_t position, int32_t count, float* noise);  // token ids 0 .. count - 1
+
+// Drafts chains: tokens [num_rows, depth], the best token after each row source[i] of hidden (what the last forward of a
+// draft left), then those after depth - 1 forwards of `rows`, one level deeper each. rows holds the first of these, whose
+// tokens are not read; its tokens, positions, write and context_len are advanced in place, and hidden is overwritten.
+// d2t [head.n]: what to add to a draft id. norm_feedback: a pass reads the normed states of the one before.
+int aq_draft_chain(const AqModel*, const AqKV*, const AqRows* rows, const int32_t* source, int32_t depth,
+                   const int32_t* d2t, int32_t norm_feedback, float* hidden, int32_t* tokens);
 
 // Copies keys and values of every layer from KV index src[i] to dst[i] of slot slots[i], in order.
 int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots,

@@ -35,7 +35,8 @@ def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
     drafting = next(row for row in stages if row.name == RANGES["draft"])
     assert sum(row.ms_per_step for row in parts.values()) <= drafting.ms_per_step * 1.001
     if name == "chain4":
-        assert parts[LM_HEAD].calls == parts[ATTENTION].calls == 4 * found.summary.num_decode_steps
+        assert parts[LM_HEAD].calls == found.summary.num_decode_steps, "a chain is one call"
+        assert parts[ATTENTION].calls == 2 * found.summary.num_decode_steps, "behind the one that extends"
 
     found.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -26,7 +26,7 @@ class Oracle:
         return np.array(rows, np.int32)
 
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:
-        session.extend(pending, roots, 1)
+        session.extend(pending, roots)
         tokens = np.concatenate((roots.tokens[:, None], self.next_tokens(roots)), axis=1)
         return DraftTree(chain_topology(len(roots.slots), self.K + 1), tokens.astype(np.int32).ravel())
 
@@ -35,7 +35,7 @@ class TreeOracle(Oracle):
     """The truth below decoys: each level's first node is wrong and childless, its second is true."""
 
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:
-        session.extend(pending, roots, 1)
+        session.extend(pending, roots)
         shape = comb(self.K)
         true = self.next_tokens(roots)
         depths, ranks = np.array(shape.depths), np.array(shape.ranks)

@@ -77,7 +77,8 @@ def test_state_after_many_steps_equals_a_fresh_prefill(kind: type[Oracle]) -> No
             session, slots = engine.stepper.session, engine.stepper.slots
             assert session is not None
             roots = slots.roots(np.array([sequence.slot], np.int32))
-            best.append(session.extend(slots.pending(roots), roots, 5))
+            session.extend(slots.pending(roots), roots)
+            best.append(session.children(5))
         assert best[0].ids.tolist() == best[1].ids.tolist(), f"proposals after {n} tokens"
         assert best[0].logprobs.tobytes() == best[1].logprobs.tobytes()
         for name, first, end in (("target", 0, n), ("draft", 1, n + 1)):  # draft row j stands at j + 1

@@ -22,7 +22,7 @@ from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import OutOfPages
 from aquiline.kv.prefix import Node
 from aquiline.spec.drafters import drafter
-from aquiline.types import TopK
+from aquiline.types import Int32, TopK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,8 @@ class Traffic:
         """Make every page that is handed out hold NaN, so that no result can come from keys that nobody wrote."""
         pool, stepper, session = self.engine.pool, self.engine.stepper, self.engine.stepper.session
         assert session is not None
-        take, top_ks = pool._take, {name: getattr(session, name) for name in ("extend", "advance", "expand")}
+        take, top_ks = pool._take, {name: getattr(session, name) for name in ("children", "expand")}
+        chain = session.chain
 
         def taken(last: int, count: int) -> int:
             page = take(last, count)
@@ -205,7 +206,14 @@ class Traffic:
             assert np.isfinite(best.logprobs).all(), f"a draft's {name} pass read what nobody wrote"
             return best
 
+        def checked_chain(depth: int) -> Int32:
+            session.children(1)
+            tokens = chain(depth)
+            assert np.isfinite(session.runner.hidden[: session.rows.num]).all(), "a chain read what nobody wrote"
+            return tokens
+
         pool._take = taken  # type: ignore[method-assign]
+        session.chain = checked_chain  # type: ignore[method-assign]
         for name in top_ks:
             setattr(session, name, partial(checked, name))
 

@@ -50,13 +50,13 @@ class TimedDraft:
         return fused
 
     def forward(self, rows: Rows, kv: KVGroup, g: Float32) -> None:  # noqa: D102
-        before = (self.layers.attention_s, self.layers.mlp_s) if self.layers is not None else (0.0, 0.0)
+        before = self._parts()
         began = time.perf_counter()
         self.runner.forward(rows, kv, g)
         if self.layers is None:  # the torch path does not tell its layers' parts
             self._note(ATTENTION + "+FFN", began)
             return
-        attention, mlp = self.layers.attention_s - before[0], self.layers.mlp_s - before[1]
+        attention, mlp = (now - earlier for now, earlier in zip(self._parts()[:2], before[:2], strict=True))
         self.laps += [Lap(ATTENTION, began, attention), Lap(FFN, began + attention, mlp)]
 
     def top_k(self, row_index: Int32, k: int) -> TopK:  # noqa: D102
@@ -64,6 +64,22 @@ class TimedDraft:
         best = self.runner.top_k(row_index, k)
         self._note(LM_HEAD, began)
         return best
+
+    def chain(self, rows: Rows, kv: KVGroup, source: Int32, depth: int) -> Int32:  # noqa: D102
+        before = self._parts()
+        began = time.perf_counter()
+        tokens = self.runner.chain(rows, kv, source, depth)
+        if self.layers is None:
+            self._note("EAGLE_DRAFT_CHAIN", began)
+            return tokens
+        for name, now, earlier in zip((ATTENTION, FFN, LM_HEAD), self._parts(), before, strict=True):
+            self.laps.append(Lap(name, began, now - earlier))
+            began += now - earlier
+        return tokens
+
+    def _parts(self) -> tuple[float, float, float]:
+        layers = self.layers
+        return (layers.attention_s, layers.mlp_s, layers.head_s) if layers is not None else (0.0, 0.0, 0.0)
 
     def _note(self, name: str, began: float) -> None:
         self.laps.append(Lap(name, began, time.perf_counter() - began))

@@ -67,6 +67,11 @@ class DraftRunner(Protocol):
     def top_k(self, row_index: Int32, k: int) -> TopK:
         """The best children of the named rows of the last pass, as target ids."""
 
+    def chain(self, rows: Rows, kv: KVGroup, source: Int32, depth: int) -> Int32:
+        """Target ids [n, depth]: the best child of each named row of the last pass, then those of depth - 1 further
+        passes over the n rows, each of them the child of its row one level up. rows is bound for the first such pass,
+        tokens apart, and advanced in place."""
+
 
 def use_native(environment: Environment) -> bool:
     """Decide between the native library and torch, once, and say so."""
@@ -173,6 +178,9 @@ class NativeDraft:
         best = self.model.top_k(self.raw, row_index, k)
         return TopK(best.ids + self.d2t[best.ids], best.logprobs)
 
+    def chain(self, rows: Rows, kv: KVGroup, source: Int32, depth: int) -> Int32:  # noqa: D102
+        return self.model.chain(kv, rows, self.raw, source, depth, self.d2t, self.config.norm_feedback)
+
 
 class TorchTarget:
     """TargetRunner in torch: float32 arithmetic over weights that were rounded to their storage dtype, or to the
@@ -244,6 +252,19 @@ class TorchDraft:
     def top_k(self, row_index: Int32, k: int) -> TopK:  # noqa: D102
         ids, logprobs = reference.top_k(self.head.logits(torch.from_numpy(self.raw[row_index])), k)
         return TopK(self.head.target_ids(ids).numpy().astype(np.int32), logprobs.numpy())
+
+    def chain(self, rows: Rows, kv: KVGroup, source: Int32, depth: int) -> Int32:  # noqa: D102
+        n = rows.num
+        tokens = np.empty((n, depth), np.int32)
+        for level in range(depth):
+            tokens[:, level] = self.top_k(source, 1).ids[:, 0]
+            if level + 1 < depth:
+                rows.tokens[:n] = tokens[:, level]
+                for column in (rows.positions, rows.write, rows.context_len):
+                    column[:n] += level > 0
+                self.forward(rows, kv, self.hidden[source])
+                source = np.arange(n, dtype=np.int32)
+        return tokens
 
 
 def _float32(weight: torch.Tensor) -> Float32:

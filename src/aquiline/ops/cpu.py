@@ -55,10 +55,10 @@ def select_isa(name: str | None) -> None:
 
 
 class LayerTimes:
-    """While in use as a context, what the layers of all forwards take: attention_s and mlp_s."""
+    """While in use as a context, what the layers of all forwards and the heads take: attention_s, mlp_s and head_s."""
 
     def __init__(self) -> None:
-        self._seconds = np.zeros(2)
+        self._seconds = np.zeros(3)
 
     def __enter__(self) -> LayerTimes:
         library().time_layers(pointer(self._seconds))
@@ -76,6 +76,11 @@ class LayerTimes:
     def mlp_s(self) -> float:
         """From the second norm to the end of the layer."""
         return float(self._seconds[1])
+
+    @property
+    def head_s(self) -> float:
+        """Final norms, logits, and what is drawn or chosen from them."""
+        return float(self._seconds[2])
 
 
 class NativeModel:
@@ -208,6 +213,20 @@ class NativeModel:
         ids, logprobs = pointer(result.ids), pointer(result.logprobs)
         self._library.head_topk(self._model_ref, at, index, n, k, ids, logprobs)
         return result
+
+    def chain(
+        self, kv: KVGroup, rows: Rows, hidden: Float32, source: Int32, depth: int, d2t: Int32, norm_feedback: bool
+    ) -> Int32:
+        """Chains of a draft as token ids [n, depth]: the best after rows source[i] of hidden, then those after
+        depth - 1 forwards of the n rows, which are bound for the first of them and advanced in place, as hidden is."""
+        at, index, n = self._selection(hidden, source)
+        assert rows.num == n and len(d2t) == self.head_size, (rows.num, n, len(d2t))
+        tokens = np.empty((n, depth), np.int32)
+        self._library.draft_chain(
+            self._model_ref, byref(self._kv_of(kv)), byref(self._rows_of(rows)), index, depth,
+            address("d2t", d2t, np.int32), norm_feedback, at, pointer(tokens),
+        )  # fmt: skip
+        return tokens
 
     def logprobs(self, hidden: Float32, row_index: Int32, chosen: Int32, k: int) -> Logprobs:
         """The log-probabilities of token chosen[i] and of the k best ids for each of n rows of hidden."""

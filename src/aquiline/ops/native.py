@@ -101,6 +101,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_exp_log": [_P, _I, _P, _P],
     "aq_gumbel": [c_uint64, _I, _I, _P],
     "aq_accept": [_P, _P, _P, _P, _I, _I, _P, _P, _P],
+    "aq_draft_chain": [_MODEL, _KV, _ROWS, _P, _I, _P, _I, _P, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""

@@ -1,7 +1,7 @@
 """Drafters: how a tree is grown below each root. None, chain, static and dynamic differ only in which rows they run.
 
 A drafter sees a DraftSession: one extend pass over the rows whose target features arrived with the last step, then as
-many expand passes as its tree is deep. Draft row j stands at KV index j + 1. Rows beyond the extend rows are written
+many passes as its tree is deep. Draft row j stands at KV index j + 1. Rows beyond the extend rows are written
 behind it one after the other and forgotten; the next extend overwrites them.
 """
 
@@ -82,32 +82,30 @@ class DraftSession:
         rows.tail_len[:n] = 0
         self._forward(self.runner.fuse(pending.features))
 
-    def extend(self, pending: Pending, roots: Roots, k: int) -> TopK:
-        """Write the pending rows, the last of which stand right before the roots; the best k children of each root."""
+    def extend(self, pending: Pending, roots: Roots) -> None:
+        """Write the pending rows, the last of which stand right before the roots."""
         self.feed(pending)
         self.roots, self.num_scratch = roots, 0
         last = np.searchsorted(pending.slots, roots.slots, side="right") - 1
         self.last_rows = last.astype(np.int32)
+
+    def children(self, k: int) -> TopK:
+        """The best k children of each root."""
         return self.runner.top_k(self.last_rows, k)
 
-    def advance(self, tokens: Int32, source: Int32) -> TopK:
-        """Run one row per root, one level further down a chain: tokens [B], the pass rows their states come from [B].
-        Returns the best child of each, [B, 1]. A chain's KV index and position coincide, so there is no tail."""
-        rows, n = self.rows, len(tokens)
-        if self.num_scratch == 0:
-            rows.num = n
-            rows.slots[:n] = self.roots.slots
-            rows.key_start[:n] = self.first_key[self.roots.slots]
-            rows.tail_len[:n] = 0
-            rows.positions[:n] = self.roots.positions
-        else:
-            rows.positions[:n] += 1
-        np.add(rows.positions[:n], 1, out=rows.write[:n])
-        np.add(rows.positions[:n], 2, out=rows.context_len[:n])
-        rows.tokens[:n] = tokens
-        self.num_scratch += 1
-        self._forward(self.runner.hidden[source])
-        return self.runner.top_k(self.places[:n], 1)
+    def chain(self, depth: int) -> Int32:
+        """The best child of each root, its best child and so on, [B, depth]. A chain's KV index and position coincide,
+        so there are no tails."""
+        rows, n = self.rows, len(self.roots.slots)
+        rows.num = n
+        rows.slots[:n] = self.roots.slots
+        rows.key_start[:n] = self.first_key[self.roots.slots]
+        rows.tail_len[:n] = 0
+        rows.positions[:n] = self.roots.positions
+        np.add(self.roots.positions, 1, out=rows.write[:n])
+        np.add(self.roots.positions, 2, out=rows.context_len[:n])
+        self.num_rows += n * (depth - 1)
+        return self.runner.chain(rows, self.kv, self.last_rows, depth)
 
     def expand(self, tokens: Int32, source: Int32, tails: Int32, k: int) -> TopK:
         """Run m rows per root, all of one level: tokens [B, m], the pass rows their states come from [B, m], and the
@@ -148,16 +146,11 @@ class Chain:
         self.num_spec_tokens = config.num_spec_tokens
 
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:  # noqa: D102
-        best = session.extend(pending, roots, 1)
+        session.extend(pending, roots)
         B, K = len(roots.slots), self.num_spec_tokens
         tokens = np.empty((B, K + 1), np.int32)
         tokens[:, 0] = roots.tokens
-        tokens[:, 1] = best.ids[:, 0]
-        source = session.last_rows
-        for level in range(1, K):
-            best = session.advance(tokens[:, level], source)
-            source = session.places[:B]
-            tokens[:, level + 1] = best.ids[:, 0]
+        tokens[:, 1:] = session.chain(K)
         return DraftTree(chain_topology(B, K + 1), tokens.ravel())
 
 
@@ -173,7 +166,8 @@ class Static:
         self.is_inner = np.isin(np.arange(len(self.parents)), self.parents[1:])
 
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:  # noqa: D102
-        best = session.extend(pending, roots, self.width)
+        session.extend(pending, roots)
+        best = session.children(self.width)
         B, N = len(roots.slots), len(self.parents)
         tokens = np.empty((B, N), np.int32)
         tokens[:, 0] = roots.tokens
@@ -208,7 +202,8 @@ class Dynamic:
 
     def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:  # noqa: D102
         k = self.width
-        best = session.extend(pending, roots, k)
+        session.extend(pending, roots)
+        best = session.children(k)
         B = len(roots.slots)
         every = np.arange(B)[:, None]
         tokens, scores = [best.ids], [best.logprobs]  # per level, [B, candidates]
