@@ -22,7 +22,7 @@ import torch
 
 from aquiline.ops import buffers, cpu
 from aquiline.ops.quantise import QUANTISED
-from aquiline.types import KVGroup, LayerWeights, ModelWeights, Rows, RowSampling, storage_dtype
+from aquiline.types import SAMPLING, KVGroup, LayerWeights, ModelWeights, Rows, RowSampling, storage_dtype
 
 ROW_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 CACHE_BYTES = 160 << 20  # what the rotated copies must exceed
@@ -168,8 +168,9 @@ def bench_head(vocab: int, hidden: int) -> dict[str, float]:
     index = np.zeros(1, np.int32)
 
     def sampling(temperature: float, top_p: float) -> RowSampling:
-        ints, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        return RowSampling(floats + temperature, ints, floats + top_p, floats, np.zeros(1, np.uint64), ints)
+        how = np.zeros(1, SAMPLING)
+        how["temperature"], how["top_p"] = temperature, top_p
+        return how
 
     runs = {
         "greedy": lambda s=sampling(0.0, 1.0): model.draw(state, index, s),

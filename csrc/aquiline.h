@@ -70,11 +70,11 @@ typedef struct {
   int32_t num_rows, tail_stride, table_stride, num_slots;
 } AqRows;
 
-// How each of n rows is drawn: types.py, RowSampling.
+// How a row is drawn: types.py, SAMPLING.
 typedef struct {
-  const float *temperature, *top_p, *min_p;
-  const int32_t *top_k, *position;
-  const uint64_t* seed;
+  float temperature, top_p, min_p;
+  int32_t top_k, position;
+  uint64_t seed;
 } AqSampling;
 
 const char* aq_last_error(void);
@@ -100,7 +100,7 @@ int aq_time_layers(double* seconds);
 
 // Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
 int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, float* logits);
-// Draws without writing logits to the caller; tokens[i] = -1 where a logit is NaN or none is finite.
+// Draws without writing logits to the caller, row i by the i-th AqSampling; tokens[i] = -1 where a logit is NaN or none is finite.
 int aq_head_draw(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
                  int32_t* tokens);
 // The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. These are NaN

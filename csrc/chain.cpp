@@ -31,15 +31,12 @@ int aq_draft_chain(const AqModel* model, const AqKV* kv, const AqRows* rows, con
   AQ_TRY(check_pointer("tokens", tokens, sizeof(int32_t)));
   const int32_t* advanced[] = {rows->tokens, rows->positions, rows->write, rows->context_len};
   for (const int32_t* column : advanced) AQ_TRY(check_pointer("rows", column, sizeof(int32_t)));
-  const std::vector<float> zeros(n), ones(n, 1.0f);
-  const std::vector<int32_t> none(n);
-  const std::vector<uint64_t> seeds(n);
-  const AqSampling greedy{zeros.data(), ones.data(), zeros.data(), none.data(), none.data(), seeds.data()};
+  const std::vector<AqSampling> greedy(n);
   std::vector<int32_t> best(n), own(n);
   for (int i = 0; i < n; i++) own[i] = i;
   std::vector<float> g;
   for (int level = 0; level < depth; level++) {
-    AQ_TRY(aq_head_draw(model, hidden, level == 0 ? source : own.data(), n, &greedy, best.data()));
+    AQ_TRY(aq_head_draw(model, hidden, level == 0 ? source : own.data(), n, greedy.data(), best.data()));
     for (int i = 0; i < n; i++) {
       const int32_t id = best[i] < 0 ? 0 : best[i];  // of a row that holds no numbers: any token is as good
       tokens[(size_t)i * depth + level] = id + d2t[id];

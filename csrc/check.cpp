@@ -211,20 +211,15 @@ int check_rows(const AqRows* rows, const AqKV& kv, int vocab, bool reads) {
   return 0;
 }
 
-int check_sampling(const AqSampling* s, int n) {
-  AQ_TRY(check_pointer("sampling", s, alignof(AqSampling)));
-  AQ_TRY(check_floats("temperature", s->temperature));
-  AQ_TRY(check_floats("top_p", s->top_p));
-  AQ_TRY(check_floats("min_p", s->min_p));
-  AQ_TRY(check_pointer("top_k", s->top_k, sizeof(int32_t)));
-  AQ_TRY(check_pointer("position", s->position, sizeof(int32_t)));
-  AQ_TRY(check_pointer("seed", s->seed, sizeof(uint64_t)));
+int check_sampling(const AqSampling* sampling, int n) {
+  AQ_TRY(check_pointer("sampling", sampling, alignof(AqSampling)));
   for (int i = 0; i < n; i++) {
-    AQ_REQUIRE(s->temperature[i] >= 0.0f && s->temperature[i] < 1e30f, "temperature[%d]=%g: must be finite, at least 0", i,
-               (double)s->temperature[i]);
-    AQ_REQUIRE(s->top_p[i] >= 0.0f && s->top_p[i] <= 1.0f, "top_p[%d]=%g: must be in [0, 1]", i, (double)s->top_p[i]);
-    AQ_REQUIRE(s->min_p[i] >= 0.0f && s->min_p[i] <= 1.0f, "min_p[%d]=%g: must be in [0, 1]", i, (double)s->min_p[i]);
-    AQ_REQUIRE(s->top_k[i] >= 0, "top_k[%d]=%d: must be at least 0 (off)", i, s->top_k[i]);
+    const AqSampling& s = sampling[i];
+    AQ_REQUIRE(s.temperature >= 0.0f && s.temperature < 1e30f, "temperature[%d]=%g: must be finite, at least 0", i,
+               (double)s.temperature);
+    AQ_REQUIRE(s.top_p >= 0.0f && s.top_p <= 1.0f, "top_p[%d]=%g: must be in [0, 1]", i, (double)s.top_p);
+    AQ_REQUIRE(s.min_p >= 0.0f && s.min_p <= 1.0f, "min_p[%d]=%g: must be in [0, 1]", i, (double)s.min_p);
+    AQ_REQUIRE(s.top_k >= 0, "top_k[%d]=%d: must be at least 0 (off)", i, s.top_k);
   }
   return 0;
 }

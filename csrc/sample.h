@@ -185,8 +185,8 @@ struct Ranking {
   }
 };
 
-AQ_INLINE bool has_filter(const AqSampling& s, int i, int vocab) {
-  return s.temperature[i] > 0.0f && ((s.top_k[i] > 0 && s.top_k[i] < vocab) || s.top_p[i] < 1.0f || s.min_p[i] > 0.0f);
+AQ_INLINE bool has_filter(const AqSampling* s, int i, int vocab) {
+  return s[i].temperature > 0.0f && ((s[i].top_k > 0 && s[i].top_k < vocab) || s[i].top_p < 1.0f || s[i].min_p > 0.0f);
 }
 
 // Gumbel-argmax over what the filters kept; count is rounded up to 16 with scores of -inf.
@@ -204,7 +204,7 @@ static int32_t best_of_kept(const float* score, const uint32_t* id, int count, c
 }
 
 // Draws from one row with top-k, then top-p, then min-p. workspace: 6 * padded floats and a chunk.
-static int32_t draw_filtered(const float* logits, int vocab, const AqSampling& s, int row, float* workspace) {
+static int32_t draw_filtered(const float* logits, int vocab, const AqSampling* s, int row, float* workspace) {
   const int width = padded(vocab);
   float* scaled = workspace;
   float* kept_score = scaled + width;
@@ -214,15 +214,15 @@ static int32_t draw_filtered(const float* logits, int vocab, const AqSampling& s
   bool has_nan = false, has_finite = false;
   for (int i = 0; i < vocab; i++) {
     has_nan |= logits[i] != logits[i], has_finite |= __builtin_fabsf(logits[i]) < kInfinity;
-    scaled[i] = logits[i] / s.temperature[row];
+    scaled[i] = logits[i] / s[row].temperature;
   }
   for (int i = vocab; i < width; i++) scaled[i] = -kInfinity;
   if (has_nan || !has_finite) return -1;
   ranking.scan();
 
-  const bool cut_k = s.top_k[row] > 0 && s.top_k[row] < vocab, cut_p = s.top_p[row] < 1.0f;
-  const int limit = cut_k ? s.top_k[row] : vocab;
-  const float min_score = s.min_p[row] > 0.0f ? ranking.top + log1(s.min_p[row]) : -kInfinity;
+  const bool cut_k = s[row].top_k > 0 && s[row].top_k < vocab, cut_p = s[row].top_p < 1.0f;
+  const int limit = cut_k ? s[row].top_k : vocab;
+  const float min_score = s[row].min_p > 0.0f ? ranking.top + log1(s[row].min_p) : -kInfinity;
   double mass = 0.0;
   float bound = min_score;
   Heap heap{nullptr, 0};
@@ -232,7 +232,7 @@ static int32_t draw_filtered(const float* logits, int vocab, const AqSampling& s
     if (cut_p) {
       // What is less probable than (1 - top_p) / 2 / vocab weighs too little in all to reach into the nucleus.
       mass = ranking.mass();
-      const float share = (float)(0.5 * (1.0 - (double)s.top_p[row]) * mass / vocab);
+      const float share = (float)(0.5 * (1.0 - (double)s[row].top_p) * mass / vocab);
       const float tail = share > 1e-37f ? ranking.top + log1(share) : -kInfinity;
       bound = tail > bound ? tail : bound;
     }
@@ -254,11 +254,11 @@ static int32_t draw_filtered(const float* logits, int vocab, const AqSampling& s
       kept_score[kept] = entry.score, kept_id[kept] = (uint32_t)entry.id;
     }
     const float score = kept_score[kept];
-    if (kept > 0 && ((cut_p && mass_before >= s.top_p[row] * mass) || score < min_score)) break;
+    if (kept > 0 && ((cut_p && mass_before >= s[row].top_p * mass) || score < min_score)) break;
     mass_before += exp1(score - ranking.top);
   }
   for (int i = kept; i % 16 != 0; i++) kept_score[i] = -kInfinity, kept_id[i] = 0;
-  return best_of_kept(kept_score, kept_id, kept, Noise(s.seed[row], s.position[row]));
+  return best_of_kept(kept_score, kept_id, kept, Noise(s[row].seed, s[row].position));
 }
 
 // The final norm and the head over the selected rows of `job`, a DrawJob or a TopKJob.
@@ -271,7 +271,7 @@ static void head_rows(const Worker& worker, const Job& job, const Epilogue& epil
 }
 
 static void draw(const Worker& worker, const DrawJob& job) {
-  const AqSampling& s = *job.sampling;
+  const AqSampling* s = job.sampling;
   const size_t width = padded(job.vocab);
   Best* best = job.best + (size_t)worker.index * job.n;
   for (int i = 0; i < job.n; i++) clear(best + i);
@@ -279,7 +279,7 @@ static void draw(const Worker& worker, const DrawJob& job) {
     if (has_filter(s, i, job.vocab)) {
       if (job.model != nullptr) memcpy(job.logits + i * width + column, logits, count * sizeof(float));
     } else {
-      take(best + i, logits, column, count, s.temperature[i], Noise(s.seed[i], s.position[i]));
+      take(best + i, logits, column, count, s[i].temperature, Noise(s[i].seed, s[i].position));
     }
   };
   if (job.model != nullptr) {

@@ -136,19 +136,19 @@ class Rows:
         self.tail = np.zeros((self.max_rows, self.max_tail), np.int32)
 
 
-@dataclass(eq=False)
-class RowSampling:
-    """How the next token of each of n rows is drawn; arrays of n, or of more with the first n valid.
+RowSampling = NDArray[np.void]
+"""How the next token of each of n rows is drawn, an array of SAMPLING.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch a filter off. `position` is the absolute position of
-    the token being drawn, which with the seed keys the noise."""
+temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch a filter off. `position` is the absolute position of the
+token being drawn, which with the seed keys the noise."""
 
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    seed: UInt64
-    position: Int32
+SAMPLING = np.dtype(
+    [
+        ("temperature", np.float32), ("top_p", np.float32), ("min_p", np.float32), ("top_k", np.int32),
+        ("position", np.int32), ("seed", np.uint64),
+    ],
+    align=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,9 +28,11 @@ def test_a_duplicate_id_is_refused_and_the_first_goes_on() -> None:
         async with AsyncLLM(gated_llm(gate)) as engine:
             first = asyncio.create_task(read(engine.generate(words(9), LONG, request_id="a")))
             await until(lambda: gate.is_held)
+            second = asyncio.create_task(read(engine.generate(words(3), PARAMS, request_id="a")))
+            await asked(engine, 2)
             gate.let(1)
             with pytest.raises(ValueError, match="request id 'a': is in use by a request that has not finished"):
-                await read(engine.generate(words(3), PARAMS, request_id="a"))
+                await second
             gate.let()
             assert said(await first) == expected
             assert len(said(await read(engine.generate(words(3), PARAMS, request_id="a")))) == PARAMS.max_tokens

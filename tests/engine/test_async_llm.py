@@ -96,7 +96,7 @@ def test_priorities_and_deadlines_reach_the_scheduler() -> None:
                 return deltas
 
             patient = asyncio.create_task(one("patient", priority=3))
-            await asked(engine, 1)
+            await until(lambda: gate.is_held)
             urgent = asyncio.create_task(one("urgent", priority=1))
             late = asyncio.create_task(one("late", priority=9, deadline_s=1e-6))
             await asked(engine, 3)

@@ -197,7 +197,7 @@ def test_head_draws_what_its_logits_say():
     hidden = np.random.default_rng(2).normal(0, 1, (40, HIDDEN)).astype(np.float32)
     index = np.random.default_rng(4).permutation(40)[:30].astype(np.int32)
     s = sampling(30, 0.9, seed=5)
-    s.temperature[::3], s.top_k[::4], s.top_p[::5], s.min_p[::7] = 0.0, 11, 0.8, 0.02
+    s["temperature"][::3], s["top_k"][::4], s["top_p"][::5], s["min_p"][::7] = 0.0, 11, 0.8, 0.02
     exact = ref.linear(ref.rms_norm(torch.as_tensor(hidden[index]), w.final_norm, w.rms_norm_eps), w.head)
     results = []
     for isa in ISAS:

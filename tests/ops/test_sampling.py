@@ -9,22 +9,18 @@ from native_calls import ISAS
 
 from aquiline.ops import cpu
 from aquiline.ops import reference as ref
-from aquiline.types import RowSampling
+from aquiline.types import SAMPLING
 
 
 def sampling(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None):
-    return RowSampling(
-        temperature=np.full(n, temperature, np.float32),
-        top_k=np.full(n, top_k, np.int32),
-        top_p=np.full(n, top_p, np.float32),
-        min_p=np.full(n, min_p, np.float32),
-        seed=np.full(n, seed, np.uint64),
-        position=np.arange(n, dtype=np.int32) if position is None else np.full(n, position, np.int32),
-    )
+    s = np.zeros(n, SAMPLING)
+    s["temperature"], s["top_k"], s["top_p"], s["min_p"], s["seed"] = temperature, top_k, top_p, min_p, seed
+    s["position"] = np.arange(n) if position is None else position
+    return s
 
 
 def reference_draws(logits, s):
-    args = zip(s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.position, strict=True)
+    args = zip(*(s[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")), strict=True)
     return [
         ref.draw(torch.as_tensor(row), float(t), int(k), float(p), float(m), int(seed), int(position))
         for row, (t, k, p, m, seed, position) in zip(logits, args, strict=True)
@@ -33,8 +29,8 @@ def reference_draws(logits, s):
 
 def is_near_tie(logits, s, i, got):
     """Whether float rounding may decide: both tokens' scores, or their ranks at a filter's edge, are within 1e-5."""
-    arguments = (float(s.temperature[i]), int(s.top_k[i]), float(s.top_p[i]), float(s.min_p[i]))
-    noise = ref.gumbel(int(s.seed[i]), int(s.position[i]), len(logits))
+    arguments = (float(s["temperature"][i]), int(s["top_k"][i]), float(s["top_p"][i]), float(s["min_p"][i]))
+    noise = ref.gumbel(int(s["seed"][i]), int(s["position"][i]), len(logits))
     scaled = torch.as_tensor(logits) / arguments[0]
     filtered = ref.filter_logits(torch.as_tensor(logits), *arguments) + noise
     if torch.isfinite(filtered[got]):

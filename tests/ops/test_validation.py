@@ -106,7 +106,7 @@ def test_weights_the_layout_cannot_hold():
 )
 def test_sampling(field, value):
     s = sampling(2)
-    getattr(s, field)[1] = value
+    s[field][1] = value
     with pytest.raises(NativeError, match=rf"{field}\[1\]="):
         cpu.draw(np.zeros((2, 50), np.float32), s)
 

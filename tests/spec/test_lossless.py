@@ -15,7 +15,7 @@ from tests.conftest import needs_native
 from aquiline.ops import cpu
 from aquiline.spec.accept import accept
 from aquiline.spec.tree import DraftTree, Topology
-from aquiline.types import AcceptResult, Int32, RowSampling
+from aquiline.types import SAMPLING, AcceptResult, Int32
 
 Verifier = Callable[[DraftTree, Int32], AcceptResult]
 Law = dict[tuple[int, ...], float]
@@ -184,10 +184,9 @@ def groups(drawn: Int32, seeds: np.ndarray) -> list[tuple[Int32, np.ndarray]]:
 
 def draw_many(logits: np.ndarray, seeds: np.ndarray, position: int) -> Int32:
     n = len(seeds)
-    sampling = RowSampling(
-        np.ones(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32), np.zeros(n, np.float32),
-        np.ascontiguousarray(seeds), np.full(n, position, np.int32),
-    )  # fmt: skip
+    sampling = np.zeros(n, SAMPLING)
+    sampling["temperature"] = sampling["top_p"] = 1
+    sampling["seed"], sampling["position"] = seeds, position
     return cpu.draw(np.ascontiguousarray(np.broadcast_to(logits, (n, len(logits)))), sampling)
 
 

@@ -31,7 +31,8 @@ def compare(
     ] = None,
     draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
     random_weights: Annotated[
-        str | None, typer.Option(help="llama-230m or a config.json: a target of random weights, and no draft.")
+        str | None,
+        typer.Option(help="llama-230m, llama-32m or a config.json: a target of random weights, and no draft."),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every continuation, past EOS.")] = 128,

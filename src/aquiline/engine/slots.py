@@ -13,7 +13,7 @@ from aquiline.engine.scheduler import Chunk
 from aquiline.kv.pool import PagePool
 from aquiline.spec.drafters import Pending, Roots
 from aquiline.spec.tree import DraftTree
-from aquiline.types import AcceptResult, Float32, Int32, Rows, RowSampling
+from aquiline.types import SAMPLING, AcceptResult, Float32, Int32, Rows, RowSampling
 
 
 class Slots:
@@ -24,17 +24,13 @@ class Slots:
         self.pool, num_slots = pool, len(pool.table)
         self.tokens = np.zeros(num_slots, np.int32)
         self.positions = np.zeros(num_slots, np.int32)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.uint64)
+        self.settings: RowSampling = np.zeros(num_slots, SAMPLING)  # positions apart
         self.first_draft_key = np.ones(num_slots, np.int32)  # KV index; none below it is the draft's
         self.carried = np.empty((num_slots, max_carry, feature_width), np.float32)
         self.carried_tokens = np.zeros((num_slots, max_carry), np.int32)
         self.num_carried = np.zeros(num_slots, np.int32)
         self.page_features = np.empty((pool.num_pages, feature_width), np.float32)
-        self.places = np.arange(num_slots * max_carry, dtype=np.int32)
+        self.numbers = np.arange(num_slots, dtype=np.int32)
         self.levels = np.arange(max_carry, dtype=np.int32)
 
     def admit(self, chunk: Chunk) -> None:
@@ -42,11 +38,8 @@ class Slots:
         slot, sequence = chunk.slot, chunk.sequence
         sampling = sequence.request.sampling
         assert sampling.seed is not None, "the engine resolves seeds"
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
-        self.seed[slot] = sampling.seed
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            self.settings[name][slot] = getattr(sampling, name)
         self.num_carried[slot] = 0
         # Draft keys are of use from the page after the last that has none. The first of them is that of the row right
         # before the page, computed from the feature at the end of the page before.
@@ -57,10 +50,9 @@ class Slots:
 
     def sampling(self, slots: Int32, positions: Int32) -> RowSampling:
         """How rows of the given slots draw the token after their own position."""
-        return RowSampling(
-            self.temperature[slots], self.top_k[slots], self.top_p[slots], self.min_p[slots], self.seed[slots],
-            positions + np.int32(1),
-        )  # fmt: skip
+        found = self.settings[slots]
+        found["position"] = positions + np.int32(1)
+        return found
 
     def roots(self, slots: Int32) -> Roots:
         """Root rows of decoding slots."""
@@ -69,13 +61,13 @@ class Slots:
     def pending(self, roots: Roots) -> Pending:
         """The draft rows that end right before each root: carried features beside the tokens that follow them."""
         counts = self.num_carried[roots.slots]
-        slots = np.repeat(roots.slots, counts)
-        places = self.places[: len(slots)] - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+        root, place = np.nonzero(self.levels < counts[:, None])
+        slots = roots.slots[root]
         return Pending(
             slots=slots,
-            positions=np.repeat(roots.positions - counts, counts) + places,
-            tokens=self.carried_tokens[slots, places],
-            features=self.carried[slots, places],
+            positions=(roots.positions - counts)[root] + self.levels[place],
+            tokens=self.carried_tokens[slots, place],
+            features=self.carried[slots, place],
         )
 
     def before(self, chunk: Chunk) -> Pending:
@@ -98,7 +90,7 @@ class Slots:
 
     def advance(self, roots: Roots, result: AcceptResult) -> None:
         """Move every slot to its next root."""
-        bonus = result.tokens[self.places[: len(roots.slots)], result.num_accepted]
+        bonus = result.tokens[self.numbers[: len(roots.slots)], result.num_accepted]
         self.tokens[roots.slots] = np.maximum(bonus, 0)
         self.positions[roots.slots] += result.num_accepted + 1
 
@@ -110,9 +102,11 @@ class Slots:
         self.carried[slots, :width] = path_features
         self.carried_tokens[slots, :width] = result.tokens
         self.num_carried[slots] = accepted + 1
-        levels = self.levels[:width]
-        slot, level = np.nonzero(levels <= accepted[:, None])
-        self.keep_page_features(slots[slot], roots.positions[slot] + levels[level], path_features[slot, level])
+        size = self.pool.page_size
+        if (roots.positions % size + accepted >= size - 1).any():  # a page ends here
+            slot, level = np.nonzero(self.levels[:width] <= accepted[:, None])
+            positions = roots.positions[slot] + self.levels[level]
+            self.keep_page_features(slots[slot], positions, path_features[slot, level])
 
     def start(self, chunk: Chunk, token: int, feature: Float32 | None) -> None:
         """Begin to decode after the last chunk: its last row's feature waits for the root, which comes after it."""

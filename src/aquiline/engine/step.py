@@ -7,6 +7,7 @@ with different drafters, and chunks of prompts, share its one target forward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,7 @@ from aquiline.spec.drafters import Drafter, DraftSession, Pending, Roots
 from aquiline.spec.tree import DraftTree, chain_topology, join
 from aquiline.types import AcceptResult, Int32, Rows, RowSampling
 
+NO_TOKENS = np.zeros(0, np.int32)
 NOTHING = AcceptResult(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
 """The outcome of a step in which nobody decodes."""
 
@@ -66,6 +68,7 @@ class Stepper:
         self.models, self.pool, self.target = models, pool, models.target
         self.kv = models.new_target_kv(pool.num_pages, config.page_size)
         self.rows = Rows(models.max_rows, MAX_DEPTH + 1, pool.table)
+        self.places = np.arange(models.max_rows, dtype=np.int32)
         self.slots = Slots(pool, MAX_DEPTH + 1, models.target.features.shape[1])
         self.session: DraftSession | None = None
         if models.draft is not None:
@@ -128,31 +131,26 @@ class Stepper:
         self, tree: DraftTree, decoding: tuple[Sequence, ...], chunks: tuple[Chunk, ...], firsts: Int32
     ) -> tuple[Int32, dict[int, int]]:
         """The target's own token at every row of the tree, and by number those of the chunks that draw."""
-        shape, num_nodes = tree.topology, len(tree.tokens)
+        num_nodes = len(tree.tokens)
         drawing = [number for number, chunk in enumerate(chunks) if chunk.draws]
-        lasts = [int(firsts[i]) + chunks[i].end - chunks[i].start - 1 for i in drawing]
-        rows = np.arange(num_nodes + len(lasts), dtype=np.int32)
-        rows[num_nodes:] = lasts
-        own: list[tuple[LogitAdjustments, slice, list[Int32]]] = []  # rows whose logits depend on their own path
-        for b, sequence in enumerate(decoding):
-            if sequence.adjustments is not None:
-                first, end = int(shape.offsets[b]), int(shape.offsets[b + 1])
-                paths = [tree.tokens[first + shape.paths[r, 1 : shape.depths[r] + 1]] for r in range(first, end)]
-                own.append((sequence.adjustments, slice(first, end), paths))
-        for place, number in enumerate(drawing, num_nodes):
-            adjustments = chunks[number].sequence.adjustments
-            if adjustments is not None:
-                own.append((adjustments, slice(place, place + 1), [np.zeros(0, np.int32)]))
-        drawn = np.empty(len(rows), np.int32)
-        plain = np.ones(len(rows), np.bool_)
-        for adjustments, places, paths in own:
-            logits = adjustments.apply(self.target.logits(rows[places]), paths)
-            drawn[places] = self.target.draw_from(logits, self._sampling(rows[places]))
-            plain[places] = False
-        if not own:
-            drawn = self.target.draw(rows, self._sampling(rows)) if len(rows) else drawn
-        elif plain.any():
-            drawn[plain] = self.target.draw(rows[plain], self._sampling(rows[plain]))
+        rows = self.places[:num_nodes]
+        if drawing:
+            lasts = [int(firsts[i]) + chunks[i].end - chunks[i].start - 1 for i in drawing]
+            rows = np.concatenate((rows, np.array(lasts, np.int32)))
+        adjusted = list(adjusted_rows(tree, decoding, [chunks[i].sequence for i in drawing]))
+        if not len(rows):
+            return NO_TOKENS, {}
+        if not adjusted:
+            drawn = self.target.draw(rows, self._sampling(rows))
+        else:
+            drawn = np.empty(len(rows), np.int32)
+            plain = np.ones(len(rows), np.bool_)
+            for adjustments, places, paths in adjusted:
+                logits = adjustments.apply(self.target.logits(rows[places]), paths)
+                drawn[places] = self.target.draw_from(logits, self._sampling(rows[places]))
+                plain[places] = False
+            if plain.any():
+                drawn[plain] = self.target.draw(rows[plain], self._sampling(rows[plain]))
         return drawn[:num_nodes], dict(zip(drawing, drawn[num_nodes:].tolist(), strict=True))
 
     def _sampling(self, rows: Int32) -> RowSampling:
@@ -242,6 +240,22 @@ class Stepper:
                 found.top.logprobs.tolist(), strict=True,
             )
         ]  # fmt: skip
+
+
+def adjusted_rows(
+    tree: DraftTree, decoding: tuple[Sequence, ...], first: list[Sequence]
+) -> Iterator[tuple[LogitAdjustments, slice, list[Int32]]]:
+    """Rows whose logits depend on their own path: places among all that draw, the tokens of each path, root excluded.
+    Those of `first`, a row each behind the tree's, draw the first token."""
+    shape = tree.topology
+    for b, sequence in enumerate(decoding):
+        if sequence.adjustments is not None:
+            begin, end = int(shape.offsets[b]), int(shape.offsets[b + 1])
+            paths = [tree.tokens[begin + shape.paths[r, 1 : shape.depths[r] + 1]] for r in range(begin, end)]
+            yield sequence.adjustments, slice(begin, end), paths
+    for place, sequence in enumerate(first, len(tree.tokens)):
+        if sequence.adjustments is not None:
+            yield sequence.adjustments, slice(place, place + 1), [NO_TOKENS]
 
 
 def by_drafter(sequences: tuple[Sequence, ...]) -> dict[Drafter | None, list[Sequence]]:

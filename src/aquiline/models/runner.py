@@ -215,13 +215,12 @@ class TorchTarget:
         return reference.logprobs(torch.from_numpy(self.logits(row_index)), torch.from_numpy(chosen).long(), k)
 
     def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:  # noqa: D102
-        s = sampling
         return np.array([
             reference.draw(
-                torch.from_numpy(row), float(s.temperature[i]), int(s.top_k[i]), float(s.top_p[i]), float(s.min_p[i]),
-                int(s.seed[i]), int(s.position[i]),
+                torch.from_numpy(row), float(s["temperature"]), int(s["top_k"]), float(s["top_p"]), float(s["min_p"]),
+                int(s["seed"]), int(s["position"]),
             )
-            for i, row in enumerate(logits)
+            for row, s in zip(logits, sampling, strict=True)
         ], np.int32)  # fmt: skip
 
 

@@ -8,19 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.ops.native import AqKV, AqRows, AqSampling
+from aquiline.ops.native import AqKV, AqRows
 from aquiline.ops.packed import dtype_code
-from aquiline.types import KEY_GROUP, KVGroup, Rows, RowSampling
+from aquiline.types import KEY_GROUP, KVGroup, Rows
 
 ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")
-_SAMPLING_DTYPES = {
-    "temperature": np.float32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "top_k": np.int32,
-    "position": np.int32,
-    "seed": np.uint64,
-}
 
 
 def address(name: str, array: NDArray[Any], dtype: Any) -> int:
@@ -56,11 +48,3 @@ def describe_rows(rows: Rows) -> AqRows:
     addresses = (address(f"Rows.{name}", getattr(rows, name), np.int32) for name in ROWS_ARRAYS)
     num_slots, stride = rows.page_table.shape
     return AqRows(*addresses, num_rows=rows.num, tail_stride=rows.max_tail, table_stride=stride, num_slots=num_slots)
-
-
-def fill_sampling(struct: AqSampling, sampling: RowSampling, n: int) -> None:
-    """Point a struct at the settings of n rows."""
-    for name, dtype in _SAMPLING_DTYPES.items():
-        array = getattr(sampling, name)
-        assert len(array) >= n, (name, len(array), n)
-        setattr(struct, name, address(name, array, dtype))

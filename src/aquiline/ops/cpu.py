@@ -15,11 +15,12 @@ import numpy as np
 from torch import Tensor
 
 from aquiline.ops import native
-from aquiline.ops.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, fill_sampling, pointer
-from aquiline.ops.native import AqKV, AqLayer, AqModel, AqRows, AqSampling
+from aquiline.ops.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
+from aquiline.ops.native import AqKV, AqLayer, AqModel, AqRows
 from aquiline.ops.packed import Arena, PackedLinear, dtype_code, interleave, library
 from aquiline.types import (
     KEY_GROUP,
+    SAMPLING,
     AcceptResult,
     Float32,
     Int32,
@@ -103,7 +104,6 @@ class NativeModel:
         self._kept: list[Any] = []
         self._kvs: dict[int, tuple[KVGroup, AqKV]] = {}
         self._rows: dict[int, tuple[Rows, tuple[Any, ...], AqRows]] = {}
-        self._sampling = AqSampling()
         self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
         self.num_capture, self.head_size = len(weights.capture), weights.head.shape[0]
         self._model = self._describe(weights)
@@ -201,9 +201,10 @@ class NativeModel:
     def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling) -> Int32:
         """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite."""
         at, index, n = self._selection(hidden, row_index)
-        fill_sampling(self._sampling, sampling, n)
+        assert len(sampling) == n, (len(sampling), n)
         tokens = np.empty(n, np.int32)
-        self._library.head_draw(self._model_ref, at, index, n, byref(self._sampling), pointer(tokens))
+        how = address("sampling", sampling, SAMPLING)
+        self._library.head_draw(self._model_ref, at, index, n, how, pointer(tokens))
         return tokens
 
     def top_k(self, hidden: Float32, row_index: Int32, k: int) -> TopK:
@@ -293,10 +294,10 @@ def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
 def draw(logits: Float32, sampling: RowSampling) -> Int32:
     """Draw a token from each row of logits [n, V]; -1 where a logit is NaN or none is finite."""
     n, vocab = logits.shape
-    struct = AqSampling()
-    fill_sampling(struct, sampling, n)
+    assert len(sampling) == n, (len(sampling), n)
     tokens = np.empty(n, np.int32)
-    library().draw(address("logits", logits, np.float32), n, vocab, byref(struct), pointer(tokens))
+    how = address("sampling", sampling, SAMPLING)
+    library().draw(address("logits", logits, np.float32), n, vocab, how, pointer(tokens))
     return tokens
 
 

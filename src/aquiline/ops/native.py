@@ -72,13 +72,7 @@ class AqRows(Structure):
     ]
 
 
-class AqSampling(Structure):
-    """How rows are drawn."""
-
-    _fields_ = [(n, c_void_p) for n in ("temperature", "top_p", "min_p", "top_k", "position", "seed")]
-
-
-_MODEL, _KV, _ROWS, _SAMPLING, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqSampling, AqLinear))
+_MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
 _P, _I, _F = c_void_p, c_int32, c_float
 
 _CHECKED: dict[str, list[Any]] = {
@@ -88,10 +82,10 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_time_layers": [_P],
     "aq_forward": [_MODEL, _KV, _ROWS, _P, _P, _P],
     "aq_head_logits": [_MODEL, _P, _P, _I, _P],
-    "aq_head_draw": [_MODEL, _P, _P, _I, _SAMPLING, _P],
+    "aq_head_draw": [_MODEL, _P, _P, _I, _P, _P],
     "aq_head_topk": [_MODEL, _P, _P, _I, _I, _P, _P],
     "aq_head_logprobs": [_MODEL, _P, _P, _I, _I, _P, _P, _P, _P, _P],
-    "aq_draw": [_P, _I, _I, _SAMPLING, _P],
+    "aq_draw": [_P, _I, _I, _P, _P],
     "aq_linear": [_LINEAR, _P, _I, _P],
     "aq_rms_norm": [_P, _P, _I, _I, _F, _P],
     "aq_swiglu": [_P, _I, _I, _P],

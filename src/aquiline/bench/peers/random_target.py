@@ -17,15 +17,24 @@ from aquiline.models.load import target_entries
 
 SEED = 0
 SCALE = 0.02
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 64, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-230m": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 16,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2816,
-        "vocab_size": 32_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
-        "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+    "llama-230m": LLAMA
+    | {
+        "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "intermediate_size": 2816, "vocab_size": 32_000,
+    },
+    "llama-32m": LLAMA
+    | {
+        "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 1408, "vocab_size": 8192,
     },
 }  # fmt: skip
-"""460 MB in bfloat16: more than any cache holds, so that a step costs the reading of the weights."""
+"""460 MB in bfloat16, more than any cache holds, so that a step costs the reading of the weights; and 64 MB."""
 
 
 def random_target(name: str) -> Path:
