@@ -230,11 +230,13 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Environment:
-    """Settings from the environment: AQUILINE_ISA (avx512, avx2, portable; or "off" for the torch path) and
-    AQUILINE_THREADS (native worker threads, the caller included)."""
+    """Settings from the environment: AQUILINE_ISA (avx512, avx2, portable; or "off" for the torch path),
+    AQUILINE_THREADS (native worker threads, the caller included) and AQUILINE_LLAMA_SERVER (llama.cpp's server, for
+    `aquiline compare`)."""
 
     isa: str | None
     num_threads: int | None
+    llama_server: str | None = None
 
     @classmethod
     def read(cls) -> Environment:
@@ -244,7 +246,7 @@ class Environment:
         _check(isa is None or isa in choices, "AQUILINE_ISA", isa, f"choose one of {', '.join(choices)}")
         threads = os.environ.get("AQUILINE_THREADS") or None
         _check(threads is None or (threads.isdigit() and int(threads) > 0), "AQUILINE_THREADS", threads, "must be >= 1")
-        return cls(isa, int(threads) if threads else None)
+        return cls(isa, int(threads) if threads else None, os.environ.get("AQUILINE_LLAMA_SERVER") or None)
 
 
 def cache_directory() -> Path:

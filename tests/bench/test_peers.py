@@ -53,6 +53,7 @@ def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
         ("openvino:int8", PeerSpec("openvino", "int8")),
         ("openvino:eagle=5:bfloat16", PeerSpec("openvino", "bfloat16", eagle=5)),
         ("openvino:/some/DIR:sdpa", PeerSpec("openvino", flags=("sdpa",), where="/some/DIR")),
+        ("llamacpp:eagle=2:flash", PeerSpec("llamacpp", eagle=2, flags=("flash",))),
         ("llamacpp:q8_0:lookup=8:flash", PeerSpec("llamacpp", "int8", lookup=8, flags=("flash",))),
         ("openai:http://h:8000/v1#a/b", PeerSpec("openai", where="http://h:8000/v1#a/b")),
     ],

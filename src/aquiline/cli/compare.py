@@ -52,9 +52,9 @@ def compare(
 
     Peers are optional: pip install 'aquiline[peers]'. Those that are not installed are named and left out. Options of a
     peer: float32, bfloat16, int8 (openvino, llamacpp) or int4 (llamacpp), beside which aquiline runs the same; lookup
-    or lookup=K for its own prompt lookup; openvino:eagle drafts with the EAGLE-3 head given here; openvino:sdpa,
-    transformers:eager and llamacpp:flash run their attention another way; openvino:DIR/ takes a target that is
-    converted already.
+    or lookup=K for its own prompt lookup; openvino:eagle and llamacpp:eagle, or eagle=K, draft with the EAGLE-3 head
+    given here, llamacpp in a server that benchmarks/llama_server.py builds; openvino:sdpa, transformers:eager and
+    llamacpp:flash run their attention another way; openvino:DIR/ takes a target that is converted already.
 
     Examples:
 

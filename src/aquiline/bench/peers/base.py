@@ -30,13 +30,15 @@ KINDS = {
 """Kinds of peers and the packages they need."""
 NUMBERED = {"lookup": 4, "eagle": 3}
 """Options with a count, and its default: tokens a step proposes by prompt lookup, or with the draft."""
+EAGLE = ("openvino", "llamacpp")
+"""Kinds that draft with an EAGLE-3 head."""
 FLAGS = {"transformers": ("eager",), "openvino": ("sdpa",), "llamacpp": ("flash",)}
 """Other ways a kind can run its attention: transformers' plain one, OpenVINO's without paged caches, llama.cpp's fused
 one."""
 
 ALL_PEERS = (
     "transformers", "transformers:lookup", "openvino", "openvino:sdpa", "openvino:lookup", "openvino:eagle",
-    "openvino:int8", "llamacpp", "llamacpp:lookup", "llamacpp:int8", "llamacpp:int4",
+    "openvino:int8", "llamacpp", "llamacpp:lookup", "llamacpp:eagle", "llamacpp:int8", "llamacpp:int4",
 )  # fmt: skip
 """What is compared when nothing is named, in the best dtype of each; eagle is left out where there is no draft."""
 
@@ -137,6 +139,11 @@ class PeerSpec:
         """Whether it drafts, as far as its name says."""
         return self.lookup is not None or self.eagle is not None
 
+    @property
+    def is_served(self) -> bool:
+        """Whether a process of its own runs it: the memory of this one says nothing of it."""
+        return self.kind == "openai" or (self.kind == "llamacpp" and self.eagle is not None)
+
     def open(self, place: Place) -> Peer:
         """Load the model into the engine, converted if need be.
 
@@ -150,7 +157,8 @@ class PeerSpec:
 
 def parse_peer(text: str) -> PeerSpec:
     """A peer from `openai:http://HOST:PORT/v1#MODEL`, or from `transformers`, `openvino` or `llamacpp` with options
-    behind colons: a dtype, `lookup` or `lookup=K`, for openvino also `eagle` or `eagle=K`, `sdpa`, or a directory.
+    behind colons: a dtype, `lookup` or `lookup=K`, for the last two also `eagle` or `eagle=K`, a way to run attention
+    (FLAGS), for openvino a directory.
 
     Raises ValueError naming what is wrong and what is known."""
     kind, _, rest = text.partition(":")
@@ -181,7 +189,7 @@ def _field(text: str, kind: str, option: str) -> dict[str, object]:
         if DTYPES[option] in QUANTISED and DTYPES[option] not in QUANTISED_BY.get(kind, ()):
             raise ValueError(f"peer={text!r}: {kind} runs no {DTYPES[option]} weights here; choose float32 or bfloat16")
         return {"dtype": DTYPES[option]}
-    if name in NUMBERED and (name != "eagle" or kind == "openvino"):
+    if name in NUMBERED and (name != "eagle" or kind in EAGLE):
         count = int(value) if value.isdigit() else 0 if value else NUMBERED[name]
         if not 1 <= count <= 16:
             raise ValueError(f"peer={text!r}: {name} must be 1 to 16 tokens")
@@ -190,7 +198,8 @@ def _field(text: str, kind: str, option: str) -> dict[str, object]:
         return {"flags": (option,)}
     if kind == "openvino" and "/" in option:
         return {"where": option}
-    known = [*DTYPES, "lookup", "lookup=K", *(["eagle", "eagle=K", "DIR/"] if kind == "openvino" else [])]
+    known = [*DTYPES, "lookup", "lookup=K", *(["eagle", "eagle=K"] if kind in EAGLE else [])]
+    known += ["DIR/"] if kind == "openvino" else []
     raise ValueError(
         f"peer={text!r}: unknown option {option!r}; {kind} has {', '.join([*known, *FLAGS.get(kind, ())])}"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aquiline.models.files import Tensors
 
-FORM = 1
+FORM = 2
 """Raised when what is written for the same checkpoint changes."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 

@@ -1,7 +1,10 @@
-"""Our decoders as GGUF files, the format that llama.cpp reads: token ids in and out, no tokenizer.
+"""Our decoders and EAGLE-3 heads as GGUF files, the format that llama.cpp reads: token ids in and out.
+
+llama.cpp's server runs no model without a tokenizer, so each has the one that llama.cpp tests itself with: a token's
+text is its id in hex, and none ends a text.
 
 Source: the names, fields and the order of query and key rows are those of llama.cpp's converter, as the gguf package
-(0.19) and llama.cpp's loader have them.
+(0.19) and the loader of llama.cpp in llama-cpp-python 0.3.36 have them; src/models/eagle3.cpp there for heads.
 """
 
 from __future__ import annotations
@@ -13,8 +16,12 @@ import torch
 from torch import Tensor
 
 from aquiline.bench.peers.base import library
+from aquiline.bench.peers.converted import converted, stored_dtype
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
+from aquiline.models.eagle import DraftHead
+from aquiline.models.formats import load_draft
+from aquiline.models.load import load_target
 from aquiline.models.rope import rotary
 
 gguf = library("gguf")
@@ -28,6 +35,28 @@ STORED = {
     "int4": gguf.GGMLQuantizationType.Q4_0,
 }
 """How matrices are stored: int8 and int4 in blocks of 32 with a scale each. Vectors are float32."""
+NUM_FEATURES = 3
+"""Layers of the target that llama.cpp gives to a head."""
+
+
+def target_file(target: Path, dtype: str) -> Path:
+    """A target's file, written if it is not there."""
+
+    def write(directory: Path) -> None:
+        write_gguf(load_target(target, dtype=stored_dtype(target)), directory / "model.gguf", dtype)
+
+    return converted([target], f"gguf-{dtype}", write) / "model.gguf"
+
+
+def draft_file(target: Path, draft: Path, dtype: str) -> Path:
+    """The file of a target's draft, written if it is not there."""
+
+    def write(directory: Path) -> None:
+        decoder = load_target(target, dtype=stored_dtype(target))
+        head = load_draft(draft, decoder, dtype=stored_dtype(draft))
+        write_draft_gguf(head, decoder, directory / "draft.gguf", dtype)
+
+    return converted([target, draft], f"gguf-eagle3-{dtype}", write) / "draft.gguf"
 
 
 def write_gguf(decoder: Decoder, file: Path, stored: str) -> None:
@@ -35,26 +64,68 @@ def write_gguf(decoder: Decoder, file: Path, stored: str) -> None:
 
     Raises ValueError for what GGUF's architectures cannot say."""
     config = decoder.config
-    if config.windows or config.rope.kind == "yarn":
-        what = "a sliding window" if config.windows else "rope_type=yarn"
-        raise ValueError(f"target: {what}; the llama.cpp peer writes targets without it")
+    _refuse_attention("target", config)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config.family])
     _write_fields(writer, config)
     tensors: dict[str, Tensor] = {"token_embd.weight": decoder.embed, "output_norm.weight": decoder.final_norm}
     if not config.tied_head:
         tensors["output.weight"] = decoder.head
-    factors = _rope_factors(config)
-    if factors is not None:
-        tensors["rope_freqs.weight"] = factors
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
-        tensors |= {f"blk.{index}.{name}": tensor for name, tensor in _layer_tensors(layer, config).items()}
-    for name, tensor in tensors.items():
-        _add(writer, name, tensor, STORED[stored])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        tensors |= _layer_tensors(layer, config, index)
+    _write_tensors(writer, tensors | _rope_tensors(config), STORED[stored])
+
+
+def write_draft_gguf(head: DraftHead, decoder: Decoder, file: Path, stored: str) -> None:
+    """Write an EAGLE-3 head for the target `decoder`, its matrices `stored` as a key of STORED.
+
+    Raises ValueError for heads and targets that llama.cpp cannot draft with."""
+    config = head.config
+    _refuse_head(head, decoder)
+    writer = gguf.GGUFWriter(file, "eagle3")
+    _write_fields(writer, config.model)
+    writer.add_array("eagle3.target_layers", [layer + 1 for layer in config.capture])  # it counts what enters a layer
+    writer.add_uint32("eagle3.target_hidden_size", config.target_hidden_size)
+    writer.add_bool("eagle3.norm_before_residual", config.norm_before_residual)
+    writer.add_bool("eagle3.norm_before_fc", config.norm_before_fc)
+    tensors: dict[str, Tensor] = {
+        "fc.weight": head.fc, "output_norm.weight": head.norm, "output.weight": head.head,
+        "blk.0.attn_norm_2.weight": head.hidden_norm,
+    }  # fmt: skip
+    if head.input_norm is not None:
+        tensors["enc.output_norm.weight"] = head.input_norm
+    if not head.embed.float().equal(decoder.embed.float()):  # without one it takes the target's
+        tensors["token_embd.weight"] = head.embed
+    writer.add_tensor("d2t", head.target_ids(torch.arange(config.draft_vocab_size)).numpy())  # not an offset, the id
+    tensors |= _layer_tensors(head.layer, config.model, 0) | _rope_tensors(config.model)
+    _write_tensors(writer, tensors, STORED[stored])
+
+
+def _refuse_attention(what: str, config: ModelConfig) -> None:
+    if config.windows or config.rope.kind == "yarn":
+        found = "a sliding window" if config.windows else "rope_type=yarn"
+        raise ValueError(f"{what}: {found}; the llama.cpp peer writes {what}s without it")
+
+
+def _refuse_head(head: DraftHead, decoder: Decoder) -> None:
+    config = head.config
+    _refuse_attention("draft", config.model)
+    for name, has_it in (
+        ("fc_norm=true", config.fc_norm),
+        ("norm_output=true", config.norm_feedback),
+        ("attention_bias=true", head.layer.qkv_bias is not None),
+    ):
+        if has_it:
+            raise ValueError(f"draft: {name}; llama.cpp runs EAGLE-3 heads without it")
+    if len(config.capture) != NUM_FEATURES:
+        raise ValueError(
+            f"draft: reads {len(config.capture)} layers of the target; llama.cpp runs EAGLE-3 heads that read "
+            f"{NUM_FEATURES}"
+        )
+    if config.capture[-1] == decoder.config.num_layers - 1:
+        raise ValueError("draft: reads what leaves the target's last layer; llama.cpp gives a head what enters layers")
+    if ARCHITECTURES[decoder.config.family] == "qwen2":
+        raise ValueError("target: of the qwen2 family; llama.cpp drafts with EAGLE-3 for llama, mistral and qwen3 here")
 
 
 def _write_fields(writer: Any, config: ModelConfig) -> None:
@@ -70,12 +141,23 @@ def _write_fields(writer: Any, config: ModelConfig) -> None:
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
+    writer.add_tokenizer_model("test")
+    writer.add_token_list([f"{token:x}" for token in range(config.vocab_size)])
 
 
-def _layer_tensors(layer: DecoderLayer, config: ModelConfig) -> dict[str, Tensor]:
-    """A layer's tensors by GGUF's names. Only its llama architecture rotates neighbouring rows, which are put in order
-    here; the others rotate halves, as checkpoints do."""
+def _write_tensors(writer: Any, tensors: dict[str, Tensor], kind: Any) -> None:
+    """Add all tensors and write the file."""
+    for name, tensor in tensors.items():
+        _add(writer, name, tensor, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _layer_tensors(layer: DecoderLayer, config: ModelConfig, index: int) -> dict[str, Tensor]:
+    """A layer's tensors by GGUF's names. Only its llama and eagle3 architectures rotate neighbouring rows, which are
+    put in order here; the others rotate halves, as checkpoints do."""
     turns = ARCHITECTURES[config.family] == "llama"
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     tensors = {}
@@ -91,7 +173,7 @@ def _layer_tensors(layer: DecoderLayer, config: ModelConfig) -> dict[str, Tensor
     }  # fmt: skip
     if layer.q_norm is not None and layer.k_norm is not None:
         tensors |= {"attn_q_norm.weight": layer.q_norm, "attn_k_norm.weight": layer.k_norm}
-    return tensors
+    return {f"blk.{index}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _neighbours(weight: Tensor, heads: int) -> Tensor:
@@ -99,13 +181,14 @@ def _neighbours(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _rope_factors(config: ModelConfig) -> Tensor | None:
-    """What llama.cpp divides the frequencies of the plain rotation by; None where they are those."""
+def _rope_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """What llama.cpp divides the frequencies of the plain rotation by; nothing where they are those."""
     if config.rope.kind == "default":
-        return None
+        return {}
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     plain = config.rope.theta**-exponents
-    return (plain / rotary(config.rope, config.head_dim, config.max_positions).inv_freq).float()
+    factors = plain / rotary(config.rope, config.head_dim, config.max_positions).inv_freq
+    return {"rope_freqs.weight": factors.float()}
 
 
 def _add(writer: Any, name: str, tensor: Tensor, kind: Any) -> None:

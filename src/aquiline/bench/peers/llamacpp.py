@@ -1,43 +1,39 @@
 """llama.cpp in this process, by llama-cpp-python, on a GGUF file written from the checkpoint; prompt lookup included.
 
-Its EAGLE-3 drafting lives in llama.cpp's server, outside the library that Python sees: start `llama-server` with a
-draft and name it as an `openai:` peer.
+Its EAGLE-3 drafting lives in llama.cpp's server, outside the library that Python sees: `llama_server` runs that.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, library, versions
-from aquiline.bench.peers.converted import converted, stored_dtype
-from aquiline.models.load import load_target
+from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, library, versions
+from aquiline.bench.peers.llama_server import LlamaServerPeer
 
 llama_cpp = library("llama_cpp")
 speculative = library("llama_cpp.llama_speculative")
 
 
-def open_peer(spec: PeerSpec, place: Place) -> LlamaCppPeer:
-    """Write the GGUF file if it is not there, and load it; bfloat16, which it has on every CPU, by default."""
-    return LlamaCppPeer(spec, place, spec.dtype or "bfloat16")
+def open_peer(spec: PeerSpec, place: Place) -> Peer:
+    """Write the GGUF files if they are not there, and load them; bfloat16, which it has on every CPU, by default.
+
+    Raises ValueError for eagle without a draft or a server."""
+    dtype = spec.dtype or "bfloat16"
+    return LlamaServerPeer(spec, place, dtype) if spec.eagle is not None else LlamaCppPeer(spec, place, dtype)
 
 
 class LlamaCppPeer:
     """One loaded model. Keys and values are float32 beside float32 weights, else float16, its default."""
 
     def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
-        from aquiline.bench.peers.gguf_file import write_gguf
+        from aquiline.bench.peers.gguf_file import target_file
 
         self.spec, self.dtype, self.threads = spec, dtype, place.threads
-
-        def write(directory: Path) -> None:
-            write_gguf(load_target(place.target, dtype=stored_dtype(place.target)), directory / "model.gguf", dtype)
-
-        file = converted([place.target], f"gguf-{dtype}", write) / "model.gguf"
+        file = target_file(place.target, dtype)
         kind = llama_cpp.GGML_TYPE_F32 if dtype == "float32" else llama_cpp.GGML_TYPE_F16
         self.drafter = _CountingLookup(spec.lookup) if spec.lookup is not None else None
         self.model: Any = llama_cpp.Llama(

@@ -65,7 +65,7 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
         "ttft_ms": spread([o.ttft_ms for o in outputs]),
         "itl_ms": spread([(o.total_ms - o.ttft_ms) / (o.num_tokens - 1) for o in outputs]),
         "memory": {
-            "kv_bytes_per_token": kv_bytes, "kv_bytes": 0, "peak_bytes": 0 if is_server else peak_memory_bytes(),
+            "kv_bytes_per_token": kv_bytes, "kv_bytes": 0, "peak_bytes": 0 if spec.is_served else peak_memory_bytes(),
         },
         "output": {
             "num_tokens": [o.num_tokens for o in outputs],

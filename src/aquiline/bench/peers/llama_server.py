@@ -1,0 +1,197 @@
+"""llama.cpp's server in a process of its own, which is where its EAGLE-3 drafting lives: our target and head as GGUF
+files, token ids in, one answer per prompt.
+
+Answers are not streamed: sending tokens one by one takes time on the cores that are measured, which the peers inside
+this process do not spend either. When the answer came is this process's clock; how long it decoded, the server's.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place
+from aquiline.config import Environment
+
+BINARY = "llama-server"
+BUILD = "python benchmarks/llama_server.py"
+"""What builds one."""
+HOST = "127.0.0.1"
+OK = 200
+START_S, ANSWER_S, STOP_S = 300.0, 600.0, 10.0
+SPARE_TOKENS = 8
+"""Context behind prompt, output and draft: the server drafts nothing near the end of its own."""
+_SHOWN_LINES = 4  # of a server's own words in an error
+
+
+def server_folder() -> Path:
+    """Where a server that was built for these comparisons is, unless its builder chose another place."""
+    from huggingface_hub import cached_assets_path
+
+    return cached_assets_path("aquiline", namespace="peers", subfolder=BINARY)
+
+
+def find_server(label: str) -> Path:
+    """The server's binary: AQUILINE_LLAMA_SERVER, else one on the PATH, else the one that was built here.
+
+    Raises ValueError naming what builds one."""
+    named = Environment.read().llama_server
+    if named is not None:
+        if not os.access(named, os.X_OK) or not Path(named).is_file():
+            raise ValueError(f"AQUILINE_LLAMA_SERVER={named!r}: is no program; leave it out or build one by {BUILD}")
+        return Path(named)
+    found = shutil.which(BINARY) or shutil.which(BINARY, path=server_folder())
+    if found is None:
+        raise ValueError(
+            f"peer {label}: drafts in llama.cpp's server, and there is no {BINARY} on the PATH or in "
+            f"{server_folder()}; build one by {BUILD}, or name one in AQUILINE_LLAMA_SERVER"
+        )
+    return Path(found)
+
+
+class LlamaServerPeer:
+    """One running server, its keys and values float32 beside float32 weights, else float16, as in `LlamaCppPeer`."""
+
+    def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
+        assert spec.eagle is not None
+        if place.draft is None:
+            raise ValueError(f"peer {spec.label}: drafts with an EAGLE-3 head and none is given; pass --draft")
+        binary = find_server(spec.label)
+        from aquiline.bench.peers.gguf_file import draft_file, target_file
+
+        self.spec, self.dtype, self.threads = spec, dtype, place.threads
+        self.kv_precision = "f32" if dtype == "float32" else "f16"
+        self.port = _free_port()
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
+        files = target_file(place.target, dtype), draft_file(place.target, place.draft, dtype)
+        command = [str(binary), *self._arguments(*files, place)]
+        try:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+        except OSError as error:
+            raise ValueError(f"peer {spec.label}: {binary} does not start ({error}); build one by {BUILD}") from None
+        self._end = weakref.finalize(self, _end, self.process, self.log)  # also where nobody closes it
+        try:
+            self._await_health()
+        except ValueError:
+            self.close()
+            raise
+
+    def _arguments(self, target: Path, draft: Path, place: Place) -> list[str]:
+        threads, kv = str(place.threads), self.kv_precision
+        assert self.spec.eagle is not None
+        return [
+            "--host", HOST, "--port", str(self.port), "--offline", "--no-ui", "--verbosity", "2",
+            "--parallel", "1", "--cache-ram", "0", "--no-cache-idle-slots", "--fit", "off",
+            "--model", str(target), "--model-draft", str(draft),
+            "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(self.spec.eagle),
+            "--ctx-size", str(place.max_context + self.spec.eagle + SPARE_TOKENS),
+            "--threads", threads, "--threads-batch", threads,
+            "--threads-draft", threads, "--threads-batch-draft", threads,
+            "--cache-type-k", kv, "--cache-type-v", kv, "--cache-type-k-draft", kv, "--cache-type-v-draft", kv,
+            "--flash-attn", "on" if "flash" in self.spec.flags else "off",
+        ]  # fmt: skip
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+        """Continue one prompt."""
+        if len(prompts) > 1:
+            raise ValueError(f"peer {self.spec.label}: runs one prompt at a time, {len(prompts)} given")
+        draws = {"samplers": ["temperature"], "temperature": temperature}
+        body = (draws if temperature > 0 else {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0}) | {
+            "prompt": prompts[0], "n_predict": new_tokens, "ignore_eos": True, "cache_prompt": False,
+            "return_tokens": True,
+        }  # fmt: skip
+        began = time.perf_counter()
+        answer = self._request("POST", "/completion", json.dumps(body))
+        total_ms = (time.perf_counter() - began) * 1e3
+        token_ids, timings = answer["tokens"], answer["timings"]
+        if len(token_ids) != new_tokens:
+            raise self._error(f"made {len(token_ids)} tokens, {new_tokens} were asked for")
+        arrivals = [total_ms - timings["predicted_ms"], total_ms]  # it counts from the first token
+        # A step keeps what it accepted and one token more, and drafts no more than may still be kept.
+        steps = new_tokens - 1 - timings.get("draft_n_accepted", 0)
+        drafted = timings.get("draft_n", 0)
+        return PeerRun([PeerOutput(new_tokens, token_ids, arrivals, num_steps=steps, num_draft_tokens=drafted)])
+
+    def system(self) -> dict[str, object]:
+        """The server's own version, threads, and what decides the speed."""
+        return {
+            "server": self._request("GET", "/props")["build_info"], "threads": self.threads,
+            "kv_precision": self.kv_precision, "flash_attention": "flash" in self.spec.flags,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise self._error("ended before it was ready")
+            try:
+                if self._ask("GET", "/health")[0] == OK:
+                    return
+            except (OSError, http.client.HTTPException):
+                pass  # it does not listen yet
+            time.sleep(0.1)
+        raise self._error(f"was not ready after {START_S:.0f} s")
+
+    def _request(self, method: str, path: str, body: str | None = None) -> dict[str, Any]:
+        """The JSON it answers."""
+        try:
+            status, said = self._ask(method, path, body)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._error(f"broke off its answer ({error!r})") from None
+        if status != OK:
+            raise self._error(f"answered {status}: {said.decode(errors='replace')}")
+        answer: dict[str, Any] = json.loads(said)
+        return answer
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+        """Its status and answer."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_S)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def _log(self) -> list[str]:
+        """What it printed; read in place, since it writes where this file stands."""
+        said = os.pread(self.log.fileno(), os.fstat(self.log.fileno()).st_size, 0)
+        return [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+
+    def _error(self, what: str) -> ValueError:
+        """What went wrong, and its last words if it is gone."""
+        try:
+            self.process.wait(1)  # a connection breaks before the process is gone
+        except subprocess.TimeoutExpired:
+            return ValueError(f"peer {self.spec.label}: the server {what}")
+        said = " | ".join(self._log()[-_SHOWN_LINES:])
+        return ValueError(f"peer {self.spec.label}: the server {what}; it ended with {self.process.returncode}: {said}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    log.close()
