@@ -8,8 +8,8 @@
 
 namespace aq {
 const bool kHasDot = true;
-void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, float* sums) {
-  dot::any_tile(rows, w, num_blocks, num_pairs, x, sums);
+void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, size_t next, float* sums) {
+  dot::any_tile(rows, w, num_blocks, num_pairs, x, next, sums);
 }
 }  // namespace aq
 #else
@@ -17,6 +17,6 @@ void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair
 
 namespace aq {
 const bool kHasDot = false;
-void dot_tile(int, const Pair*, int, int, const Pair*, float*) {}
+void dot_tile(int, const Pair*, int, int, const Pair*, size_t, float*) {}
 }  // namespace aq
 #endif

@@ -45,7 +45,7 @@ static inline const float* output_scale(const AqLinear& linear) {
 
 // The row tile of linear.h over pairs, from dot.cpp: the one kernel that needs AVX512_BF16. False: not compiled in.
 extern const bool kHasDot;
-void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, float* sums);
+void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, size_t next, float* sums);
 
 struct Tile {
   int32_t row, num_rows;  // consecutive rows of one slot

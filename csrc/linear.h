@@ -44,10 +44,17 @@ template <> struct Tiling<Group, float> : Tiling<float, float> {
   static constexpr size_t block(int k) { return (size_t)k / AQ_GROUP; }
 };
 
-// sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks of k steps, a multiple of 4. The loops
-// over rows and blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
+// Where the weights of step i of a block, of `steps` of `size` weights, lie behind its first. Past the end of its block a
+// stream continues in the next panel, not in its neighbour.
+template <int BLOCKS> constexpr size_t ahead_of(int i, int steps, int size) {
+  return ((size_t)i + (i < steps ? 0 : (size_t)(BLOCKS - 1) * steps)) * size;
+}
+
+// sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks of k steps, a multiple of 4. next: how
+// far behind each weight the one lies that is to be fetched meanwhile; 0 for what this tile itself reads a little later.
+// The loops over rows and blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
 template <int ROWS, int BLOCKS, class W, class X>
-static __attribute__((noinline)) void tile(const W* w, int k, const X* x, float* sums) {
+static __attribute__((noinline)) void tile(const W* w, int k, const X* x, size_t next, float* sums) {
   constexpr int kUnroll = 4;
   constexpr int kAhead = kPrefetchBytes / (int)(16 * sizeof(W));  // steps of k
   const size_t block = (size_t)k * 16;
@@ -57,8 +64,7 @@ static __attribute__((noinline)) void tile(const W* w, int k, const X* x, float*
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; b++) sum[r][b] = zero();
   for (int i = 0; i < k; i += kUnroll) {
-    // Past the end of its block a stream continues in the next panel, not in its neighbour.
-    const W* ahead = w + (size_t)(i + kAhead) * 16 + (i + kAhead < k ? 0 : (BLOCKS - 1) * block);
+    const W* ahead = w + (next != 0 ? next + (size_t)i * 16 : ahead_of<BLOCKS>(i + kAhead, k, 16));
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; b++)
 #pragma GCC unroll 8
@@ -81,7 +87,7 @@ static __attribute__((noinline)) void tile(const W* w, int k, const X* x, float*
 
 // The same over bfloat16 pairs, whose halves become two weights by one operation each.
 template <int ROWS, int BLOCKS>
-static __attribute__((noinline)) void tile(const Pair* w, int k, const float* x, float* sums) {
+static __attribute__((noinline)) void tile(const Pair* w, int k, const float* x, size_t next, float* sums) {
   constexpr int kUnroll = 2;
   constexpr int kAhead = kPrefetchBytes / (int)(16 * sizeof(Pair));
   const int num_pairs = k / 2;
@@ -92,7 +98,7 @@ static __attribute__((noinline)) void tile(const Pair* w, int k, const float* x,
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; b++) sum[r][b] = zero();
   for (int i = 0; i < num_pairs; i += kUnroll) {
-    const Pair* ahead = w + (size_t)(i + kAhead) * 16 + (i + kAhead < num_pairs ? 0 : (BLOCKS - 1) * block);
+    const Pair* ahead = w + (next != 0 ? next + (size_t)i * 16 : ahead_of<BLOCKS>(i + kAhead, num_pairs, 16));
 #pragma GCC unroll 8
     for (int u = 0; u < kUnroll; u++) {
       const Pair* pairs = w + (size_t)(i + u) * 16;
@@ -120,12 +126,12 @@ static __attribute__((noinline)) void tile(const Pair* w, int k, const float* x,
 
 // The same over int4 groups: the sum of a group stays in registers, and its scaled value joins those in memory.
 template <int ROWS, int BLOCKS>
-static __attribute__((noinline)) void tile(const Group* w, int k, const float* x, float* sums) {
+static __attribute__((noinline)) void tile(const Group* w, int k, const float* x, size_t next, float* sums) {
   constexpr int kAhead = kPrefetchBytes / (int)sizeof(Group);
   const int num_groups = k / AQ_GROUP;
   for (int r = 0; r < ROWS; r++) memset(sums + r * kPanelWidth, 0, BLOCKS * 16 * sizeof(float));
   for (int g = 0; g < num_groups; g++, x += AQ_GROUP) {
-    const Group* ahead = w + g + kAhead + (g + kAhead < num_groups ? 0 : (BLOCKS - 1) * num_groups);
+    const Group* ahead = w + (next != 0 ? next + g : ahead_of<BLOCKS>(g + kAhead, num_groups, 1));
     Vec sum[ROWS][BLOCKS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -162,39 +168,39 @@ static __attribute__((noinline)) void tile(const Group* w, int k, const float* x
 
 // ROWS rows by num_blocks <= kPanel blocks, in the widest tiles that fit the registers.
 template <int ROWS, class W, class X>
-static void row_tile(const W* w, int num_blocks, int k, const X* x, float* sums) {
+static void row_tile(const W* w, int num_blocks, int k, const X* x, size_t next, float* sums) {
   constexpr int kBlocks = blocks_for(ROWS);
   for (int b = 0; b < num_blocks;) {
     const W* from = w + b * Tiling<W, X>::block(k);
     const int left = num_blocks - b;
     if (kBlocks >= 4 && left >= 4) {
-      tile<ROWS, kBlocks >= 4 ? 4 : 1>(from, k, x, sums + b * 16), b += 4;
+      tile<ROWS, kBlocks >= 4 ? 4 : 1>(from, k, x, next, sums + b * 16), b += 4;
     } else if (kBlocks >= 2 && left >= 2) {
-      tile<ROWS, kBlocks >= 2 ? 2 : 1>(from, k, x, sums + b * 16), b += 2;
+      tile<ROWS, kBlocks >= 2 ? 2 : 1>(from, k, x, next, sums + b * 16), b += 2;
     } else {
-      tile<ROWS, 1>(from, k, x, sums + b * 16), b += 1;
+      tile<ROWS, 1>(from, k, x, next, sums + b * 16), b += 1;
     }
   }
 }
 
 template <class W, class X>
-static void any_tile(int rows, const W* w, int num_blocks, int k, const X* x, float* sums) {
+static void any_tile(int rows, const W* w, int num_blocks, int k, const X* x, size_t next, float* sums) {
   constexpr int kRows = Tiling<W, X>::kRows;
   switch (rows) {
-    case 1: row_tile<1>(w, num_blocks, k, x, sums); break;
-    case 2: row_tile<2>(w, num_blocks, k, x, sums); break;
-    case 3: row_tile<3>(w, num_blocks, k, x, sums); break;
-    case 4: row_tile<4>(w, num_blocks, k, x, sums); break;
-    case 5: row_tile<5>(w, num_blocks, k, x, sums); break;
-    case 6: row_tile<6>(w, num_blocks, k, x, sums); break;
-    case 7: row_tile<kRows == 8 ? 7 : 6>(w, num_blocks, k, x, sums); break;
-    default: row_tile<kRows>(w, num_blocks, k, x, sums); break;
+    case 1: row_tile<1>(w, num_blocks, k, x, next, sums); break;
+    case 2: row_tile<2>(w, num_blocks, k, x, next, sums); break;
+    case 3: row_tile<3>(w, num_blocks, k, x, next, sums); break;
+    case 4: row_tile<4>(w, num_blocks, k, x, next, sums); break;
+    case 5: row_tile<5>(w, num_blocks, k, x, next, sums); break;
+    case 6: row_tile<6>(w, num_blocks, k, x, next, sums); break;
+    case 7: row_tile<kRows == 8 ? 7 : 6>(w, num_blocks, k, x, next, sums); break;
+    default: row_tile<kRows>(w, num_blocks, k, x, next, sums); break;
   }
 }
 
 #if !defined(AQ_DOT)
-static void any_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, float* sums) {
-  aq::dot_tile(rows, w, num_blocks, num_pairs, x, sums);
+static void any_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, size_t next, float* sums) {
+  aq::dot_tile(rows, w, num_blocks, num_pairs, x, next, sums);
 }
 
 // Calls epilogue(row, column, width, sums) for every row and panel of output blocks `mine`, of k steps each; width <=
@@ -212,7 +218,9 @@ static void panels(const AqLinear& linear, int k, Share mine, const X* x, int ro
     for (int t = 0; t < num_tiles; t++) {  // balanced: 8 rows by 6 are 4 + 4, not 6 + 2
       const int first = (int)((int64_t)rows * t / num_tiles), last = (int)((int64_t)rows * (t + 1) / num_tiles);
       alignas(64) float sums[kRows * kPanelWidth];
-      any_tile(last - first, w, blocks, k, x + (size_t)first * k, sums);
+      // The first tile streams the panel from memory, the second the next panel into L2: no tile has to wait for all of it.
+      const size_t next = t == 1 ? kPanel * Tiling<W, X>::block(k) : 0;
+      any_tile(last - first, w, blocks, k, x + (size_t)first * k, next, sums);
       for (int r = first; r < last; r++) {
         float* row_sums = sums + (r - first) * kPanelWidth;
         if (scale != nullptr)
