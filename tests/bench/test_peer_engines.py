@@ -229,3 +229,21 @@ def test_a_random_target_is_written_once_and_loads_strictly(tmp_path: Path, cach
     assert load_target(random_target(str(file))).embed.equal(first), "other weights from the same config"
     with pytest.raises(ValueError, match=r"random_weights='llama-1b': must be llama-230m or a config\.json"):
         random_target("llama-1b")
+
+
+@needs_llamacpp
+def test_llamacpp_continues_several_prompts_together(tmp_path: Path) -> None:
+    """More rows than one forward takes, each sequence's text what it is alone."""
+    write_target(tmp_path / "target", **WIDTHS)
+    prompts = [[(7 * i + 3 * j) % 150 + 1 for j in range(200)] for i in range(4)]
+    peer = parse_peer("llamacpp:f32").open(Place(tmp_path / "target", None, 1, 256, batch=4))
+    expected = [ours(tmp_path / "target", prompt)[:8] for prompt in prompts]
+    for _ in range(2):
+        run = peer.generate(prompts, 8, 0.0)
+        assert [output.token_ids for output in run.outputs] == expected
+    assert len({tuple(o.token_ids) for o in peer.generate(prompts[:1] * 4, 8, 1.5).outputs}) == 4, "drawn apart"
+    with pytest.raises(ValueError, match="was opened for 4 prompts, 5 given"):
+        peer.generate([*prompts, prompts[0]], 8, 0.0)
+    with pytest.raises(ValueError, match="prompt lookup runs one prompt at a time"):
+        parse_peer("llamacpp:f32:lookup").open(Place(tmp_path / "target", None, 1, 256, batch=4))
+    peer.close()

@@ -37,6 +37,7 @@ def compare(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every continuation, past EOS.")] = 128,
     repeats: Annotated[int, typer.Option(help="Measured runs of every setting, each on a prompt of its own.")] = 3,
+    batch: Annotated[int, typer.Option(help="Prompts that every run continues together.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     num_spec_tokens: Annotated[list[int] | None, typer.Option(help="Chains of aquiline to run. Default: 3.")] = None,
     bf16_arithmetic: Annotated[
@@ -94,7 +95,7 @@ def compare(
         is_random=random_weights is not None,
         arithmetics=("float32", "bfloat16") if bf16_arithmetic else ("float32",),
         num_spec_tokens=tuple(num_spec_tokens or (3,)), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
-        repeats=repeats, temperature=temperature, text_source=text,
+        repeats=repeats, batch=batch, temperature=temperature, text_source=text,
     )  # fmt: skip
     with Console(stderr=True, quiet=as_json).status("") as status:
         found = run(plan, status.update)
@@ -113,9 +114,8 @@ def _show(console: Console, found: Comparison, plan: Plan) -> None:
 
     from aquiline.bench.peers.compare import CHECK_TOKENS
 
-    table = Table(
-        title=f"{plan.names[0]}: {plan.repeats} prompts of {plan.prompt_tokens} tokens, {plan.new_tokens} new"
-    )
+    prompts = f"{plan.repeats} x {plan.batch} prompts of {plan.prompt_tokens} tokens"
+    table = Table(title=f"{plan.names[0]}: {prompts}, {plan.new_tokens} new")
     for column in (
         "setting",
         "weights",

@@ -45,12 +45,14 @@ ALL_PEERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """What peers run on: checkpoint directories (draft: None without one), threads, tokens of prompt and output."""
+    """What peers run on: checkpoint directories (draft: None without one), threads, tokens of prompt and output, and
+    how many prompts are continued together at most."""
 
     target: Path
     draft: Path | None
     threads: int
     max_context: int
+    batch: int = 1
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ SETTLE_S = 0.1
 @dataclass(frozen=True)
 class Plan:
     """What is compared. names: target and draft as a stranger would know them. repeats: measured runs of every setting,
-    each on a prompt of its own; one more warms up."""
+    each on `batch` prompts of its own, continued together; one more warms up."""
 
     target: Path
     draft: Path | None
@@ -50,12 +50,13 @@ class Plan:
     prompt_tokens: int = 128
     new_tokens: int = 128
     repeats: int = 3
+    batch: int = 1
     temperature: float = 0.0
     seed: int = 0
     text_source: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("new_tokens", 2), ("repeats", 1)):
+        for name, least in (("new_tokens", 2), ("repeats", 1), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
         if self.arithmetics[:1] != ("float32",):
@@ -71,12 +72,12 @@ class _Own:
 
     @property
     def texts(self) -> list[PeerOutput]:
-        """What each run wrote, as a peer would tell it."""
-        outputs = [run.outputs[0] for run in self.runs]
+        """What the runs wrote, as a peer would tell it."""
+        outputs = [output for run in self.runs for output in run.outputs]
         return [PeerOutput(len(o.token_ids), o.token_ids, [o.ttft_ms, o.total_ms]) for o in outputs]
 
-    def run(self, prompt: list[int], sampling: SamplingParams) -> None:
-        self.runs.append(self.llm.run([prompt], sampling, spec=self.spec))
+    def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
+        self.runs.append(self.llm.run(prompts, sampling, spec=self.spec))
 
     def result(self, scenario: Scenario, model: PeerModel) -> Result:
         system = self.llm.models.system()
@@ -97,11 +98,11 @@ class _Other:
 
     @property
     def texts(self) -> list[PeerOutput]:
-        """What each run wrote."""
-        return [run.outputs[0] for run in self.runs]
+        """What the runs wrote."""
+        return [output for run in self.runs for output in run.outputs]
 
-    def run(self, prompt: list[int], sampling: SamplingParams) -> None:
-        self.runs.append(self.peer.generate([prompt], sampling.max_tokens, sampling.temperature))
+    def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
+        self.runs.append(self.peer.generate(prompts, sampling[0].max_tokens, sampling[0].temperature))
 
     def result(self, scenario: Scenario, model: PeerModel) -> Result:
         return result_of(scenario, self.spec, self.peer, model, self.runs)
@@ -112,7 +113,7 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
 
     Raises ValueError if no peer can be opened, or one fails later."""
     max_context = plan.prompt_tokens + plan.new_tokens
-    config = EngineConfig(max_batch=1, prefix_cache=False, max_context=max_context + 16)
+    config = EngineConfig(max_batch=plan.batch, prefix_cache=False, max_context=max_context + 16)
     llms = {}
     stored = stored_dtype(plan.target)
     kinds = [(stored, arithmetic) for arithmetic in plan.arithmetics]
@@ -123,13 +124,14 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
         llms[name] = LLM(plan.target, plan.draft, dtype=dtype, arithmetic=arithmetic, engine=config)
     llm = llms["float32"]
     prompts, scenario = _prompts(plan, llm)
-    place = Place(plan.target, plan.draft, int(str(llm.models.system()["threads"])), max_context + 1)
+    place = Place(plan.target, plan.draft, int(str(llm.models.system()["threads"])), max_context + 1, plan.batch)
     others, absent = _open(plan, place, prompts[-1], on_progress)
     try:
         checks = {}
         for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
             on_progress(f"checking {spec.model} in float32")
-            checks[spec.model] = _check(llm, spec, place, prompts[:CHECK_PROMPTS])
+            alone = [prompt for group in prompts for prompt in group][:CHECK_PROMPTS]
+            checks[spec.model] = _check(llm, spec, replace(place, batch=1), alone)
         own = list(_own(plan, llms))
         for ours in own:
             on_progress(f"warming up {ours.label}")
@@ -146,7 +148,7 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
 
 
 def _open(
-    plan: Plan, place: Place, warm: list[int], on_progress: Callable[[str], None]
+    plan: Plan, place: Place, warm: list[list[int]], on_progress: Callable[[str], None]
 ) -> tuple[list[_Other], dict[str, str]]:
     """Peers that run, warmed up, and why the others do not, by label."""
     others, absent = [], {}
@@ -165,11 +167,13 @@ def _open(
     return others, absent
 
 
-def _sampling(plan: Plan, index: int) -> SamplingParams:
-    """Of the index-th prompt."""
-    return SamplingParams(
-        max_tokens=plan.new_tokens, temperature=plan.temperature, seed=plan.seed + index, ignore_eos=True
-    )
+def _sampling(plan: Plan, index: int) -> list[SamplingParams]:
+    """Of the prompts of the index-th run."""
+    first = plan.seed + index * plan.batch
+    return [
+        SamplingParams(max_tokens=plan.new_tokens, temperature=plan.temperature, seed=seed, ignore_eos=True)
+        for seed in range(first, first + plan.batch)
+    ]
 
 
 def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[_Own]:
@@ -183,16 +187,18 @@ def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[_Own]:
             yield _Own(f"{name}{suffix}", llm, spec)
 
 
-def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[int]], Scenario]:
-    """One prompt per measured run and, at the end, one to warm up with: no engine has seen what it is measured on."""
+def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
+    """The prompts of each measured run and, at the end, of one to warm up with: no engine has seen what it is measured
+    on."""
     tokenizer = llm.models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
-    found = text_prompts(plan.prompt_tokens, plan.repeats + 1, tokenizer, plan.text_source)
+    found = text_prompts(plan.prompt_tokens, (plan.repeats + 1) * plan.batch, tokenizer, plan.text_source)
     prompts = [[token % llm.models.vocab_size for token in prompt.token_ids] for prompt in found]
     held_out = all(prompt.is_held_out for prompt in found)
     source = f"{plan.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
-    return prompts, Scenario(
-        name="peers", profile="cpu", context_tokens=plan.prompt_tokens, batch=1, new_tokens=plan.new_tokens,
-        temperature=plan.temperature, seed=plan.seed, prompts_sha256=tokens_sha256(prompts[:-1]),
+    groups = [prompts[i : i + plan.batch] for i in range(0, len(prompts), plan.batch)]
+    return groups, Scenario(
+        name="peers", profile="cpu", context_tokens=plan.prompt_tokens, batch=plan.batch, new_tokens=plan.new_tokens,
+        temperature=plan.temperature, seed=plan.seed, prompts_sha256=tokens_sha256(prompts[: -plan.batch]),
         prompts_source=source, warmup_runs=1, measurement_runs=plan.repeats,
     )  # fmt: skip
 
@@ -213,18 +219,18 @@ def _check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> 
 
 
 def _measure(
-    plan: Plan, settings: list[_Own | _Other], prompts: list[list[int]], on_progress: Callable[[str], None]
+    plan: Plan, settings: list[_Own | _Other], prompts: list[list[list[int]]], on_progress: Callable[[str], None]
 ) -> None:
-    """Every setting on every prompt, the first setting another each time."""
-    for index, prompt in enumerate(prompts):
+    """Every setting on the prompts of every run, the first setting another each time."""
+    for index, group in enumerate(prompts):
         for place in range(len(settings)):
             setting = settings[(index + place) % len(settings)]
-            on_progress(f"prompt {index + 1} of {len(prompts)}: {setting.label}")
+            on_progress(f"run {index + 1} of {len(prompts)}: {setting.label}")
             time.sleep(SETTLE_S)
             try:
-                setting.run(prompt, _sampling(plan, index))
+                setting.run(group, _sampling(plan, index))
             except (ValueError, RuntimeError) as error:
-                raise ValueError(f"{setting.label}: failed on prompt {index + 1} of {len(prompts)}: {error}") from error
+                raise ValueError(f"{setting.label}: failed in run {index + 1} of {len(prompts)}: {error}") from error
 
 
 def _model(plan: Plan, llm: LLM) -> PeerModel:

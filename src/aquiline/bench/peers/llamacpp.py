@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, library, versions
 from aquiline.bench.peers.llama_server import LlamaServerPeer
+from aquiline.bench.peers.llamacpp_batch import LlamaCppBatchPeer
 
 llama_cpp = library("llama_cpp")
 speculative = library("llama_cpp.llama_speculative")
@@ -23,7 +24,9 @@ def open_peer(spec: PeerSpec, place: Place) -> Peer:
 
     Raises ValueError for eagle without a draft or a server."""
     dtype = spec.dtype or "bfloat16"
-    return LlamaServerPeer(spec, place, dtype) if spec.eagle is not None else LlamaCppPeer(spec, place, dtype)
+    if spec.eagle is not None:
+        return LlamaServerPeer(spec, place, dtype)
+    return LlamaCppPeer(spec, place, dtype) if place.batch == 1 else LlamaCppBatchPeer(spec, place, dtype)
 
 
 class LlamaCppPeer:
