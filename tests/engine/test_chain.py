@@ -27,15 +27,18 @@ def runner_of(llm: LLM) -> NativeDraft:
 
 @pytest.mark.parametrize("norm_feedback", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 5, 8])
-def test_one_call_drafts_what_single_passes_do(depth: int, norm_feedback: bool) -> None:
+def test_one_call_drafts_what_single_passes_do(
+    depth: int, norm_feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TorchDraft.chain is the loop over passes, whichever runner's they are. Batches are ragged."""
     steps: list[list[tuple[list[int], bytes]]] = []
     for one_call in (True, False):
         llm = tiny_llm("float32", max_batch=3)
         runner, engine = runner_of(llm), llm.engine
-        runner.config, runner.hidden = dataclasses.replace(runner.config, norm_feedback=norm_feedback), runner.raw
+        monkeypatch.setattr(runner, "config", dataclasses.replace(runner.config, norm_feedback=norm_feedback))
+        monkeypatch.setattr(runner, "hidden", runner.raw)
         if not one_call:
-            runner.chain = partial(TorchDraft.chain, runner)  # type: ignore[arg-type, method-assign]
+            monkeypatch.setattr(runner, "chain", partial(TorchDraft.chain, runner))  # type: ignore[arg-type]
         spec = SpecConfig(num_spec_tokens=depth)
         for i, length in enumerate((5, 16, 33)):
             engine.add(llm.request(i, words(length, i), dataclasses.replace(PARAMS, max_tokens=4 * i + 6), spec))
@@ -53,7 +56,7 @@ def test_one_call_drafts_what_single_passes_do(depth: int, norm_feedback: bool) 
         assert ours[1] == passes[1], f"keys and values after step {number}"
 
 
-def test_a_draft_whose_numbers_are_broken_drafts_tokens_that_exist() -> None:
+def test_a_draft_whose_numbers_are_broken_drafts_tokens_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny_llm("float32")
     expected = llm.run([words(9)], PARAMS, spec=SpecConfig(drafter="none")).outputs[0].token_ids
     runner = runner_of(llm)
@@ -63,7 +66,7 @@ def test_a_draft_whose_numbers_are_broken_drafts_tokens_that_exist() -> None:
         forward(*args)  # type: ignore[arg-type]
         runner.raw[:] = np.nan
 
-    runner.model.forward = broken  # type: ignore[method-assign]
+    monkeypatch.setattr(runner.model, "forward", broken)
     output = llm.run([words(9)], PARAMS, spec=SpecConfig(num_spec_tokens=3)).outputs[0]
     assert output.token_ids == expected
 
