@@ -76,8 +76,8 @@ def this_machine() -> Machine:
     """This CPU with the threads and the instruction set that an engine would take."""
     if use_native(Environment.read()):
         system = cpu.system()
-        return Machine(_cpu_model(), int(system["threads"]), str(system["isa"]))
-    return Machine(_cpu_model(), torch.get_num_threads(), "torch")
+        return Machine(cpu_name(), int(system["threads"]), str(system["isa"]))
+    return Machine(cpu_name(), torch.get_num_threads(), "torch")
 
 
 def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECONDS) -> Measurement:
@@ -137,19 +137,6 @@ def last_level_cache() -> int | None:
                 continue
     last = max((level for level, _ in found), default=0)
     return sum(size for (level, _), size in found.items() if level == last) or None
-
-
-def _cpu_model() -> str:
-    """The processor's name and, since virtual machines shorten it, the family and model that tell generations apart."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    fields = dict(line.replace("\t", "").split(":", 1) for line in reversed(lines) if ":" in line)
-    numbers = [
-        f"{name.removeprefix('cpu ')} {fields[name].strip()}" for name in ("cpu family", "model") if name in fields
-    ]
-    return " ".join([cpu_name(), *numbers])
 
 
 def _pieces() -> list[torch.Tensor]:

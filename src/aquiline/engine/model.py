@@ -213,12 +213,12 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def cpu_name() -> str:
-    """The processor's own name, as the operating system reports it."""
+    """The processor's name as the operating system reports it and, since virtual machines shorten it, the family and
+    model that tell generations apart."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        lines = []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    numbers = [f"{name.removeprefix('cpu ')} {fields[name]}" for name in ("cpu family", "model") if name in fields]
+    return " ".join([fields.get("model name") or platform.processor() or platform.machine(), *numbers])
