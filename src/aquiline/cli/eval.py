@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aquiline.cli.options import wide_console
+from aquiline.cli.options import Arithmetic, Capture, Dtype, NormFeedback, wide_console
 from aquiline.cli.train import layers
 
 if TYPE_CHECKING:
@@ -95,15 +95,10 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print eval.json.", rich_help_panel=OUTPUT)] = False,
     max_context: Annotated[int | None, typer.Option(help="Tokens per text, prompt and output.")] = None,
-    capture: Annotated[
-        str | None,
-        typer.Option(help="Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says."),
-    ] = None,
-    norm_feedback: Annotated[
-        bool | None, typer.Option(help="Feed the draft's normed output back. Default: as its checkpoint says.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Storage of weights and KV: bfloat16 or float32.")] = "bfloat16",
-    arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
+    capture: Capture = None,
+    norm_feedback: NormFeedback = None,
+    dtype: Dtype = "bfloat16",
+    arithmetic: Arithmetic = "float32",
 ) -> None:
     """Compare drafting settings with the baseline on the same questions: speed with its interval, acceptance, the best.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aquiline.cli.options import Arithmetic, Capture, Dtype, NormFeedback
 from aquiline.cli.train import layers
 
 if TYPE_CHECKING:
@@ -90,15 +91,10 @@ def generate(
     cache_fraction: Annotated[
         float, typer.Option(help="Share of the free memory that keys and values may take.", rich_help_panel=ENGINE)
     ] = 0.5,
-    capture: Annotated[
-        str | None,
-        typer.Option(help="Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says."),
-    ] = None,
-    norm_feedback: Annotated[
-        bool | None, typer.Option(help="Feed the draft's normed output back. Default: as its checkpoint says.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Storage of weights: bfloat16, float32, int8 or int4.")] = "bfloat16",
-    arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
+    capture: Capture = None,
+    norm_feedback: NormFeedback = None,
+    dtype: Dtype = "bfloat16",
+    arithmetic: Arithmetic = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Capture = Annotated[
+    str | None,
+    typer.Option(help="Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says."),
+]
+NormFeedback = Annotated[
+    bool | None, typer.Option(help="Feed the draft's normed output back. Default: as its checkpoint says.")
+]
+Dtype = Annotated[str, typer.Option(help="Storage of weights: bfloat16, float32, int8 or int4.")]
+Arithmetic = Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")]
 
 PIPE_WIDTH = 140
 """Columns where nobody says how many there are, as in a file; tables would be cut to 80."""
