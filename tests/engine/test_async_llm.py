@@ -184,6 +184,7 @@ def test_cancelling_whoever_waits_aborts(wait_for: str) -> None:
                 await asked(engine, 2)
                 if wait_for == "a token":
                     running.cancel()
+                    await asked(engine, 3)
                 gate.let(1)
                 await until(lambda: "doomed" in inner.sequences)
                 sequences.append(inner.sequences["doomed"])
