@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aquiline.cli.options import wide_console
+from aquiline.cli.options import Arithmetic, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,7 @@ def demo(
     package: Annotated[
         str | None, typer.Option(help="Take the prompts from this installed package (not one it was trained on).")
     ] = None,
-    arithmetic: Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")] = "float32",
+    arithmetic: Arithmetic = "float32",
     plot: Annotated[Path | None, typer.Option(help="Also write the result as a PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.cli.options import wide_console
+from aquiline.cli.options import Arithmetic, Dtype, wide_console
 
 
 def profile(
@@ -23,8 +23,8 @@ def profile(
     batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens each of them writes.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="Storage of weights and KV.")] = "bfloat16",
-    arithmetic: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Dtype = "bfloat16",
+    arithmetic: Arithmetic = "float32",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (chrome://tracing, Perfetto).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
