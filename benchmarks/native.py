@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from aquiline.ops import buffers, cpu, packed
+from aquiline.ops import buffers, cpu, native, packed
 from aquiline.ops.quantise import QUANTISED
 from aquiline.types import SAMPLING, KVGroup, LayerWeights, ModelWeights, Rows, RowSampling, storage_dtype
 
@@ -145,9 +145,13 @@ def bench_forward(
     return results
 
 
+def arithmetics() -> tuple[str, ...]:
+    """What this CPU has."""
+    return ("float32", "bfloat16") if packed.has_bf16_dot() else ("float32",)
+
+
 def bench_forwards() -> dict[str, dict[str, dict[str, float]]]:
     """The demo's target, whose weights a cache may hold, and one of 400 MB, behind short and long contexts."""
-    arithmetics = ("float32", "bfloat16") if packed.has_bf16_dot() else ("float32",)
     results = {}
     for name, shape, contexts in (
         ("10 layers x 384", (384, 10, 6, 2, 1024, 4096), (128,)),
@@ -155,14 +159,14 @@ def bench_forwards() -> dict[str, dict[str, dict[str, float]]]:
     ):
         weights = random_model(*shape)
         for context in contexts:
-            for arithmetic in arithmetics:
+            for arithmetic in arithmetics():
                 label = f"{name}, {context} keys, {arithmetic}"
                 print(f"forward: {label}")
                 results[label] = bench_forward(weights, context, (1, 2, 4, 6, 8, 16, 32), arithmetic)
     return results
 
 
-def bench_attention(context: int) -> dict[str, dict[str, float]]:
+def bench_attention(context: int, arithmetic: str) -> dict[str, dict[str, float]]:
     """Microseconds of one layer's attention over `context` keys, beside the bytes of those keys.
 
     Layers are visited in turn so that the keys come from memory."""
@@ -181,7 +185,8 @@ def bench_attention(context: int) -> dict[str, dict[str, float]]:
             np.empty((num, heads * dim), np.float32),
         )
 
-        arguments = (ctypes.byref(struct), q.ctypes.data, heads, 0.125, 0, None, out.ctypes.data)
+        code = native.BFLOAT16_DOT if arithmetic == "bfloat16" else native.FLOAT32
+        arguments = (ctypes.byref(struct), q.ctypes.data, heads, 0.125, 0, None, code, out.ctypes.data)
         attend = partial(cpu.library().attention, ctypes.byref(described))
         seconds = quick_seconds([partial(attend, layer, *arguments) for layer in range(layers)])
         results[str(num)] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9}
@@ -238,7 +243,8 @@ def main() -> None:
         report["forward"] = bench_forwards()
         for context in (2048, 8192):
             print(f"attention: 16/8 heads of 64, {context} keys")
-            report[f"attention_{context}"] = bench_attention(context)
+            for arithmetic in arithmetics():
+                report[f"attention_{context}_{arithmetic}"] = bench_attention(context, arithmetic)
         for vocab, hidden in ((4096, 384), (151936, 256)):
             print(f"head: vocabulary {vocab}, hidden {hidden}, one row")
             report[f"head_{vocab}_us"] = bench_head(vocab, hidden)

@@ -116,16 +116,32 @@ int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJ
   job->deferred = job->num_spans > 1 && items % threads != 0 && items < 4 * threads;
   if (job->deferred)
     AQ_RESERVE(job->partials, partials, float, (size_t)rows.num_rows * num_heads * job->num_spans * (16 + kv.head_dim));
-  job->workspace_floats = (size_t)kTileQueries * (3 * kv.head_dim + 4) + (size_t)AQ_BLOCK * kv.head_dim;
+  job->workspace_floats = (size_t)kTileQueries * (3 * kv.head_dim + 4) + (size_t)AQ_BLOCK * kv.head_dim * 2;
   AQ_RESERVE(job->workspace, workspace, float, threads * job->workspace_floats);
   return 0;
 }
 
+enum { kHeadPart = 2, kDraftParts = 3, kFusionPart = 6 };  // places of aq_time_parts
+
+// Adds the time of a scope to a part, where parts are timed.
+class PartTimer {
+ public:
+  explicit PartTimer(int part) : part_(part), began_(seconds()) {}
+  ~PartTimer() {
+    if (engine().seconds != nullptr) engine().seconds[part_] += seconds() - began_;
+  }
+
+ private:
+  const int part_;
+  const double began_;
+};
+
+int parts_of(const AqModel& model) { return model.is_draft ? kDraftParts : 0; }
+
 template <class Job, auto Kernel>
 void run_head(const Job& job) {
-  const double began = seconds();
+  const PartTimer timer(kHeadPart + (job.model == nullptr ? 0 : parts_of(*job.model)));
   run_job<Job, Kernel>(job);
-  if (engine().seconds != nullptr) engine().seconds[2] += seconds() - began;
 }
 
 int check_selection(const AqModel* model, const float* hidden, const int32_t* row_index, int n) {
@@ -248,7 +264,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   Lock lock(engine().mutex);
   ForwardJob job{};
   job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.hidden = hidden, job.features = features;
-  job.seconds = engine().seconds;
+  job.seconds = engine().seconds == nullptr ? nullptr : engine().seconds + parts_of(*model);
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
   AQ_RESERVE(job.normed, normed, float, norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].qkv.k);
   AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].qkv.n);
@@ -263,7 +279,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   return 0;
 }
 
-int aq_time_layers(double* seconds) {
+int aq_time_parts(double* seconds) {
   if (seconds != nullptr) AQ_TRY(check_pointer("seconds", seconds, sizeof(double)));
   Lock lock(engine().mutex);
   engine().seconds = seconds;
@@ -338,6 +354,33 @@ int aq_rms_norm(const float* x, const float* weight, int32_t rows, int32_t width
   return 0;
 }
 
+int aq_fuse(const AqFusion* fusion, const float* features, int32_t rows, float* g) {
+  AQ_TRY(check_pointer("fusion", fusion, alignof(AqFusion)));
+  AQ_TRY(check_linear("fc", fusion->fc, 0, 0));
+  AQ_TRY(check_pointer("features", features, sizeof(float)));
+  AQ_REQUIRE(rows >= 0, "rows=%d: must be at least 0", rows);
+  const PartTimer timer(kFusionPart);
+  const int width = fusion->fc.k, parts = fusion->num_parts;
+  std::vector<float> normed;
+  const auto norm = [&](const float* weight, int at, int count) {
+    for (int r = 0; r < rows; r++)
+      kernels().rms_norm(features + (size_t)r * width + at, weight, 1, count, fusion->eps, normed.data() + (size_t)r * width + at);
+  };
+  if (fusion->norm != nullptr || fusion->part_norms != nullptr) normed.resize((size_t)rows * width);
+  if (fusion->norm != nullptr) {
+    AQ_TRY(check_pointer("norm", fusion->norm, sizeof(float)));
+    norm(fusion->norm, 0, width);
+    features = normed.data();
+  }
+  if (fusion->part_norms != nullptr) {
+    AQ_TRY(check_pointer("part_norms", fusion->part_norms, sizeof(float)));
+    AQ_REQUIRE(parts > 0 && width % (16 * parts) == 0, "num_parts=%d: must divide fc.k=%d into multiples of 16", parts, width);
+    for (int i = 0; i < parts; i++) norm(fusion->part_norms + i * (width / parts), i * (width / parts), width / parts);
+    features = normed.data();
+  }
+  return aq_linear(&fusion->fc, features, rows, g);
+}
+
 int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y) {
   AQ_REQUIRE(rows >= 0, "rows=%d: must be at least 0", rows);
   AQ_REQUIRE(width > 0 && width % 16 == 0, "width=%d: must be a positive multiple of 16", width);
@@ -371,12 +414,14 @@ int aq_write_kv(const AqKV* kv, int32_t layer, const AqRows* rows, const float* 
 }
 
 int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float* q, int32_t num_heads, float scale,
-                 int32_t window, const float* sinks, float* out) {
+                 int32_t window, const float* sinks, int32_t arithmetic, float* out) {
   AQ_TRY(check_kv(kv, 0, 0));
   AQ_REQUIRE(layer >= 0 && layer < kv->num_layers, "layer=%d: must be in [0, %d)", layer, kv->num_layers);
   AQ_REQUIRE(num_heads > 0 && num_heads % kv->num_kv_heads == 0 && num_heads / kv->num_kv_heads <= kTileQueries,
              "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", num_heads, kTileQueries, kv->num_kv_heads);
   AQ_REQUIRE(window >= 0, "window=%d: must be at least 0 (none)", window);
+  AQ_REQUIRE(arithmetic == AQ_FLOAT32 || (arithmetic == AQ_BFLOAT16_DOT && has_bf16_dot() && kv->dtype == AQ_BFLOAT16),
+             "arithmetic=%d: must be 0 (float32), or 2 (dot product) over keys in bfloat16 where the CPU has it", arithmetic);
   AQ_TRY(check_rows(rows, *kv, 0, true));
   AQ_TRY(check_pointer("q", q, sizeof(float)));
   AQ_TRY(check_pointer("out", out, sizeof(float)));
@@ -385,7 +430,7 @@ int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float*
   AttentionJob job{};
   AQ_TRY(plan_attention(*kv, *rows, num_heads, &job));
   job.q = q, job.q_stride = num_heads * kv->head_dim, job.out = out, job.sinks = sinks;
-  job.layer = layer, job.window = window, job.scale = scale;
+  job.layer = layer, job.window = window, job.scale = scale, job.is_dot = arithmetic == AQ_BFLOAT16_DOT;
   run_job<AttentionJob, &Kernels::attention>(job);
   return 0;
 }

@@ -21,8 +21,10 @@ enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
 // y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). Packed weight: float32 and int8 [ceil(n / 16)][k][16], bfloat16
 // [ceil(n / 16)][k / 2][16][2], zero-padded.
-// AQ_BFLOAT16_DOT, a dtype of linears alone, is the second arithmetic: bfloat16 weights for the CPU's dot instruction (aq_has_bf16_dot), which adds two products at once to the sum, pairs in k order; x is
-// rounded to bfloat16, to nearest even. As exact as the first against rows, threads and chunks.
+// AQ_BFLOAT16_DOT, a dtype of linears and of what attention multiplies, is the second arithmetic: bfloat16 weights, keys and
+// values for the CPU's dot instruction (aq_has_bf16_dot), which adds two products at once to the sum, pairs in order. What
+// they are multiplied with (x, queries, softmax weights) is rounded to bfloat16, to nearest even. As exact as the first
+// against rows, threads and chunks.
 //
 // AQ_INT8 and AQ_INT4 are storages of linears alone: codes times scales, multiplied in float32.
 //   int8  w[n, k] = code * scale[n], a float32 scale: the sum runs over x * code in k order and is multiplied by scale[n]
@@ -94,9 +96,9 @@ int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_
 // (NULL: not wanted). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, float* hidden, float* features);
 
-// From now on every forward adds what its layers took to seconds[0] (attention: norm to output projection) and
-// seconds[1] (MLP), and every head function to seconds[2]; NULL stops that.
-int aq_time_layers(double* seconds);
+// From now on every call adds to seconds[7] what its parts took: the target's attention (norm to output projection), its
+// MLP and its head, the same three of a draft, and fusion; NULL stops that.
+int aq_time_parts(double* seconds);
 
 // Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
 int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, float* logits);
@@ -119,17 +121,51 @@ int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y);  // 
 int aq_rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int32_t rows, int32_t heads,
             int32_t head_dim);
 int aq_write_kv(const AqKV*, int32_t layer, const AqRows*, const float* k, const float* v);
+// arithmetic: AQ_FLOAT32 or AQ_BFLOAT16_DOT, which forwards use whose output projection does.
 int aq_attention(const AqKV*, int32_t layer, const AqRows*, const float* q, int32_t num_heads, float scale,
-                 int32_t window, const float* sinks, float* out);
+                 int32_t window, const float* sinks, int32_t arithmetic, float* out);
 int aq_exp_log(const float* x, int32_t count, float* exps, float* logs);  // logs[i] = 0 where x[i] <= 0
 int aq_gumbel(uint64_t seed, int32_t position, int32_t count, float* noise);  // token ids 0 .. count - 1
 
-// Drafts chains: tokens [num_rows, depth], the best token after each row source[i] of hidden (what the last forward of a
-// draft left), then those after depth - 1 forwards of `rows`, one level deeper each. rows holds the first of these, whose
-// tokens are not read; its tokens, positions, write and context_len are advanced in place, and hidden is overwritten.
-// d2t [head.n]: what to add to a draft id. norm_feedback: a pass reads the normed states of the one before.
-int aq_draft_chain(const AqModel*, const AqKV*, const AqRows* rows, const int32_t* source, int32_t depth,
-                   const int32_t* d2t, int32_t norm_feedback, float* hidden, int32_t* tokens);
+// How target features [k of fc] become a draft's input: two optional norms, then fc. norm [fc.k]: over all of them;
+// part_norms [num_parts, fc.k / num_parts]: over each part by itself.
+typedef struct {
+  AqLinear fc;
+  const float *norm, *part_norms;
+  int32_t num_parts;
+  float eps;
+} AqFusion;
+int aq_fuse(const AqFusion*, const float* features, int32_t rows, float* g);  // [rows, fc.k] to [rows, fc.n]
+
+// The running batch's state per slot, which cycles read and advance: engine/slots.py.
+typedef struct {
+  int32_t *tokens, *positions;                          // [num_slots]: the root
+  const int32_t* first_draft_key;                       // [num_slots]
+  int32_t *num_carried, *carried_tokens;                // [num_slots], [num_slots, max_carry]
+  float *carried, *page_features;                       // [num_slots, max_carry, width], [pages, width]
+  const AqSampling* settings;                           // [num_slots], positions apart
+  int32_t num_slots, max_carry, width;
+} AqSlots;
+
+// All that a cycle works on. rows and draft_rows are buffers of max_rows rows, as are hidden, features and draft_hidden;
+// without a draft those of the draft are NULL.
+typedef struct {
+  const AqModel *target, *draft;
+  const AqKV *target_kv, *draft_kv;
+  const AqRows *rows, *draft_rows;
+  float *hidden, *features, *draft_hidden;
+  const int32_t* d2t;
+  AqFusion fusion;
+  AqSlots slots;
+  int32_t max_rows, norm_feedback;
+} AqCycle;
+
+// One decode cycle of n slots: drafts chains of `depth` tokens (0: none), verifies them in one forward, draws at every row,
+// keeps what was drawn, and moves the slots to their next roots; hidden and features keep the verified rows. stages [5]:
+// the seconds of draft, binding, verify, draw and accept, and keep. out [1 + n * (4 + depth)]: the number of draft rows,
+// then of each slot the position of its root, how many drafts were accepted, the bonus, and the tokens of root and chain. A
+// call that fails leaves the slots as they were.
+int aq_cycle(const AqCycle*, const int32_t* slots, int32_t n, int32_t depth, int32_t* out, double* stages);
 
 // Copies keys and values of every layer from KV index src[i] to dst[i] of slot slots[i], in order.
 int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots,

@@ -1,5 +1,8 @@
 // Attention over paged keys, each row along its own path (ARCHITECTURE.md, decision 3).
 //
+// In the second arithmetic queries and weights are rounded to bfloat16, and a block of keys is put in pairs for the dot
+// product, channels for the scores and positions for the values, where one that is not seen counts as 0 (dot.cpp).
+//
 // A row sees positions [low, high): below context_len through the page table, from there on through its tail. Blocks
 // of 64 absolute positions are reduced to (maximum, sum, accumulator), each a function of the block's keys in position
 // order alone; blocks are folded in order within spans of kSpan positions, and spans in order. Since that shape is
@@ -14,19 +17,21 @@
 namespace AQ_NAMESPACE {
 
 using aq::AttentionJob;
+using aq::Keys;
+using aq::kGroups;
 using aq::kSpan;
 using aq::kTileQueries;
 
-constexpr int kGroups = AQ_BLOCK / 16;
-
-// The keys of one block that a row sees: positions [from, to) of it. k[g]: [dim][16] of a group, v[j]: [dim].
-// next_k and next_v are groups of 16 keys to prefetch meanwhile: pages are too short for the hardware to run ahead.
-template <class S>
-struct Keys {
-  const S *k[kGroups], *next_k[kGroups], *next_v[kGroups];
-  const S* v[AQ_BLOCK];
-  int from, to;
+// What keys stored as S are multiplied with, and how many channels or positions that takes at once.
+template <class S> struct Factor {
+  using type = float;
+  static constexpr int kCount = 1;
 };
+template <> struct Factor<Pair> {
+  using type = Pair;
+  static constexpr int kCount = 2;
+};
+template <class S> using FactorOf = typename Factor<S>::type;
 
 // Softmax state of some queries: maximum and sum [queries], accumulator [queries][dim].
 struct State {
@@ -70,7 +75,7 @@ static void finish(const AttentionJob& job, State s, int dim, const float* sink,
 }
 
 template <class S, int QUERIES, int GROUPS>
-AQ_INLINE void score_groups(const float* q, int dim, const S* const* k, const S* const* next_k, float* scores) {
+AQ_INLINE void score_groups(const FactorOf<S>* q, int steps, const S* const* k, const S* const* next_k, float* scores) {
   const S *keys[GROUPS], *next[GROUPS];
   Vec sum[QUERIES][GROUPS];
 #pragma GCC unroll 8
@@ -79,13 +84,13 @@ AQ_INLINE void score_groups(const float* q, int dim, const S* const* k, const S*
   for (int m = 0; m < QUERIES; m++)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; g++) sum[m][g] = zero();
-  for (int d = 0; d < dim; d++) {
-    Vec key[GROUPS];
+  for (int d = 0; d < steps; d++) {
+    decltype(load(keys[0])) key[GROUPS];
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; g++) key[g] = load(keys[g] + d * 16), prefetch(next[g] + d * 16);
 #pragma GCC unroll 8
     for (int m = 0; m < QUERIES; m++) {
-      const Vec value = set1(q[m * dim + d]);
+      const auto value = set1(q[m * steps + d]);
 #pragma GCC unroll 8
       for (int g = 0; g < GROUPS; g++) sum[m][g] = fma(value, key[g], sum[m][g]);
     }
@@ -98,22 +103,23 @@ AQ_INLINE void score_groups(const float* q, int dim, const S* const* k, const S*
 
 // s.accumulator = s.accumulator * old_weight + (sum of p v) * new_weight for DIMS * 16 channels.
 template <class S, int QUERIES, int DIMS>
-AQ_INLINE void weigh_values(const float* p, const Keys<S>& keys, int first_dim, int dim, const float* old_weight,
+AQ_INLINE void weigh_values(const FactorOf<S>* p, const Keys<S>& keys, int first_dim, int dim, const float* old_weight,
                             const float* new_weight, float* accumulator) {
   Vec sum[QUERIES][DIMS];
 #pragma GCC unroll 8
   for (int m = 0; m < QUERIES; m++)
 #pragma GCC unroll 8
     for (int d = 0; d < DIMS; d++) sum[m][d] = zero();
-  for (int j = keys.from; j < keys.to; j++) {
+  constexpr int kCount = Factor<S>::kCount, kSteps = AQ_BLOCK / kCount, kGroupSteps = 16 / kCount;
+  for (int j = keys.from / kCount; j < (keys.to + kCount - 1) / kCount; j++) {
     const S* v = keys.v[j] + first_dim;
-    const S* next = keys.next_v[j / 16] + j % 16 * dim + first_dim;
-    Vec value[DIMS];
+    const S* next = keys.next_v[j / kGroupSteps] + j % kGroupSteps * dim + first_dim;
+    decltype(load(v)) value[DIMS];
 #pragma GCC unroll 8
     for (int d = 0; d < DIMS; d++) value[d] = load(v + d * 16), prefetch(next + d * 16);
 #pragma GCC unroll 8
     for (int m = 0; m < QUERIES; m++) {
-      const Vec weight = set1(p[m * AQ_BLOCK + j]);
+      const auto weight = set1(p[m * kSteps + j]);
 #pragma GCC unroll 8
       for (int d = 0; d < DIMS; d++) sum[m][d] = fma(weight, value[d], sum[m][d]);
     }
@@ -127,74 +133,104 @@ AQ_INLINE void weigh_values(const float* p, const Keys<S>& keys, int first_dim, 
     }
 }
 
-// Scales the raw scores of one query and returns their maximum; lanes outside [from, to) become -inf whatever they held.
+// Scales the raw scores of one query and returns their maximum; lanes outside [from, to) become -inf whatever they held. In
+// pairs only the maximum is scaled.
+template <class S>
 static float mask_scores(float* p, int from, int to, float scale) {
+  constexpr bool kScales = Factor<S>::kCount == 1;
   const bool is_whole = from == 0 && to == AQ_BLOCK;
   Vec s[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; g++) {
-    s[g] = mul(load(p + g * 16), set1(scale));
+    s[g] = load(p + g * 16);
+    if (kScales) s[g] = mul(s[g], set1(scale));
     if (!is_whole) {
       const Vec position = add(to_float(iota()), set1(16.0f * g));
       const auto visible = both(less(position, set1((float)to)), less(set1((float)from - 1.0f), position));
       s[g] = select(visible, s[g], set1(-kInfinity));
     }
-    store(p + g * 16, s[g]);
+    if (kScales || !is_whole) store(p + g * 16, s[g]);
   }
-  return max_lanes(max(max(s[0], s[1]), max(s[2], s[3])));
+  return max_lanes(max(max(s[0], s[1]), max(s[2], s[3]))) * (kScales ? 1.0f : scale);
 }
 
-// Turns scores into exp(score - maximum) and returns their sum.
-static float exp_scores(float* p, float maximum) {
+// Turns scores into weights exp(score - maximum), in pairs rounded to bfloat16 in the same memory, and returns their sum.
+AQ_INLINE float weigh_scores(float* p, float maximum, float, float* weights) {
   Vec s[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; g++) {
     s[g] = exp(sub(load(p + g * 16), set1(maximum)));
-    store(p + g * 16, s[g]);
+    store(weights + g * 16, s[g]);
   }
   return sum_lanes(add(add(s[0], s[1]), add(s[2], s[3])));
 }
+#if defined(AQ_DOT)
+// 2^x within 4e-6, exactly 1 at 0: a weight keeps eight bits. The polynomial is 1 and 2 at the ends of [0, 1].
+AQ_INLINE Vec exp2_coarse(Vec x) {
+  const Vec r = _mm512_reduce_ps(x, 1);  // from the integer below
+  Vec p = set1(0.01355575f);
+  p = fma(p, r, set1(0.05203237f));
+  p = fma(p, r, set1(0.24137976f));
+  p = fma(p, r, set1(0.69303212f));
+  p = fma(p, r, set1(1.0f));
+  return _mm512_scalef_ps(p, x);
+}
+AQ_INLINE float weigh_scores(float* p, float maximum, float scale, Pair* weights) {
+  constexpr float kLog2E = 1.44269504f;
+  const Vec factor = set1(scale * kLog2E), top = set1(-maximum * kLog2E);
+  Vec s[kGroups];
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; g++) {
+    s[g] = exp2_coarse(fma(load(p + g * 16), factor, top));
+    _mm256_store_si256((__m256i*)(weights + g * 8), (__m256i)_mm512_cvtneps_pbh(s[g]));
+  }
+  return sum_lanes(add(add(s[0], s[1]), add(s[2], s[3])));
+}
+#endif
 
 // Folds one block into the state of QUERIES queries q [QUERIES][dim] that see the same keys.
 template <class S, int QUERIES>
-static __attribute__((noinline)) void block_tile(const float* q, int dim, const Keys<S>& keys, float scale, State s) {
+static __attribute__((noinline)) void block_tile(const FactorOf<S>* q, int dim, const Keys<S>& keys, float scale, State s) {
   constexpr int kWide = blocks_for(QUERIES);
   alignas(64) float p[QUERIES * AQ_BLOCK];
+  const int steps = dim / Factor<S>::kCount;
   const int last_group = (keys.to + 15) / 16;
   for (int g = keys.from / 16; g < last_group;) {
     const int left = last_group - g;
-    if (kWide >= 4 && left >= 4) score_groups<S, QUERIES, kWide >= 4 ? 4 : 1>(q, dim, keys.k + g, keys.next_k + g, p + g * 16), g += 4;
-    else if (kWide >= 2 && left >= 2) score_groups<S, QUERIES, kWide >= 2 ? 2 : 1>(q, dim, keys.k + g, keys.next_k + g, p + g * 16), g += 2;
-    else score_groups<S, QUERIES, 1>(q, dim, keys.k + g, keys.next_k + g, p + g * 16), g += 1;
+    if (kWide >= 4 && left >= 4) score_groups<S, QUERIES, kWide >= 4 ? 4 : 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 4;
+    else if (kWide >= 2 && left >= 2) score_groups<S, QUERIES, kWide >= 2 ? 2 : 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 2;
+    else score_groups<S, QUERIES, 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 1;
   }
   // One lane per query; lanes from QUERIES on hold values that nobody reads.
   float maximum[16] = {}, top[16], old_weight[16], new_weight[16];
-  for (int m = 0; m < QUERIES; m++) maximum[m] = mask_scores(p + m * AQ_BLOCK, keys.from, keys.to, scale);
+  for (int m = 0; m < QUERIES; m++) maximum[m] = mask_scores<S>(p + m * AQ_BLOCK, keys.from, keys.to, scale);
   const Vec old_top = load(s.maximum), new_top = max(old_top, load(maximum));
   store(top, new_top);
   store(old_weight, exp(sub(old_top, new_top)));
   store(new_weight, exp(sub(load(maximum), new_top)));
+  FactorOf<S>* weights = (FactorOf<S>*)p;
   for (int m = 0; m < QUERIES; m++) {
-    s.sum[m] = s.sum[m] * old_weight[m] + exp_scores(p + m * AQ_BLOCK, maximum[m]) * new_weight[m];
+    FactorOf<S>* own = weights + m * (AQ_BLOCK / Factor<S>::kCount);
+    s.sum[m] = s.sum[m] * old_weight[m] + weigh_scores(p + m * AQ_BLOCK, maximum[m], scale, own) * new_weight[m];
     s.maximum[m] = top[m];
   }
   for (int d = 0; d < dim;) {
     const int left = (dim - d) / 16;
     if (kWide >= 4 && left >= 4)
-      weigh_values<S, QUERIES, kWide >= 4 ? 4 : 1>(p, keys, d, dim, old_weight, new_weight, s.accumulator), d += 64;
+      weigh_values<S, QUERIES, kWide >= 4 ? 4 : 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator), d += 64;
     else if (kWide >= 2 && left >= 2)
-      weigh_values<S, QUERIES, kWide >= 2 ? 2 : 1>(p, keys, d, dim, old_weight, new_weight, s.accumulator), d += 32;
+      weigh_values<S, QUERIES, kWide >= 2 ? 2 : 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator), d += 32;
     else
-      weigh_values<S, QUERIES, 1>(p, keys, d, dim, old_weight, new_weight, s.accumulator), d += 16;
+      weigh_values<S, QUERIES, 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator), d += 16;
   }
 }
 
 template <class S>
-static void block_update(const float* q, int queries, int dim, const Keys<S>& keys, float scale, State s) {
+static void block_update(const FactorOf<S>* q, int queries, int dim, const Keys<S>& keys, float scale, State s) {
   const int num_tiles = (queries + kTileRows - 1) / kTileRows;
   for (int t = 0; t < num_tiles; t++) {
     const int first = queries * t / num_tiles, last = queries * (t + 1) / num_tiles;
-    const float* from = q + (size_t)first * dim;
+    const FactorOf<S>* from = q + (size_t)first * (dim / Factor<S>::kCount);
     const State state = offset(s, first, dim);
     switch (last - first) {
       case 1: block_tile<S, 1>(from, dim, keys, scale, state); break;
@@ -291,8 +327,9 @@ struct TileWork {
   const aq::Tile& tile;
   const int head, dim, group, queries;
   const Pages<S> pages;
-  float* q;
-  S* gathered;
+  float* q;       // [queries, dim], or pairs of the second arithmetic
+  S* gathered;    // [kGroups][dim][16]
+  Pair* paired;   // keys, then values of a block in pairs
   State span_state, total;
 
   TileWork(const AttentionJob& j, const aq::Tile& t, int kv_head, float* workspace)
@@ -305,9 +342,13 @@ struct TileWork {
     span_state = State{rest, rest + kTileQueries, rest + 2 * kTileQueries};
     rest += (size_t)kTileQueries * (dim + 2);
     total = State{rest, rest + kTileQueries, rest + 2 * kTileQueries};
-    for (int r = 0; r < t.num_rows; r++)
-      memcpy(q + (size_t)r * group * dim, j.q + (size_t)(t.row + r) * j.q_stride + (size_t)kv_head * group * dim,
-             (size_t)group * dim * sizeof(float));
+    paired = (Pair*)(rest + (size_t)kTileQueries * (dim + 2));
+    for (int r = 0; r < t.num_rows; r++) {
+      const float* from = j.q + (size_t)(t.row + r) * j.q_stride + (size_t)kv_head * group * dim;
+      const size_t at = (size_t)r * group * dim;
+      if (!j.is_dot) memcpy(q + at, from, (size_t)group * dim * sizeof(float));
+      for (int i = 0; j.is_dot && i < group * dim; i += 16) store((uint16_t*)q + at + i, load(from + i));
+    }
   }
 
   Path path(int r) const { return Path(*job.rows, tile.row + r, job.window); }
@@ -335,8 +376,16 @@ struct TileWork {
   }
 
   void update(int row, int rows, const Keys<S>& keys) {
-    block_update(q + (size_t)row * group * dim, rows * group, dim, keys, job.scale, offset(span_state, row * group, dim));
+    const State s = offset(span_state, row * group, dim);
+    const size_t at = (size_t)row * group * dim;
+    if (job.is_dot) dot_update((const Pair*)q + at / 2, rows * group, keys, s);
+    else block_update(q + at, rows * group, dim, keys, job.scale, s);
   }
+
+  void dot_update(const Pair* from, int count, const Keys<uint16_t>& keys, State s) {
+    aq::dot_block(from, count, dim, keys, job.scale, paired, s.maximum, s.sum, s.accumulator);
+  }
+  void dot_update(const Pair*, int, const Keys<float>&, State) {}  // not reached: is_dot has keys in bfloat16
 
   void run_span(int span, int low, int high) {
     reset(span_state, queries, dim);

@@ -144,6 +144,7 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     const AqLayer& layer = model.layers[index];
     attend.layer = index, attend.window = layer.window, attend.sinks = layer.sinks;
     attend.is_rounded = takes_bfloat16(layer.o);
+    attend.is_dot = attend.is_rounded && job.kv->dtype == AQ_BFLOAT16;
     const void* normed = job.normed;
     if (!model.is_draft)
       normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.qkv, job.normed);

@@ -47,6 +47,22 @@ static inline const float* output_scale(const AqLinear& linear) {
 extern const bool kHasDot;
 void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, size_t next, float* sums);
 
+constexpr int kGroups = AQ_BLOCK / 16;
+
+// The keys of one block that a row sees: positions [from, to) of it. k[g]: [dim][16] of a group, v[j]: [dim].
+// next_k and next_v are groups of 16 keys to prefetch meanwhile: pages are too short for the hardware to run ahead.
+// In pairs, k[g] is [dim / 2][16] and v[j] holds positions 2 j and 2 j + 1 of every channel.
+template <class S>
+struct Keys {
+  const S *k[kGroups], *next_k[kGroups], *next_v[kGroups];
+  const S* v[AQ_BLOCK];
+  int from, to;
+};
+
+// attention.h's block_update in the second arithmetic; paired holds 32 * dim pairs for each of keys and values. From dot.cpp.
+void dot_block(const Pair* q, int queries, int dim, const Keys<uint16_t>& keys, float scale, Pair* paired, float* maximum,
+               float* sum, float* accumulator);
+
 struct Tile {
   int32_t row, num_rows;  // consecutive rows of one slot
 };
@@ -56,7 +72,7 @@ struct AttentionJob {
   const AqRows* rows;
   const float* q;  // [R, q_stride], heads first
   void* out;       // [R, num_heads * head_dim], float or, if is_rounded, bfloat16
-  bool is_rounded;
+  bool is_rounded, is_dot;  // is_dot: in the second arithmetic
   const float* sinks;
   int layer, num_heads, q_stride, window;
   float scale;
@@ -77,7 +93,7 @@ struct ForwardJob {
   // normed: norm_copies. normed, attended and gate_up hold bfloat16 where the linear that reads them takes it.
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
   AttentionJob attention;  // the fields that are the same for every layer
-  double* seconds;         // NULL, or where the time of attention and of the MLP is added (aq_time_layers)
+  double* seconds;         // NULL, or where the time of attention and of the MLP is added
 };
 
 struct LinearJob {

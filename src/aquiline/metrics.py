@@ -173,6 +173,16 @@ class Meter:
             self.laps.append(Lap(stage, self._last, now - self._last))
         self._last = now
 
+    def split(self, seconds: list[float]) -> None:
+        """The time since the last call went to the first of STAGES, so many seconds each, and what is left to the
+        host."""
+        for stage, each in zip(STAGES, seconds, strict=False):
+            self._laps[stage] += each
+            if self.laps is not None:
+                self.laps.append(Lap(stage, self._last, each))
+            self._last += each
+        self.lap("host")
+
     def end(self, num_decode_rows: int, num_chunk_rows: int) -> None:
         """A step ends, in which so many rows decoded and so many prefilled."""
         self.num_target_forwards += 1

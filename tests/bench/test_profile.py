@@ -11,10 +11,10 @@ from tests.conftest import engine_config, needs_native, tiny_models
 from tests.engine.test_exact import BASELINE, SPECS, prompts
 from typer.testing import CliRunner
 
-from aquiline.bench.profile import ATTENTION, FFN, FUSE, LM_HEAD, RANGES, profile
+from aquiline.bench.profile import PARTS, RANGES, profile
 from aquiline.cli.main import app
 from aquiline.config import SamplingParams
-from aquiline.ops.cpu import LayerTimes
+from aquiline.ops.cpu import PartTimes
 
 pytestmark = needs_native
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -31,12 +31,12 @@ def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
     assert sum(row.ms_per_step for row in stages) == pytest.approx(total, rel=1e-6)
     assert found.summary.num_prefill_tokens == 0, "only decode steps count"
     parts = {row.name: row for row in found.rows if row.is_part}
-    assert set(parts) == (set() if name == "none" else {FUSE, ATTENTION, FFN, LM_HEAD})
-    drafting = next(row for row in stages if row.name == RANGES["draft"])
-    assert sum(row.ms_per_step for row in parts.values()) <= drafting.ms_per_step * 1.001
-    if name == "chain4":
-        assert parts[LM_HEAD].calls == found.summary.num_decode_steps, "a chain is one call"
-        assert parts[ATTENTION].calls == 2 * found.summary.num_decode_steps, "behind the one that extends"
+    drafting = set(PARTS["EAGLE_DRAFT"])
+    assert set(parts) == {part for own in PARTS.values() for part in own} - (drafting if name == "none" else set())
+    for stage in stages:
+        within = [parts[part].ms_per_step for part in PARTS.get(stage.name, {}) if part in parts]
+        assert sum(within) <= stage.ms_per_step * 1.001, stage
+    assert {row.calls for row in parts.values()} == {found.summary.num_decode_steps}
 
     found.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -44,20 +44,16 @@ def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
     outer = sorted((e for e in events if e["tid"] == 1), key=lambda e: e["ts"])
     assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(outer)), "stages overlap"
     for event in (e for e in events if e["tid"] == 2):
-        inside = [e for e in outer if e["name"] == "EAGLE_DRAFT" and e["ts"] - 1 <= event["ts"]]
+        stage = next(stage for stage, own in PARTS.items() if event["name"] in own)
+        inside = [e for e in outer if e["name"] == stage and e["ts"] - 1 <= event["ts"]]
         assert any(event["ts"] + event["dur"] <= e["ts"] + e["dur"] + 1 for e in inside), event
 
 
-def test_layers_are_timed_only_while_wanted() -> None:
-    with LayerTimes() as layers:
-        profile_free = layers.attention_s
-        tiny = tiny_models()
-        profile(tiny, engine_config(1), BASELINE, prompts(1), PARAMS)
-    assert profile_free == 0.0
-    before = (layers.attention_s, layers.mlp_s)
-    with LayerTimes() as fresh:
-        assert (fresh.attention_s, fresh.mlp_s) == (0.0, 0.0)
-    assert (layers.attention_s, layers.mlp_s) == before
+def test_parts_are_timed_only_while_wanted() -> None:
+    with PartTimes() as times:
+        assert not times.seconds.any()
+        profile(tiny_models(), engine_config(1), BASELINE, prompts(1), PARAMS)  # has its own, and ends them
+    assert not times.seconds.any()
 
 
 def test_the_command(tmp_path: Path) -> None:

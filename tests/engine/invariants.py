@@ -61,11 +61,11 @@ def check_outcome(engine: Engine) -> None:
         return
     assert len(last.decoding) == len(last.plan.decoding) and {*last.decoding} == {*last.plan.decoding}
     found, shape = last.by_slot(num_slots), last.tree.topology
-    dead = np.setdiff1d(np.arange(num_slots), last.roots.slots)
+    dead = np.setdiff1d(np.arange(num_slots), last.slots)
     assert len(dead) == num_slots - len(last.decoding)
     assert not found["accepted"][dead].any() and not found["mask"][dead].any() and (found["draft"][dead] < 0).all()
     assert (found["draft"] >= -1).all()
-    for b, (slot, sequence) in enumerate(zip(last.roots.slots.tolist(), last.decoding, strict=True)):
+    for b, (slot, sequence) in enumerate(zip(last.slots, last.decoding, strict=True)):
         rows, num_nodes = slice(shape.offsets[b], shape.offsets[b + 1]), sequence.request.spec.max_nodes
         assert found["accepted"][slot] == last.result.num_accepted[b] <= sequence.request.spec.max_depth
         assert found["draft"][slot, 1:num_nodes].tolist() == last.tree.tokens[rows].tolist()[1:]

@@ -14,10 +14,10 @@ from tests.engine.test_stops import letters
 from aquiline.config import SamplingParams
 from aquiline.engine.async_llm import AsyncLLM
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels
+from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import TokenDelta
-from aquiline.spec.tree import DraftTree
-from aquiline.types import AcceptResult, Int32
+from aquiline.engine.step import Outcome
+from aquiline.metrics import Meter
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
 LONG = dataclasses.replace(PARAMS, max_tokens=300)
@@ -50,16 +50,19 @@ class Gate:
 def gated_llm(gate: Gate, max_batch: int = 2, fatal_token: int = -1, **settings: Any) -> LLM:
     """An LLM with letters for tokens; a step that decodes a sequence whose root is fatal_token raises."""
 
-    class Gated(LoadedModels):
-        def accept(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
-            gate.hold()
-            if fatal_token in tree.tokens[tree.topology.offsets[:-1]]:
-                raise ZeroDivisionError("broken on purpose")
-            return super().accept(tree, drawn)
-
     loaded = dataclasses.replace(tiny_models(max_batch=max_batch), tokenizer=letters())
-    models = Gated(**{f.name: getattr(loaded, f.name) for f in dataclasses.fields(loaded)})
-    return LLM.from_models(models, engine_config(max_batch, **settings))
+    llm = LLM.from_models(loaded, engine_config(max_batch, **settings))
+    stepper, run = llm.engine.stepper, llm.engine.stepper.run
+
+    def gated(plan: StepPlan, meter: Meter) -> Outcome:
+        if plan.decoding:
+            gate.hold()
+            if any(stepper.slots.tokens[s.slot] == fatal_token for s in plan.decoding):
+                raise ZeroDivisionError("broken on purpose")
+        return run(plan, meter)
+
+    stepper.run = gated  # type: ignore[method-assign]
+    return llm
 
 
 async def read(stream: AsyncGenerator[TokenDelta]) -> list[TokenDelta]:

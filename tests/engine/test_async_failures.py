@@ -149,6 +149,7 @@ def test_a_failure_that_comes_again_while_requests_are_dropped_reaches_everybody
         engine = AsyncLLM(llm)
         waiting = [asyncio.create_task(read(engine.generate(words(9, i), harmless))) for i in range(3)]
         await asked(engine, 3)
+        await until(lambda: gate.is_held)
         waiting.append(asyncio.create_task(read(engine.generate(words(9), fatal, priority=-1))))
         await asked(engine, 4)
         gate.let()

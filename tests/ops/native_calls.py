@@ -105,7 +105,7 @@ def rows_of(table, specs, write=None):
     return rows
 
 
-def attention(cache, specs, q, scale, window=0, sinks=None):
+def attention(cache, specs, q, scale, window=0, sinks=None, arithmetic=native.FLOAT32):
     """q [R, Hq, Dh] -> [R, Hq * Dh]."""
     out = np.full((q.shape[0], q.shape[1] * q.shape[2]), np.nan, np.float32)
     kv, rows = buffers.describe_kv(cache.group), rows_of(cache.table, specs)
@@ -119,6 +119,7 @@ def attention(cache, specs, q, scale, window=0, sinks=None):
         scale,
         window,
         None if sinks is None else at(sinks),
+        arithmetic,
         at(out),
     )
     return out

@@ -7,9 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_calls import ISAS, Cache, Row, attention, bits, reference_attention
 
-from aquiline.ops import cpu
+from aquiline.ops import cpu, native, packed
 
 DTYPES = [torch.float32, torch.bfloat16]
+STORED = {
+    "float32": (torch.float32, native.FLOAT32), "bfloat16": (torch.bfloat16, native.FLOAT32),
+    "dot": (torch.bfloat16, native.BFLOAT16_DOT),
+}  # fmt: skip
+"""How keys are stored, and the arithmetic over them."""
+
+
+def stored(name):
+    if name == "dot" and not packed.has_bf16_dot():
+        pytest.skip("this CPU has no AVX512_BF16")
+    return STORED[name]
 
 
 def fill(cache, length, slot=0, seed=0):
@@ -31,16 +42,13 @@ def check(cache, specs, q, **kwargs):
     return got
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_matches_reference(data):
-    """Mixed rows of two slots (chunk rows, tree nodes, key_start) over page sizes, groups, windows, sinks, dtypes."""
-    draw = data.draw
+def some_rows(draw, dtype):
+    """Mixed rows of two slots (chunk rows, tree nodes, key_start) over page sizes, groups, windows, sinks."""
     page_size, group = draw(st.sampled_from([16, 32, 64])), draw(st.sampled_from([1, 3, 4, 8]))
     kv_heads, dim = draw(st.sampled_from([1, 2])), draw(st.sampled_from([16, 48, 64, 128]))
     cpu.select_isa(draw(st.sampled_from([isa for isa in ISAS if isa != "portable"] or ISAS)))
     cpu.set_threads(draw(st.sampled_from([1, 2])))
-    cache = Cache.new(800, kv_heads, dim, page_size, draw(st.sampled_from(DTYPES)), slots=2)
+    cache = Cache.new(800, kv_heads, dim, page_size, dtype, slots=2)
     lengths = [draw(st.integers(1, 780)) for _ in range(2)]
     specs = []
     for slot, length in enumerate(lengths):
@@ -51,18 +59,33 @@ def test_matches_reference(data):
             start = draw(st.integers(0, context + len(tail) - 1))
             specs.append(Row(context, tuple(tail), start, slot))
     sinks = draw(st.sampled_from([None, np.linspace(-2, 2, group * kv_heads).astype(np.float32)]))
-    check(
-        cache,
-        specs,
-        queries(len(specs), group * kv_heads, dim),
-        window=draw(st.sampled_from([0, 1, 50, 128])),
-        sinks=sinks,
-    )
+    window = draw(st.sampled_from([0, 1, 50, 128]))
+    return cache, specs, queries(len(specs), group * kv_heads, dim), {"window": window, "sinks": sinks}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_node_equals_token_decoded_alone_at_every_offset_of_a_block(dtype, isa):
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_matches_reference(data):
+    cache, specs, q, how = some_rows(data.draw, data.draw(st.sampled_from(DTYPES)))
+    check(cache, specs, q, **how)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_second_arithmetic_rounds_queries_and_weights_alone(data):
+    """Values weigh up to half a unit of bfloat16's last place more or less, 2^-9 of each."""
+    _, arithmetic = stored("dot")
+    cache, specs, q, how = some_rows(data.draw, torch.bfloat16)
+    got = attention(cache, specs, q, q.shape[2] ** -0.5, **how, arithmetic=arithmetic)
+    rounded = torch.as_tensor(q).bfloat16().float().numpy()
+    expected = reference_attention(cache, specs, rounded, q.shape[2] ** -0.5, **how)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2.0**-9 * 5)  # no value is larger
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_node_equals_token_decoded_alone_at_every_offset_of_a_block(storage, isa):
     """A node two levels below the root, stored out of order behind a sibling, against the same keys in one row."""
+    dtype, arithmetic = stored(storage)
     heads, kv_heads, dim = (6, 2, 64) if isa != "portable" else (2, 1, 32)
     for root in range(60, 60 + 66, 1 if isa != "portable" else 5):
         cache, plain = (Cache.new(160, kv_heads, dim, 16, dtype, seed=s) for s in (3, 4))
@@ -71,16 +94,20 @@ def test_node_equals_token_decoded_alone_at_every_offset_of_a_block(dtype, isa):
         plain.write(0, np.arange(root + 3), *(np.concatenate([a[:root], a[path]]) for a in (k, v)))
         q = queries(3, heads, dim)
         tree = [Row(root, tuple(path[: d + 1])) for d in range(3)]
-        got = attention(cache, [*tree[:1], Row(root, (root, root + 1)), *tree[1:]], q[[0, 0, 1, 2]], 0.125)[[0, 2, 3]]
-        alone = np.concatenate([attention(plain, [Row(root + d + 1)], q[d : d + 1], 0.125) for d in range(3)])
-        chunk = attention(plain, [Row(root + d + 1) for d in range(3)], q, 0.125)
-        assert np.array_equal(bits(got), bits(alone)), (root, dtype, isa)
-        assert np.array_equal(bits(chunk), bits(alone)), (root, dtype, isa)
+        rows = [*tree[:1], Row(root, (root, root + 1)), *tree[1:]]
+        got = attention(cache, rows, q[[0, 0, 1, 2]], 0.125, arithmetic=arithmetic)[[0, 2, 3]]
+        levels = [Row(root + d + 1) for d in range(3)]
+        alone = [attention(plain, levels[d : d + 1], q[d : d + 1], 0.125, arithmetic=arithmetic) for d in range(3)]
+        chunk = attention(plain, levels, q, 0.125, arithmetic=arithmetic)
+        assert np.array_equal(bits(got), bits(np.concatenate(alone))), (root, storage, isa)
+        assert np.array_equal(bits(chunk), bits(np.concatenate(alone))), (root, storage, isa)
 
 
+@pytest.mark.parametrize("storage", ["bfloat16", "dot"])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-def test_bits_do_not_depend_on_chunks_threads_pages_or_isa(group):
+def test_bits_do_not_depend_on_chunks_threads_pages_or_isa(group, storage):
     """150 rows of a prompt over 700 keys, with a window and sinks, cut into chunks in several ways."""
+    arithmetic = stored(storage)[1]
     kv_heads, dim, length = 1, 32, 700
     q, sinks = queries(150, group * kv_heads, dim), np.zeros(group * kv_heads, np.float32)
     specs = [Row(length - 150 + i + 1, key_start=1) for i in range(150)]
@@ -99,13 +126,17 @@ def test_bits_do_not_depend_on_chunks_threads_pages_or_isa(group):
             cpu.select_isa(isa)
             cpu.set_threads(threads)
             parts = range(0, 150, chunk)
-            got = [attention(cache, specs[i : i + chunk], q[i : i + chunk], 0.2, window, sinks) for i in parts]
+            got = [
+                attention(cache, specs[i : i + chunk], q[i : i + chunk], 0.2, window, sinks, arithmetic) for i in parts
+            ]
             expected = bits(np.concatenate(got)) if expected is None else expected
             assert np.array_equal(bits(np.concatenate(got)), expected), (window, page_size, isa, threads, chunk)
 
 
-def test_spans_computed_by_several_threads_fold_to_the_same_bits():
+@pytest.mark.parametrize("storage", ["bfloat16", "dot"])
+def test_spans_computed_by_several_threads_fold_to_the_same_bits(storage):
     """One kv head on 2 and 3 threads makes each span of 512 keys an item of its own."""
+    arithmetic = stored(storage)[1]
     cache = Cache.new(2500, 1, 64)
     fill(cache, 2500)
     specs, q = [Row(2400, (2401,)), Row(2400, (2401, 2403)), Row(2300)], queries(3, 4, 64)
@@ -113,17 +144,19 @@ def test_spans_computed_by_several_threads_fold_to_the_same_bits():
     results = []
     for threads in (1, 2, 3):
         cpu.set_threads(threads)
-        results.append(bits(attention(cache, specs, q, 0.125)))
+        results.append(bits(attention(cache, specs, q, 0.125, arithmetic=arithmetic)))
     assert all(np.array_equal(result, results[0]) for result in results)
 
 
-def test_a_row_does_not_see_its_neighbours_nan():
+@pytest.mark.parametrize("storage", STORED)
+def test_a_row_does_not_see_its_neighbours_nan(storage):
     """A later key that is NaN belongs to the later row of the chunk only."""
-    cache = Cache.new(64, 1, 32)
+    dtype, arithmetic = stored(storage)
+    cache = Cache.new(64, 1, 32, dtype=dtype)
     k, v = fill(cache, 40)
     q = queries(2, 1, 32)
-    clean = attention(cache, [Row(39), Row(40)], q, 0.2)
+    clean = attention(cache, [Row(39), Row(40)], q, 0.2, arithmetic=arithmetic)
     cache.write(0, [39], np.full_like(k[:1], np.nan), np.full_like(v[:1], np.nan))
-    broken = attention(cache, [Row(39), Row(40)], q, 0.2)
+    broken = attention(cache, [Row(39), Row(40)], q, 0.2, arithmetic=arithmetic)
     assert np.array_equal(bits(broken[0]), bits(clean[0]))
     assert np.isnan(broken[1]).all()

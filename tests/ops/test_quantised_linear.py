@@ -247,7 +247,7 @@ def test_keys_values_and_embeddings_are_never_quantised():
     w = random_weights()
     kv, table = new_kv(w)
     model = cpu.NativeModel(w, dtype="int8")
-    model._model.embed_dtype = native.INT8
+    model.struct.embed_dtype = native.INT8
     with pytest.raises(NativeError, match="embed_dtype=3"):
         run(model, kv, chunk_rows(table, TOKENS, 0, 2))
     described = buffers.describe_kv(kv)

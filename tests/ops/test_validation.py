@@ -71,7 +71,7 @@ def test_model(field, value, message):
     w = random_weights()
     model = cpu.NativeModel(w)
     kv, table = new_kv(w)
-    setattr(model._model, field, value)
+    setattr(model.struct, field, value)
     rows = chunk_rows(table, TOKENS, 0, 2)
     if message is None:
         run(model, kv, rows)

@@ -103,23 +103,20 @@ class Engine:
         self._unread = None
 
     def _commit(self, outcome: Outcome) -> list[TokenDelta]:
-        deltas, result, touched = [], outcome.result, []
-        offsets = outcome.tree.topology.offsets.tolist()
-        tokens, ends = result.tokens.tolist(), (result.num_accepted + 1).tolist()
-        slots, roots = outcome.roots.slots.tolist(), outcome.roots.positions.tolist()
+        deltas, touched = [], []
         for b, sequence in enumerate(outcome.decoding):
             sequence.in_flight -= sequence.max_step
             if sequence.finish_reason is not None:
                 continue
-            end = ends[b]
-            delta = self._append(sequence, tokens[b][:end], end - 1, outcome)
+            kept = outcome.kept[b]
+            delta = self._append(sequence, kept, len(kept) - 1, outcome)
             num_kept = len(delta.token_ids)
-            sequence.counters.add(offsets[b + 1] - offsets[b] - 1, end - 1, num_kept, end - num_kept)
+            sequence.counters.add(outcome.num_drafted[b], len(kept) - 1, num_kept, len(kept) - num_kept)
             deltas.append(delta)
             touched.append(sequence)
-            if sequence.slot == slots[b]:
+            if sequence.slot == outcome.slots[b]:
                 sequence.num_cached += num_kept
-                sequence.draft_end = roots[b] + 1
+                sequence.draft_end = outcome.positions[b] + 1
         for number, chunk in enumerate(outcome.plan.chunks):
             sequence = chunk.sequence
             sequence.in_flight -= chunk.draws
@@ -188,7 +185,7 @@ class Engine:
         draft_rows = 0
         if self.stepper.session is not None:
             draft_rows, self.stepper.session.num_rows = self.stepper.session.num_rows, 0
-        num_decode_rows = len(self.last.tree.tokens)
+        num_decode_rows = self.last.num_decode_rows
         self.meter.end(num_decode_rows, plan.num_chunk_rows)
         if plan.decoding:
             self.meter.slots.add(

@@ -35,11 +35,13 @@ from aquiline.models.runner import (
     weight_bytes,
 )
 from aquiline.ops import cpu
+from aquiline.ops.cycle import NativeCycle, Side, SlotState
 from aquiline.ops.quantise import QUANTISED
 from aquiline.spec.accept import accept, accept_native
+from aquiline.spec.drafters import DraftSession
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.spec.tree import DraftTree
-from aquiline.types import AcceptResult, Int32, KVGroup, storage_dtype
+from aquiline.types import AcceptResult, Int32, KVGroup, Rows, storage_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,17 @@ class LoadedModels:
         """KV bytes of one token: the target's, the draft's."""
         target = geometry(self.target_config).bytes_per_token(self.dtype)
         return target, geometry(self.draft_config.model).bytes_per_token(self.dtype) if self.draft_config else 0
+
+    def new_cycle(self, rows: Rows, kv: KVGroup, slots: SlotState, session: DraftSession | None) -> NativeCycle | None:
+        """What runs whole cycles in one call over these buffers; None where there is no such thing."""
+        if self.simulated is not None or not isinstance(self.target, NativeTarget):
+            return None
+        target, draft = Side(self.target.model, kv, rows, self.target.hidden), None
+        if session is not None:
+            if not isinstance(session.runner, NativeDraft):
+                return None
+            draft = session.runner.side(session.kv, session.rows)
+        return NativeCycle(target, self.target.features, slots, draft)
 
     def move_kv(self, kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:
         """Copy keys and values of every layer from KV index src[i] to dst[i] of slots[i], in order."""

@@ -7,8 +7,9 @@ with different drafters, and chunks of prompts, share its one target forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ from aquiline.engine.sequence import LogitAdjustments, Sequence, TokenLogprobs
 from aquiline.engine.slots import Slots
 from aquiline.kv.pool import PagePool
 from aquiline.metrics import Meter
-from aquiline.spec.drafters import Drafter, DraftSession, Pending, Roots
+from aquiline.ops.cycle import Cycled, NativeCycle
+from aquiline.spec.drafters import Chain, Drafter, DraftSession, Pending, Roots
 from aquiline.spec.tree import DraftTree, chain_topology, join
 from aquiline.types import AcceptResult, Int32, Rows, RowSampling
 
@@ -33,23 +35,43 @@ LOGPROB_ROWS = 64
 """Rows whose logits are looked at together."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Outcome:
-    """What a step decided. decoding: the plan's sequences in the order of the tree's slots, roots where they stood;
-    first_tokens: per chunk of the plan the token its last row drew, where it draws."""
+    """What a step decided. decoding: the plan's sequences in the order of the tree's slots; slots and positions: where
+    their roots stood; kept: what each of them gained, accepted drafts, then the bonus; num_drafted: what it was
+    offered; first_tokens: per chunk of the plan the token its last row drew, where it draws.
+
+    trees tells of nodes and paths, which only few ask for."""
 
     plan: StepPlan
     decoding: tuple[Sequence, ...]
-    roots: Roots
-    tree: DraftTree
-    result: AcceptResult
-    first_tokens: dict[int, int]  # by chunk number
+    slots: list[int]
+    positions: list[int]
+    kept: list[list[int]]
+    num_drafted: list[int]
+    trees: Callable[[], tuple[DraftTree, AcceptResult]]
+    first_tokens: dict[int, int] = field(default_factory=dict)  # by chunk number
     logprobs: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of the trees."""
+        return len(self.decoding) + sum(self.num_drafted)
+
+    @cached_property
+    def tree(self) -> DraftTree:
+        """The trees that were verified."""
+        return self.trees()[0]
+
+    @cached_property
+    def result(self) -> AcceptResult:
+        """What was kept of them."""
+        return self.trees()[1]
 
     def by_slot(self, num_slots: int) -> dict[str, NDArray[np.signedinteger]]:
         """Per slot of the batch, dead ones included: accepted [S] (0), draft tokens [S, N] (-1), mask [S, N, W] (0)."""
-        shape = self.tree.topology
-        owner, local, slots = shape.owner, shape.local, self.roots.slots
+        shape, slots = self.tree.topology, np.array(self.slots, np.int32)
+        owner, local = shape.owner, shape.local
         width = int(local.max(initial=0)) + 1
         accepted = np.zeros(num_slots, np.int32)
         draft = np.full((num_slots, width), -1, np.int32)
@@ -75,6 +97,7 @@ class Stepper:
             kv = models.new_draft_kv(pool.num_pages, config.page_size)
             rows = Rows(models.max_rows, MAX_DEPTH + 1, pool.table)
             self.session = DraftSession(models.draft, kv, rows, self.slots.first_draft_key)
+        self.cycle = models.new_cycle(self.rows, self.kv, self.slots, self.session)
 
     def run(self, plan: StepPlan, meter: Meter) -> Outcome:
         """Run one step: one target forward, and the draft passes of the drafters in it."""
@@ -83,7 +106,12 @@ class Stepper:
                 self.slots.admit(chunk)
         groups = by_drafter(plan.decoding)
         decoding = tuple(s for group in groups.values() for s in group)
-        roots = self.slots.roots(np.array([s.slot for s in decoding], np.int32))
+        slots = [s.slot for s in decoding]
+        if self.cycle is not None and (length := chain_length(plan, groups)) is not None:
+            outcome = self._cycle(self.cycle, plan, decoding, slots, length)
+            meter.split(self.cycle.stages)
+            return outcome
+        roots = self.slots.roots(np.array(slots, np.int32))
         meter.lap("host")
         tree = self._propose(groups, roots)
         meter.lap("draft")
@@ -94,11 +122,19 @@ class Stepper:
         meter.lap("verify")
         drawn, first_tokens = self._draw(tree, decoding, plan.chunks, firsts)
         result = self.models.accept(tree, drawn) if decoding else NOTHING
-        outcome = Outcome(plan, decoding, roots, tree, result, first_tokens)
-        self._read_logprobs(outcome, firsts)
+        ends = (result.num_accepted + 1).tolist()
+        outcome = Outcome(
+            plan, decoding, slots, roots.positions.tolist(),
+            kept=[tokens[:end] for tokens, end in zip(result.tokens.tolist(), ends, strict=True)],
+            num_drafted=(np.diff(tree.topology.offsets) - 1).tolist(),
+            trees=lambda: (tree, result),
+            first_tokens=first_tokens,
+        )  # fmt: skip
+        self._read_logprobs(outcome)
+        self._read_chunk_logprobs(outcome, firsts)
         meter.lap("accept")
         if decoding:
-            self._keep(outcome, any(d is not None for d in groups))
+            self._keep(outcome, roots)
         meter.lap("commit")
         if plan.chunks:
             self._start(outcome, firsts)
@@ -114,6 +150,22 @@ class Stepper:
         wanted = pending.positions < sequence.num_cached - 1  # the last one's token may have been cut
         if wanted.any():
             self.session.feed(pending.select(wanted))
+
+    def _cycle(
+        self, cycle: NativeCycle, plan: StepPlan, decoding: tuple[Sequence, ...], slots: list[int], length: int
+    ) -> Outcome:
+        """All of a step's stages in one call, which leaves hidden rows and slots as the single ones do."""
+        cycled = cycle(slots, length)
+        if self.session is not None:
+            self.session.num_rows += cycle.num_draft_rows
+        outcome = Outcome(
+            plan, decoding, slots, [c.position for c in cycled],
+            kept=[[*c.chain[1 : c.num_accepted + 1], c.bonus] for c in cycled],
+            num_drafted=[length] * len(slots),
+            trees=partial(chains, cycled),
+        )  # fmt: skip
+        self._read_logprobs(outcome)
+        return outcome
 
     def _propose(self, groups: dict[Drafter | None, list[Sequence]], roots: Roots) -> DraftTree:
         trees, first = [], 0
@@ -156,10 +208,10 @@ class Stepper:
     def _sampling(self, rows: Int32) -> RowSampling:
         return self.slots.sampling(self.rows.slots[rows], self.rows.positions[rows])
 
-    def _keep(self, outcome: Outcome, drafts: bool) -> None:
+    def _keep(self, outcome: Outcome, roots: Roots) -> None:
         """Make the winning paths contiguous: node i of level d moves from KV index root + i to root + d, d <= i. Then
         move every slot to its next root."""
-        tree, roots, result = outcome.tree, outcome.roots, outcome.result
+        tree, result = outcome.tree, outcome.result
         if not tree.topology.is_chain:
             levels = np.arange(result.path.shape[1], dtype=np.int32)
             moved = (levels <= result.num_accepted[:, None]) & (result.path != levels)
@@ -169,13 +221,11 @@ class Stepper:
                 self.kv, self.pool.table, roots.slots[slot], base + result.path[slot, level], base + levels[level]
             )
         self.slots.advance(roots, result)
-        if drafts:
+        if self.session is not None:
             self.slots.carry(roots, tree, result, self.target.features)
-        elif self.session is not None:
-            self.slots.keep_page_features(roots.slots, roots.positions, self.target.features[: len(roots.slots)])
-        for b, sequence in enumerate(outcome.decoding):
+        for sequence, kept in zip(outcome.decoding, outcome.kept, strict=True):
             if sequence.adjustments is not None:
-                sequence.adjustments.count(result.tokens[b, : result.num_accepted[b] + 1].tolist())
+                sequence.adjustments.count(kept)
 
     def _start(self, outcome: Outcome, firsts: Int32) -> None:
         """Draft rows of the step's chunks, at once; a prompt's last token waits for the token that follows it."""
@@ -206,15 +256,14 @@ class Stepper:
             assert self.session is not None
             self.session.feed(Pending.join(pending))
 
-    def _read_logprobs(self, outcome: Outcome, firsts: Int32) -> None:
-        offsets, result = outcome.tree.topology.offsets, outcome.result
+    def _read_logprobs(self, outcome: Outcome) -> None:
         for b, sequence in enumerate(outcome.decoding):
             if sequence.request.sampling.logprobs is not None:
-                end = int(result.num_accepted[b]) + 1
-                rows = offsets[b] + result.path[b, :end]
-                outcome.logprobs[sequence] = self._logprobs(
-                    rows, result.tokens[b, :end], sequence.request.sampling.logprobs
-                )
+                kept = np.array(outcome.kept[b], np.int32)
+                rows = outcome.tree.topology.offsets[b] + outcome.result.path[b, : len(kept)]
+                outcome.logprobs[sequence] = self._logprobs(rows, kept, sequence.request.sampling.logprobs)
+
+    def _read_chunk_logprobs(self, outcome: Outcome, firsts: Int32) -> None:
         for number, (chunk, first) in enumerate(zip(outcome.plan.chunks, firsts.tolist(), strict=True)):
             sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
             if sampling.prompt_logprobs is not None:
@@ -264,3 +313,27 @@ def by_drafter(sequences: tuple[Sequence, ...]) -> dict[Drafter | None, list[Seq
     for sequence in sequences:
         groups.setdefault(sequence.drafter, []).append(sequence)
     return groups
+
+
+def chains(cycled: list[Cycled]) -> tuple[DraftTree, AcceptResult]:
+    """The trees of a cycle and what was kept of them."""
+    num_accepted = np.array([c.num_accepted for c in cycled], np.int32)
+    tokens = np.array([c.chain for c in cycled], np.int32)
+    levels = np.arange(tokens.shape[1], dtype=np.int32)
+    kept = np.where(levels < num_accepted[:, None], np.roll(tokens, -1, axis=1), np.int32(-1))
+    kept[np.arange(len(cycled)), num_accepted] = [c.bonus for c in cycled]
+    path = np.where(levels <= num_accepted[:, None], levels, np.int32(0))
+    return DraftTree(chain_topology(*tokens.shape), tokens.ravel()), AcceptResult(path, kept, num_accepted)
+
+
+def chain_length(plan: StepPlan, groups: dict[Drafter | None, list[Sequence]]) -> int | None:
+    """Tokens that every sequence of the plan drafts, if all it does is decode chains of one length, 0 included, and
+    nobody's logits are changed; else None."""
+    if plan.chunks or len(groups) != 1:
+        return None
+    (drafter,) = groups
+    if any(s.adjustments is not None for s in plan.decoding):
+        return None
+    if drafter is None:
+        return 0
+    return drafter.num_spec_tokens if isinstance(drafter, Chain) else None

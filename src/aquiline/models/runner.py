@@ -20,6 +20,8 @@ from aquiline.kv import view
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu, packed, reference
+from aquiline.ops.cycle import DraftSide, NativeFusion
+from aquiline.ops.packed import Arena, PackedLinear
 from aquiline.ops.quantise import quantise, stored_bytes
 from aquiline.types import Float32, Int32, KVGroup, Logprobs, Rows, RowSampling, TopK
 
@@ -66,11 +68,6 @@ class DraftRunner(Protocol):
 
     def top_k(self, row_index: Int32, k: int) -> TopK:
         """The best children of the named rows of the last pass, as target ids."""
-
-    def chain(self, rows: Rows, kv: KVGroup, source: Int32, depth: int) -> Int32:
-        """Target ids [n, depth]: the best child of each named row of the last pass, then those of depth - 1 further
-        passes over the n rows, each of them the child of its row one level up. rows is bound for the first such pass,
-        tokens apart, and advanced in place."""
 
 
 def use_native(environment: Environment) -> bool:
@@ -149,25 +146,15 @@ class NativeDraft:
         self.config = head.config
         eps = head.config.model.rms_norm_eps
         self.model = cpu.NativeModel(head.weights(), arithmetic, dtype)
-        self.fc = cpu.NativeLinear(head.fc.data, None, arithmetic, dtype)
+        fc = PackedLinear("fc", head.fc.data, None, arithmetic, Arena(), dtype)
+        self.fusion = NativeFusion(fc, _floats(head.input_norm), _floats(head.fc_norm), eps)
         self.d2t = head.d2t.numpy().astype(np.int32)
-        self.final_norm = _float32(head.norm)
-        self.input_norm = None if head.input_norm is None else _float32(head.input_norm)
-        self.fc_norm = None if head.fc_norm is None else _float32(head.fc_norm)
-        self.eps = eps
+        self.final_norm, self.eps = head.norm.detach().float().numpy(), eps
         self.raw = np.empty((max_rows, head.config.model.hidden_size), np.float32)
         self.hidden = self.raw
 
     def fuse(self, features: Float32) -> Float32:  # noqa: D102
-        if self.input_norm is not None:
-            features = cpu.rms_norm(features, self.input_norm, self.eps)
-        if self.fc_norm is not None:
-            parts = np.split(features, len(self.fc_norm), axis=1)
-            normed = [
-                cpu.rms_norm(np.ascontiguousarray(p), w, self.eps) for p, w in zip(parts, self.fc_norm, strict=True)
-            ]
-            features = np.concatenate(normed, axis=1)
-        return self.fc(features)
+        return self.fusion(features)
 
     def forward(self, rows: Rows, kv: KVGroup, g: Float32) -> None:  # noqa: D102
         self.model.forward(kv, rows, self.raw, None, g)
@@ -178,8 +165,9 @@ class NativeDraft:
         best = self.model.top_k(self.raw, row_index, k)
         return TopK(best.ids + self.d2t[best.ids], best.logprobs)
 
-    def chain(self, rows: Rows, kv: KVGroup, source: Int32, depth: int) -> Int32:  # noqa: D102
-        return self.model.chain(kv, rows, self.raw, source, depth, self.d2t, self.config.norm_feedback)
+    def side(self, kv: KVGroup, rows: Rows) -> DraftSide:
+        """This draft as a part of whole cycles."""
+        return DraftSide(self.model, kv, rows, self.raw, self.fusion, self.d2t, self.config.norm_feedback)
 
 
 class TorchTarget:
@@ -252,20 +240,6 @@ class TorchDraft:
         ids, logprobs = reference.top_k(self.head.logits(torch.from_numpy(self.raw[row_index])), k)
         return TopK(self.head.target_ids(ids).numpy().astype(np.int32), logprobs.numpy())
 
-    def chain(self, rows: Rows, kv: KVGroup, source: Int32, depth: int) -> Int32:  # noqa: D102
-        n = rows.num
-        tokens = np.empty((n, depth), np.int32)
-        for level in range(depth):
-            tokens[:, level] = self.top_k(source, 1).ids[:, 0]
-            if level + 1 < depth:
-                rows.tokens[:n] = tokens[:, level]
-                for column in (rows.positions, rows.write, rows.context_len):
-                    column[:n] += level > 0
-                self.forward(rows, kv, self.hidden[source])
-                source = np.arange(n, dtype=np.int32)
-        return tokens
 
-
-def _float32(weight: torch.Tensor) -> Float32:
-    array: Float32 = weight.detach().float().contiguous().numpy()
-    return array
+def _floats(weight: torch.Tensor | None) -> Float32 | None:
+    return None if weight is None else weight.detach().float().contiguous().numpy()

@@ -55,41 +55,28 @@ def select_isa(name: str | None) -> None:
     library().select_isa(None if name is None else name.encode())
 
 
-class LayerTimes:
-    """While in use as a context, what the layers of all forwards and the heads take: attention_s, mlp_s and head_s."""
+class PartTimes:
+    """While in use as a context, `seconds` [7] grows by what calls spend in their parts: attention (from the input norm
+    to the output projection), MLP (to the end of the layer) and head (final norm, logits, what is drawn or chosen) of
+    targets, the same of drafts, and fusion."""
 
     def __init__(self) -> None:
-        self._seconds = np.zeros(3)
+        self.seconds = np.zeros(7)
 
-    def __enter__(self) -> LayerTimes:
-        library().time_layers(pointer(self._seconds))
+    def __enter__(self) -> PartTimes:
+        library().time_parts(pointer(self.seconds))
         return self
 
     def __exit__(self, *error: object) -> None:
-        library().time_layers(None)
-
-    @property
-    def attention_s(self) -> float:
-        """From the input norm to the output projection."""
-        return float(self._seconds[0])
-
-    @property
-    def mlp_s(self) -> float:
-        """From the second norm to the end of the layer."""
-        return float(self._seconds[1])
-
-    @property
-    def head_s(self) -> float:
-        """Final norms, logits, and what is drawn or chosen from them."""
-        return float(self._seconds[2])
+        library().time_parts(None)
 
 
 class NativeModel:
     """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
 
-    arithmetic "bfloat16" multiplies bfloat16 weights with activations rounded to bfloat16, twice as fast. A row's bits
-    depend as little on other rows, threads and chunks as in float32, but they are others, and only has_bf16_dot() CPUs
-    have it. Attention, norms and sampling are float32 in both.
+    arithmetic "bfloat16" multiplies bfloat16 weights, keys and values with factors rounded to bfloat16, twice as fast.
+    A row's bits depend as little on other rows, threads and chunks as in float32, but they are others, and only
+    has_bf16_dot() CPUs have it. Sums, norms and sampling are float32 in both.
 
     dtype "int8" or "int4" quantises the linears, the head among them; None stores them as given. The embedding and the
     norms stay as they are.
@@ -106,8 +93,8 @@ class NativeModel:
         self._rows: dict[int, tuple[Rows, tuple[Any, ...], AqRows]] = {}
         self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
         self.num_capture, self.head_size = len(weights.capture), weights.head.shape[0]
-        self._model = self._describe(weights)
-        self._model_ref = byref(self._model)
+        self.struct = self._describe(weights)
+        self._model_ref = byref(self.struct)
 
     @staticmethod
     def _check_widths(weights: ModelWeights) -> None:
@@ -214,20 +201,6 @@ class NativeModel:
         ids, logprobs = pointer(result.ids), pointer(result.logprobs)
         self._library.head_topk(self._model_ref, at, index, n, k, ids, logprobs)
         return result
-
-    def chain(
-        self, kv: KVGroup, rows: Rows, hidden: Float32, source: Int32, depth: int, d2t: Int32, norm_feedback: bool
-    ) -> Int32:
-        """Chains of a draft as token ids [n, depth]: the best after rows source[i] of hidden, then those after
-        depth - 1 forwards of the n rows, which are bound for the first of them and advanced in place, as hidden is."""
-        at, index, n = self._selection(hidden, source)
-        assert rows.num == n and len(d2t) == self.head_size, (rows.num, n, len(d2t))
-        tokens = np.empty((n, depth), np.int32)
-        self._library.draft_chain(
-            self._model_ref, byref(self._kv_of(kv)), byref(self._rows_of(rows)), index, depth,
-            address("d2t", d2t, np.int32), norm_feedback, at, pointer(tokens),
-        )  # fmt: skip
-        return tokens
 
     def logprobs(self, hidden: Float32, row_index: Int32, chosen: Int32, k: int) -> Logprobs:
         """The log-probabilities of token chosen[i] and of the k best ids for each of n rows of hidden."""

@@ -72,6 +72,42 @@ class AqRows(Structure):
     ]
 
 
+class AqFusion(Structure):
+    """How target features become a draft's input."""
+
+    _fields_ = [
+        ("fc", AqLinear),
+        ("norm", c_void_p),
+        ("part_norms", c_void_p),
+        ("num_parts", c_int32),
+        ("eps", c_float),
+    ]
+
+
+class AqSlots(Structure):
+    """The running batch's state per slot."""
+
+    _fields_ = [
+        *((n, c_void_p) for n in ("tokens", "positions", "first_draft_key", "num_carried", "carried_tokens")),
+        *((n, c_void_p) for n in ("carried", "page_features", "settings")),
+        *((n, c_int32) for n in ("num_slots", "max_carry", "width")),
+    ]
+
+
+class AqCycle(Structure):
+    """All that a decode cycle works on."""
+
+    _fields_ = [
+        *((n, POINTER(AqModel)) for n in ("target", "draft")),
+        *((n, POINTER(AqKV)) for n in ("target_kv", "draft_kv")),
+        *((n, POINTER(AqRows)) for n in ("rows", "draft_rows")),
+        *((n, c_void_p) for n in ("hidden", "features", "draft_hidden", "d2t")),
+        ("fusion", AqFusion),
+        ("slots", AqSlots),
+        *((n, c_int32) for n in ("max_rows", "norm_feedback")),
+    ]
+
+
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
 _P, _I, _F = c_void_p, c_int32, c_float
 
@@ -79,7 +115,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_select_isa": [c_char_p],
     "aq_set_threads": [_I],
     "aq_pack": [_P, _P, _I, _I, _I, _P],
-    "aq_time_layers": [_P],
+    "aq_time_parts": [_P],
     "aq_forward": [_MODEL, _KV, _ROWS, _P, _P, _P],
     "aq_head_logits": [_MODEL, _P, _P, _I, _P],
     "aq_head_draw": [_MODEL, _P, _P, _I, _P, _P],
@@ -91,11 +127,12 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_swiglu": [_P, _I, _I, _P],
     "aq_rope": [_P, _P, _P, _F, _I, _I, _I],
     "aq_write_kv": [_KV, _I, _ROWS, _P, _P],
-    "aq_attention": [_KV, _I, _ROWS, _P, _I, _F, _I, _P, _P],
+    "aq_attention": [_KV, _I, _ROWS, _P, _I, _F, _I, _P, _I, _P],
     "aq_exp_log": [_P, _I, _P, _P],
     "aq_gumbel": [c_uint64, _I, _I, _P],
     "aq_accept": [_P, _P, _P, _P, _I, _I, _P, _P, _P],
-    "aq_draft_chain": [_MODEL, _KV, _ROWS, _P, _I, _P, _I, _P, _P],
+    "aq_fuse": [POINTER(AqFusion), _P, _I, _P],
+    "aq_cycle": [POINTER(AqCycle), _P, _I, _I, _P, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""

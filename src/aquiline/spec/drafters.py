@@ -96,16 +96,24 @@ class DraftSession:
     def chain(self, depth: int) -> Int32:
         """The best child of each root, its best child and so on, [B, depth]. A chain's KV index and position coincide,
         so there are no tails."""
-        rows, n = self.rows, len(self.roots.slots)
-        rows.num = n
-        rows.slots[:n] = self.roots.slots
-        rows.key_start[:n] = self.first_key[self.roots.slots]
-        rows.tail_len[:n] = 0
-        rows.positions[:n] = self.roots.positions
-        np.add(self.roots.positions, 1, out=rows.write[:n])
-        np.add(self.roots.positions, 2, out=rows.context_len[:n])
-        self.num_rows += n * (depth - 1)
-        return self.runner.chain(rows, self.kv, self.last_rows, depth)
+        rows, roots, n = self.rows, self.roots, len(self.roots.slots)
+        tokens = np.empty((n, depth), np.int32)
+        source = self.last_rows
+        for level in range(depth):
+            tokens[:, level] = self.runner.top_k(source, 1).ids[:, 0]
+            if level + 1 == depth:
+                break
+            rows.num = n
+            rows.tokens[:n] = tokens[:, level]
+            rows.positions[:n] = roots.positions + level
+            rows.slots[:n] = roots.slots
+            rows.write[:n] = rows.positions[:n] + 1
+            rows.key_start[:n] = self.first_key[roots.slots]
+            rows.context_len[:n] = rows.positions[:n] + 2
+            rows.tail_len[:n] = 0
+            self._forward(self.runner.hidden[source])
+            source = self.places[:n]
+        return tokens
 
     def expand(self, tokens: Int32, source: Int32, tails: Int32, k: int) -> TopK:
         """Run m rows per root, all of one level: tokens [B, m], the pass rows their states come from [B, m], and the
