@@ -17,7 +17,7 @@ using aq::Worker;
 constexpr int kPanel = 4;                // output blocks computed before moving on: they stay in L2 for all row tiles
 constexpr int kPanelWidth = kPanel * 16;
 constexpr int kTileRows = 6;
-constexpr int kPrefetchBytes = 2048;
+constexpr int kPrefetchBytes = 8192;  // ahead, over all blocks of a tile: a stream alone needs more
 
 constexpr int blocks_for(int rows) { return rows * 4 <= kAccumulators || rows == 1 ? 4 : rows * 2 <= kAccumulators ? 2 : 1; }
 
@@ -56,7 +56,7 @@ template <int BLOCKS> constexpr size_t ahead_of(int i, int steps, int size) {
 template <int ROWS, int BLOCKS, class W, class X>
 static __attribute__((noinline)) void tile(const W* w, int k, const X* x, size_t next, float* sums) {
   constexpr int kUnroll = 4;
-  constexpr int kAhead = kPrefetchBytes / (int)(16 * sizeof(W));  // steps of k
+  constexpr int kAhead = kPrefetchBytes / BLOCKS / (int)(16 * sizeof(W));  // steps of k
   const size_t block = (size_t)k * 16;
   Vec sum[ROWS][BLOCKS];
 #pragma GCC unroll 8
@@ -89,7 +89,7 @@ static __attribute__((noinline)) void tile(const W* w, int k, const X* x, size_t
 template <int ROWS, int BLOCKS>
 static __attribute__((noinline)) void tile(const Pair* w, int k, const float* x, size_t next, float* sums) {
   constexpr int kUnroll = 2;
-  constexpr int kAhead = kPrefetchBytes / (int)(16 * sizeof(Pair));
+  constexpr int kAhead = kPrefetchBytes / BLOCKS / (int)(16 * sizeof(Pair));
   const int num_pairs = k / 2;
   const size_t block = (size_t)num_pairs * 16;
   Vec sum[ROWS][BLOCKS];
@@ -127,7 +127,7 @@ static __attribute__((noinline)) void tile(const Pair* w, int k, const float* x,
 // The same over int4 groups: the sum of a group stays in registers, and its scaled value joins those in memory.
 template <int ROWS, int BLOCKS>
 static __attribute__((noinline)) void tile(const Group* w, int k, const float* x, size_t next, float* sums) {
-  constexpr int kAhead = kPrefetchBytes / (int)sizeof(Group);
+  constexpr int kAhead = kPrefetchBytes / BLOCKS / (int)sizeof(Group);
   const int num_groups = k / AQ_GROUP;
   for (int r = 0; r < ROWS; r++) memset(sums + r * kPanelWidth, 0, BLOCKS * 16 * sizeof(float));
   for (int g = 0; g < num_groups; g++, x += AQ_GROUP) {
