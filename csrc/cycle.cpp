@@ -2,6 +2,7 @@
 // do; it spares the caller a dozen round trips, which for a small model cost as much as its draft.
 #include <string.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "aquiline.h"
@@ -192,7 +193,7 @@ int aq_cycle(const AqCycle* cycle, const int32_t* slots, int32_t n, int32_t dept
     const int slot = slots[b], root = found(b)[0] = state.positions[slot];
     int32_t* chain = found(b) + 3;
     chain[0] = state.tokens[slot];
-    memcpy(chain + 1, drafted.data() + (size_t)b * depth, depth * sizeof(int32_t));
+    std::copy_n(drafted.begin() + (ptrdiff_t)b * depth, depth, chain + 1);
     for (int level = 0; level < width; level++) {
       const int i = b * width + level, position = root + level;
       AQ_TRY(verify.add(slot, chain[level], position, position, 0));
