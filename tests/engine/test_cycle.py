@@ -99,6 +99,21 @@ def test_one_call_is_the_single_calls(depth: int, draft: str) -> None:
                 assert mine[name] == theirs[name], f"step {number}: {name}"
 
 
+def test_a_target_without_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, _ = tiny_pair()
+    config = engine_config(2)
+    models = from_modules(decoder, None, None, "float32", config, Environment.read())
+    llm = LLM.from_models(models, config, BASELINE)
+    batch = [words(9), words(20, 1)]
+    lengths = counted(llm, monkeypatch)
+    outputs = [o.token_ids for o in llm.run(batch, PARAMS).outputs]
+    assert lengths and set(lengths) == {0}
+    llm.engine.stepper.cycle = None
+    assert [o.token_ids for o in llm.run(batch, PARAMS).outputs] == outputs
+    with pytest.raises(NativeError, match="depth=1: must be at least 0, and 0 without a draft"):
+        LLM.from_models(models, config, BASELINE).engine.stepper.cycle([0], 1)  # type: ignore[misc]
+
+
 def counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Chain lengths of the cycles that run in one call."""
     lengths: list[int] = []
