@@ -299,18 +299,21 @@ int aq_head_logits(const AqModel* model, const float* hidden, const int32_t* row
 }
 
 int aq_head_draw(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n,
-                 const AqSampling* sampling, int32_t* tokens) {
+                 const AqSampling* sampling, const int32_t* d2t, int32_t* tokens) {
   AQ_TRY(check_selection(model, hidden, row_index, n));
+  if (d2t != nullptr) AQ_TRY(check_pointer("d2t", d2t, sizeof(int32_t)));
   Lock lock(engine().mutex);
   DrawJob job{};
   job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.vocab = model->head.n;
-  job.sampling = sampling, job.tokens = tokens;
+  job.d2t = d2t, job.sampling = sampling, job.tokens = tokens;
   return draw(job);
 }
 
-int aq_head_topk(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
-                 float* logprobs) {
-  return head_topk({model, hidden, row_index, n, k, ids, logprobs});
+int aq_head_topk(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, int32_t k,
+                 const AqSampling* sampling, const int32_t* d2t, int32_t* ids, float* logprobs) {
+  if (sampling != nullptr) AQ_TRY(check_sampling(sampling, n));
+  if (d2t != nullptr) AQ_TRY(check_pointer("d2t", d2t, sizeof(int32_t)));
+  return head_topk({model, hidden, row_index, n, k, sampling, d2t, ids, logprobs});
 }
 
 int aq_head_logprobs(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, int32_t k,
@@ -318,7 +321,7 @@ int aq_head_logprobs(const AqModel* model, const float* hidden, const int32_t* r
   AQ_TRY(check_pointer("chosen", chosen, sizeof(int32_t)));
   AQ_TRY(check_pointer("chosen_logprobs", chosen_logprobs, sizeof(float)));
   AQ_TRY(check_pointer("ranks", ranks, sizeof(int32_t)));
-  return head_topk({model, hidden, row_index, n, k, ids, logprobs, chosen, chosen_logprobs, ranks});
+  return head_topk({model, hidden, row_index, n, k, nullptr, nullptr, ids, logprobs, chosen, chosen_logprobs, ranks});
 }
 
 int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling* sampling, int32_t* tokens) {

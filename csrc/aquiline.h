@@ -103,13 +103,15 @@ int aq_time_parts(double* seconds);
 // Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
 int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, float* logits);
 // Draws without writing logits to the caller, row i by the i-th AqSampling; tokens[i] = -1 where a logit is NaN or none is finite.
+// d2t [head.n], of a draft: what to add to its ids, so that target ids are drawn, each with the noise the target gives it.
 int aq_head_draw(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
-                 int32_t* tokens);
+                 const int32_t* d2t, int32_t* tokens);
 // The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. These are NaN
-// where a logit is NaN or +inf or none is finite; which ids the row then gets means nothing.
-int aq_head_topk(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
-                 float* logprobs);
-// The same and, of token chosen[i] of row i, the log-probability and the rank in that order, counted from 1.
+// where a logit is NaN or +inf or none is finite; which ids the row then gets means nothing. With an AqSampling per row and a
+// temperature above 0, "logits" are those over the temperature plus the noise of a draw. d2t as above.
+int aq_head_topk(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k,
+                 const AqSampling*, const int32_t* d2t, int32_t* ids, float* logprobs);
+// The k best by the logits as they are and, of token chosen[i] of row i, the log-probability and the rank in that order, counted from 1.
 int aq_head_logprobs(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
                      float* logprobs, const int32_t* chosen, float* chosen_logprobs, int32_t* ranks);
 int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling*, int32_t* tokens);
@@ -160,7 +162,7 @@ typedef struct {
   int32_t max_rows, norm_feedback;
 } AqCycle;
 
-// One decode cycle of n slots: drafts chains of `depth` tokens (0: none), verifies them in one forward, draws at every row,
+// One decode cycle of n slots: drafts chains of `depth` tokens (0: none), each drawn as the target's will be, verifies them in one forward, draws at every row,
 // keeps what was drawn, and moves the slots to their next roots; hidden and features keep the verified rows. stages [5]:
 // the seconds of draft, binding, verify, draw and accept, and keep. out [1 + n * (4 + depth)]: the number of draft rows,
 // then of each slot the position of its root, how many drafts were accepted, the bonus, and the tokens of root and chain. A

@@ -57,6 +57,7 @@ int check_cycle(const AqCycle& c, const int32_t* slots, int n, int depth) {
   const AqSlots& state = c.slots;
   AQ_REQUIRE(n >= 1, "n=%d: must be at least 1", n);
   AQ_REQUIRE(depth >= 0 && (depth == 0 || c.draft != nullptr), "depth=%d: must be at least 0, and 0 without a draft", depth);
+  AQ_REQUIRE((int64_t)n * (depth + 1) <= c.max_rows, "n=%d, depth=%d: there is room for %d rows", n, depth, c.max_rows);
   AQ_TRY(check_model(c.target));
   AQ_TRY(check_kv(c.target_kv, 0, 0));
   AQ_TRY(check_rows_buffers("rows", c.rows));
@@ -69,6 +70,7 @@ int check_cycle(const AqCycle& c, const int32_t* slots, int n, int depth) {
     AQ_TRY(check_rows_buffers("draft_rows", c.draft_rows));
     AQ_TRY(check_pointer("features", c.features, sizeof(float)));
     AQ_TRY(check_pointer("draft_hidden", c.draft_hidden, sizeof(float)));
+    AQ_TRY(check_pointer("d2t", c.d2t, sizeof(int32_t)));
     const int32_t* drafted[] = {state.first_draft_key, state.num_carried, state.carried_tokens};
     for (const int32_t* column : drafted) AQ_TRY(check_pointer("slots", column, sizeof(int32_t)));
     AQ_TRY(check_pointer("slots.carried", state.carried, sizeof(float)));
@@ -96,14 +98,21 @@ int take_states(const AqCycle& c, const std::vector<int32_t>& source, float* g) 
   return c.norm_feedback ? aq_rms_norm(g, c.draft->final_norm, n, width, c.draft->eps, g) : 0;
 }
 
-// The extend pass over what the slots carry, then chains below their roots: every pass the best token of the one before.
-// drafted [n, depth].
+// How the token after each of a slot's rows is drawn: at position root + 1 for the root.
+AqSampling sampling_of(const AqSlots& state, int slot, int level) {
+  AqSampling sampling = state.settings[slot];
+  sampling.position = state.positions[slot] + level + 1;
+  return sampling;
+}
+
+// The extend pass over what the slots carry, then chains below their roots: each token drawn as the target draws it, from the
+// draft's logits. drafted [n, depth].
 int draft(const AqCycle& c, const int32_t* slots, int n, int depth, int32_t* drafted, int32_t* num_rows) {
   const AqSlots& state = c.slots;
   Writer extend(*c.draft_rows, state, c.max_rows);
   std::vector<float> features, g;
-  std::vector<int32_t> source(n), best(n);
-  const std::vector<AqSampling> greedy(n);
+  std::vector<int32_t> source(n), drawn(n);
+  std::vector<AqSampling> sampling(n);
   for (int b = 0; b < n; b++) {
     const int slot = slots[b], count = state.num_carried[slot];
     const size_t first = (size_t)slot * state.max_carry;
@@ -119,11 +128,12 @@ int draft(const AqCycle& c, const int32_t* slots, int n, int depth, int32_t* dra
   AQ_TRY(aq_fuse(&c.fusion, features.data(), num_extended, g.data()));
   AQ_TRY(aq_forward(c.draft, c.draft_kv, &extend.rows(), g.data(), c.draft_hidden, nullptr));
   for (int level = 0; level < depth; level++) {
-    AQ_TRY(aq_head_draw(c.draft, c.draft_hidden, source.data(), n, greedy.data(), best.data()));
+    for (int b = 0; b < n; b++) sampling[b] = sampling_of(state, slots[b], level);
+    AQ_TRY(aq_head_draw(c.draft, c.draft_hidden, source.data(), n, sampling.data(), c.d2t, drawn.data()));
     Writer pass(*c.draft_rows, state, c.max_rows);
     for (int b = 0; b < n; b++) {
-      const int32_t id = best[b] < 0 ? 0 : best[b];  // of a row that holds no numbers: any token is as good
-      const int token = drafted[(size_t)b * depth + level] = id + c.d2t[id];
+      const int token = drawn[b] < 0 ? c.d2t[0] : drawn[b];  // of a row that holds no numbers: any token is as good
+      drafted[(size_t)b * depth + level] = token;
       AQ_TRY(pass.add_draft(slots[b], token, state.positions[slots[b]] + level));
     }
     if (level + 1 == depth) break;
@@ -197,14 +207,14 @@ int aq_cycle(const AqCycle* cycle, const int32_t* slots, int32_t n, int32_t dept
     for (int level = 0; level < width; level++) {
       const int i = b * width + level, position = root + level;
       AQ_TRY(verify.add(slot, chain[level], position, position, 0));
-      places[i] = i, sampling[i] = state.settings[slot], sampling[i].position = position + 1;
+      places[i] = i, sampling[i] = sampling_of(state, slot, level);
     }
   }
   laps.lap(1);
   AQ_TRY(aq_forward(c.target, c.target_kv, &verify.rows(), nullptr, c.hidden, c.features));
   laps.lap(2);
 
-  AQ_TRY(aq_head_draw(c.target, c.hidden, places.data(), num_rows, sampling.data(), drawn.data()));
+  AQ_TRY(aq_head_draw(c.target, c.hidden, places.data(), num_rows, sampling.data(), nullptr, drawn.data()));
   for (int b = 0; b < n; b++) {
     const int32_t *chain = found(b) + 3, *own = drawn.data() + b * width;
     int accepted = 0;

@@ -117,6 +117,7 @@ struct DrawJob {
   const int32_t* row_index;
   const float* given_logits;
   int n, vocab;
+  const int32_t* d2t;        // of a draft that draws target ids, else NULL
   const AqSampling* sampling;
   int32_t* tokens;
   float* normed;             // norm_copies of [n, hidden]
@@ -131,6 +132,8 @@ struct TopKJob {
   const float* hidden;
   const int32_t* row_index;
   int n, k;
+  const AqSampling* sampling;  // NULL: by the logits as they are
+  const int32_t* d2t;          // of a draft that ranks target ids, else NULL
   int32_t* ids;
   float* logprobs;
   const int32_t* chosen;     // NULL: only the k best are wanted

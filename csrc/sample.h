@@ -52,20 +52,26 @@ static void clear(Best* best) {
   best->has_nan = best->has_finite = 0;
 }
 
-// Scores the logits of ids first .. first + width - 1 and keeps the best per lane. Ids must ascend from call to call.
-static void take(Best* best, const float* logits, int first, int width, float temperature, const Noise& noise) {
+// Scores the logits of columns first .. first + width - 1, whose ids are the columns or, of a draft, those plus d2t, and keeps
+// the best per lane. Columns must ascend from call to call.
+static void take(Best* best, const float* logits, int first, int width, const int32_t* d2t, float temperature,
+                 const Noise& noise) {
   Vec score = load(best->score);
   IVec id = iload(best->id);
   for (int i = 0; i < width; i += 16) {
+    const uint32_t* offsets = d2t == nullptr ? nullptr : (const uint32_t*)d2t + first + i;
     Vec x;
+    uint32_t offset[16] = {};
     if (i + 16 <= width) {
       x = load(logits + i);
     } else {
       float lane[16];
       for (int j = 0; j < 16; j++) lane[j] = i + j < width ? logits[i + j] : -kInfinity;
-      x = load(lane);
+      for (int j = 0; offsets != nullptr && i + j < width; j++) offset[j] = offsets[j];
+      x = load(lane), offsets = offset;
     }
-    const IVec ids = iadd(iota(), iset1(first + i));
+    IVec ids = iadd(iota(), iset1(first + i));
+    if (offsets != nullptr) ids = iadd(ids, iload(offsets));
     best->has_nan |= any(is_nan(x));
     best->has_finite |= any(both(less(set1(-kInfinity), x), less(x, set1(kInfinity))));
     if (temperature > 0.0f) x = add(div(x, set1(temperature)), gumbel(noise, ids));
@@ -204,7 +210,8 @@ static int32_t best_of_kept(const float* score, const uint32_t* id, int count, c
 }
 
 // Draws from one row with top-k, then top-p, then min-p. workspace: 6 * padded floats and a chunk.
-static int32_t draw_filtered(const float* logits, int vocab, const AqSampling* s, int row, float* workspace) {
+static int32_t draw_filtered(const float* logits, int vocab, const int32_t* d2t, const AqSampling* s, int row,
+                             float* workspace) {
   const int width = padded(vocab);
   float* scaled = workspace;
   float* kept_score = scaled + width;
@@ -257,6 +264,7 @@ static int32_t draw_filtered(const float* logits, int vocab, const AqSampling* s
     if (kept > 0 && ((cut_p && mass_before >= s[row].top_p * mass) || score < min_score)) break;
     mass_before += exp1(score - ranking.top);
   }
+  for (int i = 0; d2t != nullptr && i < kept; i++) kept_id[i] += d2t[kept_id[i]];
   for (int i = kept; i % 16 != 0; i++) kept_score[i] = -kInfinity, kept_id[i] = 0;
   return best_of_kept(kept_score, kept_id, kept, Noise(s[row].seed, s[row].position));
 }
@@ -279,7 +287,7 @@ static void draw(const Worker& worker, const DrawJob& job) {
     if (has_filter(s, i, job.vocab)) {
       if (job.model != nullptr) memcpy(job.logits + i * width + column, logits, count * sizeof(float));
     } else {
-      take(best + i, logits, column, count, s[i].temperature, Noise(s[i].seed, s[i].position));
+      take(best + i, logits, column, count, job.d2t, s[i].temperature, Noise(s[i].seed, s[i].position));
     }
   };
   if (job.model != nullptr) {
@@ -294,8 +302,18 @@ static void draw(const Worker& worker, const DrawJob& job) {
   for (int i = worker.index; i < job.n; i += worker.count) {
     const float* logits = job.model != nullptr ? job.logits + i * width : job.given_logits + (size_t)i * job.vocab;
     job.tokens[i] = has_filter(s, i, job.vocab)
-                        ? draw_filtered(logits, job.vocab, s, i, job.workspace + worker.index * job.workspace_floats)
+                        ? draw_filtered(logits, job.vocab, job.d2t, s, i, job.workspace + worker.index * job.workspace_floats)
                         : settle(job.best + i, worker.count, job.n);
+  }
+}
+
+// Logits become what a draw takes the largest of: over the temperature, plus the noise of their ids.
+static void perturb(float* logits, int vocab, const int32_t* d2t, const AqSampling& s) {
+  const Noise noise(s.seed, s.position);
+  for (int i = 0; i < vocab; i += 16) {  // the last lanes are padding, -inf
+    uint32_t ids[16] = {};
+    for (int j = 0; j < 16 && i + j < vocab; j++) ids[j] = i + j + (d2t == nullptr ? 0 : d2t[i + j]);
+    store(logits + i, add(div(load(logits + i), set1(s.temperature)), gumbel(noise, iload(ids))));
   }
 }
 
@@ -314,6 +332,7 @@ static void head_topk(const Worker& worker, const TopKJob& job) {
   for (int i = worker.index; i < job.n; i += worker.count) {
     float* logits = job.logits + (size_t)i * width;
     for (int j = vocab; j < width; j++) logits[j] = -kInfinity;
+    if (job.sampling != nullptr && job.sampling[i].temperature > 0.0f) perturb(logits, vocab, job.d2t, job.sampling[i]);
     float* maxima = job.workspace + worker.index * job.workspace_floats;
     Ranking ranking{logits, vocab, maxima, (Entry*)(maxima + width), 0.0f};
     ranking.scan();
@@ -327,7 +346,7 @@ static void head_topk(const Worker& worker, const TopKJob& job) {
     Heap heap = ranking.best(job.k);
     for (int j = 0; j < job.k; j++) {
       const Entry entry = heap.pop();
-      job.ids[(size_t)i * job.k + j] = entry.id;
+      job.ids[(size_t)i * job.k + j] = entry.id + (job.d2t == nullptr ? 0 : job.d2t[entry.id]);
       job.logprobs[(size_t)i * job.k + j] = logprob(entry.score);
     }
   }

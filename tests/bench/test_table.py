@@ -234,7 +234,7 @@ def test_tau_that_fell_is_a_regression_at_any_speed() -> None:
         | {
             "num_steps": steps, "num_drafts": steps, "total_draft_tokens": 3 * steps, "total_accepted_tokens": accepted,
             "mean_acceptance_rate": accepted / (3 * steps), "mean_acceptance_length": committed / steps,
-            "per_position": [accepted / steps],
+            "per_position": [accepted / steps / 3] * 3,
         },
     )  # fmt: skip
     row = rows(steady() | {CHAIN: worse}, steady())["chain-3"]

@@ -198,6 +198,8 @@ def test_head_draws_what_its_logits_say():
     index = np.random.default_rng(4).permutation(40)[:30].astype(np.int32)
     s = sampling(30, 0.9, seed=5)
     s["temperature"][::3], s["top_k"][::4], s["top_p"][::5], s["min_p"][::7] = 0.0, 11, 0.8, 0.02
+    d2t = np.cumsum(np.random.default_rng(5).integers(0, 4, VOCAB)).astype(np.int32)
+    ids = torch.as_tensor(np.arange(VOCAB) + d2t)
     exact = ref.linear(ref.rms_norm(torch.as_tensor(hidden[index]), w.final_norm, w.rms_norm_eps), w.head)
     results = []
     for isa in ISAS:
@@ -206,9 +208,33 @@ def test_head_draws_what_its_logits_say():
             cpu.set_threads(threads)
             logits = model.logits(hidden, index)
             assert model.draw(hidden, index, s).tolist() == cpu.draw(logits, s).tolist() == reference_draws(logits, s)
+            drafted = model.draw(hidden, index, s, d2t).tolist()
+            assert drafted == reference_draws(logits, s, ids) and set(drafted) <= set(ids.tolist())
             results.append(bits(logits))
     np.testing.assert_allclose(logits, exact, atol=1e-5)
     assert all(np.array_equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("k", [1, 4, 150])
+def test_top_k_by_what_a_draw_prefers_begins_with_the_draw(k, isa):
+    """And its log-probabilities are those of the logits over the temperature plus the noise of the target's ids."""
+    w = random_weights()
+    model = cpu.NativeModel(w)
+    hidden = np.random.default_rng(k).normal(0, 1, (9, HIDDEN)).astype(np.float32)
+    index, s = np.arange(9, dtype=np.int32), sampling(9, 0.7, seed=3)
+    s["temperature"][:2] = 0.0
+    d2t = np.cumsum(np.random.default_rng(5).integers(0, 4, VOCAB)).astype(np.int32)
+    ids = torch.as_tensor(np.arange(VOCAB) + d2t)
+    top, logits = model.top_k(hidden, index, k, s, d2t), torch.as_tensor(model.logits(hidden, index))
+    assert top.ids[:, 0].tolist() == model.draw(hidden, index, s, d2t).tolist()
+    for row, how, found, logprobs in zip(logits, s, top.ids, top.logprobs, strict=True):
+        if how["temperature"] > 0:
+            row.div_(float(how["temperature"])).add_(ref.gumbel(int(how["seed"]), int(how["position"]), ids))
+        best, expected = ref.top_k(row[None], k)
+        assert found.tolist() == ids[best[0]].tolist()
+        np.testing.assert_allclose(logprobs, expected[0], atol=2e-5)
+    plain = model.top_k(hidden, index, k)
+    assert (top.ids[:2] == (plain.ids + d2t[plain.ids])[:2]).all() and (top.ids[2:] != plain.ids[2:]).any()
 
 
 @pytest.mark.parametrize("k", [1, 4, 10, 150, VOCAB])

@@ -19,10 +19,10 @@ def sampling(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position
     return s
 
 
-def reference_draws(logits, s):
+def reference_draws(logits, s, ids=None):
     args = zip(*(s[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")), strict=True)
     return [
-        ref.draw(torch.as_tensor(row), float(t), int(k), float(p), float(m), int(seed), int(position))
+        ref.draw(torch.as_tensor(row), float(t), int(k), float(p), float(m), int(seed), int(position), ids)
         for row, (t, k, p, m, seed, position) in zip(logits, args, strict=True)
     ]
 
@@ -30,7 +30,7 @@ def reference_draws(logits, s):
 def is_near_tie(logits, s, i, got):
     """Whether float rounding may decide: both tokens' scores, or their ranks at a filter's edge, are within 1e-5."""
     arguments = (float(s["temperature"][i]), int(s["top_k"][i]), float(s["top_p"][i]), float(s["min_p"][i]))
-    noise = ref.gumbel(int(s["seed"][i]), int(s["position"][i]), len(logits))
+    noise = ref.gumbel(int(s["seed"][i]), int(s["position"][i]), torch.arange(len(logits)))
     scaled = torch.as_tensor(logits) / arguments[0]
     filtered = ref.filter_logits(torch.as_tensor(logits), *arguments) + noise
     if torch.isfinite(filtered[got]):
@@ -93,3 +93,18 @@ def test_draws_follow_the_distribution():
     p = np.exp(logits[0].astype(np.float64))
     p /= p.sum()
     assert (np.abs(counts - 20000 * p) < 5 * np.sqrt(20000 * p * (1 - p))).all()
+
+
+def test_two_who_draw_with_the_same_noise_agree_as_often_as_their_laws_overlap():
+    """Of distributions p and q that differ by TV in total variation, at least (1 - TV) / (1 + TV) of the draws agree;
+    the best guess of q would be right as often as p draws it."""
+    rng, n = np.random.default_rng(3), 20000
+    logits = rng.normal(0, 1, 60).astype(np.float32)
+    near = (logits + rng.normal(0, 0.3, 60)).astype(np.float32)
+    s = sampling(n, 1.0, seed=9)
+    draws = [cpu.draw(np.ascontiguousarray(np.broadcast_to(x, (n, 60))), s) for x in (logits, near)]
+    p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, near))
+    distance = 0.5 * np.abs(p - q).sum()
+    agree = (draws[0] == draws[1]).mean()
+    assert agree > (1 - distance) / (1 + distance) - 0.01
+    assert agree > 2 * p[q.argmax()] and (draws[0] == q.argmax()).mean() == pytest.approx(p[q.argmax()], abs=0.01)

@@ -66,8 +66,13 @@ class DraftRunner(Protocol):
     def forward(self, rows: Rows, kv: KVGroup, g: Float32) -> None:
         """One pass over the rows, g [n, H] beside their tokens."""
 
-    def top_k(self, row_index: Int32, k: int) -> TopK:
-        """The best children of the named rows of the last pass, as target ids."""
+    def top_k(self, row_index: Int32, k: int, sampling: RowSampling) -> TopK:
+        """The best k children of each of the named rows of the last pass, as target ids: those that `draw` prefers,
+        with the log-probabilities they would have by what it prefers them by."""
+
+    def draw(self, row_index: Int32, sampling: RowSampling) -> Int32:
+        """A child of each of the named rows of the last pass, as a target id: the token that the target would draw,
+        with the same noise, had it the draft's logits. Any token where they are not numbers."""
 
 
 def use_native(environment: Environment) -> bool:
@@ -161,9 +166,12 @@ class NativeDraft:
         if self.config.norm_feedback:
             self.hidden = cpu.rms_norm(self.raw[: rows.num], self.final_norm, self.eps)
 
-    def top_k(self, row_index: Int32, k: int) -> TopK:  # noqa: D102
-        best = self.model.top_k(self.raw, row_index, k)
-        return TopK(best.ids + self.d2t[best.ids], best.logprobs)
+    def top_k(self, row_index: Int32, k: int, sampling: RowSampling) -> TopK:  # noqa: D102
+        return self.model.top_k(self.raw, row_index, k, sampling, self.d2t)
+
+    def draw(self, row_index: Int32, sampling: RowSampling) -> Int32:  # noqa: D102
+        drawn = self.model.draw(self.raw, row_index, sampling, self.d2t)
+        return np.where(drawn < 0, self.d2t[0], drawn)
 
     def side(self, kv: KVGroup, rows: Rows) -> DraftSide:
         """This draft as a part of whole cycles."""
@@ -203,13 +211,7 @@ class TorchTarget:
         return reference.logprobs(torch.from_numpy(self.logits(row_index)), torch.from_numpy(chosen).long(), k)
 
     def draw_from(self, logits: Float32, sampling: RowSampling) -> Int32:  # noqa: D102
-        return np.array([
-            reference.draw(
-                torch.from_numpy(row), float(s["temperature"]), int(s["top_k"]), float(s["top_p"]), float(s["min_p"]),
-                int(s["seed"]), int(s["position"]),
-            )
-            for row, s in zip(logits, sampling, strict=True)
-        ], np.int32)  # fmt: skip
+        return _draw(torch.from_numpy(logits), sampling)
 
 
 class TorchDraft:
@@ -236,9 +238,31 @@ class TorchDraft:
         self.hidden = self.head.feedback(out).numpy()
 
     @torch.inference_mode()
-    def top_k(self, row_index: Int32, k: int) -> TopK:  # noqa: D102
-        ids, logprobs = reference.top_k(self.head.logits(torch.from_numpy(self.raw[row_index])), k)
-        return TopK(self.head.target_ids(ids).numpy().astype(np.int32), logprobs.numpy())
+    def top_k(self, row_index: Int32, k: int, sampling: RowSampling) -> TopK:  # noqa: D102
+        logits = self.head.logits(torch.from_numpy(self.raw[row_index]))
+        targets = self.head.target_ids(torch.arange(logits.shape[1]))
+        for row, s in zip(logits, sampling, strict=True):
+            if s["temperature"] > 0:
+                row.div_(float(s["temperature"])).add_(reference.gumbel(int(s["seed"]), int(s["position"]), targets))
+        ids, logprobs = reference.top_k(logits, k)
+        return TopK(targets[ids].numpy().astype(np.int32), logprobs.numpy())
+
+    @torch.inference_mode()
+    def draw(self, row_index: Int32, sampling: RowSampling) -> Int32:  # noqa: D102
+        logits = self.head.logits(torch.from_numpy(self.raw[row_index]))
+        ids = self.head.target_ids(torch.arange(logits.shape[1]))
+        drawn = _draw(logits, sampling, ids)
+        return np.where(drawn < 0, np.int32(ids[0]), drawn)
+
+
+def _draw(logits: torch.Tensor, sampling: RowSampling, ids: torch.Tensor | None = None) -> Int32:
+    return np.array([
+        reference.draw(
+            row, float(s["temperature"]), int(s["top_k"]), float(s["top_p"]), float(s["min_p"]), int(s["seed"]),
+            int(s["position"]), ids,
+        )
+        for row, s in zip(logits, sampling, strict=True)
+    ], np.int32)  # fmt: skip
 
 
 def _floats(weight: torch.Tensor | None) -> Float32 | None:

@@ -185,21 +185,34 @@ class NativeModel:
         self._library.head_logits(self._model_ref, at, index, n, pointer(logits))
         return logits
 
-    def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling) -> Int32:
-        """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite."""
+    def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling, d2t: Int32 | None = None) -> Int32:
+        """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite.
+
+        A draft that is given its d2t [Vd] draws target ids, each with the noise that the target gives it."""
         at, index, n = self._selection(hidden, row_index)
         assert len(sampling) == n, (len(sampling), n)
         tokens = np.empty(n, np.int32)
         how = address("sampling", sampling, SAMPLING)
-        self._library.head_draw(self._model_ref, at, index, n, how, pointer(tokens))
+        self._library.head_draw(self._model_ref, at, index, n, how, self._offsets(d2t), pointer(tokens))
         return tokens
 
-    def top_k(self, hidden: Float32, row_index: Int32, k: int) -> TopK:
-        """The k most probable ids and their log-probabilities for each of n rows of hidden."""
+    def top_k(
+        self,
+        hidden: Float32,
+        row_index: Int32,
+        k: int,
+        sampling: RowSampling | None = None,
+        d2t: Int32 | None = None,
+    ) -> TopK:
+        """The k most probable ids and their log-probabilities for each of n rows of hidden; with `sampling`, by the
+        logits over its temperature plus the noise of a draw. d2t as in `draw`."""
         at, index, n = self._selection(hidden, row_index)
         result = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
-        ids, logprobs = pointer(result.ids), pointer(result.logprobs)
-        self._library.head_topk(self._model_ref, at, index, n, k, ids, logprobs)
+        assert sampling is None or len(sampling) == n, (sampling, n)
+        how = None if sampling is None else address("sampling", sampling, SAMPLING)
+        self._library.head_topk(
+            self._model_ref, at, index, n, k, how, self._offsets(d2t), pointer(result.ids), pointer(result.logprobs)
+        )
         return result
 
     def logprobs(self, hidden: Float32, row_index: Int32, chosen: Int32, k: int) -> Logprobs:
@@ -212,6 +225,10 @@ class NativeModel:
         own = address("chosen", chosen, np.int32), pointer(result.chosen), pointer(result.rank)
         self._library.head_logprobs(self._model_ref, at, index, n, k, *best, *own)
         return result
+
+    def _offsets(self, d2t: Int32 | None) -> int | None:
+        assert d2t is None or len(d2t) == self.head_size, (d2t, self.head_size)
+        return None if d2t is None else address("d2t", d2t, np.int32)
 
     def _selection(self, hidden: Float32, row_index: Int32) -> tuple[int, int, int]:
         n = len(row_index)

@@ -81,8 +81,8 @@ def lowbias32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def gumbel(seed: int, position: int, count: int) -> Tensor:
-    """Gumbel noise [count] of the token ids 0 .. count - 1 for the token drawn at an absolute position.
+def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
+    """Gumbel noise of token ids int64 [n] for the token drawn at an absolute position.
 
     Counter-based: bits = lowbias32(lowbias32(id * golden + a) ^ b) with (a, b) hashed from seed and position. The
     uniform (bits + 1/2) / 2^32 lies in the open interval and is resolved at both ends: its exponential -log(u) is
@@ -90,7 +90,6 @@ def gumbel(seed: int, position: int, count: int) -> Tensor:
     words = torch.tensor([seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32])
     a = lowbias32(lowbias32(words[0] ^ 0x243F6A88) ^ words[1])
     b = lowbias32(lowbias32(a ^ words[2]) ^ 0x85A308D3)
-    ids = torch.arange(count, dtype=torch.int64)
     bits = lowbias32(lowbias32((ids * _GOLDEN + a) & _MASK32) ^ b)
     low = -torch.log((bits.double() + 0.5) / 2**32)
     high = -torch.log1p(-((2**32 - bits).double() - 0.5) / 2**32)
@@ -120,16 +119,27 @@ def filter_logits(logits: Tensor, temperature: float, top_k: int, top_p: float, 
     return filtered
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> int:
+def draw(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
+    ids: Tensor | None = None,
+) -> int:
     """The token id drawn from one row of logits [V]: argmax at temperature 0, Gumbel-argmax otherwise.
 
-    Ties go to the lowest id. Returns -1 if a logit is NaN or none is finite."""
+    ids int64 [V]: the token of each column, ascending, where that is not its number: a draft's, as target ids. Ties go
+    to the lowest id. Returns -1 if a logit is NaN or none is finite."""
+    ids = torch.arange(len(logits)) if ids is None else ids
     if torch.isnan(logits).any() or not torch.isfinite(logits).any():
         return -1
-    if temperature == 0.0:
-        return int(torch.argmax((logits == logits.max()).int()))
-    scores = filter_logits(logits, temperature, top_k, top_p, min_p) + gumbel(seed, position, len(logits))
-    return int(torch.argmax((scores == scores.max()).int()))
+    scores = logits
+    if temperature != 0.0:
+        scores = filter_logits(logits, temperature, top_k, top_p, min_p) + gumbel(seed, position, ids)
+    return int(ids[torch.argmax((scores == scores.max()).int())])
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 from aquiline.config import SpecConfig
 from aquiline.models.runner import DraftRunner
 from aquiline.spec.tree import DraftTree, Topology, chain_topology, static_shape, static_topology
-from aquiline.types import Bool, Float32, Int32, KVGroup, Rows, TopK
+from aquiline.types import Bool, Float32, Int32, KVGroup, Rows, RowSampling, TopK
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +59,16 @@ class Roots:
 class DraftSession:
     """Runs draft passes for one step: fills the flat rows, keeps what the next pass needs.
 
-    first_key [S]: the first KV index of each slot that holds a key; at least 1, since row j lives at j + 1. num_rows
-    counts rows run."""
+    Children are chosen by the draft's logits as the target will draw by its own: over the temperature, plus the same
+    noise. The nearer the two distributions, the more often both prefer the same token, at least (1 - TV) / (1 + TV) of
+    the time, where the draft's best guess is right only as often as the target happens to draw it. Source: Daliri,
+    Musco and Suresh, arXiv 2408.07978.
 
-    def __init__(self, runner: DraftRunner, kv: KVGroup, rows: Rows, first_key: Int32) -> None:
-        self.runner, self.kv, self.rows, self.first_key = runner, kv, rows, first_key
+    first_key [S]: the first KV index of each slot that holds a key; at least 1, since row j lives at j + 1. settings
+    [S]: how each slot draws, positions apart. num_rows counts rows run."""
+
+    def __init__(self, runner: DraftRunner, kv: KVGroup, rows: Rows, first_key: Int32, settings: RowSampling) -> None:
+        self.runner, self.kv, self.rows, self.first_key, self.settings = runner, kv, rows, first_key, settings
         self.num_rows = 0
         self.places = np.arange(rows.max_rows, dtype=np.int32)
         self.roots: Roots
@@ -91,16 +96,16 @@ class DraftSession:
 
     def children(self, k: int) -> TopK:
         """The best k children of each root."""
-        return self.runner.top_k(self.last_rows, k)
+        return self.runner.top_k(self.last_rows, k, self._sampling(self.roots.slots, self.roots.positions))
 
     def chain(self, depth: int) -> Int32:
-        """The best child of each root, its best child and so on, [B, depth]. A chain's KV index and position coincide,
-        so there are no tails."""
+        """A child of each root, a child of that and so on, [B, depth]. A chain's KV index and position coincide, so
+        there are no tails."""
         rows, roots, n = self.rows, self.roots, len(self.roots.slots)
         tokens = np.empty((n, depth), np.int32)
         source = self.last_rows
         for level in range(depth):
-            tokens[:, level] = self.runner.top_k(source, 1).ids[:, 0]
+            tokens[:, level] = self.runner.draw(source, self._sampling(roots.slots, roots.positions + level))
             if level + 1 == depth:
                 break
             rows.num = n
@@ -133,7 +138,13 @@ class DraftSession:
         rows.write[:n] = rows.tail[:n, level - 1]
         self.num_scratch += m
         self._forward(self.runner.hidden[source.ravel()])
-        return self.runner.top_k(self.places[:n], k)
+        return self.runner.top_k(self.places[:n], k, self._sampling(rows.slots[:n], base + (level - 1)))
+
+    def _sampling(self, slots: Int32, positions: Int32) -> RowSampling:
+        """How the target draws the tokens behind these positions."""
+        sampling = self.settings[slots]
+        sampling["position"] = positions + 1
+        return sampling
 
     def _forward(self, g: Float32) -> None:
         self.num_rows += self.rows.num

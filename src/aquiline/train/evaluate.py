@@ -108,7 +108,9 @@ def own_text(teacher: TargetTeacher, prompts: Tensor, num_new: int, temperature:
 
 @torch.no_grad()
 def simulated_tau(head: DraftHead, text: Continuations, num_steps: int) -> float:
-    """Mean tokens committed per cycle of a chain of num_steps drafts. A token the draft cannot name is a miss."""
+    """Mean tokens committed per cycle of a chain of num_steps drafts. A token the draft cannot name is a miss.
+
+    Drafts are best guesses. The engine, which has the noise that sampled text was drawn with, accepts more of those."""
     right = []
     for step, (rows, a) in enumerate(passes(head, text.batch, text.view.features, num_steps)):
         guesses = head.target_ids(head.logits(a).argmax(-1))
