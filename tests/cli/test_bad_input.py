@@ -144,4 +144,4 @@ def test_json_output_of_generate(pair: Path) -> None:
         "target_calls_per_token decode_tokens_per_s prefill_ms decode_ms"
     )
     assert set(wanted.split()) <= set(data["metrics"])
-    assert data["system"]["arithmetic"] == "float32"
+    assert data["system"]["arithmetic"] == llm.models.arithmetic

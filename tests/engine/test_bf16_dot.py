@@ -12,7 +12,7 @@ from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
-from aquiline.models.runner import check_arithmetic
+from aquiline.models.runner import resolve_arithmetic
 from aquiline.ops import packed
 
 pytestmark = needs_native
@@ -56,6 +56,14 @@ def test_the_two_differ() -> None:
     assert outputs[0] != outputs[1]
 
 
+def test_auto_is_the_faster_of_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_dot, expected in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(packed, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
+        assert resolve_arithmetic("auto", "bfloat16", True) == expected
+        for dtype, is_native in (("float32", True), ("int8", True), ("int4", True), ("bfloat16", False)):
+            assert resolve_arithmetic("auto", dtype, is_native) == "float32"
+
+
 def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for arithmetic, dtype, is_native, named in (
         ("int8", "bfloat16", True, "arithmetic='int8': must be one of"),
@@ -63,7 +71,7 @@ def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> Non
         ("bfloat16", "bfloat16", False, "torch path.*use arithmetic='float32'"),
     ):
         with pytest.raises(ValueError, match=named):
-            check_arithmetic(arithmetic, dtype, is_native)
+            resolve_arithmetic(arithmetic, dtype, is_native)
     monkeypatch.setattr(packed, "has_bf16_dot", lambda: False)
     with pytest.raises(ValueError, match="AVX512_BF16; use arithmetic='float32'"):
-        check_arithmetic("bfloat16", "bfloat16", True)
+        resolve_arithmetic("bfloat16", "bfloat16", True)

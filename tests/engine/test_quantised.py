@@ -19,7 +19,7 @@ from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.models.load import read_model_config
-from aquiline.models.runner import check_arithmetic, weight_bytes
+from aquiline.models.runner import resolve_arithmetic, weight_bytes
 from aquiline.ops import native
 
 __all__ = ["restored_isa"]
@@ -159,7 +159,7 @@ def test_the_bundled_target_stays_close_to_itself() -> None:
 def test_what_cannot_be_is_a_value_error(tmp_path: Path) -> None:
     for dtype in DTYPES:
         with pytest.raises(ValueError, match=f"arithmetic='bfloat16': needs dtype='bfloat16', and dtype is '{dtype}'"):
-            check_arithmetic("bfloat16", dtype, True)
+            resolve_arithmetic("bfloat16", dtype, True)
     write_target(tmp_path)
     with pytest.raises(ValueError, match=r"dtype='int3': must be one of float32, bfloat16, int8, int4"):
         LLM(tmp_path, dtype="int3")

@@ -54,7 +54,7 @@ class Source:
     target: str | None = None
     draft: str | None = None
     dtype: str = "bfloat16"
-    arithmetic: str = "float32"
+    arithmetic: str = "auto"
     random_config: ModelConfig | None = None
     simulated_tau: float | None = None
 

@@ -192,7 +192,7 @@ class LoadRun:
         target, draft = self.source.names
         simulated = llm.models.simulated if spec.drafter != "none" else None
         return ModelFacts(
-            target=target, draft=draft, dtype=self.source.dtype, arithmetic=self.source.arithmetic,
+            target=target, draft=draft, dtype=self.source.dtype, arithmetic=llm.models.arithmetic,
             random_weights=self.source.random_config is not None,
             simulated_tau=simulated.tau if simulated is not None else None, weight_bytes=llm.models.weight_bytes,
         )  # fmt: skip
@@ -211,5 +211,7 @@ class LoadRun:
             "new_tokens": plan.micro_steps + 1, "seed": plan.seed, "warmup_runs": plan.warmup_runs,
             "measurement_runs": plan.measurement_runs,
         }  # fmt: skip
+        model, source = result.get("model", {}), self.source
         is_ours = all(scenario.get(name) == value for name, value in wanted.items())
+        is_ours &= model.get("dtype") == source.dtype and source.arithmetic in ("auto", model.get("arithmetic"))
         return result if is_ours and result.get("commit") == commit() and not problems(result) else None

@@ -41,7 +41,7 @@ def bench(
         float | None, typer.Option(help="Acceptance length for random weights. Default: 2.5.", rich_help_panel=MODEL)
     ] = None,
     dtype: Annotated[str, typer.Option(help="Storage of weights and KV.", rich_help_panel=MODEL)] = "bfloat16",
-    arithmetic: Annotated[str, typer.Option(help="float32 or bfloat16.", rich_help_panel=MODEL)] = "float32",
+    arithmetic: Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=MODEL)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON list.")] = False,
 ) -> None:
     """Measure scenarios, baseline and chains alternated, and write one JSON per setting.

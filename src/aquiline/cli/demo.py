@@ -21,7 +21,7 @@ def demo(
     package: Annotated[
         str | None, typer.Option(help="Take the prompts from this installed package (not one it was trained on).")
     ] = None,
-    arithmetic: Arithmetic = "float32",
+    arithmetic: Arithmetic = "auto",
     plot: Annotated[Path | None, typer.Option(help="Also write the result as a PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -98,7 +98,7 @@ def evaluate(
     capture: Capture = None,
     norm_feedback: NormFeedback = None,
     dtype: Dtype = "bfloat16",
-    arithmetic: Arithmetic = "float32",
+    arithmetic: Arithmetic = "auto",
 ) -> None:
     """Compare drafting settings with the baseline on the same questions: speed with its interval, acceptance, the best.
 

@@ -94,7 +94,7 @@ def generate(
     capture: Capture = None,
     norm_feedback: NormFeedback = None,
     dtype: Dtype = "bfloat16",
-    arithmetic: Arithmetic = "float32",
+    arithmetic: Arithmetic = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""
@@ -132,7 +132,7 @@ def generate(
         _print(llm, text, sampling, as_json)
     else:
         assert prompts_file is not None and out is not None
-        settings: dict[str, object] = {"target": target, "dtype": dtype, "arithmetic": arithmetic}
+        settings: dict[str, object] = {"target": target, "dtype": dtype, "arithmetic": llm.models.arithmetic}
         _run_file(llm, prompts_file, out, sampling, settings, as_json)
 
 

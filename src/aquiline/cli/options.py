@@ -18,7 +18,7 @@ NormFeedback = Annotated[
     bool | None, typer.Option(help="Feed the draft's normed output back. Default: as its checkpoint says.")
 ]
 Dtype = Annotated[str, typer.Option(help="Storage of weights: bfloat16, float32, int8 or int4.")]
-Arithmetic = Annotated[str, typer.Option(help="float32, or bfloat16 where the CPU has AVX512_BF16.")]
+Arithmetic = Annotated[str, typer.Option(help="auto, float32, or bfloat16, the faster where the CPU has AVX512_BF16.")]
 
 PIPE_WIDTH = 140
 """Columns where nobody says how many there are, as in a file; tables would be cut to 80."""

@@ -24,7 +24,7 @@ def profile(
     new_tokens: Annotated[int, typer.Option(help="Tokens each of them writes.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     dtype: Dtype = "bfloat16",
-    arithmetic: Arithmetic = "float32",
+    arithmetic: Arithmetic = "auto",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (chrome://tracing, Perfetto).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -57,10 +57,11 @@ class LLM:
 
     `spec` is the default way to draft: chain where a draft is there, none elsewhere. `dtype` names how weights are
     stored: bfloat16, float32, int8 or int4; KV is float32 beside float32 weights, else bfloat16. `arithmetic`
-    "bfloat16" rounds activations too, where the CPU has AVX512_BF16: faster, as exact between drafters, but not the
-    text that float32 gives on every CPU. `capture` (target layers whose outputs the draft reads) and `norm_feedback`
-    replace what a draft's checkpoint says or leaves open. Raises CheckpointError before the first token if anything is
-    wrong or does not fit, OutOfMemory, and ValueError for settings that cannot work.
+    "float32" gives the same text on every x86 CPU; "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16, rounds
+    activations too: faster, as exact between drafters, a text of its own; "auto" takes it where it is there. `capture`
+    (target layers whose outputs the draft reads) and `norm_feedback` replace what a draft's checkpoint says or leaves
+    open. Raises CheckpointError before the first token if anything is wrong or does not fit, OutOfMemory, and
+    ValueError for settings that cannot work.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class LLM:
         *,
         spec: SpecConfig | None = None,
         dtype: str = "bfloat16",
-        arithmetic: str = "float32",
+        arithmetic: str = "auto",
         device: str = "cpu",
         engine: EngineConfig | None = None,
         capture: tuple[int, ...] | None = None,

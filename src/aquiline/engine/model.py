@@ -30,7 +30,7 @@ from aquiline.models.runner import (
     TargetRunner,
     TorchDraft,
     TorchTarget,
-    check_arithmetic,
+    resolve_arithmetic,
     use_native,
     weight_bytes,
 )
@@ -144,7 +144,7 @@ def load_models(
     dtype: str,
     config: EngineConfig,
     environment: Environment,
-    arithmetic: str = "float32",
+    arithmetic: str = "auto",
     overrides: DraftOverrides = NO_OVERRIDES,
 ) -> LoadedModels:
     """Load and pack a target and its draft, whose checkpoint's own words `overrides` may replace.
@@ -178,7 +178,7 @@ def from_modules(
 ) -> LoadedModels:
     """Put loaded modules into the runners this machine has. Raises ValueError for an arithmetic it does not have."""
     is_native = use_native(environment)
-    check_arithmetic(arithmetic, dtype, is_native)
+    arithmetic = resolve_arithmetic(arithmetic, dtype, is_native)
     quantised = dtype if dtype in QUANTISED else None
     num_bytes = weight_bytes([decoder] if head is None else [decoder, head], quantised)
     max_rows = config.row_budget + config.max_batch * MAX_NODES

@@ -86,18 +86,24 @@ def use_native(environment: Environment) -> bool:
     return False
 
 
-def check_arithmetic(arithmetic: str, dtype: str, is_native: bool) -> None:
-    """Raises ValueError, naming the fix, if linears cannot run in this arithmetic over weights stored as `dtype`."""
+def resolve_arithmetic(arithmetic: str, dtype: str, is_native: bool) -> str:
+    """The arithmetic over weights stored as `dtype`; "auto" is the faster of those there are.
+
+    Raises ValueError, naming the fix, for one that cannot run."""
+    if arithmetic == "auto":
+        has_dot = is_native and dtype == "bfloat16" and packed.has_bf16_dot()
+        return "bfloat16" if has_dot else "float32"
     if arithmetic not in ("float32", "bfloat16"):
-        raise ValueError(f"arithmetic={arithmetic!r}: must be one of float32, bfloat16")
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16")
     if arithmetic == "float32":
-        return
+        return arithmetic
     if dtype != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: needs dtype='bfloat16', and dtype is {dtype!r}")
     if not is_native:
         raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
     if not packed.has_bf16_dot():
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
+    return arithmetic
 
 
 def weight_bytes(modules: Iterable[nn.Module], dtype: str | None) -> int:
