@@ -22,16 +22,40 @@ using aq::kGroups;
 using aq::kSpan;
 using aq::kTileQueries;
 
-// What keys stored as S are multiplied with, and how many channels or positions that takes at once.
+// What keys stored as S are multiplied with, how many channels or positions that takes at once, and how many S these are.
 template <class S> struct Factor {
   using type = float;
-  static constexpr int kCount = 1;
+  static constexpr int kCount = 1, kElements = 1;
 };
 template <> struct Factor<Pair> {
   using type = Pair;
-  static constexpr int kCount = 2;
+  static constexpr int kCount = 2, kElements = 1;
+};
+template <> struct Factor<Unpaired> {
+  using type = Pair;
+  static constexpr int kCount = 2, kElements = 2;
 };
 template <class S> using FactorOf = typename Factor<S>::type;
+
+// 16 channels of the positions of one step.
+template <class S> AQ_INLINE auto values_at(const Keys<S>& keys, int step, int dim) { return load(keys.v[step] + dim); }
+
+#if defined(AQ_DOT)
+// Elements of two runs of 16, in turn.
+AQ_INLINE __m512i interleave(__m512i runs) {
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order), runs);
+}
+AQ_INLINE __m512i interleave(const void* first, const void* second) {
+  const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)first));
+  return interleave(_mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)second), 1));
+}
+AQ_INLINE __m512bh load(const Unpaired* p) { return (__m512bh)interleave(_mm512_loadu_si512(p)); }
+AQ_INLINE __m512bh values_at(const Keys<Unpaired>& keys, int step, int dim) {
+  return (__m512bh)interleave(keys.v[2 * step] + dim, keys.v[2 * step + 1] + dim);
+}
+#endif
 
 // Softmax state of some queries: maximum and sum [queries], accumulator [queries][dim].
 struct State {
@@ -85,9 +109,10 @@ AQ_INLINE void score_groups(const FactorOf<S>* q, int steps, const S* const* k, 
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; g++) sum[m][g] = zero();
   for (int d = 0; d < steps; d++) {
+    const int at = d * 16 * Factor<S>::kElements;
     decltype(load(keys[0])) key[GROUPS];
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; g++) key[g] = load(keys[g] + d * 16), prefetch(next[g] + d * 16);
+    for (int g = 0; g < GROUPS; g++) key[g] = load(keys[g] + at), prefetch(next[g] + at);
 #pragma GCC unroll 8
     for (int m = 0; m < QUERIES; m++) {
       const auto value = set1(q[m * steps + d]);
@@ -112,11 +137,11 @@ AQ_INLINE void weigh_values(const FactorOf<S>* p, const Keys<S>& keys, int first
     for (int d = 0; d < DIMS; d++) sum[m][d] = zero();
   constexpr int kCount = Factor<S>::kCount, kSteps = AQ_BLOCK / kCount, kGroupSteps = 16 / kCount;
   for (int j = keys.from / kCount; j < (keys.to + kCount - 1) / kCount; j++) {
-    const S* v = keys.v[j] + first_dim;
-    const S* next = keys.next_v[j / kGroupSteps] + j % kGroupSteps * dim + first_dim;
-    decltype(load(v)) value[DIMS];
+    constexpr int kElements = Factor<S>::kElements;
+    const S* next = keys.next_v[j / kGroupSteps] + (j % kGroupSteps * dim + first_dim) * kElements;
+    decltype(values_at(keys, j, 0)) value[DIMS];
 #pragma GCC unroll 8
-    for (int d = 0; d < DIMS; d++) value[d] = load(v + d * 16), prefetch(next + d * 16);
+    for (int d = 0; d < DIMS; d++) value[d] = values_at(keys, j, first_dim + d * 16), prefetch(next + d * 16 * kElements);
 #pragma GCC unroll 8
     for (int m = 0; m < QUERIES; m++) {
       const auto weight = set1(p[m * kSteps + j]);

@@ -15,36 +15,35 @@ void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair
 
 namespace {
 
-// Elements of two runs of 16, in turn.
-inline __m512i interleave(__m512i runs) {
-  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(_mm512_load_si512(order), runs);
+constexpr int kPairsFrom = 48;  // queries from which pairs are worth being written down for all tiles of them
+
+const Unpaired kUnseen[kMaxHeadDim] = {};
+
+void pair_channels(const Unpaired* k, int dim, Pair* to) {
+  for (int d = 0; d < dim; d += 2) _mm512_storeu_si512(to + d * 8, dot::interleave(_mm512_loadu_si512(k + d * 16)));
 }
 
-void pair_channels(const uint16_t* k, int dim, Pair* to) {
-  for (int d = 0; d < dim; d += 2) _mm512_storeu_si512(to + d * 8, interleave(_mm512_loadu_si512(k + d * 16)));
-}
-
-// NULL for a position that is not seen.
-void pair_positions(const uint16_t* first, const uint16_t* second, int dim, Pair* to) {
-  const auto run = [](const uint16_t* v, int d) {
-    return v == nullptr ? _mm256_setzero_si256() : _mm256_loadu_si256((const __m256i*)(v + d));
-  };
-  for (int d = 0; d < dim; d += 16) {
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(run(first, d)), run(second, d), 1);
-    _mm512_storeu_si512(to + d, interleave(both));
-  }
+void pair_positions(const Unpaired* first, const Unpaired* second, int dim, Pair* to) {
+  for (int d = 0; d < dim; d += 16) _mm512_storeu_si512(to + d, dot::interleave(first + d, second + d));
 }
 
 }  // namespace
 
-void dot_block(const Pair* q, int queries, int dim, const Keys<uint16_t>& keys, float scale, Pair* paired, float* maximum,
+void dot_block(const Pair* q, int queries, int dim, const Keys<uint16_t>& stored, float scale, Pair* paired, float* maximum,
                float* sum, float* accumulator) {
+  const dot::State state{maximum, sum, accumulator};
+  Keys<Unpaired> keys;
+  keys.from = stored.from, keys.to = stored.to;
+  for (int g = 0; g < kGroups; g++)
+    keys.next_k[g] = (const Unpaired*)stored.next_k[g], keys.next_v[g] = (const Unpaired*)stored.next_v[g];
+  for (int g = keys.from / 16; g * 16 < keys.to; g++) keys.k[g] = (const Unpaired*)stored.k[g];
+  for (int j = keys.from & ~1; j < ((keys.to + 1) & ~1); j++)
+    keys.v[j] = j >= keys.from && j < keys.to ? (const Unpaired*)stored.v[j] : kUnseen;
+  if (queries < kPairsFrom) return dot::block_update(q, queries, dim, keys, scale, state);
+
   Keys<Pair> pairs;
   pairs.from = keys.from, pairs.to = keys.to;
-  for (int g = 0; g < kGroups; g++)
-    pairs.next_k[g] = (const Pair*)keys.next_k[g], pairs.next_v[g] = (const Pair*)keys.next_v[g];
+  for (int g = 0; g < kGroups; g++) pairs.next_k[g] = (const Pair*)keys.next_k[g], pairs.next_v[g] = (const Pair*)keys.next_v[g];
   for (int g = keys.from / 16; g * 16 < keys.to; g++) {
     Pair* to = paired + (size_t)g * 8 * dim;
     pair_channels(keys.k[g], dim, to);
@@ -52,12 +51,11 @@ void dot_block(const Pair* q, int queries, int dim, const Keys<uint16_t>& keys, 
   }
   Pair* values = paired + (size_t)AQ_BLOCK / 2 * dim;
   for (int j = keys.from / 2; 2 * j < keys.to; j++) {
-    const auto seen = [&](int at) { return at >= keys.from && at < keys.to ? keys.v[at] : nullptr; };
     Pair* to = values + (size_t)j * dim;
-    pair_positions(seen(2 * j), seen(2 * j + 1), dim, to);
+    pair_positions(keys.v[2 * j], keys.v[2 * j + 1], dim, to);
     pairs.v[j] = to;
   }
-  dot::block_update(q, queries, dim, pairs, scale, dot::State{maximum, sum, accumulator});
+  dot::block_update(q, queries, dim, pairs, scale, state);
 }
 
 }  // namespace aq

@@ -29,6 +29,11 @@ struct Pair {
   uint16_t first, second;
 };
 
+// A bfloat16 in memory whose partner in a dot product lies elsewhere.
+struct Unpaired {
+  uint16_t bits;
+};
+
 // AQ_GROUP channels of 16 outputs in int4: channel i of lane l is nibble i % 8 of codes[i / 8][l].
 struct Group {
   uint16_t scale[16];  // bfloat16

@@ -12,6 +12,7 @@ namespace AQ_NAMESPACE {
 
 using aq::Group;
 using aq::Pair;
+using aq::Unpaired;
 using aq::Worker;
 
 constexpr int kPanel = 4;                // output blocks computed before moving on: they stay in L2 for all row tiles
