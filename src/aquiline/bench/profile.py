@@ -71,8 +71,9 @@ class Profile:
         first = min(lap.began_s for lap in self.laps)
         events = [
             {
-                "name": lap.stage, "cat": "aquiline", "ph": "X", "pid": 1, "tid": 1 + (lap.stage not in _STAGE_NAMES),
-                "ts": (lap.began_s - first) * 1e6, "dur": lap.seconds * 1e6,
+                "name": lap.stage, "cat": "aquiline", "ph": "X", "pid": 1,
+                "tid": 1 + (lap.stage not in RANGES.values()), "ts": (lap.began_s - first) * 1e6,
+                "dur": lap.seconds * 1e6,
             }
             for lap in self.laps
         ]  # fmt: skip
@@ -102,9 +103,6 @@ def profile(
             laps += step if times is None else step + _parts(step, times.seconds)
     summary = engine.meter.summary()
     return Profile(_table(laps, summary.num_decode_steps), laps, summary, spec, llm.models.system())
-
-
-_STAGE_NAMES = frozenset(RANGES.values())
 
 
 def _parts(step: list[Lap], seconds: Float64) -> list[Lap]:

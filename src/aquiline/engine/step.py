@@ -96,7 +96,7 @@ class Stepper:
         if models.draft is not None:
             kv = models.new_draft_kv(pool.num_pages, config.page_size)
             rows = Rows(models.max_rows, MAX_DEPTH + 1, pool.table)
-            self.session = DraftSession(models.draft, kv, rows, self.slots.first_draft_key, self.slots.settings)
+            self.session = DraftSession(models.draft, kv, rows, self.slots.first_draft_key, self.slots.sampling)
         self.cycle = models.new_cycle(self.rows, self.kv, self.slots, self.session)
 
     def run(self, plan: StepPlan, meter: Meter) -> Outcome:

@@ -18,6 +18,8 @@ from aquiline.models.runner import DraftRunner
 from aquiline.spec.tree import DraftTree, Topology, chain_topology, static_shape, static_topology
 from aquiline.types import Bool, Float32, Int32, KVGroup, Rows, RowSampling, TopK
 
+RowsSampling = Callable[[Int32, Int32], RowSampling]
+
 
 @dataclass(frozen=True, eq=False)
 class Pending:
@@ -64,11 +66,11 @@ class DraftSession:
     the time, where the draft's best guess is right only as often as the target happens to draw it. Source: Daliri,
     Musco and Suresh, arXiv 2408.07978.
 
-    first_key [S]: the first KV index of each slot that holds a key; at least 1, since row j lives at j + 1. settings
-    [S]: how each slot draws, positions apart. num_rows counts rows run."""
+    first_key [S]: the first KV index of each slot that holds a key; at least 1, since row j lives at j + 1.
+    sampling(slots, positions): how the target draws the token behind each. num_rows counts rows run."""
 
-    def __init__(self, runner: DraftRunner, kv: KVGroup, rows: Rows, first_key: Int32, settings: RowSampling) -> None:
-        self.runner, self.kv, self.rows, self.first_key, self.settings = runner, kv, rows, first_key, settings
+    def __init__(self, runner: DraftRunner, kv: KVGroup, rows: Rows, first_key: Int32, sampling: RowsSampling) -> None:
+        self.runner, self.kv, self.rows, self.first_key, self.sampling = runner, kv, rows, first_key, sampling
         self.num_rows = 0
         self.places = np.arange(rows.max_rows, dtype=np.int32)
         self.roots: Roots
@@ -96,7 +98,7 @@ class DraftSession:
 
     def children(self, k: int) -> TopK:
         """The best k children of each root."""
-        return self.runner.top_k(self.last_rows, k, self._sampling(self.roots.slots, self.roots.positions))
+        return self.runner.top_k(self.last_rows, k, self.sampling(self.roots.slots, self.roots.positions))
 
     def chain(self, depth: int) -> Int32:
         """A child of each root, a child of that and so on, [B, depth]. A chain's KV index and position coincide, so
@@ -105,7 +107,7 @@ class DraftSession:
         tokens = np.empty((n, depth), np.int32)
         source = self.last_rows
         for level in range(depth):
-            tokens[:, level] = self.runner.draw(source, self._sampling(roots.slots, roots.positions + level))
+            tokens[:, level] = self.runner.draw(source, self.sampling(roots.slots, roots.positions + level))
             if level + 1 == depth:
                 break
             rows.num = n
@@ -138,13 +140,7 @@ class DraftSession:
         rows.write[:n] = rows.tail[:n, level - 1]
         self.num_scratch += m
         self._forward(self.runner.hidden[source.ravel()])
-        return self.runner.top_k(self.places[:n], k, self._sampling(rows.slots[:n], base + (level - 1)))
-
-    def _sampling(self, slots: Int32, positions: Int32) -> RowSampling:
-        """How the target draws the tokens behind these positions."""
-        sampling = self.settings[slots]
-        sampling["position"] = positions + 1
-        return sampling
+        return self.runner.top_k(self.places[:n], k, self.sampling(rows.slots[:n], base + (level - 1)))
 
     def _forward(self, g: Float32) -> None:
         self.num_rows += self.rows.num
