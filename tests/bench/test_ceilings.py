@@ -84,10 +84,12 @@ def test_what_is_in_the_file_is_used(file: Path) -> None:
     assert "load of 99.0" in measured()[0].remark and "--remeasure" in measured()[0].remark
 
 
-def test_bfloat16_linears_leave_attention_in_float32(file: Path) -> None:
+def test_linears_and_attention_share_an_arithmetic(file: Path) -> None:
     keep(file, KNOWN | {"bfloat16": {"per_s": 4e11, "by": "d"}})
     found, _ = measured(Choice(arithmetic="bfloat16"))
-    assert found.linear_flops.value == 4e11 and found.attention_flops.value == 2e11
+    assert found.linear_flops.value == found.attention_flops.value == 4e11
+    found, _ = measured(Choice(arithmetic="float32"))
+    assert found.linear_flops.value == found.attention_flops.value == 2e11
     keep(file, KNOWN)
     with pytest.raises(ValueError, match="arithmetic='bfloat16': this CPU or build lacks AVX512_BF16"):
         measured(Choice(arithmetic="bfloat16"))

@@ -75,6 +75,8 @@ def test_a_pair_against_transformers(pair: Path, tmp_path: Path) -> None:
         assert row["void"] == "" and row["agreed"] == 16 and row["tau"] >= 1 and len(row["tokens_per_s"]) == 2
         assert row["is_speculative"] == (row["label"].split()[-1] not in ("baseline", "f32"))
     assert data["agreed_in_float32"] == {"transformers": 16}
+    assert list(data["moved_gb_per_s"]) == ["aquiline baseline"]
+    assert data["moved_gb_per_s"]["aquiline baseline"]["moved"] > 0 and data["rows"][0]["tokens_per_s"]
     assert list(data["absent"]) == [CLOSED.replace(":", " ", 1)] and "cannot be reached" in data["absent"].popitem()[1]
     assert len(data["verdict"]) == 2 and "x the fastest peer setting, transformers f32" in data["verdict"][1]
     found = read_results(tmp_path / "out")
@@ -91,6 +93,7 @@ def test_the_table_says_who_is_faster_and_what_is_absent(pair: Path) -> None:
     done = run("--target", pair / "target", "--peer", "transformers:f32", CLOSED, *SIZE)
     assert done.exit_code == 0, (done.stderr, done.exception)
     text = " ".join(done.stdout.split())
+    assert "aquiline baseline moves" in text and "plain reads reach" in text
     assert "transformers in float32: 16 of the first 16 tokens are ours" in text
     assert "not run: openai http://127.0.0.1:9/v1#small:" in text
     assert "the fastest peer without speculation, transformers f32" in text and "void" not in text.lower()

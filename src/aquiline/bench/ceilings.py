@@ -60,8 +60,7 @@ def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
     if rate is None:
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
     read, copy, linears, attention = (
-        Figure(r.per_s, "measured", f"{r.by}, {measured.date}")
-        for r in (measured.read, measured.copy, rate, measured.float32)
+        Figure(r.per_s, "measured", f"{r.by}, {measured.date}") for r in (measured.read, measured.copy, rate, rate)
     )
     return Ceilings(
         machine.key, arithmetic, bandwidth or read, flops or linears, flops or attention, copy, *known,

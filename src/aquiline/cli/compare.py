@@ -140,6 +140,11 @@ def _show(console: Console, found: Comparison, plan: Plan) -> None:
     console.print(table)
     s = found.system
     console.print(f"{s['cpu']}, {s['threads']} threads for every engine; medians of decode, prompts apart")
+    for label, (rate, reads) in found.moved.items():
+        console.print(
+            f"{label} moves {rate:.1f} GB/s of weights, keys and values, {rate / reads:.0%} of the {reads:.1f} that "
+            "plain reads reach; caches can hold a part"
+        )
     for kind, count in found.checks.items():
         console.print(f"{kind} in float32: {count} of the first {CHECK_TOKENS} tokens are ours")
     for row in found.rows:

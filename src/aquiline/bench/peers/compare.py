@@ -14,6 +14,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from aquiline.bench.ceilings import Choice, ceilings_of
+from aquiline.bench.configs import shape_of
+from aquiline.bench.device import GIGA
 from aquiline.bench.integrity import differences
 from aquiline.bench.peers.base import QUANTISED, Peer, PeerOutput, PeerRun, PeerSpec, Place
 from aquiline.bench.peers.converted import stored_dtype
@@ -21,6 +24,8 @@ from aquiline.bench.peers.results import PeerModel, agreement, result_of
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.prompts import text_prompts
 from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
+from aquiline.bench.roofline import Roofline
+from aquiline.bench.shapes import precision_of
 from aquiline.config import EngineConfig, SamplingParams, SpecConfig
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
@@ -75,6 +80,11 @@ class _Own:
         """What the runs wrote, as a peer would tell it."""
         outputs = [output for run in self.runs for output in run.outputs]
         return [PeerOutput(len(o.token_ids), o.token_ids, [o.ttft_ms, o.total_ms]) for o in outputs]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is drafted."""
+        return self.spec.drafter == "none"
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         self.runs.append(self.llm.run(prompts, sampling, spec=self.spec))
@@ -141,10 +151,24 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
         _measure(plan, settings, prompts[:-1], on_progress)
         results = [setting.result(scenario, _model(plan, llm)) for setting in settings]
         rows = _rows(plan, settings, results, checks, llm.models.tokenizer)
-        return Comparison(rows, results, checks, absent, llm.models.system())
+        on_progress("this machine's bandwidth")
+        moved = {row.label: _moved(plan, ours.llm, row) for ours, row in zip(own, rows, strict=False) if ours.is_plain}
+        return Comparison(rows, results, checks, absent, llm.models.system(), moved)
     finally:
         for other in others:
             other.peer.close()
+
+
+def _moved(plan: Plan, llm: LLM, row: Row) -> tuple[float, float]:
+    """GB/s that a plain setting's rate stands for, each step reading every weight and the keys so far, and the GB/s of
+    plain reads."""
+    models = llm.models
+    ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
+    roofline = Roofline(
+        shape_of(models.target_config, models.storage), None, precision_of(models.storage, None), ceilings
+    )
+    step = roofline.step(plan.batch, plan.prompt_tokens + plan.new_tokens // 2)
+    return step.cost.num_bytes * row.median / plan.batch / GIGA, ceilings.bandwidth.value / GIGA
 
 
 def _open(

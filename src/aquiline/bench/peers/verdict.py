@@ -43,13 +43,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, aquiline's first; kinds of peers with the tokens they agreed on in float32; absent peers and why."""
+    """All rows, aquiline's first; kinds of peers with the tokens they agreed on in float32; absent peers and why.
+
+    moved: of our plain settings, the GB/s of weights, keys and values that their rate stands for, and those of plain
+    reads."""
 
     rows: list[Row]
     results: list[Result]
     checks: dict[str, int]
     absent: dict[str, str]
     system: dict[str, object] = field(default_factory=dict)
+    moved: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def last_own(self) -> Row:
@@ -91,6 +95,9 @@ class Comparison:
             "rows": [
                 row.__dict__ | {"median": row.median, "over_baseline": row.median / baseline} for row in self.rows
             ],
+            "moved_gb_per_s": {
+                label: {"moved": moved, "plain_reads": reads} for label, (moved, reads) in self.moved.items()
+            },
             "agreed_in_float32": self.checks,
             "absent": self.absent,
             "system": self.system,
