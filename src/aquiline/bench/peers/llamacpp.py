@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, library, versions
+from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, library
 from aquiline.bench.peers.llama_server import LlamaServerPeer
-from aquiline.bench.peers.llamacpp_batch import LlamaCppBatchPeer
+from aquiline.bench.peers.llamacpp_batch import LlamaCppBatchPeer, describe
 
 llama_cpp = library("llama_cpp")
 speculative = library("llama_cpp.llama_speculative")
@@ -71,10 +71,7 @@ class LlamaCppPeer:
 
     def system(self) -> dict[str, object]:
         """Versions, threads, and the instructions llama.cpp was built for."""
-        return versions("llama-cpp-python") | {
-            "threads": self.threads, "features": llama_cpp.llama_print_system_info().decode().strip(),
-            "kv_precision": "f32" if self.dtype == "float32" else "f16",
-        }  # fmt: skip
+        return describe(self.threads, self.dtype)
 
     def close(self) -> None:
         """Free the model."""

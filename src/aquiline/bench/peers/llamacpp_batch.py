@@ -84,13 +84,18 @@ class LlamaCppBatchPeer:
 
     def system(self) -> dict[str, object]:
         """Versions, threads, and the instructions llama.cpp was built for."""
-        return versions("llama-cpp-python") | {
-            "threads": self.threads, "features": llama_cpp.llama_print_system_info().decode().strip(),
-            "kv_precision": "f32" if self.dtype == "float32" else "f16",
-        }  # fmt: skip
+        return describe(self.threads, self.dtype)
 
     def close(self) -> None:
         """Free context and model."""
         llama_cpp.llama_batch_free(self.rows)
         llama_cpp.llama_free(self.context)
         llama_cpp.llama_model_free(self.model)
+
+
+def describe(threads: int, dtype: str) -> dict[str, object]:
+    """The system of a peer that llama-cpp-python runs in process."""
+    return versions("llama-cpp-python") | {
+        "threads": threads, "features": llama_cpp.llama_print_system_info().decode().strip(),
+        "kv_precision": "f32" if dtype == "float32" else "f16",
+    }  # fmt: skip
