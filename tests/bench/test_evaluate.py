@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aquiline.bench.chat import ChatPrompter
+from aquiline.text.chat import ChatPrompter
 from aquiline.bench.datasets import Question
 from aquiline.bench.eval_figures import tables
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, settings_of

@@ -15,7 +15,7 @@ from itertools import product, zip_longest
 from pathlib import Path
 
 from aquiline.bench.answers import AnswerFile, TurnAnswer
-from aquiline.bench.chat import ChatPrompter
+from aquiline.text.chat import ChatPrompter
 from aquiline.bench.datasets import Question
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
 from aquiline.bench.result import tokens_sha256

@@ -105,7 +105,7 @@ def evaluate(
     Every setting writes the same tokens, or the command ends with an error that names the place. Ranges over chains and
     trees are a search; the best is named per length and overall.
     """
-    from aquiline.bench.chat import ChatPrompter
+    from aquiline.text.chat import ChatPrompter
     from aquiline.bench.datasets import load_questions
     from aquiline.bench.eval_figures import tables
     from aquiline.bench.eval_plan import EvalPlan, settings_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig, SpecConfig
-from aquiline.engine.detokenizer import Detokenizer
+from aquiline.text.detokenizer import Detokenizer
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
 from aquiline.engine.scheduler import Scheduler, StepPlan

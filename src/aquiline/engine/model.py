@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer
 
 from aquiline.config import MAX_NODES, EngineConfig, Environment, SpecConfig
-from aquiline.errors import CheckpointError
 from aquiline.kv import view
 from aquiline.kv.pool import KVGeometry, new_group
 from aquiline.models.config import DraftConfig, ModelConfig
@@ -41,6 +40,7 @@ from aquiline.spec.accept import accept, accept_native
 from aquiline.spec.drafters import DraftSession
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.spec.tree import DraftTree
+from aquiline.text.tokenizer import load_tokenizer
 from aquiline.types import AcceptResult, Int32, KVGroup, Rows, storage_dtype
 
 
@@ -205,24 +205,6 @@ def from_modules(
 def geometry(config: ModelConfig) -> KVGeometry:
     """What one token of a model stores."""
     return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim)
-
-
-def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The target's tokenizer.json; None where there is none (token ids in, token ids out).
-
-    Raises CheckpointError if the file is broken."""
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(
-            f"{path}: not a readable tokenizer ({error}); save it again with save_pretrained"
-        ) from None
-    tokenizer.no_truncation()  # a setting of somebody's training run; a prompt is never cut in silence
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def cpu_name() -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from aquiline.config import SamplingParams, SpecConfig
-from aquiline.engine.detokenizer import Detokenizer
+from aquiline.text.detokenizer import Detokenizer
 from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafters import Drafter

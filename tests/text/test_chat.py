@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from aquiline.bench.chat import ChatPrompter
+from aquiline.text.chat import ChatPrompter
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from aquiline.engine.detokenizer import Detokenizer
+from aquiline.text.detokenizer import Detokenizer
 
 
 def byte_tokenizer() -> Tokenizer:
