@@ -16,7 +16,7 @@ from aquiline.train.start import new_head
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=48, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_positions=256, rms_norm_eps=1e-5, rope=RopeConfig(), eos_token_ids=(0,), bos_token_id=0,
+    head_dim=16, max_positions=256, rms_norm_eps=1e-5, rope=RopeConfig(), eos_token_ids=(0,), bos_token_id=0,
 )  # fmt: skip
 CAPTURE = (0, 1, 2)
 

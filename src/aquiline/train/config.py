@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-LOSS_NAMES = ("ce", "kl", "lk", "lk-mix")
+LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
 """The keys of losses.LOSSES, named here so that the command line need not load torch."""
 
 
@@ -34,6 +34,7 @@ class TrainConfig:
     clip: float = 0.5
     weight_decay: float = 0.0
     steps: int | None = None
+    tokens: int | None = None
     minutes: float | None = None
     epochs: float | None = None
     init: Path | None = None
@@ -42,6 +43,9 @@ class TrainConfig:
     log_every: int = 20
     eval_every: int = 200
     eval_rows: int = 32
+    eval_tokens: int = 128  # new tokens of a held-out continuation
+    features: Path | None = None  # folder that keeps what the target says of each document
+    ema: float = 0.0  # decay of the averaged weights that are judged and saved; 0: the weights themselves
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -64,8 +68,10 @@ class TrainConfig:
             (self.clip > 0, f"clip={self.clip}: must be above 0"),
             (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
             (self.log_every >= 1 and self.eval_every >= 1, "log_every and eval_every must be at least 1"),
+            (0 <= self.ema < 1, f"ema={self.ema}: must be in [0, 1)"),
+            (0 < self.eval_tokens < self.context, f"eval_tokens={self.eval_tokens}: must be above 0 and below context"),
             (self.eval_rows >= 1, f"eval_rows={self.eval_rows}: must be at least 1"),
         ]
-        budgets = {"steps": self.steps, "minutes": self.minutes, "epochs": self.epochs}
+        budgets = {"steps": self.steps, "tokens": self.tokens, "minutes": self.minutes, "epochs": self.epochs}
         checks += [(v is None or v > 0, f"{name}={v}: must be above 0") for name, v in budgets.items()]
         return [text for ok, text in checks if not ok]

@@ -1,160 +1,169 @@
-"""How a draft would serve: the acceptance length simulated on the target's own continuations. Source: EAGLE3.md §7.
+"""How a draft would serve: the acceptance length simulated on the target's own text. Source: EAGLE3.md §7.
 
-Per-step accuracies do not multiply into acceptance, and human text is not what a target writes; so the target
-continues held-out prompts, greedily and sampled, the draft runs its steps over that text, and the matrix of right
-guesses is walked exactly as chain decoding would walk it.
+Per-step accuracies do not multiply into acceptance, and human text is not what a target writes. So the engine continues
+held-out prompts, greedily and at a temperature; the draft runs its passes over that text; and the matrix of match
+probabilities is walked as chain decoding would walk it. At temperature 0 a match is certain or impossible. At a
+temperature it is the probability, given the token that the target drew, that the draft draws it too with the same
+noise: what the engine accepts, averaged over all noise that leads to this text (losses.py, matched_given).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.models.config import ModelConfig
-from aquiline.models.decoder import Decoder
+from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import LoadedModels
 from aquiline.models.eagle import DraftHead
-from aquiline.train.losses import LOSSES
-from aquiline.train.target import TargetTeacher
-from aquiline.train.ttt import TargetView, TokenBatch, num_rows, passes, ttt_loss
-from aquiline.types import Bool
+from aquiline.train.batches import Assembler, Batch
+from aquiline.train.head_loss import rows_of
+from aquiline.train.losses import matched_given, soft_cross_entropy
+from aquiline.train.ttt import passes
+from aquiline.types import Float64, Int32
 
-
-class GrowingAttention:
-    """Plain attention over keys that all rows of a batch share in position: prompts of one length, then one by one."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, T, Hq, Dh], k and v [B, T, Hkv, Dh] of the next T positions -> [B, T, Hq * Dh]."""
-        if layer in self.keys:
-            k = torch.cat((self.keys[layer], k), 1)
-            v = torch.cat((self.values[layer], v), 1)
-        self.keys[layer], self.values[layer] = k, v
-        T, total, window = q.shape[1], k.shape[1], self.config.window(layer)
-        queries = torch.arange(total - T, total, device=q.device)[:, None]
-        keys = torch.arange(total, device=q.device)[None, :]
-        seen = (keys <= queries) & ((keys > queries - window) if window else True)
-        groups = q.shape[2] // k.shape[2]
-        k, v = (t.transpose(1, 2).repeat_interleave(groups, 1) for t in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=seen)
-        return out.transpose(1, 2).flatten(2)
-
-
-@torch.no_grad()
-def continue_prompts(target: Decoder, prompts: Tensor, num_new: int, temperature: float, seed: int) -> Tensor:
-    """The target's own text: prompts int64 [B, P] -> [B, P + num_new]. temperature 0 is greedy.
-
-    Autocast is off: for a few rows, casting the weights anew for every token costs more than it saves."""
-    with torch.autocast(prompts.device.type, enabled=False):
-        return _continue(target, prompts, num_new, temperature, seed)
-
-
-def _continue(target: Decoder, prompts: Tensor, num_new: int, temperature: float, seed: int) -> Tensor:
-    generator = torch.Generator(prompts.device).manual_seed(seed)
-    attn, tokens = GrowingAttention(target.config), prompts
-    step = prompts
-    for _ in range(num_new):
-        first = tokens.shape[1] - step.shape[1]
-        positions = torch.arange(first, tokens.shape[1], device=tokens.device).expand(step.shape)
-        logits = target.logits(target(step, positions, attn).hidden[:, -1])
-        if temperature == 0:
-            step = logits.argmax(-1, keepdim=True)
-        else:
-            step = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
-        tokens = torch.cat((tokens, step), 1)
-    return tokens
-
-
-def walk(correct: Bool, first: int = 0) -> list[int]:
-    """Tokens committed per cycle, decoding one row of text whose correct[i, k] says: row i's guess at step k is right.
-
-    From row `first` on, row i's cycle accepts its leading right guesses, commits one more (the target's own), and the
-    next cycle starts that many rows on."""
-    accepted = np.cumprod(correct, axis=1).sum(axis=1)
-    committed, i = [], first
-    while i < len(correct):
-        committed.append(int(accepted[i]) + 1)
-        i += committed[-1]
-    return committed
+GROUP = 8
+"""Texts judged together."""
+TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
-class Continuations:
-    """Target-written text behind prompts of `prompt` tokens, with the target's view of it."""
+class Text:
+    """A prompt of num_prompt tokens and its continuation by the target, drawn at `temperature`: int32 [n]."""
 
-    prompt: int
-    batch: TokenBatch
-    view: TargetView
-
-
-def own_text(teacher: TargetTeacher, prompts: Tensor, num_new: int, temperature: float, seed: int) -> Continuations:
-    """Continue the prompts and look at the result once: features stay for every later judgement."""
-    tokens = continue_prompts(teacher.target, prompts, num_new, temperature, seed)
-    batch = TokenBatch(
-        tokens,
-        torch.zeros_like(tokens),
-        torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
-        torch.ones_like(tokens, dtype=torch.bool),
-    )
-    view = teacher.view(batch)
-    return Continuations(prompts.shape[1], batch, TargetView(view.features, view.probs[:0], view.in_vocab))
+    tokens: Int32
+    num_prompt: int
+    temperature: float
 
 
-@torch.no_grad()
-def simulated_tau(head: DraftHead, text: Continuations, num_steps: int) -> float:
-    """Mean tokens committed per cycle of a chain of num_steps drafts. A token the draft cannot name is a miss.
+def write_texts(
+    models: LoadedModels, prompts: Sequence[Int32], num_new: int, temperature: float, seed: int
+) -> list[Text]:
+    """The target's continuation of each prompt, at most num_new tokens, by the engine and without a draft."""
+    config = EngineConfig(max_batch=16, row_budget=models.max_rows // 2, prefix_cache=False)
+    llm = LLM.from_models(models, config, SpecConfig(drafter="none"))
+    sampling = [SamplingParams(max_tokens=num_new, temperature=temperature, seed=seed + i) for i in range(len(prompts))]
+    outputs = llm.generate([tokens.tolist() for tokens in prompts], sampling)
+    return [
+        Text(np.array(o.prompt_ids + o.token_ids, np.int32), len(o.prompt_ids), temperature)
+        for o in outputs
+        if len(o.token_ids) > 1
+    ]
 
-    Drafts are best guesses. The engine, which has the noise that sampled text was drawn with, accepts more of those."""
-    right = []
-    for step, (rows, a) in enumerate(passes(head, text.batch, text.view.features, num_steps)):
-        guesses = head.target_ids(head.logits(a).argmax(-1))
-        right.append(guesses == text.batch.tokens[:, rows + 2 + step])
-    correct = torch.stack(right, -1).cpu().numpy()
-    cycles = [c for row in correct for c in walk(row, text.prompt - 1)]
-    return sum(cycles) / len(cycles)
+
+def expected_cycles(match: Float64) -> float:
+    """How many cycles a chain of S drafts takes along a text: match [n, S] is the probability that row i's draft at
+    place k is accepted, given that those before it were.
+
+    A cycle at row i that accepts a drafts commits a + 1 tokens and leaves the next one at row i + a + 1; each of the
+    n rows is one token to commit, and a cycle that reaches past the last is cut there."""
+    n, num_steps = match.shape
+    left = np.zeros(n + num_steps + 2)
+    for i in range(n - 1, -1, -1):
+        reached, total = 1.0, 1.0
+        for k in range(num_steps):
+            total += reached * (1 - match[i, k]) * left[i + k + 1]
+            reached *= match[i, k]
+        left[i] = total + reached * left[i + num_steps + 1]
+    return float(left[0])
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One look at the draft: held-out text (loss, accuracy per step) and target-written text (tau)."""
+    """One look at the draft over the target's own text.
+
+    loss: mean soft cross-entropy of all passes; accuracy: per pass, how often the draft's best guess is the target's;
+    tau: tokens committed per cycle of a chain, greedy; tau_sampled: the same at `temperature`."""
 
     loss: float
     accuracy: tuple[float, ...]
-    tau: float  # greedy continuations
-    tau_sampled: float  # continuations at temperature 1
+    tau: float
+    tau_sampled: float
+    temperature: float = TEMPERATURE
+
+    @property
+    def score(self) -> float:
+        """What the best checkpoint is chosen by."""
+        return (self.tau + self.tau_sampled) / 2
+
+
+@dataclass
+class _Sums:
+    """What the texts of one temperature add up to."""
+
+    cycles: float = 0.0
+    tokens: int = 0
 
 
 class HeldOut:
-    """Held-out material, seen by the target once at the start."""
+    """Held-out texts, greedy and sampled, looked at by the target once."""
 
-    def __init__(self, teacher: TargetTeacher, batch: TokenBatch, num_steps: int, seed: int) -> None:
-        """batch: packed held-out rows; prompts are the beginnings of rows, half a row long."""
-        self.num_steps, self.teacher, self.batch = num_steps, teacher, batch
-        context = batch.tokens.shape[1]
-        prompt, new = max(1, context // 2), max(num_steps + 4, context // 4)
-        whole = (batch.document[:, :prompt] == 0).all(1)
-        prompts = batch.tokens[whole][:, :prompt]
-        if not len(prompts):
-            raise ValueError(f"no held-out document has {prompt} tokens (half of context): shorten context")
-        self.greedy = own_text(teacher, prompts, new, 0.0, seed)
-        self.sampled = own_text(teacher, prompts, new, 1.0, seed)
-        self.view = teacher.view(batch)
-        assert num_rows(prompt + new, num_steps) >= prompt
+    def __init__(self, assembler: Assembler, texts: Sequence[Text], num_steps: int) -> None:
+        self.assembler, self.num_steps = assembler, num_steps
+        by_length = sorted(texts, key=lambda text: len(text.tokens))
+        self.groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
+        self.tempered: dict[int, Tensor] = {}  # by group: log-sum-exp [B * T] of logits over the text's temperature
 
     @torch.no_grad()
     def judge(self, head: DraftHead) -> Judgement:
-        """Loss is soft cross-entropy, whatever the run trains on; accuracy is marginal."""
-        steps = ttt_loss(head, self.batch, self.view, self.num_steps, LOSSES["ce"], measure=True)
-        counts = max(1, sum(s.count for s in steps))
-        return Judgement(
-            sum(float(s.loss) * s.count for s in steps) / counts,
-            tuple(s.accuracy for s in steps),
-            simulated_tau(head, self.greedy, self.num_steps),
-            simulated_tau(head, self.sampled, self.num_steps),
-        )
+        """Look at the draft as it is."""
+        sums: dict[bool, _Sums] = {False: _Sums(), True: _Sums()}
+        loss = right = counts = torch.zeros(self.num_steps)
+        for number, group in enumerate(self.groups):
+            width = max(len(t.tokens) for t in group) + self.num_steps + 1
+            batch = self.assembler.single([t.tokens for t in group], [t.num_prompt for t in group], width)
+            if number not in self.tempered:
+                self.tempered[number] = self._tempered(group, batch)
+            match, told = self._matches(head, group, batch, self.tempered[number])
+            loss, right, counts = loss + told[0], right + told[1], counts + told[2]
+            for text, of_text in zip(group, match, strict=True):
+                s = sums[text.temperature > 0]
+                s.cycles += expected_cycles(of_text)
+                s.tokens += len(of_text)
+        tau = {kind: s.tokens / s.cycles if s.cycles else float("nan") for kind, s in sums.items()}
+        accuracy = tuple((right / counts.clamp_min(1)).tolist())
+        return Judgement(float(loss.sum() / counts.sum().clamp_min(1)), accuracy, tau[False], tau[True])
+
+    def _matches(
+        self, head: DraftHead, group: Sequence[Text], batch: Batch, tempered: Tensor
+    ) -> tuple[list[Float64], list[Tensor]]:
+        """Per text match [n, S] of the rows behind its prompt; and per pass the sum of losses, the right best guesses
+        and the rows counted."""
+        T, S = batch.tokens.tokens.shape[1], self.num_steps
+        ids = head.target_ids(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
+        draft_id = torch.full((head.config.model.vocab_size,), -1, device=ids.device)
+        draft_id[ids] = torch.arange(len(ids), device=ids.device)
+        match = torch.zeros(len(group), T + S, S)
+        told = [torch.zeros(S) for _ in range(3)]
+        for step, (rows, a) in enumerate(passes(head, batch.tokens, batch.target.features, S)):
+            for b, text in enumerate(group):
+                own = rows[text.num_prompt - 1 : len(text.tokens) - 2 - step]
+                if not len(own):
+                    continue
+                at = b * T + own + 1 + step
+                drawn = draft_id[batch.tokens.tokens[b, own + 2 + step]]
+                target, lse = batch.target.rows.logits(at, torch.float32), batch.target.rows.lse[at]
+                mine = head.logits(a[b, own])
+                best = batch.target.in_vocab.flatten()[at]
+                told[0][step] += float(soft_cross_entropy(rows_of(mine, target, lse)).value[best].sum())
+                told[1][step] += float(((mine.argmax(-1) == target.argmax(-1)) & best).sum())
+                told[2][step] += float(best.sum())
+                if text.temperature > 0:
+                    t = text.temperature
+                    right = matched_given(rows_of(mine / t, target / t, tempered[at]), drawn)
+                else:
+                    right = (mine.argmax(-1) == drawn).float()
+                match[b, own, step] = right.cpu()
+        lengths = [(t.num_prompt - 1, len(t.tokens) - 2) for t in group]
+        return [match[b, first:end].double().numpy() for b, (first, end) in enumerate(lengths)], told
+
+    def _tempered(self, group: Sequence[Text], batch: Batch) -> Tensor:
+        whole, hidden = self.assembler.whole_head, batch.target.rows.hidden
+        temperatures = torch.tensor([text.temperature or 1.0 for text in group], device=hidden.device)
+        each = temperatures.repeat_interleave(batch.tokens.tokens.shape[1])
+        parts = zip(torch.split(hidden, 256), torch.split(each, 256), strict=True)
+        return torch.cat([torch.logsumexp(h.float() @ whole.T / t[:, None], -1) for h, t in parts])

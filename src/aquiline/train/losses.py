@@ -1,62 +1,133 @@
-"""Losses between a draft's logits and the target's distribution over the draft vocabulary, one value per row."""
+"""Losses between a draft's distribution and the target's, with their gradients, one value per row.
+
+p is the target's distribution over the whole vocabulary, q the draft's over the draft vocabulary. What p has outside
+the draft vocabulary the draft can never match. Three acceptance rates are told apart:
+
+    overlap      sum min(p, q): what rejection sampling accepts (LK losses, arXiv 2602.23881)
+    agreement    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i): how often target and draft draw the same token with shared
+                 noise, which is what this engine accepts (Daliri, Musco, Suresh, arXiv 2408.07978)
+    best guess   whether the two argmaxes are the same: what is accepted at temperature 0
+
+A gradient is formed beside its loss, without autograd, so that a chunk of logits never leaves the cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(draft logits [..., Vd], target probabilities [..., Vd] summing to 1) -> float32 [...]."""
-
-LK_MIX = 0.5
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """-sum q log softmax(logits), whose gradient softmax(logits) - q is formed without a graph of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, q: Tensor) -> Tensor:
-        probs = torch.softmax(logits, -1, dtype=torch.float32)
-        peak, index = logits.max(-1)
-        lse = peak.float() - probs.gather(-1, index[..., None]).squeeze(-1).log()
-        ctx.save_for_backward(probs, q)
-        ctx.dtype = logits.dtype
-        return lse - torch.einsum("...v,...v->...", q.float(), logits.float())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        probs, q = ctx.saved_tensors
-        return probs.sub(q).mul_(grad[..., None]).to(ctx.dtype), None
+LK_RATE = 3.0
+"""KL's weight in `lk-mix` is exp(-3 overlap): KL while p and q hardly meet, then the overlap itself (2602.23881)."""
+TINY = 1e-30
 
 
-def soft_cross_entropy(logits: Tensor, q: Tensor) -> Tensor:
-    """Cross-entropy against soft targets. Not differentiable in q."""
-    loss: Tensor = _SoftCrossEntropy.apply(logits, q)  # type: ignore[no-untyped-call]
-    return loss
+class Rows(NamedTuple):
+    """n rows: logits float32 [n, Vd] of the draft; p float32 [n, Vd], the target's distribution over the draft
+    vocabulary, summing to 1; inside float32 [n], the target's mass in that vocabulary, so that p * inside is its share
+    of the whole vocabulary's distribution."""
+
+    logits: Tensor
+    p: Tensor
+    inside: Tensor
 
 
-def kl(logits: Tensor, q: Tensor) -> Tensor:
-    """KL(q || p): cross-entropy less the target's entropy, which moves no gradient but makes 0 the optimum."""
-    entropy: Tensor = torch.special.entr(q.float()).sum(-1)
-    return soft_cross_entropy(logits, q) - entropy
+class Graded(NamedTuple):
+    """value float32 [n], and its gradient by the row's logits [n, Vd]."""
+
+    value: Tensor
+    grad: Tensor
 
 
-def overlap(logits: Tensor, q: Tensor) -> Tensor:
-    """alpha = sum min(p, q): the best acceptance rate any lossless verifier gives a token sampled from p."""
-    return torch.minimum(torch.softmax(logits.float(), -1), q.float()).sum(-1)
+Loss = Callable[[Rows], Graded]
 
 
-def lk(logits: Tensor, q: Tensor) -> Tensor:
-    """-log alpha."""
-    return -overlap(logits, q).clamp_min(1e-6).log()
+def soft_cross_entropy(rows: Rows) -> Graded:
+    """-sum p log q over the draft vocabulary."""
+    log_sum = torch.logsumexp(rows.logits, -1, keepdim=True)
+    value = log_sum.squeeze(-1) - (rows.p * rows.logits).sum(-1)
+    return Graded(value, (rows.logits - log_sum).exp_().sub_(rows.p))
 
 
-def lk_mix(logits: Tensor, q: Tensor) -> Tensor:
-    """w KL + (1 - w)(1 - alpha): KL guides where p and q hardly meet and alpha's gradient is flat."""
-    return LK_MIX * kl(logits, q) + (1 - LK_MIX) * (1 - overlap(logits, q))
+def kl(rows: Rows) -> Graded:
+    """KL(p || q): cross-entropy less the entropy of p, which moves no gradient but makes 0 the optimum."""
+    value, grad = soft_cross_entropy(rows)
+    return Graded(value - torch.special.entr(rows.p).sum(-1), grad)
 
 
-LOSSES: dict[str, Loss] = {"ce": soft_cross_entropy, "kl": kl, "lk": lk, "lk-mix": lk_mix}
+def overlap(rows: Rows) -> Graded:
+    """sum min(p, q) over the whole vocabulary, and its gradient."""
+    q, p = torch.softmax(rows.logits, -1), rows.p * rows.inside[:, None]
+    return Graded(torch.minimum(p, q).sum(-1), _through_softmax(q, (q < p).float()))
+
+
+def agreement(rows: Rows) -> Graded:
+    """How often target and draft draw the same token with shared noise, and its gradient.
+
+    With r = p / q and tokens sorted by falling r, the sum over j splits at i: a cumulative sum of p before it, p's mass
+    outside the draft vocabulary included, and the rest of q behind it. One sort a row."""
+    q, p = torch.softmax(rows.logits, -1), rows.p * rows.inside[:, None]
+    order = (p / q.clamp_min(TINY)).argsort(-1, descending=True)
+    ps, qs = p.gather(-1, order), q.gather(-1, order)
+    ahead = ps.cumsum(-1) + (1 - rows.inside)[:, None]
+    behind = (1 - qs.cumsum(-1)).clamp_min(0)
+    share = ps / (ahead * qs + behind * ps).clamp_min(TINY)
+    matched = share * qs
+    pushed = (qs * share.square()).cumsum(-1)
+    slope = behind * share.square() - (pushed - qs * share.square())
+    return Graded(matched.sum(-1), _through_softmax(q, torch.empty_like(q).scatter_(-1, order, slope)))
+
+
+def lk(rows: Rows) -> Graded:
+    """-log overlap."""
+    return _negative_log(overlap(rows))
+
+
+def lk_mix(rows: Rows) -> Graded:
+    """w KL + (1 - w)(1 - overlap) with w = exp(-3 overlap), held constant in the gradient."""
+    divergence, accepted = kl(rows), overlap(rows)
+    w = (-LK_RATE * accepted.value).exp()
+    grad = divergence.grad.mul_(w[:, None]).addcmul_(accepted.grad, (w - 1)[:, None])
+    return Graded(w * divergence.value + (1 - w) * (1 - accepted.value), grad)
+
+
+def agree(rows: Rows) -> Graded:
+    """-log agreement, the loss that fits this engine's verification."""
+    return _negative_log(agreement(rows))
+
+
+def agree_mix(rows: Rows) -> Graded:
+    """w KL + (1 - w)(1 - agreement) with w = exp(-3 agreement), held constant in the gradient."""
+    divergence, accepted = kl(rows), agreement(rows)
+    w = (-LK_RATE * accepted.value).exp()
+    grad = divergence.grad.mul_(w[:, None]).addcmul_(accepted.grad, (w - 1)[:, None])
+    return Graded(w * divergence.value + (1 - w) * (1 - accepted.value), grad)
+
+
+def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
+    """The gradient by logits, given the gradient by q = softmax(logits)."""
+    return slope.sub_((slope * q).sum(-1, keepdim=True)).mul_(q)
+
+
+def _negative_log(accepted: Graded) -> Graded:
+    value = accepted.value.clamp_min(1e-6)
+    return Graded(-value.log(), accepted.grad.div_(-value[:, None]))
+
+
+LOSSES: dict[str, Loss] = {
+    "ce": soft_cross_entropy, "kl": kl, "lk": lk, "lk-mix": lk_mix, "agree": agree, "agree-mix": agree_mix,
+}  # fmt: skip
+
+
+def matched_given(rows: Rows, drawn: Tensor) -> Tensor:
+    """The probability that the draft draws the token that the target drew, given that token: float32 [n].
+
+    drawn int64 [n]: draft ids, -1 for a token outside the draft vocabulary, which the draft never draws. Its mean over
+    tokens drawn from p is `agreement`."""
+    q, p = torch.softmax(rows.logits, -1), rows.p * rows.inside[:, None]
+    at = drawn.clamp_min(0)[:, None]
+    own_p, own_q = p.gather(-1, at), q.gather(-1, at)
+    total = torch.maximum(p, q * (own_p / own_q.clamp_min(TINY))).sum(-1) + (1 - rows.inside)
+    return torch.where(drawn >= 0, 1 / total.clamp_min(1.0), 0.0)

@@ -54,6 +54,27 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.T if tall else x
 
 
+class Average:
+    """An exponential average of weights over training steps; it often serves better than the last weights."""
+
+    def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
+        self.parameters, self.decay, self.num_updates = parameters, decay, 0
+        self.weights = [p.detach().clone() for p in parameters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move towards the present weights; faster in the beginning, when the average is of few steps."""
+        self.num_updates += 1
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        torch._foreach_lerp_(self.weights, [p.detach() for p in self.parameters], 1 - decay)
+
+    @torch.no_grad()
+    def copy_to(self, parameters: list[nn.Parameter]) -> None:
+        """Put the average into parameters of another head."""
+        for parameter, weight in zip(parameters, self.weights, strict=True):
+            parameter.copy_(weight)
+
+
 def build_optimizers(head: DraftHead, name: str, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Optimisers over everything that requires a gradient. Under muon, `lr` is AdamW's and Muon's is 6 times it."""
     trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
@@ -62,7 +83,7 @@ def build_optimizers(head: DraftHead, name: str, lr: float, weight_decay: float)
     rest = [p for p in trained.values() if id(p) not in chosen]
     decayed, plain = [p for p in rest if p.ndim == 2], [p for p in rest if p.ndim != 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=BETAS)
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=BETAS, fused=True)
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if inner:
         optimizers.append(Muon(inner, 6 * lr, decay=weight_decay))

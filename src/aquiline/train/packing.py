@@ -1,12 +1,13 @@
 """Rows of a fixed length out of documents: a plan per epoch, batches by step number.
 
-Everything follows from (seed, epoch, step), so a resumed run sees the batches it would have seen. A long document is
-cut into pieces of the row length, from a first cut that moves with the epoch; pieces are then packed, best fit first.
-A piece is a document to the model: its positions start at 0, as a prompt's do at serving.
+Everything follows from (seed, epoch, step), so a resumed run sees the batches it would have seen. A document longer
+than a row is cut into equal pieces, the same in every epoch, so that what the target says of a piece can be kept.
+Pieces are packed, best fit first. A piece is a document to the model: its positions start at 0, as a prompt's do.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,6 @@ import torch
 
 from aquiline.train.data import Corpus
 from aquiline.train.ttt import TokenBatch
-from aquiline.types import Int64
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,14 @@ class Piece:
     length: int
 
 
-def cut(corpus: Corpus, context: int, shortest: int, rng: np.random.Generator | None) -> list[Piece]:
-    """Pieces of at most `context` tokens, none across documents, none under `shortest`; rng moves the first cut."""
+def cut(corpus: Corpus, context: int, shortest: int) -> list[Piece]:
+    """Pieces of at most `context` tokens, none across documents, none under `shortest`. Pieces of a document differ by
+    one token at most."""
     pieces = []
     for start, end in zip(corpus.starts[:-1].tolist(), corpus.starts[1:].tolist(), strict=True):
-        at = start
-        if rng is not None and end - start > context:
-            first = int(rng.integers(context // 8, context + 1))
-            pieces.append(Piece(at, first))
-            at += first
-        while at < end:
-            pieces.append(Piece(at, min(context, end - at)))
-            at += context
+        num = -(-(end - start) // context)
+        edges = [start + (end - start) * i // num for i in range(num + 1)]
+        pieces += [Piece(a, b - a) for a, b in itertools.pairwise(edges)]
     return [p for p in pieces if p.length >= shortest]
 
 
@@ -77,16 +73,17 @@ def gather(corpus: Corpus, rows: list[list[Piece]], context: int, device: torch.
 
 
 class Batches:
-    """Batch number `step` of an endless run over the corpus, reshuffled and recut every epoch."""
+    """Rows of step number `step` of an endless run over the corpus, shuffled and packed anew in every epoch."""
 
     def __init__(self, corpus: Corpus, context: int, batch_size: int, num_steps: int, seed: int) -> None:
         self.corpus, self.context, self.batch_size, self.seed = corpus, context, batch_size, seed
-        self.shortest = num_steps + 3
+        shortest = num_steps + 3
+        self.pieces = cut(corpus, context, shortest)
+        if not self.pieces:
+            raise ValueError(f"no training document is as long as ttt_steps + 3 = {shortest} tokens")
         self.epoch, self.first_step = -1, 0
         self.rows: list[list[Piece]] = []
         self._plan(0)
-        if not self.rows:
-            raise ValueError(f"no training document is as long as ttt_steps + 3 = {self.shortest} tokens")
         self.steps_in_first_epoch = self.num_batches
 
     @property
@@ -96,12 +93,12 @@ class Batches:
 
     def _plan(self, epoch: int) -> None:
         rng = np.random.default_rng((self.seed, epoch))
-        rows = pack(cut(self.corpus, self.context, self.shortest, rng), self.context)
-        order: Int64 = rng.permutation(len(rows))
-        self.rows, self.epoch = [rows[i] for i in order], epoch
+        shuffled = [self.pieces[i] for i in rng.permutation(len(self.pieces))]
+        rows = pack(shuffled, self.context)
+        self.rows, self.epoch = [rows[i] for i in rng.permutation(len(rows))], epoch
 
-    def at(self, step: int, device: torch.device | str = "cpu") -> TokenBatch:
-        """Batch of a step; steps may be asked for in any order, ascending is cheap."""
+    def at(self, step: int) -> list[list[Piece]]:
+        """Rows of a step; steps may be asked for in any order, ascending is cheap."""
         if step < self.first_step:
             self.first_step = 0
             self._plan(0)
@@ -109,5 +106,4 @@ class Batches:
             self.first_step += self.num_batches
             self._plan(self.epoch + 1)
         begin = (step - self.first_step) * self.batch_size
-        chosen = [self.rows[i % len(self.rows)] for i in range(begin, begin + self.batch_size)]
-        return gather(self.corpus, chosen, self.context, device)
+        return [self.rows[i % len(self.rows)] for i in range(begin, begin + self.batch_size)]

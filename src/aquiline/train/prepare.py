@@ -1,12 +1,12 @@
-"""Everything a run needs before its first step: target, documents, vocabulary, head, held-out material."""
+"""Everything a run needs before its first step: target, documents, vocabulary, head; held-out texts on demand."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,36 +15,47 @@ from torch import Tensor
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import default_capture
-from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
 from aquiline.models.formats import head_rows, load_draft
-from aquiline.models.load import load_target
+from aquiline.train.batches import Assembler
 from aquiline.train.config import TrainConfig
-from aquiline.train.data import TokenIds, load_split, token_ids
-from aquiline.train.evaluate import HeldOut
-from aquiline.train.packing import Batches, cut, gather, pack
+from aquiline.train.data import Corpus, TokenIds, load_split, token_ids
+from aquiline.train.evaluate import TEMPERATURE, HeldOut, write_texts
+from aquiline.train.features import FeatureCache, Views
+from aquiline.train.packing import Batches
 from aquiline.train.start import new_head
-from aquiline.train.target import TargetTeacher, argmax_counts, autocast, feature_scale
+from aquiline.train.teacher import Teacher, View, feature_scale
 from aquiline.train.vocabulary import choose_vocabulary
-from aquiline.types import Int64
+from aquiline.types import Int32, Int64
 
-VOCABULARY_BATCHES = 8
-STATE = Path("last") / "training.pt"
+SAMPLE_TOKENS = 8192
+"""Positions of training text whose views size the features and count the target's favourite tokens."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run ready to start. `state` is what a resumed run continues from."""
+    """A run ready to start."""
 
-    target: Decoder
+    teacher: Teacher
     head: DraftHead
-    teacher: TargetTeacher
+    scale: Tensor
+    assembler: Assembler
     batches: Batches
-    held_out: HeldOut
+    held_out_corpus: Corpus
     device: str
-    state: dict[str, Any] | None
+
+    def held_out(self, config: TrainConfig) -> HeldOut:
+        """Held-out prompts, continued by the target; takes a while."""
+        prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - config.eval_tokens)
+        assert self.teacher.models is not None
+        texts = [
+            text
+            for temperature in (0.0, TEMPERATURE)
+            for text in write_texts(self.teacher.models, prompts, config.eval_tokens, temperature, config.seed)
+        ]
+        return HeldOut(self.assembler, texts, config.ttt_steps)
 
 
 def keep_memory() -> None:
@@ -59,18 +70,18 @@ def keep_memory() -> None:
         mallopt(m_top_pad, 2**28)
 
 
-def prepare(config: TrainConfig, say: Callable[[str], None]) -> Prepared:
-    """Load, read, choose. Raises ValueError or CheckpointError for what the user can mend."""
+def prepare(config: TrainConfig, state: dict[str, Any] | None, say: Callable[[str], None]) -> Prepared:
+    """Load, read, choose. `state` is the checkpoint of a run that is resumed.
+
+    Raises ValueError or CheckpointError for what the user can mend."""
     keep_memory()
     torch.manual_seed(config.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    state = _read_state(config) if config.resume else None
-    directory = resolve(config.target)
-    geometry = read_model_config(directory)
-    capture = config.capture or default_capture(geometry.num_layers)
-    dtype = "bfloat16" if device == "cuda" else "float32"  # on a CPU bfloat16 weights would be cast at every use
-    target = load_target(directory, dtype=dtype, capture=tuple(capture)).to(device)
-    ids = token_ids(directory, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids)
+    path = resolve(config.target)
+    geometry = read_model_config(path)
+    capture = tuple(config.capture or default_capture(geometry.num_layers))
+    teacher = Teacher(path, capture, device, max(2048, config.context))
+    ids = token_ids(path, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids)
     split = load_split(config.data, config.held_out, ids)
     batches = Batches(split.train, config.context, config.batch_size, config.ttt_steps, config.seed)
     say(
@@ -79,45 +90,66 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Prepared:
     )
     if split.rejects.counts:
         say(f"not used: {split.rejects}")
-    with autocast(device):
-        scale = feature_scale(target, batches.at(0, device))
-    if state is not None:
-        scale = state["scale"].to(device)
-    head = _head(config, target, batches, ids, scale, say).to(device)
+    views = Views(teacher.views, _cache(config, teacher))
+    sample = _sample(batches, views) if state is None else []
+    scale = feature_scale(sample, len(capture)) if state is None else state["scale"]
+    head = _head(config, teacher, split.train, ids, sample, scale, say)
     if head.config.norm_before_fc or head.config.fc_norm:
         scale = torch.ones_like(scale)  # the head norms its input itself
-    head.fc.data /= scale
-    teacher = TargetTeacher(target, head_rows(head.d2t.cpu()).to(device), scale)
-    shortest = config.ttt_steps + 3
-    rows = pack(cut(split.held_out, config.context, shortest, None), config.context)
-    chosen = np.random.default_rng(0).permutation(len(rows))[: config.eval_rows]
-    batch = gather(split.held_out, [rows[i] for i in sorted(chosen)], config.context, device)
-    with autocast(device):
-        held_out = HeldOut(teacher, batch, config.ttt_steps, config.seed)
-    return Prepared(target, head, teacher, batches, held_out, device, state)
+    head = head.to(device)
+    head.fc.data /= scale.to(device)
+    assembler = Assembler(views, scale, head_rows(head.d2t.cpu()), teacher.head, device)
+    return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device)
 
 
-def _read_state(config: TrainConfig) -> dict[str, Any]:
-    path = config.out / STATE
-    if not path.is_file():
-        raise ValueError(f"--resume: {path} does not exist; start without --resume")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
+def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:
+    """Beginnings of held-out documents: what stands before the first token that counts, or where everything counts the
+    first half; a sample that is always the same. Raises ValueError if no document has a beginning of 1 to `longest`."""
+    prompts = []
+    for start, end in zip(corpus.starts[:-1].tolist(), corpus.starts[1:].tolist(), strict=True):
+        counted = np.flatnonzero(corpus.mask[start:end])
+        length = int(counted[0]) if len(counted) and counted[0] > 0 else min((end - start) // 2, longest)
+        if 0 < length <= longest:
+            prompts.append(corpus.tokens[start : start + length])
+    if not prompts:
+        raise ValueError(f"no held-out document begins with 1 to {longest} tokens of prompt: raise context")
+    order = np.random.default_rng(0).permutation(len(prompts))[:number]
+    return [prompts[i] for i in sorted(order)]
+
+
+def _cache(config: TrainConfig, teacher: Teacher) -> FeatureCache | None:
+    if config.features is None:
+        return None
+    digest = hashlib.sha256(teacher.head[:: max(1, len(teacher.head) // 64)].cpu().numpy().tobytes()).hexdigest()[:16]
+    layers = ",".join(map(str, teacher.capture))
+    return FeatureCache(config.features, {"target": digest, "layers": layers, "path": teacher.path})
+
+
+def _sample(batches: Batches, views: Views) -> list[View]:
+    documents: list[Int32] = []
+    step = 0
+    while sum(map(len, documents)) < SAMPLE_TOKENS and step < batches.steps_in_first_epoch:
+        pieces = [p for row in batches.at(step) for p in row]
+        documents += [batches.corpus.tokens[p.start : p.start + p.length] for p in pieces]
+        step += 1
+    return views.of(documents)
 
 
 def _head(
     config: TrainConfig,
-    target: Decoder,
-    batches: Batches,
+    teacher: Teacher,
+    corpus: Corpus,
     ids: TokenIds,
+    sample: list[View],
     scale: Tensor,
     say: Callable[[str], None],
 ) -> DraftHead:
     """The draft to train: a resumed, an --init or a new one. Only a new one chooses its vocabulary: a head's rows
     mean nothing under another."""
+    target = teacher.decoder
     source = config.out / "last" if config.resume else config.init
     if source is not None:
-        head = load_draft(source, target, dtype="float32")
+        head = load_draft(source, target, dtype="float32", capture=teacher.capture)
         wanted = {
             "draft_vocab_size": (config.draft_vocab_size, head.config.draft_vocab_size),
             "intermediate_size": (config.intermediate_size, head.config.model.intermediate_size),
@@ -128,9 +160,10 @@ def _head(
         if head.embed is target.embed:  # two owners of one parameter would save and count it twice
             head.embed = torch.nn.Parameter(target.embed.detach().clone(), requires_grad=False)
         return head.train()
-    counts = _counts(config, target, batches, next(target.parameters()).device.type)
-    vocabulary = choose_vocabulary(counts, ids.special, config.draft_vocab_size)
-    say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
+    vocabulary = choose_vocabulary(_counts(corpus, sample, len(teacher.head)), ids.special, config.draft_vocab_size)
+    say(
+        f"draft vocabulary: {len(vocabulary.ids)} of {len(teacher.head)} tokens cover {100 * vocabulary.coverage:.2f} %"
+    )
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
     head = new_head(
@@ -146,12 +179,10 @@ def _head(
     return head
 
 
-def _counts(config: TrainConfig, target: Decoder, batches: Batches, device: str) -> Int64:
-    """What the target likes to say, on a sample of batches; every token of the corpus breaks ties."""
-    number = min(VOCABULARY_BATCHES, batches.steps_in_first_epoch)
-    with autocast(device):
-        best = argmax_counts(target, (batches.at(i, device) for i in range(number)))
-    seen = np.bincount(batches.corpus.tokens[batches.corpus.mask], minlength=len(best))
-    sampled = config.batch_size * config.context * number
-    scale = sampled / max(1, int(seen.sum()))
-    return np.round(1000 * (best + scale * seen)).astype(np.int64)
+def _counts(corpus: Corpus, sample: list[View], vocab_size: int) -> Int64:
+    """What the target likes to say, on a sample; every counted token of the corpus as much again."""
+    best = torch.bincount(torch.cat([view.best for view in sample]).long(), minlength=vocab_size).numpy()
+    seen = np.bincount(corpus.tokens[corpus.mask], minlength=vocab_size)
+    share = best.sum() / max(1, int(seen.sum()))
+    counts: Int64 = np.round(1000 * (best + share * seen)).astype(np.int64)
+    return counts

@@ -21,6 +21,7 @@ class StepReport:
     step: int
     done: float
     loss: float
+    losses: tuple[float, ...]
     accuracy: tuple[float, ...]
     grad_norm: float
     lr: float
@@ -50,7 +51,7 @@ class Reporter:
 
     def step(self, r: StepReport) -> None:
         """A logged training step."""
-        self._write({"kind": "step", **r.__dict__, "accuracy": list(r.accuracy)})
+        self._write({"kind": "step", **vars(r)})
         accuracy = "/".join(f"{100 * a:.0f}" for a in r.accuracy)
         text = f"step {r.step} loss {r.loss:.3f} acc {accuracy}% tau {self.tau:.2f} {r.tokens_per_s:.0f} tok/s"
         self.bar.update(self.task, completed=r.done, text=text)
@@ -66,7 +67,7 @@ class Reporter:
         best = "  best so far, saved" if is_best else ""
         self.say(
             f"step {step}: held-out loss {j.loss:.3f}, accuracy {accuracy}%, simulated tau {j.tau:.3f} greedy, "
-            f"{j.tau_sampled:.3f} sampled{best}"
+            f"{j.tau_sampled:.3f} at temperature {j.temperature:g}{best}"
         )
 
     def close(self) -> None:
@@ -87,6 +88,7 @@ def judgement_dict(j: Judgement) -> dict[str, Any]:
         "accuracy": list(j.accuracy),
         "simulated_tau": j.tau,
         "simulated_tau_sampled": j.tau_sampled,
+        "temperature": j.temperature,
     }
 
 
@@ -105,7 +107,7 @@ def draw_curves(out: Path) -> bool:
     loss.set(xlabel="step", ylabel="loss", yscale="log")
     loss.plot([r["step"] for r in looks], [r["held_out_loss"] for r in looks], label="held out (mean of steps)")
     loss.legend()
-    for name, label in (("simulated_tau", "greedy"), ("simulated_tau_sampled", "temperature 1")):
+    for name, label in (("simulated_tau", "greedy"), ("simulated_tau_sampled", "sampled")):
         tau.plot([r["step"] for r in looks], [r[name] for r in looks], marker=".", label=label)
     tau.set(xlabel="step", ylabel="simulated tau, held-out target text")
     tau.legend()

@@ -1,4 +1,4 @@
-"""Training-time test: the draft head runs S passes on its own outputs, as it will when drafting. Source: EAGLE3.md §7.
+"""Training-time test: the draft run S passes on its own outputs, as it will when drafting. Source: EAGLE3.md §7.
 
 Position i at step k takes token x[i+1+k] (teacher forced) and its own previous output, at rotary position i + k, and
 predicts x[i+2+k], whose target distribution is z[i+1+k]. Uses the serving class `DraftHead` unchanged; only the
@@ -7,7 +7,7 @@ attention behind the seam differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aquiline.models.eagle import DraftHead
 from aquiline.train.attention import TTTAttention
+from aquiline.train.head_loss import HeadLoss, TargetRows, head_loss
 from aquiline.train.losses import Loss
 
 
@@ -29,24 +30,51 @@ class TokenBatch:
     positions: Tensor
     mask: Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        """Positions that are not padding."""
+        return int((self.document >= 0).sum())
+
 
 @dataclass(frozen=True)
-class TargetView:
-    """What the frozen target says of a TokenBatch: features [B, T, 3H]; of its next-token distribution at each
-    position, `probs` [B, T, Vd] over the draft vocabulary, renormalised, and whether its argmax lies in it [B, T]."""
+class TargetBatch:
+    """What the frozen target says of a TokenBatch: features float32 [B, T, C * H], `rows` of its B * T positions one
+    after the other, and whether its best token is in the draft vocabulary, bool [B, T]."""
 
     features: Tensor
-    probs: Tensor
+    rows: TargetRows
     in_vocab: Tensor
 
 
 @dataclass(frozen=True)
-class StepLoss:
-    """One step: mean loss over `count` rows, and the share whose best token is the target's (NaN if not measured)."""
+class Objective:
+    """What a step of training minimises: sum over passes k of decay^k times the mean loss of the rows that count.
 
-    loss: Tensor
-    count: int
-    accuracy: float
+    needs_best: rows whose target's best token lies outside the draft vocabulary do not count."""
+
+    loss: Loss
+    num_steps: int
+    decay: float
+    needs_best: bool = True
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Rows of one pass: positions int64 [N], the same in every row of the batch, and which of them count [B, N]."""
+
+    rows: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class TTTResult:
+    """`total` is differentiable. Per pass: mean loss; share of rows whose best guess is the target's (accuracy); that
+    share among rows whose guesses in all earlier passes were right (conditional). NaN where no row counts."""
+
+    total: Tensor
+    losses: tuple[float, ...]
+    accuracy: tuple[float, ...]
+    conditional: tuple[float, ...]
 
 
 def num_rows(context: int, num_steps: int) -> int:
@@ -61,6 +89,22 @@ def counted(batch: TokenBatch, rows: Tensor, step: int) -> Tensor:
     predicted = rows + 2 + step
     same = batch.document[:, rows] == batch.document[:, predicted]
     return batch.mask[:, predicted] & same & (batch.document[:, rows] >= 0)
+
+
+def plan(
+    batch: TokenBatch, target: TargetBatch, objective: Objective, late_rows: Tensor | None = None
+) -> list[PassRows]:
+    """Which rows every pass covers, and which of them count."""
+    every = torch.arange(num_rows(batch.tokens.shape[1], objective.num_steps), device=batch.tokens.device)
+    late = every if late_rows is None else late_rows
+    passes = []
+    for step in range(objective.num_steps):
+        rows = every if step == 0 else late
+        counts = counted(batch, rows, step)
+        if objective.needs_best:
+            counts &= target.in_vocab[:, rows + 1 + step]
+        passes.append(PassRows(rows, counts))
+    return passes
 
 
 def passes(
@@ -86,33 +130,46 @@ def passes(
 def ttt_loss(
     head: DraftHead,
     batch: TokenBatch,
-    view: TargetView,
-    num_steps: int,
-    loss: Loss,
-    *,
-    late_rows: Tensor | None = None,
-    measure: bool = False,
-) -> list[StepLoss]:
-    """The loss of each step, averaged over the positions that count (and whose target argmax the draft can name).
+    target: TargetBatch,
+    objective: Objective,
+    planned: Sequence[PassRows],
+    totals: Sequence[float] | None = None,
+) -> TTTResult:
+    """The training loss of a batch. `planned` is `plan`'s result.
 
-    `measure` also compares argmaxes, which costs a pass over the logits."""
-    results = []
-    for step, (rows, a) in enumerate(passes(head, batch, view.features, num_steps, late_rows)):
-        logits = head.logits(a)
-        shifted = rows + 1 + step
-        contiguous = len(rows) == int(rows[-1] - rows[0]) + 1
-        span = slice(int(shifted[0]), int(shifted[-1]) + 1)
-        q = view.probs[:, span] if contiguous else view.probs[:, shifted]
-        counts = counted(batch, rows, step) & view.in_vocab[:, shifted]
-        count = int(counts.sum())
-        mean = (loss(logits, q) * counts).sum() / max(count, 1)
-        accuracy = float("nan")
-        if measure:
-            accuracy = float(((logits.argmax(-1) == q.argmax(-1)) & counts).sum()) / max(count, 1)
-        results.append(StepLoss(mean, count, accuracy))
-    return results
+    totals: per pass, the number of rows that the mean is over, where this batch is a part of a larger one; by default
+    the rows of this batch that count."""
+    late = planned[1].rows if len(planned) > 1 and len(planned[1].rows) < len(planned[0].rows) else None
+    T, parts, places, weights = batch.tokens.shape[1], [], [], []
+    first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * T
+    for step, (rows, a) in enumerate(passes(head, batch, target.features, objective.num_steps, late)):
+        counts = planned[step].counts
+        parts.append(head.layer.norm(a, head.norm)[counts])
+        places.append((first + rows + 1 + step)[counts])
+        total = max(1.0, float(counts.sum()) if totals is None else totals[step])
+        weights.append(torch.full((len(places[-1]),), objective.decay**step / total, device=counts.device))
+    at, order = torch.cat(places).sort(stable=True)
+    scored = head_loss(torch.cat(parts)[order], head.head, target.rows, at, torch.cat(weights)[order], objective.loss)
+    return _result(scored, order, planned)
 
 
-def total_loss(steps: list[StepLoss], decay: float) -> Tensor:
-    """sum decay^k loss_k."""
-    return torch.stack([s.loss * decay**k for k, s in enumerate(steps)]).sum()
+def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows]) -> TTTResult:
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sizes = [int(p.counts.sum()) for p in planned]
+    values, correct = torch.split(scored.values[back], sizes), torch.split(scored.correct[back], sizes)
+    B, width = planned[0].counts.shape
+    alive = torch.ones(B, width, dtype=torch.bool, device=order.device)
+    accuracy, conditional = [], []
+    for p, right in zip(planned, correct, strict=True):
+        was = alive[:, p.rows][p.counts]
+        accuracy.append(_mean(right))
+        conditional.append(_mean(right[was]))
+        now = torch.zeros_like(p.counts)
+        now[p.counts] = right & was
+        alive = torch.zeros_like(alive)
+        alive[:, p.rows] = now
+    return TTTResult(scored.total, tuple(_mean(v) for v in values), tuple(accuracy), tuple(conditional))
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.float().mean()) if len(values) else float("nan")

@@ -1,0 +1,150 @@
+"""What the target says of documents, kept on disk: computed once, read in every later epoch.
+
+A cache is a folder of shards, one safetensors file each, that anyone may copy or delete. A document is found by the
+hash of its token ids, so a run that adds data to an earlier run's finds what is there. Views are rounded to bfloat16
+before they are first used, so that a loss from the cache equals the loss of the same document computed on the spot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from aquiline.models.config import ModelConfig
+from aquiline.train.teacher import View
+from aquiline.types import Int32
+
+logger = logging.getLogger(__name__)
+
+SHARD_TOKENS = 16384
+"""Positions a shard holds at least, the last one excepted: what a killed run has to compute again at most."""
+
+
+def bytes_per_token(config: ModelConfig, num_capture: int) -> int:
+    """Disk that one position takes: features and last hidden state in bfloat16, log-sum-exp and best token."""
+    return 2 * (num_capture + 1) * config.hidden_size + 8
+
+
+def document_key(tokens: Int32) -> str:
+    """The name of a document in a cache: 128 bits of the hash of its token ids."""
+    return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Positions [start, start + length) of a shard."""
+
+    shard: Any
+    start: int
+    length: int
+
+
+class FeatureCache:
+    """Views of documents in `directory`, all of one target with one set of captured layers.
+
+    `identity` says which target that is. Raises ValueError if the folder holds views of another one."""
+
+    def __init__(self, directory: Path, identity: dict[str, str]) -> None:
+        self.directory, self.identity = directory, identity
+        self._places: dict[str, _Place] = {}
+        self._waiting: dict[str, View] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in sorted(directory.glob("*.safetensors")):
+            self._open(file)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places or key in self._waiting
+
+    @property
+    def num_documents(self) -> int:
+        """Documents whose views are there."""
+        return len(self._places) + len(self._waiting)
+
+    def get(self, key: str) -> View:
+        """A document's view. Raises KeyError if it is not there."""
+        if key in self._waiting:
+            return self._waiting[key]
+        place = self._places[key]
+        stop = place.start + place.length
+        return View(
+            *(place.shard.get_slice(name)[place.start : stop] for name in ("features", "hidden", "lse", "best"))
+        )
+
+    def add(self, key: str, view: View) -> None:
+        """Keep a view; it reaches the disk with the next full shard or `flush`."""
+        self._waiting[key] = view
+        if sum(len(v.lse) for v in self._waiting.values()) >= SHARD_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits as one shard. Raises OSError, losing no earlier shard, if the disk is full."""
+        if not self._waiting:
+            return
+        keys, views = list(self._waiting), list(self._waiting.values())
+        tensors = {
+            name: torch.cat([getattr(view, name) for view in views]) for name in ("features", "hidden", "lse", "best")
+        }
+        documents = {key: len(view.lse) for key, view in self._waiting.items()}
+        metadata = {"identity": json.dumps(self.identity), "documents": json.dumps(documents)}
+        file = self.directory / f"{keys[0]}.safetensors"
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(
+                f"{temporary}: features cannot be written ({error}); free disk space or drop --features"
+            ) from None
+        temporary.replace(file)
+        self._waiting.clear()
+        self._open(file)
+
+    def _open(self, file: Path) -> None:
+        try:
+            shard = safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            logger.warning("%s is not read (%s): its documents are computed again", file, error)
+            return
+        metadata = shard.metadata()  # type: ignore[no-untyped-call]
+        found = json.loads(metadata["identity"])
+        if found != self.identity:
+            names = [name for name in self.identity if found.get(name) != self.identity[name]]
+            told = ", ".join(f"{name}: {found.get(name)} there, {self.identity[name]} here" for name in names)
+            raise ValueError(f"features={self.directory}: made with another target ({told}); name another folder")
+        start = 0
+        for key, length in json.loads(metadata["documents"]).items():
+            self._places[key] = _Place(shard, start, length)
+            start += length
+
+
+class Views:
+    """The views of documents: from the cache where it has them, else computed by `score`, and then kept."""
+
+    def __init__(self, score: Callable[[Sequence[Int32]], list[View]], cache: FeatureCache | None) -> None:
+        self.score, self.cache = score, cache
+        self.num_computed = 0
+
+    def of(self, documents: Sequence[Int32]) -> list[View]:
+        """Views of documents, in their order."""
+        keys = [document_key(tokens) for tokens in documents]
+        found: dict[str, View] = {}
+        if self.cache is not None:
+            found = {key: self.cache.get(key) for key in keys if key in self.cache}
+        missing = {key: tokens for key, tokens in zip(keys, documents, strict=True) if key not in found}
+        if missing:
+            self.num_computed += sum(map(len, missing.values()))
+            for key, view in zip(missing, self.score(list(missing.values())), strict=True):
+                found[key] = view
+                if self.cache is not None:
+                    self.cache.add(key, view)
+        return [found[key] for key in keys]

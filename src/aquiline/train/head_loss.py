@@ -1,0 +1,103 @@
+"""The draft's head and the loss over it, a few rows at a time: logits live in the cache and are never kept.
+
+The logits of a training step would take more memory than everything else together, and most of a step's time goes
+into them. So each chunk of rows goes forward, gets its loss and gradient, and goes backward at once; what is left is
+the gradient of the rows and of the head. The target's logits of a position are computed once for all passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aquiline.train.losses import Loss, Rows
+
+CHUNK_BYTES = 8 << 20
+"""Of one chunk's float32 logits: a share of the last-level cache."""
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """The target's distribution at n positions: hidden [n, H] times head [Vd, H] are its logits over the draft
+    vocabulary, lse float32 [n] the log-sum-exp over the whole vocabulary."""
+
+    hidden: Tensor
+    lse: Tensor
+    head: Tensor
+
+    def logits(self, at: Tensor, dtype: torch.dtype) -> Tensor:
+        """float32 [m, Vd] at the given positions."""
+        return (self.hidden[at].to(dtype) @ self.head.to(dtype).T).float()
+
+
+class HeadLoss(NamedTuple):
+    """The weighted sum of losses (differentiable), and per row its loss, and whether its best guess is the target's."""
+
+    total: Tensor
+    values: Tensor
+    correct: Tensor
+
+
+def rows_of(logits: Tensor, target_logits: Tensor, lse: Tensor) -> Rows:
+    """Rows for a loss from both models' logits over the draft vocabulary [n, Vd]."""
+    inside = torch.logsumexp(target_logits, -1)
+    p = (target_logits - inside[:, None]).exp_()
+    return Rows(logits, p, (inside - lse).exp_().clamp_max_(1.0))
+
+
+def head_loss(a: Tensor, head: Tensor, target: TargetRows, at: Tensor, weight: Tensor, loss: Loss) -> HeadLoss:
+    """Sum of weight[i] * loss_i over rows a [R, H] (normed), whose logits a @ head.T face the target's at position
+    at[i]; `at` int64 [R] ascends. head [Vd, H]. Differentiable in a and head only.
+
+    Computes in autocast's dtype where that is on, else in a's."""
+    kind = a.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
+    with torch.autocast(kind, enabled=False):
+        return HeadLoss(*_HeadLoss.apply(a, head, target, at, weight, loss, dtype))  # type: ignore[no-untyped-call]
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        head: Tensor,
+        target: TargetRows,
+        at: Tensor,
+        weight: Tensor,
+        loss: Loss,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, kernel = a.to(dtype), head.to(dtype)
+        grad_a, grad_head = torch.empty_like(rows), torch.zeros_like(kernel, dtype=torch.float32)
+        values = torch.empty(len(a), device=a.device)
+        correct = torch.empty(len(a), dtype=torch.bool, device=a.device)
+        size = max(16, CHUNK_BYTES // (4 * len(head)))
+        for start in range(0, len(a), size):
+            part = slice(start, start + size)
+            places, which = torch.unique_consecutive(at[part], return_inverse=True)
+            told = target.logits(places, dtype)
+            p = rows_of(told, told, target.lse[places])
+            logits = (rows[part] @ kernel.T).float()
+            correct[part] = logits.argmax(-1) == told.argmax(-1)[which]
+            is_whole = len(places) == len(which)
+            graded = loss(Rows(logits, *((p.p, p.inside) if is_whole else (p.p[which], p.inside[which]))))
+            values[part] = graded.value
+            grad = graded.grad.mul_(weight[part, None]).to(dtype)
+            grad_a[part] = grad @ kernel
+            if dtype == torch.float32:
+                grad_head.addmm_(grad.T, rows[part])
+            else:
+                grad_head += grad.T @ rows[part]
+        ctx.save_for_backward(grad_a, grad_head)
+        ctx.dtypes = (a.dtype, head.dtype)
+        ctx.mark_non_differentiable(values, correct)
+        return (values * weight).sum(), values, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_a, grad_head = ctx.saved_tensors
+        return (grad_a * grad).to(ctx.dtypes[0]), (grad_head * grad).to(ctx.dtypes[1]), None, None, None, None, None

@@ -1,0 +1,133 @@
+"""The frozen target's side of training: what it says at every position of a document. Source: EAGLE3.md §7.
+
+`Teacher` runs the target over whole documents: through the engine's native library on a CPU, so that features are the
+vectors serving computes, or through the torch decoder on a GPU and where no library is. What it says of a document is
+a `View`, small enough to be kept on disk (`features.py`): features and the normed last hidden state in bfloat16, and
+the log-sum-exp of the whole vocabulary's logits, from which any part of the target's distribution can be computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aquiline.config import EngineConfig, Environment
+from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.engine.score import MAX_DOCUMENTS, Scorer
+from aquiline.models.load import load_target
+from aquiline.ops import reference as ops
+from aquiline.text.tokenizer import load_tokenizer
+from aquiline.train.attention import PackedAttention
+from aquiline.types import Int32
+
+HEAD_ROWS = 256
+"""Positions whose logits over the whole vocabulary are in memory at once."""
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether bfloat16 products are fast there. A CPU without the instructions emulates them at 1 % of the speed."""
+    if device.startswith("cuda"):
+        return bool(torch.cuda.is_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """bfloat16 autocast where the hardware has it, else nothing."""
+    if not has_bfloat16(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device.partition(":")[0], torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class View:
+    """What the target says at each of n positions of one document.
+
+    features bfloat16 [n, C * H]: the captured layers' outputs; hidden bfloat16 [n, H]: the last layer's output after
+    the final norm; lse float32 [n]: log-sum-exp of the logits hidden @ head; best int32 [n]: their argmax."""
+
+    features: Tensor
+    hidden: Tensor
+    lse: Tensor
+    best: Tensor
+
+
+class Teacher:
+    """The frozen target. `head` [V, H] float32 is its output matrix; `max_tokens` go through one forward at most."""
+
+    def __init__(self, path: Path, capture: tuple[int, ...], device: str, max_tokens: int) -> None:
+        self.device, self.max_tokens, self.capture = device, max_tokens, capture
+        self.decoder = load_target(path, dtype="bfloat16", capture=capture)
+        self.config = self.decoder.config
+        self.head = self.decoder.head.detach().float().to(device)
+        self.models: LoadedModels | None = None
+        self._scorer: Scorer | None = None
+        environment = Environment.read()
+        if device == "cpu":
+            engine = EngineConfig(max_batch=16, row_budget=max_tokens)
+            self.models = from_modules(
+                self.decoder, None, load_tokenizer(path), "bfloat16", engine, environment, "auto"
+            )
+        if self.models is not None and self.models.is_native:
+            self._scorer = Scorer(self.models, max_tokens)
+        else:
+            self.decoder = self.decoder.float() if device == "cpu" else self.decoder.to(device)
+
+    @property
+    def path(self) -> str:
+        """What runs: "native" or "torch"."""
+        return "torch" if self._scorer is None else "native"
+
+    def views(self, documents: Sequence[Int32]) -> list[View]:
+        """Score documents of at most `max_tokens` tokens each, as many to a forward as fit."""
+        views: list[View] = []
+        group: list[Int32] = []
+        for tokens in documents:
+            if len(group) == MAX_DOCUMENTS or (group and sum(map(len, group)) + len(tokens) > self.max_tokens):
+                views += self._score(group)
+                group = []
+            group.append(tokens)
+        return views + (self._score(group) if group else [])
+
+    @torch.no_grad()
+    def _score(self, documents: list[Int32]) -> list[View]:
+        hidden, features = self._forward(documents)
+        normed = ops.rms_norm(hidden.float(), self.decoder.final_norm.float(), self.config.rms_norm_eps).bfloat16()
+        lse = torch.empty(len(normed), device=normed.device)
+        best = torch.empty(len(normed), dtype=torch.int32, device=normed.device)
+        for start in range(0, len(normed), HEAD_ROWS):
+            part = slice(start, start + HEAD_ROWS)
+            logits = normed[part].float() @ self.head.T
+            lse[part], best[part] = torch.logsumexp(logits, -1), logits.argmax(-1).int()
+        whole = View(features.bfloat16(), normed, lse, best)
+        lengths = [len(tokens) for tokens in documents]
+        parts = [torch.split(getattr(whole, name).cpu(), lengths) for name in ("features", "hidden", "lse", "best")]
+        return [View(*columns) for columns in zip(*parts, strict=True)]
+
+    def _forward(self, documents: list[Int32]) -> tuple[Tensor, Tensor]:
+        """The residual stream [n, H] and the features [n, C * H] of all documents' positions."""
+        if self._scorer is not None:
+            scored = self._scorer(documents)
+            return torch.from_numpy(scored.hidden), torch.from_numpy(scored.features)
+        lengths = torch.tensor([len(tokens) for tokens in documents])
+        document = torch.repeat_interleave(torch.arange(len(documents)), lengths)[None].to(self.device)
+        positions = torch.cat([torch.arange(int(n)) for n in lengths])[None].to(self.device)
+        tokens = torch.from_numpy(np.concatenate(documents)).long()[None].to(self.device)
+        out = self.decoder(tokens, positions, PackedAttention(self.config, document))
+        return out.hidden[0], out.features[0]
+
+
+def feature_scale(views: Sequence[View], num_capture: int) -> Tensor:
+    """[C * H]: one over the root mean square of each captured layer's features, over all given positions.
+
+    A residual stream may run at 40 times unit size. Unscaled, fc's share of every update would be as much too large,
+    and what the draft's layer adds would be lost beside the residual."""
+    features = torch.cat([view.features for view in views]).float()
+    features = torch.unflatten(features, -1, (num_capture, -1))
+    scale: Tensor = features.pow(2).mean((0, 2)).rsqrt()
+    return scale.repeat_interleave(features.shape[-1])
