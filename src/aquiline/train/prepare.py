@@ -25,13 +25,14 @@ from aquiline.train.data import Corpus, TokenIds, load_split, token_ids
 from aquiline.train.evaluate import TEMPERATURE, HeldOut, write_texts
 from aquiline.train.features import FeatureCache, Views
 from aquiline.train.packing import Batches
-from aquiline.train.start import new_head
+from aquiline.train.start import Sample, fit, new_head
 from aquiline.train.teacher import Teacher, View, feature_scale
 from aquiline.train.vocabulary import choose_vocabulary
 from aquiline.types import Int32, Int64
 
-SAMPLE_TOKENS = 8192
-"""Positions of training text whose views size the features and count the target's favourite tokens."""
+SAMPLE_TOKENS = 16384
+"""Positions of training text whose views a new draft is fitted to; they also size the features and count the target's
+favourite tokens."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,16 @@ def prepare(config: TrainConfig, state: dict[str, Any] | None, say: Callable[[st
     if split.rejects.counts:
         say(f"not used: {split.rejects}")
     views = Views(teacher.views, _cache(config, teacher))
-    sample = _sample(batches, views) if state is None else []
-    scale = feature_scale(sample, len(capture)) if state is None else state["scale"]
-    head = _head(config, teacher, split.train, ids, sample, scale, say)
-    if head.config.norm_before_fc or head.config.fc_norm:
-        scale = torch.ones_like(scale)  # the head norms its input itself
+    sample = _sample(batches, views) if state is None else _Sampled([], [])
+    scale = feature_scale(sample.views, len(capture)) if state is None else state["scale"]
+    head = _loaded_head(config, teacher)
+    if head is None:
+        head = _new_head(config, teacher, split.train, ids, sample, scale, say)
+    else:
+        if head.config.norm_before_fc or head.config.fc_norm:
+            scale = torch.ones_like(scale)  # the head norms its input itself
+        head.fc.data /= scale  # a saved draft takes raw features
     head = head.to(device)
-    head.fc.data /= scale.to(device)
     assembler = Assembler(views, scale, head_rows(head.d2t.cpu()), teacher.head, device)
     return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device)
 
@@ -125,63 +129,72 @@ def _cache(config: TrainConfig, teacher: Teacher) -> FeatureCache | None:
     return FeatureCache(config.features, {"target": digest, "layers": layers, "path": teacher.path})
 
 
-def _sample(batches: Batches, views: Views) -> list[View]:
+@dataclass(frozen=True)
+class _Sampled:
+    documents: list[Int32]
+    views: list[View]
+
+
+def _sample(batches: Batches, views: Views) -> _Sampled:
     documents: list[Int32] = []
     step = 0
     while sum(map(len, documents)) < SAMPLE_TOKENS and step < batches.steps_in_first_epoch:
         pieces = [p for row in batches.at(step) for p in row]
         documents += [batches.corpus.tokens[p.start : p.start + p.length] for p in pieces]
         step += 1
-    return views.of(documents)
+    return _Sampled(documents, views.of(documents))
 
 
-def _head(
+def _loaded_head(config: TrainConfig, teacher: Teacher) -> DraftHead | None:
+    """The draft of a resumed run or of --init; None for a new one."""
+    source = config.out / "last" if config.resume else config.init
+    if source is None:
+        return None
+    target = teacher.decoder
+    head = load_draft(source, target, dtype="float32", capture=teacher.capture)
+    wanted = {
+        "draft_vocab_size": (config.draft_vocab_size, head.config.draft_vocab_size),
+        "intermediate_size": (config.intermediate_size, head.config.model.intermediate_size),
+    }
+    for name, (asked, has) in wanted.items():
+        if asked is not None and asked != has:
+            raise ValueError(f"{name}={asked}: the draft at {source} has {has}; drop the option")
+    if head.embed is target.embed:  # two owners of one parameter would save and count it twice
+        head.embed = torch.nn.Parameter(target.embed.detach().clone(), requires_grad=False)
+    return head.train()
+
+
+def _new_head(
     config: TrainConfig,
     teacher: Teacher,
     corpus: Corpus,
     ids: TokenIds,
-    sample: list[View],
+    sample: _Sampled,
     scale: Tensor,
     say: Callable[[str], None],
 ) -> DraftHead:
-    """The draft to train: a resumed, an --init or a new one. Only a new one chooses its vocabulary: a head's rows
-    mean nothing under another."""
-    target = teacher.decoder
-    source = config.out / "last" if config.resume else config.init
-    if source is not None:
-        head = load_draft(source, target, dtype="float32", capture=teacher.capture)
-        wanted = {
-            "draft_vocab_size": (config.draft_vocab_size, head.config.draft_vocab_size),
-            "intermediate_size": (config.intermediate_size, head.config.model.intermediate_size),
-        }
-        for name, (asked, has) in wanted.items():
-            if asked is not None and asked != has:
-                raise ValueError(f"{name}={asked}: the draft at {source} has {has}; drop the option")
-        if head.embed is target.embed:  # two owners of one parameter would save and count it twice
-            head.embed = torch.nn.Parameter(target.embed.detach().clone(), requires_grad=False)
-        return head.train()
-    vocabulary = choose_vocabulary(_counts(corpus, sample, len(teacher.head)), ids.special, config.draft_vocab_size)
-    say(
-        f"draft vocabulary: {len(vocabulary.ids)} of {len(teacher.head)} tokens cover {100 * vocabulary.coverage:.2f} %"
-    )
+    """A draft with a vocabulary of its own, which it keeps for life: a head's rows mean nothing under another."""
+    counts = _counts(corpus, sample.views, len(teacher.head))
+    vocabulary = choose_vocabulary(counts, ids.special, config.draft_vocab_size)
+    say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
     head = new_head(
-        target,
-        torch.from_numpy(vocabulary.ids).to(target.embed.device),
+        teacher.decoder,
+        torch.from_numpy(vocabulary.ids).to(teacher.decoder.embed.device),
         intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         seed=config.seed,
-        size=1 / float(scale[-1]),
     )
-    head.fc.data *= scale.to(head.fc.device)  # new_head is made for features of unit size; a draft takes them raw
+    pairs = zip(sample.documents, sample.views, strict=True)
+    fit(head, (Sample(torch.from_numpy(t).long(), v.features.float() * scale, v.hidden.float()) for t, v in pairs))
     return head
 
 
-def _counts(corpus: Corpus, sample: list[View], vocab_size: int) -> Int64:
+def _counts(corpus: Corpus, views: list[View], vocab_size: int) -> Int64:
     """What the target likes to say, on a sample; every counted token of the corpus as much again."""
-    best = torch.bincount(torch.cat([view.best for view in sample]).long(), minlength=vocab_size).numpy()
+    best = torch.bincount(torch.cat([view.best for view in views]).long(), minlength=vocab_size).numpy()
     seen = np.bincount(corpus.tokens[corpus.mask], minlength=vocab_size)
     share = best.sum() / max(1, int(seen.sum()))
     counts: Int64 = np.round(1000 * (best + share * seen)).astype(np.int64)
