@@ -10,22 +10,28 @@ line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from aquiline.engine.model import cpu_name
+from aquiline.train.batches import Batch
 from aquiline.train.config import TrainConfig
 from aquiline.train.report import Reporter
 from aquiline.train.teacher import autocast, has_bfloat16
 from aquiline.train.trainer import Trainer
-from aquiline.train.ttt import plan, ttt_loss
+from aquiline.train.ttt import PassRows, plan, ttt_loss
+
+T = TypeVar("T")
 
 
 def matmul_rate(trainer: Trainer, dtype: torch.dtype) -> float:
@@ -48,7 +54,7 @@ class Stages:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def __call__[T](self, name: str, run: Callable[[], T]) -> T:
+    def __call__(self, name: str, run: Callable[[], T]) -> T:
         start = time.perf_counter()
         result = run()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -82,27 +88,29 @@ def main() -> None:
     print(json.dumps({"prepared_s": prepared_s, **vars(args), **result}, default=str))
 
 
+def forward(trainer: Trainer, batch: Batch, planned: list[PassRows]) -> torch.Tensor:
+    """The loss of a batch, as the trainer computes it; the head's gradient is formed here too."""
+    return ttt_loss(trainer.head, batch.tokens, batch.target, trainer.objective, planned, measure=False).total
+
+
 def run(trainer: Trainer, num_steps: int) -> dict[str, object]:
     """Time steps, count their FLOPs, print the table."""
-    stages, tokens = Stages(), 0
+    stages, tokens, flops = Stages(), 0, 0
     config, prepared = trainer.config, trainer.run
     for step in range(num_steps + 1):
         if step == 1:  # the first one is a warm-up
             stages, tokens = Stages(), 0
         rows = prepared.batches.at(step)
-        batch = stages("features", lambda: prepared.assembler.packed(prepared.batches.corpus, rows, config.context))
+        batch = stages("features", partial(prepared.assembler.packed, prepared.batches.corpus, rows, config.context))
         with autocast(prepared.device):
             planned = plan(batch.tokens, batch.target, trainer.objective, trainer._late_rows())
-            with FlopCounterMode(display=False) if step == 0 else FlopCounterMode(display=False, depth=0) as counter:
-                result = stages(
-                    "forward, head", lambda: ttt_loss(
-                        trainer.head, batch.tokens, batch.target, trainer.objective, planned, measure=False
-                    )
-                )  # fmt: skip
-                stages("backward", lambda: result.total.backward())
+            counter = FlopCounterMode(display=False)
+            with counter if step == 0 else contextlib.nullcontext():
+                loss = stages("forward and head", partial(forward, trainer, batch, planned))
+                stages("backward", loss.backward)
+            flops = counter.get_total_flops() if step == 0 else flops
         stages("update", trainer.update)
         tokens += batch.tokens.num_tokens
-    flops = counter.get_total_flops()
     dtype = torch.bfloat16 if has_bfloat16(prepared.device) else torch.float32
     rate = matmul_rate(trainer, dtype)
     seconds = sum(stages.seconds.values())
