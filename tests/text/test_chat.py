@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from aquiline.text.chat import ChatPrompter
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.errors import CheckpointError
+from aquiline.text.chat import ChatPrompter
 
 BOS = "<|endoftext|>"
 TEMPLATE = (
