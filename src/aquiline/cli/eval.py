@@ -40,7 +40,7 @@ OUT holds eval.json (every run, every figure), eval.md, eval.png, and answers/ i
 
 def evaluate(
     target: Annotated[
-        str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")
+        str | None, typer.Option(help="Target checkpoint: directory, .gguf file or hub id. Default: bundled.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
     dataset: Annotated[
@@ -105,7 +105,6 @@ def evaluate(
     Every setting writes the same tokens, or the command ends with an error that names the place. Ranges over chains and
     trees are a search; the best is named per length and overall.
     """
-    from aquiline.text.chat import ChatPrompter
     from aquiline.bench.datasets import load_questions
     from aquiline.bench.eval_figures import tables
     from aquiline.bench.eval_plan import EvalPlan, settings_of
@@ -115,6 +114,7 @@ def evaluate(
     from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
     from aquiline.engine.llm import LLM
     from aquiline.models.load import resolve
+    from aquiline.text.chat import ChatPrompter
 
     plan = EvalPlan(
         settings_of(num_spec_tokens or (), trees or ()), tuple(lengths or (50, 100, 200)), tuple(temperature or (0.0,)),
