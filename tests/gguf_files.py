@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FLOATS = ("F32", "F16", "BF16")
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -49,7 +50,43 @@ class Vocabulary:
             add_field(writer, f"tokenizer.{name}", value)
 
 
+TEXTS = (
+    "In 2024, pi was 3.14159 for 1,000 people.",
+    "def f(x):\n    return  12 if x else\t  7\n\n\n",
+    "I'LL don't 'S it's ½ ² ٣٤ naïve café — 中文字符 🙂👩‍👧 e\u0301\u00a0x camelCASEWord",
+    "<|im_start|>user\nHi 1<|im_end|>\n <|im_start|>assistant\n",
+    " <think> a</think>b<|im_end",
+    "",
+    "  ",
+    "a\r\n\r\n b",
+)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}answer:"
+DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
 NO_VOCABULARY = Vocabulary("none")
+
+
+def trained(pre_tokenizer: Any = DIGITS) -> Tokenizer:
+    """A byte-level BPE with some merges and the tokens of ChatML, as Hugging Face keeps it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+    )  # fmt: skip
+    tokenizer.train_from_iterator([*TEXTS, " ".join(TEXTS), "return for 12 people in 2024   and  for    all"], trainer)
+    tokenizer.add_tokens(["<think>"])
+    return tokenizer
+
+
+def chatml(pre: str | None = "smollm", tokenizer: Tokenizer | None = None, **others: Any) -> Vocabulary:
+    """The trained tokenizer as GGUF's metadata."""
+    tokenizer = tokenizer or trained()
+    ids = tokenizer.get_vocab()
+    tokens = sorted(ids, key=lambda token: ids[token])
+    special = {"<|im_start|>": CONTROL, "<|im_end|>": CONTROL, "<think>": USER_DEFINED}
+    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    fields = {"ggml.bos_token_id": 0, "ggml.eos_token_id": 1, "chat_template": TEMPLATE}
+    return Vocabulary("gpt2", pre, tokens, [special.get(t, NORMAL) for t in tokens], merges, None, fields | others)
 
 
 def add_field(writer: gguf.GGUFWriter, name: str, value: Any) -> None:

@@ -4,7 +4,6 @@ against llama.cpp itself where it is installed."""
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,28 +11,30 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from aquiline.errors import CheckpointError
 from aquiline.text.chat import ChatPrompter
 from aquiline.text.gguf_tokenizer import WORDS, chat_template, special_tokens
 from aquiline.text.tokenizer import load_tokenizer
 from checkpoints import write_target
-from gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, finish, write_gguf_target
+from gguf_files import (
+    BYTE,
+    CONTROL,
+    DIGITS,
+    NORMAL,
+    TEMPLATE,
+    TEXTS,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    chatml,
+    finish,
+    trained,
+    write_gguf_target,
+)
 
 Write = Callable[[Vocabulary], Path]
-TEXTS = (
-    "In 2024, pi was 3.14159 for 1,000 people.",
-    "def f(x):\n    return  12 if x else\t  7\n\n\n",
-    "I'LL don't 'S it's ½ ² ٣٤ naïve café — 中文字符 🙂👩‍👧 e\u0301\u00a0x camelCASEWord",
-    "<|im_start|>user\nHi 1<|im_end|>\n <|im_start|>assistant\n",
-    " <think> a</think>b<|im_end",
-    "",
-    "  ",
-    "a\r\n\r\n b",
-)
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}answer:"
-DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
 PIECES = {
     "gpt-2": "I ' LL _pay _$ 1234 . 56 _to _Ann 's _abCD \n\n_ _if _1 == 2 : _ _ok __",
     "smollm": "I ' LL _pay _$ 1 2 3 4 . 5 6 _to _Ann 's _abCD \n\n_ _if _ 1 == 2 : _ _ok __",
@@ -56,30 +57,6 @@ def write(tmp_path: Path) -> Write:
         return tmp_path / "model.gguf"
 
     return write
-
-
-def trained(pre_tokenizer: Any = DIGITS) -> Tokenizer:
-    """A byte-level BPE with some merges and the tokens of ChatML, as Hugging Face keeps it."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-    )  # fmt: skip
-    tokenizer.train_from_iterator([*TEXTS, " ".join(TEXTS), "return for 12 people in 2024   and  for    all"], trainer)
-    tokenizer.add_tokens(["<think>"])
-    return tokenizer
-
-
-def chatml(pre: str | None = "smollm", tokenizer: Tokenizer | None = None, **others: Any) -> Vocabulary:
-    """The trained tokenizer as GGUF's metadata."""
-    tokenizer = tokenizer or trained()
-    ids = tokenizer.get_vocab()
-    tokens = sorted(ids, key=lambda token: ids[token])
-    special = {"<|im_start|>": CONTROL, "<|im_end|>": CONTROL, "<think>": USER_DEFINED}
-    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
-    fields = {"ggml.bos_token_id": 0, "ggml.eos_token_id": 1, "chat_template": TEMPLATE}
-    return Vocabulary("gpt2", pre, tokens, [special.get(t, NORMAL) for t in tokens], merges, None, fields | others)
 
 
 def sentencepiece(**others: Any) -> Vocabulary:
