@@ -210,7 +210,7 @@ REFUSED: list[tuple[Vocabulary, list[str]]] = [
     (broken(chatml(), kinds=[NORMAL]), ["tokenizer.ggml.token_type", "a list of 1"]),
     (broken(sentencepiece(), scores=[0.0]), ["tokenizer.ggml.scores", "a list of 1"]),
     (broken(sentencepiece(), tokens=[]), ["tokenizer.ggml.tokens", "missing"]),
-    (Vocabulary("gpt2", "smollm", ["a", "b", "a"], merges=["a b"]), ["'a' twice"]),
+    (Vocabulary("gpt2", "smollm", ["a", "b", "a"], merges=["a b"]), ["'a' 2 times"]),
     (chatml(**{"ggml.add_bos_token": True, "ggml.bos_token_id": 5000}), ["bos_token_id=5000"]),
     (chatml(**{"ggml.eos_token_id": "two"}), ["eos_token_id='two'"]),
 ]

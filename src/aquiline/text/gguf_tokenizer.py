@@ -9,6 +9,7 @@ missing; the patterns are those of the models' own tokenizer.json, where llama.c
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,14 +74,14 @@ def gguf_tokenizer(file: Path) -> Tokenizer | None:
     if model not in builders:
         raise CheckpointError(f"{file}: tokenizer.ggml.model={model!r}; supported are {', '.join(builders)}, none")
     tokens = gguf.strings("tokenizer.ggml.tokens")
-    if len(set(tokens)) < len(tokens):
-        twice = next(token for place, token in enumerate(tokens) if token in tokens[:place])
-        raise CheckpointError(f"{file}: tokenizer.ggml.tokens has {twice!r} twice; convert the model again")
+    [(common, times)] = Counter(tokens).most_common(1) or [("", 1)]
+    if times > 1:
+        raise CheckpointError(f"{file}: tokenizer.ggml.tokens has {common!r} {times} times; convert the model again")
     try:
         tokenizer = builders[model](gguf, tokens)
+    except CheckpointError:
+        raise
     except Exception as error:  # the library raises bare Exception
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{file}: its tokenizer cannot be built ({error}); convert the model again") from None
     _add_special(tokenizer, gguf, tokens)
     return tokenizer

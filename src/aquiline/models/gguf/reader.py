@@ -199,6 +199,8 @@ def _header(cursor: _Cursor, path: Path) -> tuple[int, int]:
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
     """The tensors by name, their bytes checked to be in the file. They begin at a multiple of `alignment`."""
+    if alignment < 1:
+        raise ValueError(f"general.alignment={alignment}")
     sizes = {kind.value: size for kind, size in GGML_QUANT_SIZES.items()}
     found: dict[str, TensorInfo] = {}
     for _ in range(count):
