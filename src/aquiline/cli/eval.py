@@ -40,7 +40,7 @@ OUT holds eval.json (every run, every figure), eval.md, eval.png, and answers/ i
 
 def evaluate(
     target: Annotated[
-        str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")
+        str | None, typer.Option(help="Target checkpoint: directory, .gguf file or hub id. Default: bundled.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
     dataset: Annotated[

@@ -38,7 +38,7 @@ Examples:
 
 def generate(
     target: Annotated[
-        str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")
+        str | None, typer.Option(help="Target checkpoint: directory, .gguf file or hub id. Default: bundled.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt text. Default: --prompt-file, else stdin.")] = None,

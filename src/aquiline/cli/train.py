@@ -24,7 +24,7 @@ OUT holds the best draft (SpecForge layout), OUT/last the newest with what --res
 
 
 def train(
-    target: Annotated[Path, typer.Option(help="Target checkpoint: a Hugging Face folder or hub id.")],
+    target: Annotated[Path, typer.Option(help="Target checkpoint: a Hugging Face folder or hub id, or a .gguf file.")],
     data: Annotated[
         list[Path],
         typer.Option(

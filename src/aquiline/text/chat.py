@@ -12,17 +12,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from aquiline.errors import CheckpointError
-from aquiline.models.files import read_json
+from aquiline.models.files import is_gguf, read_json
+from aquiline.text.gguf_tokenizer import chat_template, special_tokens
 
 _BETWEEN = "\n\n"
 
 
 class ChatPrompter:
-    """Renders conversations for the target in `directory`, whose tokenizer.json is `tokenizer`.
+    """Renders conversations for the target in `directory` or a GGUF file, whose tokenizer is `tokenizer`.
 
-    With a template (chat_template.jinja or tokenizer_config.json) the prompt ends where the model's turn begins, and
-    special tokens are those the template writes. Without one the messages stand after one another, an empty line
-    between, inside the special tokens that the tokenizer puts around a text: a single turn is then its plain text.
+    With a template (chat_template.jinja, tokenizer_config.json or GGUF metadata) the prompt ends where the model's turn
+    begins, and special tokens are those the template writes. Without one the messages stand after one another, an empty
+    line between, inside the special tokens that the tokenizer puts around a text: a single turn is then its plain text.
     `options` go to the template, for example {"enable_thinking": False}. Raises CheckpointError for a broken template
     or tokenizer, ValueError without a tokenizer.
     """
@@ -31,7 +32,7 @@ class ChatPrompter:
         if tokenizer is None:
             raise ValueError(f"target={str(directory)!r}: has no tokenizer.json, and questions are text; add one")
         self.directory, self.tokenizer, self.options = directory, tokenizer, options or {}
-        self._renderer = _load_renderer(directory) if _has_template(directory) else None
+        self._renderer = _load_renderer(directory, tokenizer) if _has_template(directory) else None
         if self.options and self._renderer is None:
             raise ValueError(f"options={self.options}: {directory} has no chat template to pass them to; drop them")
 
@@ -72,14 +73,20 @@ class ChatPrompter:
 
 
 def _has_template(directory: Path) -> bool:
+    if is_gguf(directory):
+        return chat_template(directory) is not None
     config = directory / "tokenizer_config.json"
     has_field = config.is_file() and bool(read_json(config).get("chat_template"))
     return has_field or (directory / "chat_template.jinja").is_file()
 
 
-def _load_renderer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
+def _load_renderer(directory: Path, tokenizer: Tokenizer) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if is_gguf(directory):
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, chat_template=chat_template(directory), **special_tokens(directory)
+        )
     try:
         renderer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         renderer.get_chat_template()

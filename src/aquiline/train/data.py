@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from aquiline.text.tokenizer import load_tokenizer
 from aquiline.types import Bool, Int32, Int64
 
 TEXT_SUFFIXES = (".py", ".txt", ".md")
@@ -77,15 +78,14 @@ class TokenIds:
     def encode(self, text: str) -> list[int]:
         """Token ids of one document."""
         if self.tokenizer is None:
-            raise ValueError("the target has no tokenizer.json: give token ids (.bin or JSONL with input_ids)")
+            raise ValueError("the target has no tokenizer: give token ids (.bin or JSONL with input_ids)")
         ids: list[int] = self.tokenizer.encode(text).ids
         return [self.bos, *ids] if self.bos is not None and ids[:1] != [self.bos] else ids
 
 
 def token_ids(target: Path, vocab_size: int, bos: int | None, eos: tuple[int, ...]) -> TokenIds:
-    """Read the target folder's tokenizer; bos and eos come from its config."""
-    path = target / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+    """Read the target's tokenizer; bos and eos come from its config."""
+    tokenizer = load_tokenizer(target)
     special = {i for i in (bos, *eos) if i is not None}
     if tokenizer is not None:
         special |= {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
