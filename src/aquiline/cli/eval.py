@@ -105,7 +105,6 @@ def evaluate(
     Every setting writes the same tokens, or the command ends with an error that names the place. Ranges over chains and
     trees are a search; the best is named per length and overall.
     """
-    from aquiline.text.chat import ChatPrompter
     from aquiline.bench.datasets import load_questions
     from aquiline.bench.eval_figures import tables
     from aquiline.bench.eval_plan import EvalPlan, settings_of
@@ -115,6 +114,7 @@ def evaluate(
     from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
     from aquiline.engine.llm import LLM
     from aquiline.models.load import resolve
+    from aquiline.text.chat import ChatTemplate
 
     plan = EvalPlan(
         settings_of(num_spec_tokens or (), trees or ()), tuple(lengths or (50, 100, 200)), tuple(temperature or (0.0,)),
@@ -130,12 +130,12 @@ def evaluate(
         target, draft, dtype=dtype, arithmetic=arithmetic, capture=layers(capture), norm_feedback=norm_feedback,
         engine=EngineConfig(max_batch=1, prefix_cache=False, max_context=max_context),
     )  # fmt: skip
-    prompter = ChatPrompter(resolve(target or BUNDLED_TARGET), llm.models.tokenizer, options)
+    template = ChatTemplate.load(resolve(target or BUNDLED_TARGET), llm.models.tokenizer, options)
     model = model_facts(llm, target, draft)
-    evaluation = Evaluation(llm, prompter, questions, plan, model.target, out / "answers" if out else None)
+    evaluation = Evaluation(llm, template, questions, plan, model.target, out / "answers" if out else None)
     found = _run(evaluation, is_shown=not as_json)
     derived = tables(found)
-    facts = EvalFacts(model, name_of(dataset), sample_seed, prompter.has_template, llm.models.system())
+    facts = EvalFacts(model, name_of(dataset), sample_seed, template.has_template, llm.models.system())
     if out is not None:
         write_report(found, derived, facts, out)
         _plot(found, derived, facts, out)
