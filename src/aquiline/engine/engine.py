@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig, SpecConfig
-from aquiline.text.detokenizer import Detokenizer
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
 from aquiline.engine.scheduler import Scheduler, StepPlan
@@ -19,6 +18,7 @@ from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
 from aquiline.metrics import Meter
 from aquiline.spec.drafters import Drafter, drafter
+from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason
 
 

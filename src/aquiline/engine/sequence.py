@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from aquiline.config import SamplingParams, SpecConfig
-from aquiline.text.detokenizer import Detokenizer
 from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafters import Drafter
+from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason, Float32, Int32
 
 
