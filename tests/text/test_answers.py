@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from families import HARMONY, LLAMA31, MARKED, QWEN3, QWEN25, SMOLLM2, SPECIAL, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.text.families import HARMONY, LLAMA31, MARKED, QWEN3, QWEN25, SMOLLM2, SPECIAL, byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 

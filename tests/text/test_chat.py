@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import HARMONY, LLAMA31, MARKED, QWEN3, QWEN25, SMOLLM2, SPECIAL, byte_tokenizer
+from tests.text.families import HARMONY, LLAMA31, MARKED, QWEN3, QWEN25, SMOLLM2, SPECIAL, byte_tokenizer
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -26,8 +26,9 @@ class Piece:
 
 
 def cut(corpus: Corpus, context: int, shortest: int, rng: np.random.Generator | None) -> list[Piece]:
-    """Pieces of at most `context` tokens, none across documents, none under `shortest`; rng moves the first cut."""
-    pieces = []
+    """Pieces of at most `context` tokens, none across documents, under `shortest` or without a token that counts; rng
+    moves the first cut. A piece's first two tokens are predicted by no row of it."""
+    pieces, counted = [], np.concatenate(([0], np.cumsum(corpus.mask)))
     for start, end in zip(corpus.starts[:-1].tolist(), corpus.starts[1:].tolist(), strict=True):
         at = start
         if rng is not None and end - start > context:
@@ -37,7 +38,7 @@ def cut(corpus: Corpus, context: int, shortest: int, rng: np.random.Generator | 
         while at < end:
             pieces.append(Piece(at, min(context, end - at)))
             at += context
-    return [p for p in pieces if p.length >= shortest]
+    return [p for p in pieces if p.length >= shortest and counted[p.start + p.length] > counted[p.start + 2]]
 
 
 def pack(pieces: list[Piece], context: int) -> list[list[Piece]]:
