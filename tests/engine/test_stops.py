@@ -12,8 +12,8 @@ from tests.engine.test_exact import BASELINE, check_accounting, prompts, run_wit
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aquiline.config import SamplingParams, SpecConfig
-from aquiline.text.detokenizer import Detokenizer
 from aquiline.engine.llm import LLM
+from aquiline.text.detokenizer import Detokenizer
 
 pytestmark = needs_native
 
