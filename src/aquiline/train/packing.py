@@ -87,7 +87,9 @@ class Batches:
         self.rows: list[list[Piece]] = []
         self._plan(0)
         if not self.rows:
-            raise ValueError(f"no training document is as long as ttt_steps + 3 = {self.shortest} tokens")
+            raise ValueError(
+                f"no training document has ttt_steps + 3 = {self.shortest} tokens and one that counts behind its second"
+            )
         self.steps_in_first_epoch = self.num_batches
 
     @property

@@ -67,6 +67,9 @@ def test_the_end_of_a_turn_ends_an_answer_and_is_not_shown() -> None:
     answer = session(dataclasses.replace(SHORT, logit_bias=ALWAYS_END)).ask("hello", pieces.append)
     assert answer.output.finish_reason == "stop" and answer.output.token_ids == list(ALWAYS_END)
     assert answer.output.text == "" and not pieces
+    letter = dataclasses.replace(SHORT, logit_bias={5: 1e6}, stop_token_ids=(5,))  # a stop token that is no special one
+    answer = session(letter).ask("hello", pieces.append)
+    assert answer.output.finish_reason == "stop" and answer.output.text == "" and not pieces
 
 
 def test_an_answer_stops_between_two_steps() -> None:
