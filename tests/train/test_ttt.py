@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from tests.dense import DenseAttention
 from torch import Tensor
 
-from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.ops import reference as ops
 from aquiline.train import head_loss
 from aquiline.train.attention import CHUNK, PackedAttention, step_attention, visibility
 from aquiline.train.head_loss import TargetRows
@@ -49,25 +47,10 @@ def batch_of(lengths: list[int], width: int, seed: int = 0) -> TokenBatch:
     return TokenBatch(tokens, document, positions, mask)
 
 
-def features_of(model: Decoder, batch: TokenBatch) -> Tensor:
-    return model(batch.tokens, batch.positions, PackedAttention(model.config, batch.document)).features
-
-
-def target_of(model: Decoder, batch: TokenBatch, vocab: Tensor) -> TargetBatch:
-    """What the target says of a batch, by the decoder and in float32."""
-    out = model(batch.tokens, batch.positions, PackedAttention(model.config, batch.document))
-    hidden = ops.rms_norm(out.hidden, model.final_norm, model.config.rms_norm_eps)
-    logits = hidden @ model.head.T
-    inside = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    inside[vocab] = True
-    rows = TargetRows(hidden.flatten(0, 1), torch.logsumexp(logits, -1).flatten(), model.head[vocab])
-    return TargetBatch(out.features, rows, inside[logits.argmax(-1)])
-
-
 def test_step_k_is_the_kth_pass_of_real_decoding() -> None:
     model, width = tiny.target(), 24
     head, batch = tiny.head(model), batch_of([width], width)
-    features = features_of(model, batch)
+    features = tiny.features_of(model, batch)
     steps = list(passes(head, batch, features, STEPS))
     with torch.no_grad():
         for i in (0, 3, num_rows(width, STEPS) - 1):
@@ -86,7 +69,7 @@ def test_a_packed_document_trains_as_if_alone() -> None:
     head = tiny.head(model)
     packed = batch_of([20, 17], 40)
     alone = TokenBatch(*(t[:, 20:37] for t in (packed.tokens, packed.document * 0, packed.positions, packed.mask)))
-    features_packed, features_alone = features_of(model, packed), features_of(model, alone)
+    features_packed, features_alone = tiny.features_of(model, packed), tiny.features_of(model, alone)
     assert torch.allclose(features_packed[:, 20:37], features_alone, atol=1e-5)
     rows = num_rows(17, 5)
     pairs = zip(passes(head, packed, features_packed, 5), passes(head, alone, features_alone, 5), strict=True)
@@ -97,7 +80,7 @@ def test_a_packed_document_trains_as_if_alone() -> None:
 def test_late_rows_change_nothing_for_the_rows_they_keep() -> None:
     model, batch = tiny.target(), batch_of([40], 40)
     head = tiny.head(model)
-    features = features_of(model, batch)
+    features = tiny.features_of(model, batch)
     late = torch.tensor([1, 2, 9, 30])
     for k, ((_, a), (rows, b)) in enumerate(
         zip(passes(head, batch, features, 4), passes(head, batch, features, 4, late), strict=True)
@@ -135,7 +118,7 @@ def test_the_loss_in_chunks_is_the_textbook_one_in_values_and_gradients(
     monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4 * 32 * 16)  # 16 rows a chunk
     model, batch = tiny.target(), batch_of([17, 15], 36)
     head = tiny.head(model)
-    target = target_of(model, batch, head.target_ids(torch.arange(32)))
+    target = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))
     objective = Objective(LOSSES["ce"], 4, 0.8)
     trained = [p for p in head.parameters() if p.requires_grad]
     got = ttt_loss(head, batch, target, objective, plan(batch, target, objective, late))
@@ -149,7 +132,7 @@ def test_the_loss_in_chunks_is_the_textbook_one_in_values_and_gradients(
 def test_accuracies_are_counted_along_the_chain() -> None:
     model, batch = tiny.target(), batch_of([40], 40)
     head = tiny.head(model)
-    target = target_of(model, batch, head.target_ids(torch.arange(32)))
+    target = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))
     objective = Objective(LOSSES["ce"], 3, 0.8)
     got = ttt_loss(head, batch, target, objective, plan(batch, target, objective))
     told = (target.rows.hidden @ target.rows.head.T)[None]

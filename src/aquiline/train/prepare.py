@@ -83,10 +83,11 @@ def prepare(config: TrainConfig, state: dict[str, Any] | None, say: Callable[[st
     capture = tuple(config.capture or default_capture(geometry.num_layers))
     teacher = Teacher(path, capture, device, max(2048, config.context))
     ids = token_ids(path, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids)
-    split = load_split(config.data, config.held_out, ids)
+    split = load_split(config.data, config.held_out, ids, config.loss_on)
     batches = Batches(split.train, config.context, config.batch_size, config.ttt_steps, config.seed)
     say(
-        f"{split.train.num_documents} documents, {len(split.train.tokens)} tokens, "
+        f"{split.train.num_documents} documents, {split.train.num_longer(config.context)} of them longer than "
+        f"{config.context} tokens and cut; {len(split.train.tokens)} tokens, {split.train.mask.mean():.0%} counted; "
         f"{batches.steps_in_first_epoch} steps an epoch; held out {split.held_out.num_documents} documents"
     )
     if split.rejects.counts:
