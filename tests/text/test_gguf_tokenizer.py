@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from aquiline.errors import CheckpointError
-from aquiline.text.chat import ChatPrompter
+from aquiline.text.chat import ChatTemplate, conversation
 from aquiline.text.gguf_tokenizer import WORDS, chat_template, special_tokens
 from aquiline.text.tokenizer import load_tokenizer
 from checkpoints import write_target
@@ -185,11 +185,11 @@ def test_chat_template_and_special_tokens_come_from_the_file(write: Write) -> No
     file = write(chatml())
     assert chat_template(file) == TEMPLATE
     assert special_tokens(file) == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    prompter = ChatPrompter(file, load(file))
-    assert prompter.render(["Hi"], system="Be brief.") == (
+    template = ChatTemplate.load(file, load(file))
+    assert template.render(conversation(["Hi"], system="Be brief.")) == (
         "<|im_start|>system: Be brief.<|im_end|>user: Hi<|im_end|>answer:"
     )
-    assert prompter.encode(["Hi"])[0] == 0
+    assert template.encode(conversation(["Hi"]))[0] == 0
     bare = write(Vocabulary("none"))
     assert load_tokenizer(bare) is None
     assert chat_template(bare) is None
