@@ -49,12 +49,13 @@ class Prepared:
 
     def held_out(self, config: TrainConfig) -> HeldOut:
         """Held-out prompts, continued by the target; takes a while."""
-        prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - config.eval_tokens)
+        num_new = min(config.eval_tokens, config.context // 2)
+        prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - num_new)
         assert self.teacher.models is not None
         texts = [
             text
             for temperature in (0.0, TEMPERATURE)
-            for text in write_texts(self.teacher.models, prompts, config.eval_tokens, temperature, config.seed)
+            for text in write_texts(self.teacher.models, prompts, num_new, temperature, config.seed)
         ]
         return HeldOut(self.assembler, texts, config.ttt_steps)
 
