@@ -18,6 +18,7 @@ from aquiline.config import Environment, SpecConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.text.chat import ChatTemplate
+from aquiline.train.answer_file import AnswerFile
 from aquiline.train.regenerate import RegenerateConfig, Regeneration
 
 pytestmark = needs_native
@@ -129,6 +130,8 @@ def test_a_file_of_other_settings_is_refused_and_left_alone(checkpoint: Path, da
         ValueError, match=r"out\.jsonl\.meta\.json beside it.* is missing or broken; choose another --out"
     ):
         regenerate(checkpoint, data, out)
+    with AnswerFile(tmp_path / "busy.jsonl", {}), pytest.raises(ValueError, match="another run writes it"):
+        regenerate(checkpoint, data, tmp_path / "busy.jsonl")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="choose another --out"):
         regenerate(checkpoint, data, tmp_path / "notes.txt")

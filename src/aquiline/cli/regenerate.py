@@ -102,7 +102,8 @@ def regenerate(
         temperature_weights=tuple(weights), max_tokens=max_tokens, seed=seed,
         shuffle_seed=None if in_order else shuffle_seed, skip_ids=tuple(skip_ids or ()), start=start, limit=limit,
     )  # fmt: skip
-    engine = EngineConfig(max_batch=max_batch, max_context=max_context, cache_fraction=cache_fraction)
+    # Prompts share no more than a short system message: small pages hold it, pages of 64 tokens would not.
+    engine = EngineConfig(max_batch=max_batch, max_context=max_context, page_size=16, cache_fraction=cache_fraction)
     llm = LLM(
         target, draft, dtype=dtype, arithmetic=arithmetic, engine=engine, capture=layers(capture),
         norm_feedback=norm_feedback,

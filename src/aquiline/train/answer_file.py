@@ -6,6 +6,7 @@ ids of the whole rows, and refuses a file that other settings wrote.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -20,7 +21,8 @@ class AnswerFile:
     """Rows by id in `path`, written under `settings`, which stand in PATH.meta.json.
 
     ids: of the rows that are there; total and by_temperature count them. Use it in a with statement. Raises ValueError
-    if the file was written under other settings or holds something else, before anything is changed."""
+    if another run writes the file, if it was written under other settings, or holds something else: nothing is changed
+    then."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.meta = path, path.with_name(path.name + ".meta.json")
@@ -28,17 +30,29 @@ class AnswerFile:
         self.ids: set[int] = set()
         self.total = Tally()
         self.by_temperature: dict[float, Tally] = {}
-        num_bytes = path.stat().st_size if path.exists() else 0
-        if num_bytes or self.meta.exists():
-            self._check_settings()
-        num_whole = self._read() if num_bytes else 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        if num_whole < num_bytes:
-            print(f"aquiline: {path}: the last row was cut and is dropped; it is written again", file=sys.stderr)
-            os.truncate(path, num_whole)
-        if not self.meta.exists():
-            self.meta.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
+        try:
+            self._take()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _take(self) -> None:
+        """Find out what the file holds, and make it ready to be appended to."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system ends the lock with the process
+        except BlockingIOError:
+            raise ValueError(f"out={str(self.path)!r}: another run writes it; wait, or choose another --out") from None
+        num_bytes = self.path.stat().st_size
+        if num_bytes == 0:
+            self.meta.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+            return
+        self._check_settings()
+        num_whole = self._read()
+        if num_whole < num_bytes:
+            print(f"aquiline: {self.path}: the last row was cut and is dropped; it is written again", file=sys.stderr)
+            os.truncate(self.path, num_whole)
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns."""
