@@ -24,8 +24,10 @@ from aquiline.models.load import read_model_config
 
 
 def rows(count: int) -> list[Any]:
-    """Conversations of one and two turns, by turns."""
-    return [{"messages": [{"role": "user", "content": f"{i}{t}"} for t in "ab"[: 1 + i % 2]]} for i in range(count)]
+    """Conversations of one and two turns, by turns, behind a short system message that all of them share."""
+    system = {"role": "system", "content": "abcdefghijklmnopqrst"}
+    users = [[{"role": "user", "content": f"{i}{t}"} for t in "ab"[: 1 + i % 2]] for i in range(count)]
+    return [{"messages": [system, *turns]} for turns in users]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,7 @@ def test_the_last_line_is_json_and_with_json_the_only_one(pair: Path, tmp_path: 
     assert data["answer_tokens"] == sum(sum(row["loss_mask"]) for row in found.values()) and data["tokens_per_s"] > 0
     assert sum(each["num_conversations"] for each in data["by_temperature"].values()) == 40
     assert {row["temperature"] for row in found.values()} == {0.0, 0.8, 1.0}
+    assert data["metrics"]["prefix_hit_rate"] > 0.5, "the system message is computed once"
     quiet = regenerate(pair, tmp_path / "b.jsonl", "--draft", pair / "draft", "--max-batch", 3, "--in-order", "--json")
     drafted = json.loads(quiet.stdout)
     assert drafted["metrics"]["num_draft_tokens"] > 0 and read(tmp_path / "b.jsonl") == found
