@@ -98,6 +98,7 @@ def test_refusals_are_one_line(pair: Path, tmp_path: Path) -> None:
     for more, named in (
         (["--seed", 1], "seed=1: "), (["--temperatures", 0.5, 0.7], "temperatures=[0.5, 0.7]: "),
         (["--max-context", 100], "max_context=100: "), (["--limit", 0], "limit=0: "),
+        (["--template-options", '{"hint": 1}'], 'template_options={"hint": 1}: '),
         (["--temperature-weights", 1], "temperature_weights="), (["--data", tmp_path / "none.jsonl"], "none.jsonl"),
     ):  # fmt: skip
         refused = regenerate(pair, out, *more)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.cli.options import Arithmetic, Capture, Dtype, NormFeedback
+from aquiline.cli.options import Arithmetic, Capture, Dtype, NormFeedback, TemplateOptions, template_options_of
 from aquiline.cli.train import layers
 
 ROWS, SAMPLING, ENGINE = "Which rows", "How answers are drawn", "Batch and memory"
@@ -32,7 +32,7 @@ The same command continues a run that was stopped; a row of OUT is {"id", "sourc
 
 
 def regenerate(
-    target: Annotated[str, typer.Option(help="Target checkpoint: directory or hub id.")],
+    target: Annotated[str, typer.Option(help="Target checkpoint: directory, .gguf file or hub id.")],
     data: Annotated[
         list[Path],
         typer.Option(
@@ -78,6 +78,7 @@ def regenerate(
     cache_fraction: Annotated[
         float, typer.Option(help="Share of the free memory that keys and values may take.", rich_help_panel=ENGINE)
     ] = 0.5,
+    template_options: TemplateOptions = None,
     capture: Capture = None,
     norm_feedback: NormFeedback = None,
     dtype: Dtype = "bfloat16",
@@ -102,15 +103,16 @@ def regenerate(
         temperature_weights=tuple(weights), max_tokens=max_tokens, seed=seed,
         shuffle_seed=None if in_order else shuffle_seed, skip_ids=tuple(skip_ids or ()), start=start, limit=limit,
     )  # fmt: skip
+    options = template_options_of(template_options)
     # Prompts share no more than a short system message: small pages hold it, pages of 64 tokens would not.
     engine = EngineConfig(max_batch=max_batch, max_context=max_context, page_size=16, cache_fraction=cache_fraction)
     llm = LLM(
         target, draft, dtype=dtype, arithmetic=arithmetic, engine=engine, capture=layers(capture),
         norm_feedback=norm_feedback,
     )  # fmt: skip
-    directory = resolve(target)
-    template = ChatTemplate.load(directory, llm.models.tokenizer)
-    run = Regeneration(llm, template, directory, config, is_shown=True)
+    checkpoint = resolve(target)
+    template = ChatTemplate.load(checkpoint, llm.models.tokenizer, options)
+    run = Regeneration(llm, template, checkpoint, config, is_shown=True)
     print(llm.engine.memory, file=sys.stderr)
     result = run.run()
     if not json_only:

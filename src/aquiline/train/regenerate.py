@@ -26,7 +26,7 @@ from aquiline.models.fingerprint import fingerprint
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.questions import read_rows
 from aquiline.train.answer_file import AnswerFile
-from aquiline.train.conversation import Conversation
+from aquiline.train.answering import Conversation
 from aquiline.train.regenerated import Regenerated
 
 LABELS = ("source", "category", "license")
@@ -147,6 +147,7 @@ class Regeneration:
         config, models = self.config, self.llm.models
         return {
             "target_fingerprint": fingerprint(self.target),
+            "template_options": self.template.options,
             "dtype": models.storage,
             "arithmetic": models.arithmetic,
             "path": "native" if models.is_native else "torch",

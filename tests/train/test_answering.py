@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.train.regenerating import ROWS, STOPS, TEMPLATE, TURNS, llm, read, re
 
 from aquiline.config import SamplingParams
 from aquiline.text.chat import ChatTemplate
+from aquiline.train.data import Rejects, read_documents, token_ids
 
 pytestmark = needs_native
 
@@ -55,6 +57,16 @@ def test_every_turn_is_answered_on_the_ids_before_it(checkpoint: Path, data: Pat
         whole = template.encode(row["messages"], add_generation_prompt=False)
         assert [*ended, STOPS[1]] == whole
     assert {(True, STOPS[1]), (True, "length"), (False, "length")} < seen and (True, STOPS[0]) in seen, seen
+
+
+def test_training_reads_the_rows_as_they_are(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    regenerate(checkpoint, data, tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rejects, ids = Rejects(), token_ids(checkpoint, 96, None, STOPS)
+    documents = list(read_documents([tmp_path], ids, rejects))
+    assert [(d.tokens.tolist(), d.mask.tolist()) for d in documents if d.mask is not None] == [
+        (row["token_ids"], row["loss_mask"]) for row in rows
+    ]
 
 
 @pytest.mark.parametrize(
