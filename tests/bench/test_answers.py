@@ -10,10 +10,10 @@ from tests.conftest import tiny_llm
 from tokenizers import Tokenizer
 
 from aquiline.bench.answers import AnswerFile, TurnAnswer, answer_row
-from aquiline.bench.datasets import Question
 from aquiline.config import SamplingParams, SpecConfig
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.metrics import mean
+from aquiline.text.questions import Question
 
 TWO_TURNS = Question(81, "writing", ("Write.", "Shorter."))
 ONE_TURN = Question("HumanEval/0", "coding", ("def f():",))

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquiline.bench.datasets import Question
 from aquiline.bench.eval_figures import Ratio, best, figures, ratio, tables, verdict
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
 from aquiline.bench.eval_report import EvalFacts, as_document, notes
 from aquiline.bench.result import ModelFacts
 from aquiline.metrics import Counters
+from aquiline.text.questions import Question
 
 FACTS = EvalFacts(ModelFacts("a", "b", "float32", "float32", False, None, 0), "toy", None, False, {})
 TIMES = st.floats(0.5, 500)

@@ -11,7 +11,6 @@ import pytest
 from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aquiline.bench.datasets import Question
 from aquiline.bench.eval_figures import tables
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, settings_of
 from aquiline.bench.eval_report import EvalFacts, as_document, as_markdown, model_facts, notes
@@ -22,6 +21,7 @@ from aquiline.engine.model import LoadedModels
 from aquiline.errors import ResultError
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.text.chat import ChatTemplate
+from aquiline.text.questions import Question
 
 LETTERS = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(90)}, unk_token="!"))
 LETTERS.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -62,7 +62,9 @@ def refused(result: Result) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["demo", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["generate", "--help"], ["demo", "--help"], ["train", "--help"], ["regenerate", "--help"]]
+)
 def test_help_waits_for_nothing_heavy(args: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", HELP, *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

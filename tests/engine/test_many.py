@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import re
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,6 +20,7 @@ from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.config import SamplingParams, SpecConfig
 from aquiline.engine.llm import LLM
+from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request, TokenDelta
 
 pytestmark = [needs_native, pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")]
@@ -72,6 +75,53 @@ def test_requests_are_taken_as_there_is_room(max_batch: int) -> None:
         assert [output.token_ids] == tokens(expected)
     stream.close()  # type: ignore[attr-defined]
     assert_empty(llm)
+
+
+def test_a_request_may_wait_for_the_output_of_another() -> None:
+    """Each text is continued three times; what is not ready keeps nothing else from running."""
+    llm = tiny_llm(max_batch=3)
+    texts: dict[int, list[int]] = {}
+    ready: list[int] = []
+
+    def turns() -> Iterator[Request | None]:
+        for number in range(7):
+            texts[number] = words(5 + number, number)
+            yield llm.request(number, texts[number], PARAMS, BASELINE)
+        while ready or llm.engine.sequences:
+            yield llm.request(number := ready.pop(), texts[number], PARAMS, BASELINE) if ready else None
+
+    for output in llm.outputs(turns()):
+        number = int(output.request_id)
+        texts[number] = [*texts[number], *output.token_ids]
+        if len(texts[number]) < 5 + number + 3 * PARAMS.max_tokens:
+            ready.append(number)
+    assert_empty(llm)
+    whole = dataclasses.replace(PARAMS, max_tokens=3 * PARAMS.max_tokens)
+    for number, text in texts.items():
+        assert text[5 + number :] == tiny_llm(max_batch=1).generate([words(5 + number, number)], whole)[0].token_ids
+    with pytest.raises(ValueError, match="None waits for an output, and no request runs"):
+        list(llm.outputs([None]))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_lines_come_where_there_is_no_terminal(
+    is_terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, now = tiny_llm(max_batch=2), itertools.count(0.0, 10.0)
+    monkeypatch.setattr("aquiline.engine.progress.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    with RequestProgress(9, llm.engine, is_shown=True, num_done=3) as bar:
+        for _ in llm.outputs(llm.request(i, words(20, i), PARAMS) for i in range(6)):
+            bar.advance()
+        bar.note("a line [of] its own")
+    shown = capfd.readouterr().err
+    lines = [line for line in shown.splitlines() if "done" in line]
+    assert "a line [of] its own" in shown
+    if is_terminal:
+        assert not lines
+    else:
+        assert [line.split(",")[0] for line in lines] == ["6/9 done", "9/9 done"]
+        assert all(re.fullmatch(r"\d/9 done, \d+ tok/s, tau \d\.\d\d, 0:\d\d:\d\d left", line) for line in lines), lines
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from aquiline.bench.datasets import Question
+from aquiline.text.questions import Question
 
 
 @dataclass(frozen=True)

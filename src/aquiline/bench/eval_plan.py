@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aquiline.bench.datasets import Question
 from aquiline.bench.suite import BASELINE
 from aquiline.bench.teacher import Accuracy
 from aquiline.config import SamplingParams, SpecConfig
 from aquiline.metrics import Counters
+from aquiline.text.questions import Question
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from itertools import product, zip_longest
 from pathlib import Path
 
 from aquiline.bench.answers import AnswerFile, TurnAnswer
-from aquiline.bench.datasets import Question
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
 from aquiline.bench.result import tokens_sha256
 from aquiline.bench.suite import BASELINE
@@ -25,6 +24,7 @@ from aquiline.engine.llm import LLM, Output
 from aquiline.errors import OutOfPages, ResultError
 from aquiline.metrics import mean, repeated_share
 from aquiline.text.chat import ChatTemplate, conversation
+from aquiline.text.questions import Question
 
 WARMUP_TOKENS = 16
 TEACHER_PLACES = 5

@@ -17,6 +17,7 @@ from aquiline.cli.generate import generate
 from aquiline.cli.limits import limits
 from aquiline.cli.options import ListCommand
 from aquiline.cli.profile import profile
+from aquiline.cli.regenerate import regenerate
 from aquiline.cli.report import report
 from aquiline.cli.train import train
 from aquiline.errors import AquilineError
@@ -50,5 +51,6 @@ app.command()(gate)
 app.command()(generate)
 app.command(cls=ListCommand)(limits)
 app.command()(profile)
+app.command(cls=ListCommand)(regenerate)
 app.command()(report)
 app.command(cls=ListCommand)(train)

@@ -141,10 +141,13 @@ class LLM:
         return Result([outputs[request.id] for request in requests], self.engine.meter.summary())
 
     def outputs(
-        self, requests: Iterable[Request], on_delta: Callable[[TokenDelta], None] | None = None
+        self, requests: Iterable[Request | None], on_delta: Callable[[TokenDelta], None] | None = None
     ) -> Iterator[Output]:
         """Run requests and yield each output as it finishes. Requests are taken from the iterable as there is room, so
-        it may be endless. Closing the iterator drops what has not finished."""
+        it may be endless. None in place of a request says that the next one has to wait for an output: the iterable is
+        asked again after the next step. Closing the iterator drops what has not finished.
+
+        Raises ValueError for a request that cannot work, and for None while nothing runs."""
         engine, texts = self.engine, dict[int | str, list[str]]()
         live: dict[int | str, Sequence] = {}
         ahead = 2 * engine.config.max_batch + 16  # enough that no slot waits
@@ -152,6 +155,10 @@ class LLM:
         try:
             while True:
                 for request in itertools.islice(source, max(0, ahead - len(live))):
+                    if request is None:
+                        if not live:
+                            raise ValueError("requests: None waits for an output, and no request runs")
+                        break
                     live[request.id] = engine.add(request)
                     texts[request.id] = []
                 if not live and not engine.is_busy:

@@ -1,37 +1,77 @@
-"""A bar for many requests: how many are done, tokens per second, tau, time left."""
+"""How far many requests are: how many are done, tokens per second, tau where drafts are made, time left."""
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from aquiline.engine.engine import Engine
+from aquiline.metrics import Counters
+
+BAR_EVERY_S, LINE_EVERY_S = 0.5, 30.0
 
 
 class RequestProgress:
-    """Shows the requests an engine finishes, on stderr, and leaves nothing behind."""
+    """Shows on stderr how an engine gets on with `total` pieces of work, of which num_done were done before.
+
+    In a terminal that is a bar, which leaves nothing behind; elsewhere a line every 30 seconds."""
 
     def __init__(self, total: int, engine: Engine, is_shown: bool, num_done: int = 0) -> None:
-        self.engine = engine
+        self.engine, self.total, self.num_done, self.num_before = engine, total, num_done, num_done
+        console = Console(stderr=True)
+        self.is_shown, self.is_bar = is_shown, is_shown and console.is_terminal
         self.bar = Progress(
             TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(), console=Console(stderr=True), disable=not is_shown, transient=True,
+            TimeRemainingColumn(), console=console, disable=not self.is_bar, transient=True,
         )  # fmt: skip
         self.task = self.bar.add_task("", total=total, completed=num_done, figures="")
+        self.began_s = self.shown_s = time.monotonic()
 
     def __enter__(self) -> RequestProgress:
         self.bar.start()
+        self.began_s = self.shown_s = time.monotonic()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bar.stop()
 
     def advance(self) -> None:
-        """One more request has finished."""
-        if self.bar.disable:
+        """One more piece of work is done."""
+        self.num_done += 1
+        if self.is_bar:
+            self.bar.update(self.task, advance=1)
+        self.tick()
+
+    def tick(self, event: object = None) -> None:
+        """Show the figures again if that is due; may be called as often as tokens come, `event` is ignored."""
+        now = time.monotonic()
+        if not self.is_shown or now - self.shown_s < (BAR_EVERY_S if self.is_bar else LINE_EVERY_S):
             return
-        summary = self.engine.meter.summary()
-        figures = f"{summary.tokens_per_s:.0f} tok/s, tau {summary.counters.tau:.2f}"
-        self.bar.update(self.task, advance=1, figures=figures)
+        self.shown_s = now
+        if self.is_bar:
+            self.bar.update(self.task, figures=self._figures(now))
+        else:
+            self.note(f"{self.num_done}/{self.total} done, {self._figures(now)}, {self._left(now)} left")
+
+    def note(self, text: str) -> None:
+        """Print a line of its own, above the bar where there is one."""
+        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _figures(self, now: float) -> str:
+        """Tokens of this run, those of unfinished requests too, per second."""
+        counters = Counters()
+        counters.merge(self.engine.meter.counters)
+        for sequence in self.engine.sequences.values():
+            counters.merge(sequence.counters)
+        speed = (counters.num_committed + counters.num_prefilled) / (now - self.began_s)
+        return f"{speed:.0f} tok/s" + (f", tau {counters.tau:.2f}" if counters.num_draft_tokens else "")
+
+    def _left(self, now: float) -> str:
+        num_new = self.num_done - self.num_before
+        if not num_new:
+            return "unknown time"
+        return str(timedelta(seconds=round((self.total - self.num_done) * (now - self.began_s) / num_new)))

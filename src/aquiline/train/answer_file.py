@@ -1,0 +1,111 @@
+"""The output of a regeneration: one row per finished conversation, only ever appended to, and the settings beside it.
+
+A run that was killed leaves whole rows and perhaps the beginning of one. The next run drops that beginning, takes the
+ids of the whole rows, and refuses a file that other settings wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from aquiline.train.regenerated import Tally
+
+
+class AnswerFile:
+    """Rows by id in `path`, written under `settings`, which stand in PATH.meta.json.
+
+    ids: of the rows that are there; total and by_temperature count them. Use it in a with statement. Raises ValueError
+    if another run writes the file, if it was written under other settings, or holds something else: nothing is changed
+    then."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.meta = path, path.with_name(path.name + ".meta.json")
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # tuples as the lists they are read as
+        self.ids: set[int] = set()
+        self.total = Tally()
+        self.by_temperature: dict[float, Tally] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        try:
+            self._take()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _take(self) -> None:
+        """Find out what the file holds, and make it ready to be appended to."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system ends the lock with the process
+        except BlockingIOError:
+            raise ValueError(f"out={str(self.path)!r}: another run writes it; wait, or choose another --out") from None
+        num_bytes = self.path.stat().st_size
+        if num_bytes == 0:
+            self.meta.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+            return
+        self._check_settings()
+        num_whole = self._read()
+        if num_whole < num_bytes:
+            print(f"aquiline: {self.path}: the last row was cut and is dropped; it is written again", file=sys.stderr)
+            os.truncate(self.path, num_whole)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row; it is in the file when this returns."""
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+        self._count(row)
+
+    def _count(self, row: dict[str, Any]) -> None:
+        self.ids.add(row["id"])
+        self.total.add(row)
+        self.by_temperature.setdefault(row["temperature"], Tally()).add(row)
+
+    def _check_settings(self) -> None:
+        try:
+            before = json.loads(self.meta.read_text(encoding="utf-8"))
+            assert isinstance(before, dict)
+        except (OSError, ValueError, AssertionError):
+            raise ValueError(
+                f"out={str(self.path)!r}: {self.meta.name} beside it, which says how it was written, is missing or "
+                "broken; choose another --out"
+            ) from None
+        for name in self.settings | before:
+            if before.get(name) != self.settings.get(name):
+                raise ValueError(
+                    f"{name}={json.dumps(self.settings.get(name))}: {self.path} was written with "
+                    f"{json.dumps(before.get(name))}; take that again, or choose another --out"
+                )
+
+    def _read(self) -> int:
+        """Read the rows; the number of bytes of those that are whole."""
+        num_whole = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                    is_new = row["id"] not in self.ids
+                    self._count(row)
+                except (ValueError, KeyError, TypeError):
+                    is_new = False
+                if not is_new:
+                    raise ValueError(
+                        f"out={str(self.path)!r}: line {number} is no row of this command, or the second of its id; "
+                        "choose another --out"
+                    )
+                num_whole += len(line)
+        return num_whole
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,103 @@
+"""One conversation while the target answers it: the token ids the engine computed on, and which of them it wrote.
+
+No answer is tokenised again. The prompt of the next turn is the ids so far and, behind them, the ids of the text that
+the chat template writes between the end of an answer and the place of the next one. Where the tokenizer would write the
+same answer with other ids, the engine's stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from aquiline.engine.llm import Output
+from aquiline.text.chat import ChatTemplate
+from aquiline.text.questions import Question
+
+_ANSWER = "\ufdd0"  # stands for an answer; a code point that Unicode assigns to no character, so no text holds it
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the target continues next: the first `num_kept` ids of the conversation, then the ids `added`.
+
+    messages: those the conversation has when the next turn is asked."""
+
+    messages: list[dict[str, str]]
+    num_kept: int
+    added: list[int]
+
+
+@dataclass(eq=False)
+class Conversation:
+    """The user's turns of `question`, answered one after the other at one temperature, under one seed.
+
+    token_ids: prompts and answers so far. loss_mask: per id 1 where the target wrote it, 0 elsewhere."""
+
+    id: int
+    question: Question
+    labels: dict[str, object]  # copied from the input row
+    temperature: float
+    seed: int
+    messages: list[dict[str, str]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    prompt: Prompt | None = None  # that the target continues now
+
+    @property
+    def num_left(self) -> int:
+        """Turns without an answer."""
+        return len(self.question.turns) - len(self.finish_reasons)
+
+    def ask(self, template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+        """Put the next turn; returns the prompt's ids. Raises ValueError if the template refuses it."""
+        turn = {"role": "user", "content": self.question.turns[len(self.finish_reasons)]}
+        if self.finish_reasons:
+            self.prompt = self._next(turn, template, tokenizer)
+        else:
+            system = self.question.system
+            messages = [turn] if system is None else [{"role": "system", "content": system}, turn]
+            self.prompt = Prompt(messages, 0, template.encode(messages))
+        return self.token_ids[: self.prompt.num_kept] + self.prompt.added
+
+    def _next(self, turn: dict[str, str], template: ChatTemplate, tokenizer: Tokenizer) -> Prompt:
+        """An answer that ended by itself ends with a stop token. It stays where the template writes that token too; the
+        template's own end of a turn replaces any other, and ends an answer that was cut."""
+        text = template.render([*self.messages[:-1], {"role": "assistant", "content": _ANSWER}, turn])
+        if text.count(_ANSWER) != 1:
+            raise ValueError(
+                f"the chat template writes an earlier answer {text.count(_ANSWER)} times, not once, so that its "
+                "conversations cannot be continued; give single turns"
+            )
+        added: list[int] = tokenizer.encode(text.partition(_ANSWER)[2], add_special_tokens=False).ids
+        num_kept = len(self.token_ids)
+        if self.finish_reasons[-1] == "stop":
+            if added[:1] == self.token_ids[-1:]:
+                added = added[1:]
+            else:
+                num_kept -= 1
+        return Prompt([*self.messages, turn], num_kept, added)
+
+    def answer(self, output: Output) -> None:
+        """Take the target's answer to what was asked."""
+        prompt = self.prompt
+        assert prompt is not None and output.prompt_ids == self.token_ids[: prompt.num_kept] + prompt.added
+        self.messages = [*prompt.messages, {"role": "assistant", "content": output.text}]
+        self.loss_mask = self.loss_mask[: prompt.num_kept] + [0] * len(prompt.added) + [1] * len(output.token_ids)
+        self.token_ids = output.prompt_ids + output.token_ids
+        self.finish_reasons.append(output.finish_reason)
+        self.prompt = None
+
+    def row(self) -> dict[str, object]:
+        """The conversation as a row of the output; turns that were not answered are counted in num_turns_left."""
+        left: dict[str, object] = {"num_turns_left": self.num_left} if self.num_left else {}
+        return {"id": self.id} | self.labels | left | {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "finish_reasons": self.finish_reasons,
+            "messages": self.messages,
+            "token_ids": self.token_ids,
+            "loss_mask": self.loss_mask,
+        }  # fmt: skip

@@ -1,0 +1,262 @@
+"""Answers of a target to many prompts, by the serving engine at full batch: what a draft trains on (on-policy data).
+
+Owns which rows are answered, how each is drawn and what becomes of it. A row's temperature and seed follow from the
+run's seed and the row's place in the data alone; with an engine whose text depends on neither batch nor schedule, its
+answer is the same in whatever order, batch or continuation of a run it is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aquiline.config import SamplingParams
+from aquiline.engine.llm import LLM
+from aquiline.engine.progress import RequestProgress
+from aquiline.engine.sequence import Request
+from aquiline.errors import OutOfPages
+from aquiline.metrics import Meter
+from aquiline.models.fingerprint import fingerprint
+from aquiline.text.chat import ChatTemplate
+from aquiline.text.questions import read_rows
+from aquiline.train.answer_file import AnswerFile
+from aquiline.train.answering import Conversation
+from aquiline.train.regenerated import Regenerated
+
+LABELS = ("source", "category", "license")
+"""Fields of an input row that its output row repeats."""
+
+DEFAULT_TEMPERATURES, DEFAULT_WEIGHTS = (0.0, 0.8, 1.0), (0.4, 0.4, 0.2)
+"""A draft serves greedy requests and others; both kinds of text are in its training data."""
+
+NUM_REPORTED = 50
+"""Rows without an answer that are named; the others are counted."""
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """What to answer and how. Rows are numbered from 0 over all files of `data`, empty lines apart.
+
+    Rows are taken in an order that follows from shuffle_seed (None: as they stand), without those whose ids stand in
+    the files `skip_ids`; of that order `start` rows are left out and the next `limit` taken. Raises ValueError naming
+    the field, its value and the fix."""
+
+    data: tuple[Path, ...]
+    out: Path
+    temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES
+    temperature_weights: tuple[float, ...] = DEFAULT_WEIGHTS
+    max_tokens: int = 512  # of an answer
+    seed: int = 0
+    shuffle_seed: int | None = 0
+    skip_ids: tuple[Path, ...] = ()
+    start: int = 0
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("data=(): name at least one file of prompts")
+        for temperature in self.temperatures:
+            SamplingParams(max_tokens=self.max_tokens, temperature=temperature)
+        weights = self.temperature_weights
+        if len(weights) != len(self.temperatures) or not all(0 <= w < math.inf for w in weights) or not sum(weights):
+            raise ValueError(
+                f"temperature_weights={weights}: must be one number from 0 on per temperature of {self.temperatures}, "
+                "not all of them 0"
+            )
+        if self.start < 0:
+            raise ValueError(f"start={self.start}: must be 0 or more")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit}: must be at least 1; leave it out for every row")
+
+    def draw(self, row: int) -> tuple[float, int]:
+        """Temperature and sampling seed of a row."""
+        digest = hashlib.sha256(f"{self.seed} {row}".encode()).digest()
+        at = int.from_bytes(digest[:8]) / 2**64 * sum(self.temperature_weights)
+        seed = int.from_bytes(digest[8:14])  # 48 bits, which every reader of JSON keeps
+        for temperature, weight in zip(self.temperatures, self.temperature_weights, strict=True):
+            if at < weight:
+                return temperature, seed
+            at -= weight
+        return self.temperatures[-1], seed
+
+
+@dataclass(eq=False)
+class Regeneration:
+    """One run. target: the checkpoint that `llm` runs, by whose bytes the output is known.
+
+    Raises ValueError if the data holds no row, or the output belongs to other settings, before anything is changed."""
+
+    llm: LLM
+    template: ChatTemplate
+    target: Path
+    config: RegenerateConfig
+    is_shown: bool = False  # progress on stderr
+    failed: set[int] = field(default_factory=set, init=False)
+    skipped: Counter[str] = field(default_factory=Counter, init=False)
+    reasons: list[str] = field(default_factory=list, init=False)
+    ready: deque[Conversation] = field(default_factory=deque, init=False)  # whose next turn can be asked
+    running: dict[int, Conversation] = field(default_factory=dict, init=False)
+    num_shortened: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.llm.models.tokenizer is None:
+            raise ValueError(f"target={str(self.target)!r}: has no tokenizer.json, and prompts are text; add one")
+        self.tokenizer = self.llm.models.tokenizer
+        self.rows = [row for path in self.config.data for row in read_rows(path)]
+        known = {row for path in self.config.skip_ids for row in _ids(path)}
+        self.out = AnswerFile(self.config.out, self._settings())
+        self.todo = self._select(known)
+        num_done = len(self.out.ids)
+        self.bar = RequestProgress(num_done + len(self.todo), self.llm.engine, self.is_shown, num_done)
+
+    def run(self) -> Regenerated:
+        """Answer every row that is asked for and has no answer yet."""
+        engine, out = self.llm.engine, self.out
+        num_resumed, num_tokens_before = len(out.ids), out.total.num_answer_tokens
+        engine.meter = Meter()
+        began_s = time.perf_counter()
+        with out, self.bar:
+            for output in self.llm.outputs(self._requests(), self.bar.tick):
+                conversation = self.running.pop(int(output.request_id))
+                if output.error is not None:
+                    self._fail(conversation.id, output.error)
+                    continue
+                conversation.answer(output)
+                if conversation.num_left:
+                    self.ready.append(conversation)
+                else:
+                    self._finish(conversation)
+        done = Regenerated(
+            num_rows=len(self.rows), num_done=len(out.ids), num_resumed=num_resumed, num_failed=len(self.failed),
+            skipped=dict(self.skipped), num_shortened=self.num_shortened, reasons=self.reasons,
+            total=out.total, by_temperature=out.by_temperature,
+            answer_tokens=out.total.num_answer_tokens - num_tokens_before, seconds=time.perf_counter() - began_s,
+            summary=engine.meter.summary(),
+        )  # fmt: skip
+        assert done.num_done + done.num_failed + done.num_skipped == done.num_rows, done
+        return done
+
+    def _settings(self) -> dict[str, Any]:
+        """All that a row of the output depends on, its number apart."""
+        config, models = self.config, self.llm.models
+        return {
+            "target_fingerprint": fingerprint(self.target),
+            "template_options": self.template.options,
+            "dtype": models.storage,
+            "arithmetic": models.arithmetic,
+            "path": "native" if models.is_native else "torch",
+            "data_sha256": [hashlib.sha256(path.read_bytes()).hexdigest() for path in config.data],
+            "temperatures": config.temperatures,
+            "temperature_weights": config.temperature_weights,
+            "seed": config.seed,
+            "max_tokens": config.max_tokens,
+            "max_context": self.llm.engine.max_context,
+        }
+
+    def _select(self, known: set[int]) -> list[int]:
+        """The rows to answer, in order; counts those that are not asked for, `known` ones among them."""
+        config = self.config
+        order = [row for row in range(len(self.rows)) if row not in known]
+        if config.shuffle_seed is not None:
+            order.sort(key=lambda row: hashlib.sha256(f"order {config.shuffle_seed} {row}".encode()).digest())
+        end = len(order) if config.limit is None else config.start + config.limit
+        left_out = {
+            "in skip_ids": known & set(range(len(self.rows))),
+            "before start": set(order[: config.start]),
+            "behind limit": set(order[end:]),
+        }
+        for reason, rows in left_out.items():
+            self.skipped[reason] += len(rows - self.out.ids)
+        self.skipped += Counter()  # drops reasons that no row has
+        return [row for row in order[config.start : end] if row not in self.out.ids]
+
+    def _requests(self) -> Iterator[Request | None]:
+        """Requests as the engine asks for them: a next turn as soon as there is one, while the prefix cache has what
+        came before; else a new conversation; None while all of the batch runs."""
+        todo = iter(self.todo)
+        while True:
+            conversation: Conversation | None = None
+            if self.ready:
+                conversation = self.ready.popleft()
+            elif len(self.running) < self.llm.engine.config.max_batch and (row := next(todo, None)) is not None:
+                conversation = self._begin(row)
+            elif self.running:
+                yield None
+            else:
+                return
+            if conversation is not None and (request := self._request(conversation)) is not None:
+                self.running[conversation.id] = conversation
+                yield request
+
+    def _begin(self, row: int) -> Conversation | None:
+        try:
+            question, value = self.rows[row].question(row), self.rows[row].value
+        except ValueError as error:
+            self._fail(row, str(error))
+            return None
+        assert isinstance(value, dict), "a question is an object"
+        labels = {name: value[name] for name in LABELS if name in value}
+        temperature, seed = self.config.draw(row)
+        return Conversation(row, question, labels, temperature, seed)
+
+    def _request(self, conversation: Conversation) -> Request | None:
+        """What the engine is to continue; None if there is nothing: the template refuses it, or it is too long."""
+        sampling = SamplingParams(
+            max_tokens=self.config.max_tokens, temperature=conversation.temperature, seed=conversation.seed
+        )
+        engine = self.llm.engine
+        try:
+            request = self.llm.request(conversation.id, conversation.ask(self.template, self.tokenizer), sampling)
+            if request.max_tokens_total > engine.max_context:
+                raise OutOfPages(
+                    f"prompt of {len(request.prompt_ids)} tokens + max_tokens={sampling.max_tokens} exceeds "
+                    f"max_context={engine.max_context}"
+                )
+            engine.check(request)
+        except (ValueError, OutOfPages) as error:
+            if conversation.finish_reasons:
+                turn = len(conversation.finish_reasons) + 1
+                self._report(conversation.id, f"turn {turn} is not asked, its row ends before it: {error}")
+                self._finish(conversation)
+            elif isinstance(error, OutOfPages):
+                self.skipped["too long"] += 1
+                self._report(conversation.id, str(error))
+                self.bar.advance()
+            else:
+                self._fail(conversation.id, str(error))
+            return None
+        return request
+
+    def _finish(self, conversation: Conversation) -> None:
+        self.out.add(conversation.row())
+        self.num_shortened += conversation.num_left > 0
+        self.bar.advance()
+
+    def _fail(self, row: int, why: str) -> None:
+        self.failed.add(row)
+        self._report(row, why)
+        self.bar.advance()
+
+    def _report(self, row: int, why: str) -> None:
+        """Say why a row has no answer, or not all: on stderr at once, and in the result."""
+        if len(self.reasons) == NUM_REPORTED:
+            return
+        where = self.rows[row].where
+        self.reasons.append(f"{where}: {why.removeprefix(f'{where}: ')}")
+        last = "; from here on they are only counted" if len(self.reasons) == NUM_REPORTED else ""
+        self.bar.note(f"aquiline: {self.reasons[-1]}{last}")
+
+
+def _ids(path: Path) -> Iterator[int]:
+    """The row numbers in an earlier output."""
+    for row in read_rows(path):
+        value = row.value
+        if not isinstance(value, dict) or type(value.get("id")) is not int:
+            raise ValueError(f"{row.where}: skip_ids reads rows with an id, the number of a row; this has none")
+        yield value["id"]
