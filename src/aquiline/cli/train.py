@@ -19,7 +19,8 @@ Examples:
 
   aquiline train --target ./target --data corpus.bin --held-out held.bin --out ./draft --steps 5000 --resume
 
-OUT holds the best draft (SpecForge layout), OUT/last the newest with what --resume needs, train.jsonl and train.png.
+OUT holds the best draft (SpecForge layout), OUT/step-NNNNNNN the newest with what --resume needs, train.jsonl and
+train.png.
 """
 
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
-"""The keys of losses.LOSSES, named here so that the command line need not load torch."""
+"""The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
+PARALLEL_NAMES = ("ddp", "fsdp")
+ATTENTION_NAMES = ("fused", "sdpa", "eager", "flex")
+LOG_NAMES = ("tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class TrainConfig:
     num_kv_heads: int | None = None
     capture: tuple[int, ...] | None = None  # None: EAGLE-3's three layers
     context: int = 512
-    batch_size: int = 8
+    batch_size: int = 8  # rows of all ranks together
+    accumulate: int = 1  # batches of one optimizer step
     ttt_steps: int = 7
     late_share: float = 1.0  # share of positions that steps 1 .. S-1 train on
     loss: str = "ce"
@@ -39,6 +43,7 @@ class TrainConfig:
     epochs: float | None = None
     init: Path | None = None
     resume: bool = False
+    may_differ: tuple[str, ...] = ()  # settings that a resumed run changes on purpose; see resume.py
     seed: int = 0
     log_every: int = 20
     eval_every: int = 200
@@ -46,6 +51,11 @@ class TrainConfig:
     eval_tokens: int = 128  # new tokens of a held-out continuation
     features: Path | None = None  # folder that keeps what the target says of each document
     ema: float = 0.0  # decay of the averaged weights that are judged and saved; 0: the weights themselves
+    keep: int = 2  # checkpoints; the newest
+    save_every_minutes: float = 10.0  # checkpoints between looks
+    parallel: str | None = None  # under torchrun; None: ddp there
+    attention: str = "fused"  # implementation of the training-time test's attention; all compute the same
+    log: tuple[str, ...] = ()  # where figures go beside train.jsonl
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -71,6 +81,16 @@ class TrainConfig:
             (0 <= self.ema < 1, f"ema={self.ema}: must be in [0, 1)"),
             (0 < self.eval_tokens < self.context, f"eval_tokens={self.eval_tokens}: must be above 0 and below context"),
             (self.eval_rows >= 1, f"eval_rows={self.eval_rows}: must be at least 1"),
+            (self.accumulate >= 1, f"accumulate={self.accumulate}: must be at least 1"),
+            (self.keep >= 1, f"keep={self.keep}: must be at least 1"),
+            (self.save_every_minutes > 0, f"save_every_minutes={self.save_every_minutes}: must be above 0"),
+            (self.resume or not self.may_differ, "may_differ: says what a resumed run changes; add --resume"),
+        ]
+        chosen = [("parallel", self.parallel, PARALLEL_NAMES), ("attention", self.attention, ATTENTION_NAMES)]
+        chosen += [("log", name, LOG_NAMES) for name in self.log]
+        checks += [
+            (value is None or value in names, f"{field}={value!r}: must be one of {', '.join(names)}")
+            for field, value, names in chosen
         ]
         budgets = {"steps": self.steps, "tokens": self.tokens, "minutes": self.minutes, "epochs": self.epochs}
         checks += [(v is None or v > 0, f"{name}={v}: must be above 0") for name, v in budgets.items()]

@@ -69,12 +69,15 @@ class PassRows:
 @dataclass(frozen=True)
 class TTTResult:
     """`total` is differentiable. Per pass: mean loss; share of rows whose best guess is the target's (accuracy); that
-    share among rows whose guesses in all earlier passes were right (conditional). NaN where no row counts."""
+    share among rows whose guesses in all earlier passes were right (conditional). NaN where no row counts.
+    `counted` and `alive` are how many rows the means and the conditional shares are over."""
 
     total: Tensor
     losses: tuple[float, ...]
     accuracy: tuple[float, ...]
     conditional: tuple[float, ...]
+    counted: tuple[int, ...]
+    alive: tuple[int, ...]
 
 
 def num_rows(context: int, num_steps: int) -> int:
@@ -159,16 +162,18 @@ def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows]) -> TTT
     values, correct = torch.split(scored.values[back], sizes), torch.split(scored.correct[back], sizes)
     B, width = planned[0].counts.shape
     alive = torch.ones(B, width, dtype=torch.bool, device=order.device)
-    accuracy, conditional = [], []
+    accuracy, conditional, num_alive = [], [], []
     for p, right in zip(planned, correct, strict=True):
         was = alive[:, p.rows][p.counts]
         accuracy.append(_mean(right))
         conditional.append(_mean(right[was]))
+        num_alive.append(int(was.sum()))
         now = torch.zeros_like(p.counts)
         now[p.counts] = right & was
         alive = torch.zeros_like(alive)
         alive[:, p.rows] = now
-    return TTTResult(scored.total, tuple(_mean(v) for v in values), tuple(accuracy), tuple(conditional))
+    losses = tuple(_mean(v) for v in values)
+    return TTTResult(scored.total, losses, tuple(accuracy), tuple(conditional), tuple(sizes), tuple(num_alive))
 
 
 def _mean(values: Tensor) -> float:
