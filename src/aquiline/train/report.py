@@ -1,8 +1,9 @@
-"""What a run shows and keeps: a progress bar or log lines, OUT/train.jsonl, OUT/train.png."""
+"""What a run shows and keeps: a progress bar or log lines, OUT/train.jsonl, figures for trackers, OUT/train.png."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from aquiline.train.curves import draw_curves, read_log
 from aquiline.train.evaluate import Judgement
 from aquiline.train.figures import StepFigures
+from aquiline.train.trackers import flat_figures, open_trackers
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,11 @@ class Reporter:
 
     after_step: the step that a resumed run goes on from; what was logged beyond it is dropped. None begins anew."""
 
-    def __init__(self, out: Path, *, after_step: int | None, quiet: bool = False) -> None:
+    def __init__(
+        self, out: Path, *, after_step: int | None = None, log: tuple[str, ...] = (), quiet: bool = False
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
+        self.trackers = open_trackers(log, out, after_step)
         self.out, self.quiet = out, quiet
         self.console = Console(stderr=True, quiet=quiet)
         path = out / "train.jsonl"
@@ -67,7 +73,7 @@ class Reporter:
         self.log = path.open("w", encoding="utf-8")
         for record in kept:
             self._write(record)
-        self.tau = next((r["simulated_tau"] for r in reversed(kept) if r["kind"] == "eval"), float("nan"))
+        self.tau = next((r["simulated_tau"] for r in reversed(kept) if r["kind"] == "eval"), None) or math.nan
         self.started, self.done_at_start = time.perf_counter(), 0.0
         columns = [BarColumn(24), TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}")]
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
@@ -81,7 +87,9 @@ class Reporter:
 
     def step(self, r: StepReport) -> None:
         """A logged training step."""
-        self._write({"kind": "step", **r.record()})
+        record = r.record()
+        self._write({"kind": "step", **record})
+        self._track(r.step, flat_figures("train", _finite(record)))
         accuracy = "/".join(f"{100 * a:.0f}" for a in r.figures.accuracy)
         text = f"step {r.step} loss {r.figures.total:.3f} acc {accuracy}% expected tau {r.figures.expected_tau:.2f} "
         text += f"(simulated {self.tau:.2f}) {r.tokens_per_s:.0f} tok/s"
@@ -93,6 +101,7 @@ class Reporter:
         """A look at held-out text."""
         self.tau = j.tau
         self._write({"kind": "eval", "step": step, "seconds": seconds, "tokens": tokens, **judgement_dict(j)})
+        self._track(step, flat_figures("held_out", judgement_dict(j)))
         accuracy = "/".join(f"{100 * a:.0f}" for a in j.accuracy)
         best = "  best so far, saved" if is_best else ""
         self.say(
@@ -104,6 +113,8 @@ class Reporter:
         """End the bar, close the log, draw OUT/train.png if matplotlib is there."""
         self.bar.stop()
         self.log.close()
+        for tracker in self.trackers:
+            tracker.close()
         draw_curves(self.out)
 
     def _eta(self, done: float) -> str:
@@ -116,9 +127,22 @@ class Reporter:
         minutes, seconds = divmod(round((time.perf_counter() - self.started) * (1 - done) / gained), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
+    def _track(self, step: int, figures: dict[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, figures)
+
     def _write(self, record: dict[str, Any]) -> None:
-        self.log.write(json.dumps(record) + "\n")
+        self.log.write(json.dumps(_finite(record), allow_nan=False) + "\n")
         self.log.flush()
+
+
+def _finite(value: Any) -> Any:
+    """A record with null for what is not a number, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def judgement_dict(j: Judgement) -> dict[str, Any]:
@@ -130,37 +154,3 @@ def judgement_dict(j: Judgement) -> dict[str, Any]:
         "simulated_tau_sampled": j.tau_sampled,
         "temperature": j.temperature,
     }
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a train.jsonl; a line that a killed run left unfinished ends them."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
-
-
-def draw_curves(out: Path) -> bool:
-    """Loss and tau over steps, from OUT/train.jsonl to OUT/train.png. False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    records = read_log(out / "train.jsonl")
-    steps = [r for r in records if r["kind"] == "step"]
-    looks = [r for r in records if r["kind"] == "eval"]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    loss, tau = figure.subplots(1, 2)
-    loss.plot([r["step"] for r in steps], [r["loss"] for r in steps], lw=0.8, label="training (weighted sum of steps)")
-    loss.set(xlabel="step", ylabel="loss", yscale="log")
-    loss.plot([r["step"] for r in looks], [r["held_out_loss"] for r in looks], label="held out (mean of steps)")
-    loss.legend()
-    for name, label in (("simulated_tau", "greedy"), ("simulated_tau_sampled", "sampled")):
-        tau.plot([r["step"] for r in looks], [r[name] for r in looks], marker=".", label=label)
-    tau.set(xlabel="step", ylabel="simulated tau, held-out target text")
-    tau.legend()
-    figure.savefig(out / "train.png", dpi=120)
-    return True

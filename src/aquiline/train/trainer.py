@@ -211,7 +211,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
         checkpoints.refuse_to_overwrite()
     reporter: Reporter | Silent = Silent()
     if world.is_first:
-        reporter = Reporter(config.out, after_step=start.state["progress"]["step"] if start else None, quiet=quiet)
+        after_step = start.state["progress"]["step"] if start else None
+        reporter = Reporter(config.out, after_step=after_step, log=config.log, quiet=quiet)
     try:
         result = Trainer(config, world, start, reporter, clock).train()
     finally:
