@@ -21,7 +21,7 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.errors import ResultError
 from aquiline.spec.simulate import SimulatedAcceptance
-from aquiline.text.chat import ChatPrompter
+from aquiline.text.chat import ChatTemplate
 
 LETTERS = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(90)}, unk_token="!"))
 LETTERS.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -40,7 +40,7 @@ def tiny(config: EngineConfig | None = None, **replaced: Any) -> LLM:
 
 
 def evaluation(llm: LLM, plan: EvalPlan = PLAN, questions: list[Question] = QUESTIONS, **given: Any) -> Evaluation:
-    return Evaluation(llm, ChatPrompter(Path("no template here"), LETTERS), questions, plan, **given)
+    return Evaluation(llm, ChatTemplate(None, {}, LETTERS), questions, plan, **given)
 
 
 def document(found: Evaluated) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import time
 from pathlib import Path
@@ -38,7 +37,6 @@ def _server() -> Path | None:
 
 
 SERVER = _server()  # before any test hides it
-needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="not installed: gguf")
 needs_server = pytest.mark.skipif(SERVER is None, reason=f"no {BINARY}: python benchmarks/llama_server.py")
 
 
@@ -94,7 +92,6 @@ def test_a_server_without_a_draft_is_refused_before_it_is_looked_for(tmp_path: P
         LlamaServerPeer(parse_peer("llamacpp:eagle"), Place(tmp_path, None, 1, 64), "bfloat16")
 
 
-@needs_gguf
 def test_a_server_that_dies_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = pair(tmp_path)
     words = "for line in 1 2 3 4 5; do echo line $line; done; echo 'no such option' >&2; exit 3"
@@ -125,7 +122,6 @@ def straight(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.cat((parts[:, :, 0], parts[:, :, 1]), 1).reshape(rows.shape)
 
 
-@needs_gguf
 def test_every_weight_of_a_head_is_in_its_file(tmp_path: Path) -> None:
     place = pair(tmp_path, target_hidden_size=64, norm_before_fc=True, norm_before_residual=True)
     assert place.draft is not None
@@ -158,7 +154,6 @@ def test_every_weight_of_a_head_is_in_its_file(tmp_path: Path) -> None:
         assert straight(rows, heads).equal(tensor), name
 
 
-@needs_gguf
 def test_a_head_brings_its_own_embedding_and_rotation_only_where_they_differ(tmp_path: Path) -> None:
     rotation = {"rope_type": "linear", "factor": 4.0}
     own = written(pair(tmp_path / "own", ship_embed=True, rope_scaling=rotation))
@@ -168,7 +163,6 @@ def test_a_head_brings_its_own_embedding_and_rotation_only_where_they_differ(tmp
     assert not {"token_embd.weight", "rope_freqs.weight", "enc.output_norm.weight"} & shared.keys()
 
 
-@needs_gguf
 @pytest.mark.parametrize(
     ("draft", "why"),
     [
@@ -182,7 +176,6 @@ def test_heads_that_llamacpp_does_not_know_are_refused(draft: dict[str, Any], wh
         written(pair(tmp_path, **draft))
 
 
-@needs_gguf
 def test_a_target_whose_layers_llamacpp_does_not_show_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"target: of the qwen2 family; llama\.cpp drafts with EAGLE-3 for llama"):
         written(pair(tmp_path, "qwen2"))
@@ -228,7 +221,6 @@ def apart(some: list[int], others: list[int]) -> int:
 
 
 @needs_server
-@needs_gguf
 @pytest.mark.usefixtures("server")
 def test_the_server_drafts_with_our_head_as_well_as_we_do() -> None:
     """Steps are a measure of the whole head: of its norms, its rotation, its vocabulary and the layers it reads."""
@@ -237,7 +229,6 @@ def test_the_server_drafts_with_our_head_as_well_as_we_do() -> None:
 
 
 @needs_server
-@needs_gguf
 @pytest.mark.usefixtures("server")
 def test_what_only_other_heads_have_changes_their_steps_there_as_here(tmp_path: Path) -> None:
     """The bundled head never learnt to run like this, so it drafts other tokens, which tells a faithful file."""
@@ -258,7 +249,6 @@ def test_what_only_other_heads_have_changes_their_steps_there_as_here(tmp_path: 
 
 
 @needs_server
-@needs_gguf
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_every_family_drafts_and_writes_our_tokens(family: str, tmp_path: Path) -> None:
@@ -272,7 +262,6 @@ def test_every_family_drafts_and_writes_our_tokens(family: str, tmp_path: Path) 
 
 
 @needs_server
-@needs_gguf
 @pytest.mark.usefixtures("server")
 def test_its_result_holds_up_and_claims_no_memory_of_this_process(tmp_path: Path) -> None:
     place = pair(tmp_path)
@@ -292,7 +281,6 @@ def test_its_result_holds_up_and_claims_no_memory_of_this_process(tmp_path: Path
 
 
 @needs_server
-@needs_gguf
 @pytest.mark.usefixtures("server")
 def test_the_server_keeps_nothing_draws_and_says_what_is_wrong(tmp_path: Path) -> None:
     place = pair(tmp_path)

@@ -45,7 +45,7 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-needs_openvino, needs_llamacpp = needs("openvino", "openvino_genai"), needs("llama_cpp", "gguf")
+needs_openvino, needs_llamacpp = needs("openvino", "openvino_genai"), needs("llama_cpp")
 ENGINES = [pytest.param("openvino", marks=needs_openvino), pytest.param("llamacpp", marks=needs_llamacpp)]
 
 

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from aquiline.train.data import Rejects, TokenIds, is_held_out, load_split, read_documents
-from aquiline.train.packing import Batches, cut, pack
+from aquiline.train.packing import Batches, cut, gather, pack
 from aquiline.train.vocabulary import choose_vocabulary
 
 
@@ -88,12 +88,12 @@ def test_rows_hold_every_piece_once_and_documents_apart(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps({"input_ids": [0] + [1 + i % 47] * int(n)}) for i, n in enumerate(lengths)))
     corpus = load_split([path], [path], ids()).train
-    pieces = cut(corpus, 32, 8, rng)
+    pieces = cut(corpus, 32, 8)
     rows = pack(pieces, 32)
     assert sorted(p.start for row in rows for p in row) == sorted(p.start for p in pieces)
     assert all(sum(p.length for p in row) <= 32 for row in rows)
     assert sum(p.length for p in pieces) > 0.9 * sum(n for n in np.diff(corpus.starts) if n >= 8)
-    batch = Batches(corpus, 32, 4, 5, seed=1).at(0)
+    batch = gather(corpus, Batches(corpus, 32, 4, 5, seed=1).at(0), 32, "cpu")
     for b in range(4):
         for t in range(32):
             d = int(batch.document[b, t])
@@ -108,10 +108,12 @@ def test_batches_depend_on_the_step_alone(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps({"input_ids": [0] + [1 + i % 47] * 40}) for i in range(9)))
     corpus = load_split([path], [path], ids()).train
     first, again = (Batches(corpus, 16, 4, 3, seed=5) for _ in range(2))
-    late = again.at(11).tokens
+    late = again.at(11)
     for step in range(12):
-        tokens = first.at(step).tokens
-    assert tokens.equal(late) and again.at(2).tokens.equal(Batches(corpus, 16, 4, 3, seed=5).at(2).tokens)
+        rows = first.at(step)
+    assert rows == late and again.at(2) == Batches(corpus, 16, 4, 3, seed=5).at(2)
+    epoch = first.steps_in_first_epoch
+    assert first.at(epoch) != first.at(0), "another epoch, another order"
 
 
 def test_vocabulary_is_special_then_frequent_ascending() -> None:

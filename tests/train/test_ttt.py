@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from tests.dense import DenseAttention
 from torch import Tensor
 
-from aquiline.train import ttt
+from aquiline.models.eagle import DraftHead
+from aquiline.train import head_loss
 from aquiline.train.attention import CHUNK, PackedAttention, step_attention, visibility
-from aquiline.train.losses import LOSSES, soft_cross_entropy
-from aquiline.train.target import TargetTeacher
-from aquiline.train.ttt import TokenBatch, counted, num_rows, passes, total_loss, ttt_loss
+from aquiline.train.head_loss import TargetRows
+from aquiline.train.losses import LOSSES
+from aquiline.train.ttt import Objective, TargetBatch, TokenBatch, counted, num_rows, passes, plan, ttt_loss
 
 STEPS = 7
 
@@ -49,7 +50,7 @@ def batch_of(lengths: list[int], width: int, seed: int = 0) -> TokenBatch:
 def test_step_k_is_the_kth_pass_of_real_decoding() -> None:
     model, width = tiny.target(), 24
     head, batch = tiny.head(model), batch_of([width], width)
-    features = TargetTeacher(model, torch.arange(32)).view(batch).features
+    features = tiny.features_of(model, batch)
     steps = list(passes(head, batch, features, STEPS))
     with torch.no_grad():
         for i in (0, 3, num_rows(width, STEPS) - 1):
@@ -65,13 +66,13 @@ def test_step_k_is_the_kth_pass_of_real_decoding() -> None:
 
 def test_a_packed_document_trains_as_if_alone() -> None:
     model = tiny.target()
-    head, teacher = tiny.head(model), TargetTeacher(model, torch.arange(32))
+    head = tiny.head(model)
     packed = batch_of([20, 17], 40)
     alone = TokenBatch(*(t[:, 20:37] for t in (packed.tokens, packed.document * 0, packed.positions, packed.mask)))
-    view_packed, view_alone = teacher.view(packed), teacher.view(alone)
-    assert torch.allclose(view_packed.features[:, 20:37], view_alone.features, atol=1e-5)
+    features_packed, features_alone = tiny.features_of(model, packed), tiny.features_of(model, alone)
+    assert torch.allclose(features_packed[:, 20:37], features_alone, atol=1e-5)
     rows = num_rows(17, 5)
-    pairs = zip(passes(head, packed, view_packed.features, 5), passes(head, alone, view_alone.features, 5), strict=True)
+    pairs = zip(passes(head, packed, features_packed, 5), passes(head, alone, features_alone, 5), strict=True)
     for (_, a), (_, b) in pairs:
         assert torch.allclose(a[:, 20 : 20 + rows], b, atol=1e-4)
 
@@ -79,7 +80,7 @@ def test_a_packed_document_trains_as_if_alone() -> None:
 def test_late_rows_change_nothing_for_the_rows_they_keep() -> None:
     model, batch = tiny.target(), batch_of([40], 40)
     head = tiny.head(model)
-    features = TargetTeacher(model, torch.arange(32)).view(batch).features
+    features = tiny.features_of(model, batch)
     late = torch.tensor([1, 2, 9, 30])
     for k, ((_, a), (rows, b)) in enumerate(
         zip(passes(head, batch, features, 4), passes(head, batch, features, 4, late), strict=True)
@@ -95,36 +96,101 @@ def test_the_mask_of_the_predicted_token_counts() -> None:
     assert got == [(i + 3 < 10 and i + 3 != 5) or (i >= 10 and i + 3 < 18) for i in range(12)]
 
 
+def textbook_loss(
+    head: DraftHead, batch: TokenBatch, target: TargetBatch, objective: Objective, late: Tensor | None
+) -> Tensor:
+    """The objective with autograd alone: whole logits, no chunks, one pass at a time."""
+    total = torch.zeros(())
+    B, T = batch.tokens.shape
+    told = (target.rows.hidden @ target.rows.head.T).view(B, T, -1)
+    for step, (rows, a) in enumerate(passes(head, batch, target.features, objective.num_steps, late)):
+        p = torch.softmax(told[:, rows + 1 + step], -1)
+        each = -(p * torch.log_softmax(head.logits(a), -1)).sum(-1)
+        counts = counted(batch, rows, step) & target.in_vocab[:, rows + 1 + step]
+        total = total + objective.decay**step * each[counts].mean()
+    return total
+
+
+@pytest.mark.parametrize("late", [None, torch.tensor([0, 3, 4, 11, 20])])
+def test_the_loss_in_chunks_is_the_textbook_one_in_values_and_gradients(
+    late: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4 * 32 * 16)  # 16 rows a chunk
+    model, batch = tiny.target(), batch_of([17, 15], 36)
+    head = tiny.head(model)
+    target = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))
+    objective = Objective(LOSSES["ce"], 4, 0.8)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    got = ttt_loss(head, batch, target, objective, plan(batch, target, objective, late))
+    want = textbook_loss(head, batch, target, objective, late)
+    assert torch.allclose(got.total, want, atol=1e-5)
+    pairs = zip(torch.autograd.grad(got.total, trained), torch.autograd.grad(want, trained), strict=True)
+    for a, b in pairs:
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_accuracies_are_counted_along_the_chain() -> None:
+    model, batch = tiny.target(), batch_of([40], 40)
+    head = tiny.head(model)
+    target = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))
+    objective = Objective(LOSSES["ce"], 3, 0.8)
+    got = ttt_loss(head, batch, target, objective, plan(batch, target, objective))
+    told = (target.rows.hidden @ target.rows.head.T)[None]
+    right, counts = [], []
+    for step, (rows, a) in enumerate(passes(head, batch, target.features, 3)):
+        right.append(head.logits(a).argmax(-1)[0] == told[0, rows + 1 + step].argmax(-1))
+        counts.append((counted(batch, rows, step) & target.in_vocab[:, rows + 1 + step])[0])
+    leading = torch.ones_like(right[0])
+    for k in range(3):
+        assert got.accuracy[k] == pytest.approx(float(right[k][counts[k]].float().mean()))
+        among = right[k][counts[k] & leading]
+        assert got.conditional[k] == pytest.approx(float(among.float().mean()), nan_ok=True)
+        leading = leading & counts[k] & right[k]
+
+
+class PerfectDraft:
+    """Stands where a draft head stands: whatever the pass, it says the token that is `shift` after its input token."""
+
+    class config:  # noqa: N801
+        class model:  # noqa: N801
+            @staticmethod
+            def window(layer: int) -> int:
+                return 0
+
+    class layer:  # noqa: N801
+        @staticmethod
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return x
+
+    norm = torch.ones(1)
+
+    def __init__(self, shift: int, vocab: int) -> None:
+        self.shift, self.head = shift, 50 * torch.eye(vocab)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def __call__(self, g: Tensor, tokens: Tensor, positions: Tensor, attn: object) -> Tensor:
+        attn.keys.append(None)  # type: ignore[attr-defined]
+        return F.one_hot(tokens + self.shift, len(self.head)).float()
+
+    def feedback(self, a: Tensor) -> Tensor:
+        return a
+
+
 def loss_of_perfect_draft(shift: int) -> float:
-    """A target that always says token i + 1 after token i; a draft that says the token two on: zero loss when the
-    row is compared with the right distribution, and only then."""
+    """A target that always says token i + 1 after token i: zero loss for a draft that says the token after its input,
+    when the row is compared with the right distribution, and only then."""
     width, vocab = 20, 32
     batch = batch_of([width], width)
     batch.tokens[0] = torch.arange(width)
-    probs = F.one_hot(torch.arange(1, width + 1), vocab).float()[None]
-
-    class Head:
-        class config:  # noqa: N801
-            class model:  # noqa: N801
-                @staticmethod
-                def window(layer: int) -> int:
-                    return 0
-
-        def fuse(self, features: Tensor) -> Tensor:
-            return features
-
-        def __call__(self, g: Tensor, tokens: Tensor, positions: Tensor, attn: object) -> Tensor:
-            attn.keys.append(None)  # type: ignore[attr-defined]
-            return F.one_hot(tokens + shift, vocab).float()[..., :vocab]
-
-        def feedback(self, a: Tensor) -> Tensor:
-            return a
-
-        def logits(self, a: Tensor) -> Tensor:
-            return 50 * a
-
-    view = ttt.TargetView(torch.zeros(1, width, 8), probs, torch.ones(1, width, dtype=torch.bool))
-    return float(total_loss(ttt_loss(Head(), batch, view, 4, LOSSES["ce"]), 0.8))  # type: ignore[arg-type]
+    rows = TargetRows(
+        F.one_hot(torch.arange(1, width + 1), vocab).float(), torch.full((width,), 50.0), 50 * torch.eye(vocab)
+    )
+    target = TargetBatch(torch.zeros(1, width, 8), rows, torch.ones(1, width, dtype=torch.bool))
+    objective = Objective(LOSSES["ce"], 4, 0.8)
+    draft = PerfectDraft(shift, vocab)
+    return float(ttt_loss(draft, batch, target, objective, plan(batch, target, objective)).total)  # type: ignore[arg-type]
 
 
 def test_the_shift_is_right_and_its_mutants_fail() -> None:
@@ -171,25 +237,3 @@ def test_packed_attention_is_dense_attention() -> None:
     ours = model(batch.tokens, batch.positions, PackedAttention(model.config, batch.document))
     theirs = model(batch.tokens, batch.positions, DenseAttention(model.config, batch.document))
     assert torch.allclose(ours.hidden, theirs.hidden, atol=1e-4)
-
-
-def test_losses_are_least_where_draft_and_target_agree() -> None:
-    torch.manual_seed(0)
-    q = torch.softmax(torch.randn(5, 9), -1)
-    for name, loss in LOSSES.items():
-        at, off = loss(q.log(), q), loss(q.log() + torch.randn(5, 9), q)
-        assert (at < off).all(), name
-        if name != "ce":
-            assert at.abs().max() < 1e-5, name
-
-
-def test_soft_cross_entropy_has_the_textbook_gradient() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(3, 4, 9, requires_grad=True)
-    q = torch.softmax(torch.randn(3, 4, 9), -1)
-    weight = torch.rand(3, 4)
-    want = -(q * torch.log_softmax(logits, -1)).sum(-1)
-    got = soft_cross_entropy(logits, q)
-    assert torch.allclose(got, want, atol=1e-5)
-    grads = [torch.autograd.grad((x * weight).sum(), logits)[0] for x in (got, want)]
-    assert torch.allclose(*grads, atol=1e-6)

@@ -8,12 +8,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.ops import reference as ops
+from aquiline.train.attention import PackedAttention
 from aquiline.train.config import TrainConfig
+from aquiline.train.head_loss import TargetRows
 from aquiline.train.start import new_head
+from aquiline.train.ttt import TargetBatch, TokenBatch
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=48, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -39,6 +44,21 @@ def head(model: Decoder, num_ids: int = 32, seed: int = 0) -> DraftHead:
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     return draft
+
+
+def features_of(model: Decoder, batch: TokenBatch) -> Tensor:
+    return model(batch.tokens, batch.positions, PackedAttention(model.config, batch.document)).features
+
+
+def target_of(model: Decoder, batch: TokenBatch, vocab: Tensor) -> TargetBatch:
+    """What the target says of a batch, by the decoder and in float32."""
+    out = model(batch.tokens, batch.positions, PackedAttention(model.config, batch.document))
+    hidden = ops.rms_norm(out.hidden, model.final_norm, model.config.rms_norm_eps)
+    logits = hidden @ model.head.T
+    inside = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    inside[vocab] = True
+    rows = TargetRows(hidden.flatten(0, 1), torch.logsumexp(logits, -1).flatten(), model.head[vocab])
+    return TargetBatch(out.features, rows, inside[logits.argmax(-1)])
 
 
 def write_target(directory: Path) -> Path:

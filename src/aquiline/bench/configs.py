@@ -15,8 +15,8 @@ from aquiline.bench.shapes import Body, DraftShape, LayerShape, Matrix, ModelSha
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.draft_config import LAYER_IDS
-from aquiline.models.families import count
-from aquiline.models.files import read_json
+from aquiline.models.families import config_file, count, read_fields
+from aquiline.models.files import read_json, resolve
 
 Raw = dict[str, Any]
 
@@ -61,11 +61,12 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token
 
 
 def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None = None) -> ModelShape:
-    """The shape of the config.json of a directory, a file or a hub id; stored as it says, or as `dtype` does.
+    """The shape of the config.json of a directory, a file or a hub id, or of a GGUF file; stored as it says, or as
+    `dtype` does. GGUF's blocks are unpacked when they are loaded here, so they count as bfloat16.
 
     Raises CheckpointError naming file, field and value, ValueError for an unknown dtype."""
-    file = config_file(model)
-    outer = read_json(file)
+    file = shape_file(model)
+    outer = read_fields(file)
     raw = outer.get("text_config") or outer
     family = str(raw.get("model_type", "llama"))
     for name in _UNCOUNTED:
@@ -93,7 +94,7 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
     """The shape of an EAGLE-3 head's config.json, in any of the layouts that models/draft_config.py names.
 
     Raises CheckpointError naming file, field and value, also if it is no draft of this target."""
-    file = config_file(draft)
+    file = shape_file(draft)
     outer = read_json(file)
     raw = outer.get("transformer_layer_config") or outer
     if count(raw, file, "num_hidden_layers") != 1:
@@ -150,13 +151,14 @@ def draft_shape_of(config: DraftConfig, target: ModelShape) -> DraftShape:
     return _draft(layer, config.draft_vocab_size, features, target, has_norm=has_norm)
 
 
-def config_file(model: str | Path) -> Path:
-    """Where a config.json is: in a directory, the file itself, or a hub id's, of which only this file is fetched.
+def shape_file(model: str | Path) -> Path:
+    """Where a model's fields are: in a directory the config.json or GGUF file, the file itself, or a hub id's
+    config.json, of which only this file is fetched.
 
     Raises CheckpointError if `model` is none of them."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return path / "config.json"
+        return config_file(resolve(path))
     if path.is_file():
         return path
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

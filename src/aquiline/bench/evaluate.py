@@ -24,7 +24,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.errors import OutOfPages, ResultError
 from aquiline.metrics import mean, repeated_share
-from aquiline.text.chat import ChatPrompter
+from aquiline.text.chat import ChatTemplate, conversation
 
 WARMUP_TOKENS = 16
 TEACHER_PLACES = 5
@@ -39,7 +39,7 @@ class Evaluation:
     turn did not fit are not in them."""
 
     llm: LLM
-    prompter: ChatPrompter
+    template: ChatTemplate
     questions: list[Question]
     plan: EvalPlan
     model_id: str = "model"
@@ -68,7 +68,7 @@ class Evaluation:
     def run(self) -> Evaluated:
         """Run everything. Raises ResultError where two settings write different tokens, ValueError if nothing fits."""
         plan = self.plan
-        firsts = [self.prompter.encode(q.turns[:1], system=q.system) for q in self.questions]
+        firsts = [self.template.encode(conversation(q.turns[:1], system=q.system)) for q in self.questions]
         self._warm_up(firsts)
         for temperature, length in product(plan.temperatures, plan.lengths):
             with ExitStack() as stack:
@@ -102,7 +102,8 @@ class Evaluation:
         said: list[Text] = []
         told: list[TurnRun] = []
         for turn in range(len(asked.turns)):
-            prompt = self.prompter.encode(asked.turns[: turn + 1], [text.text for text in said], asked.system)
+            messages = conversation(asked.turns[: turn + 1], [text.text for text in said], asked.system)
+            prompt = self.template.encode(messages)
             reason = self._misfit(prompt, length)
             if reason is not None:
                 self.unfit.append(Unfit(question, turn, length, temperature, reason))

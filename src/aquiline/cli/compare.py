@@ -27,7 +27,7 @@ def compare(
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")
+        str | None, typer.Option(help="Target checkpoint: directory, .gguf file or hub id. Default: bundled.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
     random_weights: Annotated[

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aquiline.cli.options import Arithmetic, Capture, Dtype, NormFeedback, wide_console
+from aquiline.cli.options import (
+    Arithmetic,
+    Capture,
+    Draft,
+    Dtype,
+    NormFeedback,
+    Target,
+    TemplateOptions,
+    load_template,
+    template_options_of,
+    wide_console,
+)
 from aquiline.cli.train import layers
 
 if TYPE_CHECKING:
@@ -39,10 +50,8 @@ OUT holds eval.json (every run, every figure), eval.md, eval.png, and answers/ i
 
 
 def evaluate(
-    target: Annotated[
-        str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")
-    ] = None,
-    draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
+    target: Target = None,
+    draft: Draft = None,
     dataset: Annotated[
         str | None,
         typer.Option(
@@ -57,10 +66,7 @@ def evaluate(
     sample_seed: Annotated[
         int | None, typer.Option(help="With --count: a sample by this seed.", rich_help_panel=DATA)
     ] = None,
-    template_options: Annotated[
-        str | None,
-        typer.Option(help="JSON for the chat template, as '{\"enable_thinking\": false}'.", rich_help_panel=DATA),
-    ] = None,
+    template_options: TemplateOptions = None,
     num_spec_tokens: Annotated[
         list[int] | None, typer.Option(help="Chain lengths to compare, as 1 2 3 4 5.", rich_help_panel=SEARCH)
     ] = None,
@@ -111,10 +117,8 @@ def evaluate(
     from aquiline.bench.eval_report import EvalFacts, as_document, model_facts, name_of, write_report
     from aquiline.bench.evaluate import Evaluation
     from aquiline.config import EngineConfig
-    from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
+    from aquiline.engine.bundled import BUNDLED_PROMPTS
     from aquiline.engine.llm import LLM
-    from aquiline.models.load import resolve
-    from aquiline.text.chat import ChatPrompter
 
     plan = EvalPlan(
         settings_of(num_spec_tokens or (), trees or ()), tuple(lengths or (50, 100, 200)), tuple(temperature or (0.0,)),
@@ -124,18 +128,18 @@ def evaluate(
         raise ValueError(f"target={target!r}, draft={draft!r}: name both, or neither for the bundled pair")
     if sample_seed is not None and count is None:
         raise ValueError(f"sample_seed={sample_seed}: samples --count questions; give --count")
-    options = _options(template_options)
+    options = template_options_of(template_options)
     questions = load_questions(dataset or BUNDLED_PROMPTS, count, sample_seed)
     llm = LLM(
         target, draft, dtype=dtype, arithmetic=arithmetic, capture=layers(capture), norm_feedback=norm_feedback,
         engine=EngineConfig(max_batch=1, prefix_cache=False, max_context=max_context),
     )  # fmt: skip
-    prompter = ChatPrompter(resolve(target or BUNDLED_TARGET), llm.models.tokenizer, options)
+    template = load_template(target, llm, options)
     model = model_facts(llm, target, draft)
-    evaluation = Evaluation(llm, prompter, questions, plan, model.target, out / "answers" if out else None)
+    evaluation = Evaluation(llm, template, questions, plan, model.target, out / "answers" if out else None)
     found = _run(evaluation, is_shown=not as_json)
     derived = tables(found)
-    facts = EvalFacts(model, name_of(dataset), sample_seed, prompter.has_template, llm.models.system())
+    facts = EvalFacts(model, name_of(dataset), sample_seed, template.has_template, llm.models.system())
     if out is not None:
         write_report(found, derived, facts, out)
         _plot(found, derived, facts, out)
@@ -146,18 +150,6 @@ def evaluate(
 
 
 evaluate.__doc__ = (evaluate.__doc__ or "") + EXAMPLES
-
-
-def _options(text: str | None) -> dict[str, object] | None:
-    if text is None:
-        return None
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"template_options={text!r}: not JSON ({error})") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"template_options={text!r}: must be a JSON object")
-    return options
 
 
 def _run(evaluation: Evaluation, is_shown: bool) -> Evaluated:

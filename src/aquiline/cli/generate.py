@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aquiline.cli.options import Arithmetic, Capture, Dtype, NormFeedback
+from aquiline.cli.options import (
+    SAMPLING,
+    Arithmetic,
+    Capture,
+    Depth,
+    Draft,
+    Drafter,
+    DraftTopK,
+    Dtype,
+    MaxTokens,
+    NormFeedback,
+    NumNodes,
+    NumSpecTokens,
+    Seed,
+    System,
+    Target,
+    Temperature,
+    TemplateOptions,
+    TopK,
+    TopP,
+    chosen_spec,
+    default_drafter,
+    load_template,
+    template_options_of,
+)
 from aquiline.cli.train import layers
 
 if TYPE_CHECKING:
     from aquiline.config import SamplingParams
-    from aquiline.engine.llm import LLM, Result
+    from aquiline.engine.bulk import BulkRun
+    from aquiline.engine.llm import LLM, Output, Result
 
-SAMPLING, DRAFTING, ENGINE = "Sampling", "Drafting", "Many prompts and memory"
-FLAGS = {
-    "num_spec_tokens": "--num-spec-tokens", "depth": "--depth", "top_k": "--draft-top-k", "num_nodes": "--num-nodes",
-}  # fmt: skip
-USED_BY = {"none": (), "chain": ("num_spec_tokens",), "static": (), "dynamic": ("depth", "top_k", "num_nodes")}
+ENGINE = "Many prompts and memory"
 
 EXAMPLES = """
 Examples:
@@ -30,6 +53,8 @@ Examples:
 
   aquiline generate --target DIR --draft DIR --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
 
+  aquiline generate --target DIR --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
+
   aquiline generate --prompts-file questions.jsonl --out answers.jsonl --max-batch 16 --max-tokens 256
 
   echo 'import os' | aquiline generate --drafter dynamic --depth 4 --draft-top-k 4 --num-nodes 16
@@ -37,16 +62,19 @@ Examples:
 
 
 def generate(
-    target: Annotated[
-        str | None, typer.Option(help="Target checkpoint: directory or hub id. Default: bundled.")
-    ] = None,
-    draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint: directory or hub id.")] = None,
+    target: Target = None,
+    draft: Draft = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt text. Default: --prompt-file, else stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File whose whole text is the prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", rich_help_panel=SAMPLING)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=SAMPLING)] = 1.0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message: wrap it in the target's chat template.")
+    ] = False,
+    system: System = None,
+    template_options: TemplateOptions = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=SAMPLING)] = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0.0,
@@ -54,7 +82,7 @@ def generate(
     logit_bias: Annotated[
         list[str] | None, typer.Option(help="TOKEN_ID:BIAS; repeatable.", rich_help_panel=SAMPLING)
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: a fresh one.", rich_help_panel=SAMPLING)] = None,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", rich_help_panel=SAMPLING)] = None,
     stop_token_ids: Annotated[
         list[int] | None, typer.Option(help="Stop token id; repeatable.", rich_help_panel=SAMPLING)
@@ -69,13 +97,11 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="In JSON: the same for prompt tokens.", rich_help_panel=SAMPLING)
     ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="none, chain, static or dynamic. Default: chain.", rich_help_panel=DRAFTING)
-    ] = None,
-    num_spec_tokens: Annotated[int | None, typer.Option(help="Chain length.", rich_help_panel=DRAFTING)] = None,
-    depth: Annotated[int | None, typer.Option(help="Dynamic: passes past the first.", rich_help_panel=DRAFTING)] = None,
-    draft_top_k: Annotated[int | None, typer.Option(help="Dynamic: beam width.", rich_help_panel=DRAFTING)] = None,
-    num_nodes: Annotated[int | None, typer.Option(help="Dynamic: nodes, root too.", rich_help_panel=DRAFTING)] = None,
+    drafter: Drafter = None,
+    num_spec_tokens: NumSpecTokens = None,
+    depth: Depth = None,
+    draft_top_k: DraftTopK = None,
+    num_nodes: NumNodes = None,
     prompts_file: Annotated[
         Path | None, typer.Option(help='JSONL of {"prompt": text}; resumes where --out ends.', rich_help_panel=ENGINE)
     ] = None,
@@ -98,7 +124,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""
-    from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+    from aquiline.config import EngineConfig, SamplingParams
+    from aquiline.engine.bulk import BulkRun
+    from aquiline.engine.chat import ending_with, user_prompt
     from aquiline.engine.llm import LLM
 
     sampling = SamplingParams(
@@ -108,18 +136,13 @@ def generate(
         stop=tuple(stop or ()), stop_token_ids=tuple(stop_token_ids or ()), ignore_eos=ignore_eos,
         logprobs=logprobs, prompt_logprobs=prompt_logprobs,
     )  # fmt: skip
-    given = {
-        "num_spec_tokens": num_spec_tokens, "depth": depth, "top_k": draft_top_k, "num_nodes": num_nodes,
-    }  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
-    kind = drafter or ("none" if target is not None and draft is None else "chain")
-    spec = SpecConfig(drafter=kind, **given)  # type: ignore[arg-type]
-    for name in given.keys() - set(USED_BY[spec.drafter]):
-        print(f"aquiline: {FLAGS[name]} has no effect with drafter {spec.drafter}", file=sys.stderr)
-    if target is None and draft is not None:
-        raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
+    kind = drafter or default_drafter(target, draft)
+    spec = chosen_spec(kind, num_spec_tokens=num_spec_tokens, depth=depth, top_k=draft_top_k, num_nodes=num_nodes)
     if (prompts_file is None) != (out is None):
         raise ValueError("prompts_file: --prompts-file and --out go together")
+    if not chat and (system is not None or template_options is not None):
+        raise ValueError("system, template_options: go with --chat")
+    options = template_options_of(template_options)
     text = _prompt_text(prompt, prompt_file) if prompts_file is None else None
     engine = EngineConfig(
         max_batch=max_batch or (8 if text is None else 1), max_context=max_context, cache_fraction=cache_fraction
@@ -128,21 +151,33 @@ def generate(
         target, None if kind == "none" else draft, spec=spec, dtype=dtype, arithmetic=arithmetic, engine=engine,
         capture=layers(capture), norm_feedback=norm_feedback,
     )  # fmt: skip
+    encode = None
+    if chat:
+        template = load_template(target, llm, options)
+        sampling = ending_with(template, sampling)
+        encode = partial(user_prompt, template, system=system)
     if text is not None:
-        _print(llm, text, sampling, as_json)
+        _print(llm, text, encode, sampling, as_json)
     else:
         assert prompts_file is not None and out is not None
         settings: dict[str, object] = {"target": target, "dtype": dtype, "arithmetic": llm.models.arithmetic}
-        _run_file(llm, prompts_file, out, sampling, settings, as_json)
+        settings |= {"chat": [system, options]} if chat else {}
+        _run_file(BulkRun(llm, prompts_file, out, sampling, settings, encode), as_json)
 
 
 generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
 
 
-def _print(llm: LLM, text: str, sampling: SamplingParams, as_json: bool) -> None:
+def _print(
+    llm: LLM, text: str, encode: Callable[[str], list[int]] | None, sampling: SamplingParams, as_json: bool
+) -> None:
     streams = not as_json and sys.stdout.isatty()
-    result = llm.run(text, sampling, on_delta=(lambda d: print(d.text, end="", flush=True)) if streams else None)
+    result = llm.run(
+        text if encode is None else [encode(text)], sampling,
+        on_delta=(lambda d: print(d.text, end="", flush=True)) if streams else None,
+    )  # fmt: skip
     if as_json:
+        result = replace(result, outputs=[replace(output, prompt=text) for output in result.outputs])
         print(json.dumps(as_dict(result, llm)))
         return
     print("" if streams else result.outputs[0].text)
@@ -154,17 +189,13 @@ def _print(llm: LLM, text: str, sampling: SamplingParams, as_json: bool) -> None
     )
 
 
-def _run_file(
-    llm: LLM, rows: Path, out: Path, sampling: SamplingParams, settings: dict[str, object], as_json: bool
-) -> None:
-    from aquiline.engine.bulk import BulkRun
-
-    run = BulkRun(llm, rows, out, sampling, settings)
+def _run_file(run: BulkRun, as_json: bool) -> None:
+    llm = run.llm
     if not as_json:
         print(llm.engine.memory, file=sys.stderr)
     result = run.run(progress=not as_json)
     for line, reason in result.failed.items():
-        print(f"aquiline: {rows}, line {line}: {reason}", file=sys.stderr)
+        print(f"aquiline: {run.rows}, line {line}: {reason}", file=sys.stderr)
     s = result.summary
     if as_json:
         print(json.dumps({
@@ -182,25 +213,23 @@ def _run_file(
 def as_dict(result: Result, llm: LLM) -> dict[str, object]:
     """The JSON of `aquiline generate --json`."""
     return {
-        "outputs": [
-            {
-                "prompt": o.prompt,
-                "token_ids": o.token_ids,
-                "text": o.text,
-                "finish_reason": o.finish_reason,
-                "accepted_by": ["draft" if by_draft else "target" for by_draft in o.by_draft],
-            }
-            | {
-                name: [asdict(entry) for entry in entries]
-                for name, entries in (("logprobs", o.logprobs), ("prompt_logprobs", o.prompt_logprobs))
-                if entries is not None
-            }
-            for o in result.outputs
-        ],
+        "outputs": [described(output) for output in result.outputs],
         "metrics": result.summary.as_dict(),
         "memory": llm.engine.memory.as_dict(),
         "system": llm.models.system(),
     }
+
+
+def described(output: Output) -> dict[str, object]:
+    """One output of `--json`."""
+    both = (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs))
+    return {
+        "prompt": output.prompt,
+        "token_ids": output.token_ids,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "accepted_by": ["draft" if by_draft else "target" for by_draft in output.by_draft],
+    } | {name: [asdict(entry) for entry in entries] for name, entries in both if entries is not None}
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from aquiline.cli import bench
+from aquiline.cli.chat import chat
 from aquiline.cli.compare import compare
 from aquiline.cli.demo import demo
 from aquiline.cli.eval import evaluate
@@ -41,6 +42,7 @@ app = typer.Typer(
     help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
 )
 bench.register(app)
+app.command()(chat)
 app.command(cls=ListCommand)(compare)
 app.command()(demo)
 app.command("eval", cls=ListCommand)(evaluate)
@@ -49,4 +51,4 @@ app.command()(generate)
 app.command(cls=ListCommand)(limits)
 app.command()(profile)
 app.command()(report)
-app.command()(train)
+app.command(cls=ListCommand)(train)

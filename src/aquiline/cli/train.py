@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
-from aquiline.train.config import LOSS_NAMES, TrainConfig
+from aquiline.train.config import LOSS_NAMES, LOSS_ON, TrainConfig
 
 EXAMPLES = """
 Examples:
 
   aquiline train --target ./target --data ./src ./docs --out ./draft --minutes 45
+
+  aquiline train --target ./target --data answers.jsonl --held-out held_out.jsonl --out ./draft --context 1024
+
+  aquiline train --target ./target --data OWNER/NAME:train_sft --out ./draft --loss-on all --epochs 2
 
   aquiline train --target ./target --data own_text.jsonl --out ./draft2 --init ./draft --minutes 15
 
@@ -25,13 +29,14 @@ train.png.
 
 
 def train(
-    target: Annotated[Path, typer.Option(help="Target checkpoint: a Hugging Face folder or hub id.")],
+    target: Annotated[Path, typer.Option(help="Target checkpoint: a Hugging Face folder or hub id, or a .gguf file.")],
     data: Annotated[
         list[Path],
         typer.Option(
-            help="Training documents: folders or files of .py/.txt/.md text, .jsonl rows with text or input_ids (and "
-            "loss_mask), .bin streams of uint16 ids split at the bos/eos id. Repeatable. The target's own "
-            "continuations train the best drafts."
+            help="What to train on, one or several: folders or files of .py/.txt/.md text; rows of conversations "
+            "(messages, or ShareGPT's conversations), text or token ids (and loss_mask) in .jsonl, .jsonl.gz, .json, "
+            ".parquet or .arrow; data sets of the Hugging Face hub or saved by its library, as NAME or NAME:SPLIT; "
+            ".bin streams of uint16 ids split at the bos/eos id. The target's own answers train the best drafts."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; serve the draft from it.")],
@@ -60,6 +65,12 @@ def train(
         typer.Option(help="Share of positions that passes after the first train on; 0.25 is 1.7x faster on a CPU."),
     ] = 1.0,
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSS_NAMES)}.")] = "ce",
+    loss_on: Annotated[
+        str,
+        typer.Option(
+            help=f"{LOSS_ON[0]}: what loss masks and the chat template say the model wrote; {LOSS_ON[1]}: prompts too."
+        ),
+    ] = LOSS_ON[0],
     optimizer: Annotated[str, typer.Option(help="adamw, or muon (Muon inside, AdamW for head and norms).")] = "adamw",
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate; default: 1.1 / hidden size, at most 3e-3.")
@@ -84,8 +95,8 @@ def train(
         target=target, data=tuple(data), out=out, held_out=tuple(held_out or ()), context=context,
         draft_vocab_size=draft_vocab_size, intermediate_size=intermediate_size, num_heads=num_heads,
         num_kv_heads=num_kv_heads, capture=layers(capture), batch_size=batch_size, ttt_steps=ttt_steps,
-        late_share=late_share, loss=loss, optimizer=optimizer, lr=lr, minutes=minutes, steps=steps, epochs=epochs,
-        init=init, resume=resume, seed=seed, eval_every=eval_every,
+        late_share=late_share, loss=loss, loss_on=loss_on, optimizer=optimizer, lr=lr, minutes=minutes, steps=steps,
+        epochs=epochs, init=init, resume=resume, seed=seed, eval_every=eval_every,
     )  # fmt: skip
     typer.echo(json.dumps(run(config, quiet=json_only)))
 

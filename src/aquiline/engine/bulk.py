@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,21 @@ class BulkResult:
 
 
 class BulkRun:
-    """One run over a file. Raises ValueError if `out` holds results of other rows or settings."""
+    """One run over a file. `encode` makes token ids of a prompt's text; without it the LLM does.
 
-    def __init__(self, llm: LLM, rows: Path, out: Path, sampling: SamplingParams, settings: dict[str, object]) -> None:
-        self.llm, self.out, self.sampling = llm, out, sampling
+    Raises ValueError if `out` holds results of other rows or settings; `settings` name all that is not in `sampling`
+    and decides the text."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        rows: Path,
+        out: Path,
+        sampling: SamplingParams,
+        settings: dict[str, object],
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        self.llm, self.rows, self.out, self.sampling, self.encode = llm, rows, out, sampling, encode or llm.encode
         self.lines = rows.read_text(encoding="utf-8").splitlines()
         self.settings = json.dumps(settings | asdict(sampling), sort_keys=True, default=str)
         self.done: dict[int, dict[str, Any]] = {}  # results by line that wait for those before them
@@ -92,7 +103,7 @@ class BulkRun:
             sampling = replace(self.sampling, **own)
         except (TypeError, AttributeError) as error:  # a value of another kind than the field's
             raise ValueError(f"sampling {own}: {error}") from None
-        return self.llm.request(index, prompt, sampling)
+        return self.llm.request(index, prompt if is_ids else self.encode(prompt), sampling)
 
     def _describe(self, output: Output) -> dict[str, Any]:
         if output.error is not None:

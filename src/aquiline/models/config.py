@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base and scaling. `kind` is default, linear, llama3 or yarn; `parameters` are its own fields
-    under their Hugging Face names (factor, low_freq_factor, original_max_position_embeddings, ...)."""
+    """Rotary embedding: base and scaling. `kind` is default, linear, llama3, yarn or factors; `parameters` are its own
+    fields under their Hugging Face names (factor, low_freq_factor, original_max_position_embeddings, ...). `factors`
+    belong to the kind of that name: what each of the Dh / 2 plain frequencies is divided by."""
 
     theta: float = 10000.0
     kind: str = "default"
     parameters: dict[str, float] = field(default_factory=dict)
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig, default_capture
 from aquiline.models.families import count, eos_ids, geometry, read_model_config, refuse_features
-from aquiline.models.files import read_json, refuse, resolve
+from aquiline.models.files import is_gguf, read_json, refuse, resolve
 
 Raw = dict[str, Any]
 Numbering = Literal["input", "output"]
@@ -96,6 +96,8 @@ def read_draft_config(
 
 def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) -> DraftReading:
     """Read a draft's config.json; mismatches with the target are collected, what cannot be read at all is raised."""
+    if is_gguf(directory):
+        raise CheckpointError(f"{directory}: drafts are read from directories with a config.json, not from GGUF files")
     file = directory / "config.json"
     raw = read_json(file)
     fmt = find_format(raw, file)

@@ -1,6 +1,7 @@
 """The target families and how their config.json is read: old and transformers-5 style, into one ModelConfig.
 
 What a family means is data (`FAMILIES`); whatever a config asks for beyond that is refused, naming field and value.
+The metadata of a GGUF file come as the fields of a config.json (`gguf/config.py`) and are read like one.
 Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3}/configuration_*.py and modeling_rope_utils.py.
 """
 
@@ -12,7 +13,9 @@ from typing import Any, Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import ModelConfig, RopeConfig
-from aquiline.models.files import read_json, resolve
+from aquiline.models.files import is_gguf, read_json, resolve
+from aquiline.models.gguf.config import config_fields
+from aquiline.models.gguf.reader import read_gguf
 
 Raw = dict[str, Any]
 
@@ -47,28 +50,42 @@ _ROPE_FIELDS = {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
     },
+    "factors": {"factors"},
 }  # fmt: skip
 _ROPE_REQUIRED = {
     "default": set(),
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor"},
+    "factors": {"factors"},
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face target directory or hub id; end tokens of generation_config.json included.
+    """The ModelConfig of a target: a Hugging Face directory or hub id, end tokens of generation_config.json included,
+    or a GGUF file.
 
     Raises CheckpointError naming file, field, value and what is supported."""
-    directory = resolve(path)
-    file = directory / "config.json"
-    raw = read_json(file)
-    generation = directory / "generation_config.json"
-    extra = read_json(generation) if generation.exists() else {}
+    file = config_file(resolve(path))
+    raw = read_fields(file)
+    generation = file.with_name("generation_config.json")
+    extra = read_json(generation) if generation.exists() and not is_gguf(file) else {}
     family = _family(raw, file)
     refuse_features(raw, file, FAMILIES[family].bias_allowed)
     return geometry(raw, file, family, (*eos_ids(raw, file), *eos_ids(extra, generation)))
+
+
+def config_file(checkpoint: Path) -> Path:
+    """The file that says what a checkpoint is: a directory's config.json, or a GGUF file itself."""
+    return checkpoint if is_gguf(checkpoint) else checkpoint / "config.json"
+
+
+def read_fields(file: Path) -> Raw:
+    """The fields of a config.json, or those that a GGUF file's metadata stand for.
+
+    Raises CheckpointError for a file that is missing or broken, and for metadata that are not supported."""
+    return config_fields(read_gguf(file)) if is_gguf(file) else read_json(file)
 
 
 def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> ModelConfig:
@@ -84,6 +101,9 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     if head_dim % 2:
         raise CheckpointError(f"{file}: head_dim={head_dim} is odd; rotary embedding needs pairs")
     max_positions = count(raw, file, "max_position_embeddings")
+    rope = read_rope(raw, file, max_positions)
+    if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
+        raise CheckpointError(f"{file}: {len(rope.factors)} rope factors; head_dim={head_dim} takes {head_dim // 2}")
     bos = raw.get("bos_token_id")
     return ModelConfig(
         family=family,
@@ -96,7 +116,7 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         head_dim=head_dim,
         max_positions=max_positions,
         rms_norm_eps=_number(raw.get("rms_norm_eps", 1e-6), file, "rms_norm_eps"),
-        rope=read_rope(raw, file, max_positions),
+        rope=rope,
         qkv_bias=kind.qkv_bias,
         qk_norm=kind.qk_norm,
         tied_head=bool(raw.get("tie_word_embeddings", False)),
@@ -161,6 +181,8 @@ def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
     unknown, missing = sorted(set(fields) - _ROPE_FIELDS[kind]), sorted(_ROPE_REQUIRED[kind] - set(fields))
     if unknown or missing:
         raise CheckpointError(f"{file}: {name} of type {kind!r}: unknown fields {unknown}, missing fields {missing}")
+    if kind == "factors":
+        return RopeConfig(theta, kind, factors=_factors(fields["factors"], file, f"{name}.factors"))
     if kind in ("llama3", "yarn"):
         outer = raw.get("original_max_position_embeddings") or max_positions
         fields.setdefault("original_max_position_embeddings", outer)
@@ -171,6 +193,12 @@ def _number(value: object, file: Path, name: str) -> float:
     if not isinstance(value, int | float):
         raise CheckpointError(f"{file}: {name}={value!r} must be a number")
     return float(value)
+
+
+def _factors(value: object, file: Path, name: str) -> tuple[float, ...]:
+    if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
+        raise CheckpointError(f"{file}: {name}={value!r} must be a list of positive numbers")
+    return tuple(map(float, value))
 
 
 def _family(raw: Raw, file: Path) -> str:

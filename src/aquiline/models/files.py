@@ -1,7 +1,8 @@
 """Checkpoint files: finding them, reading tensors one at a time, and matching names to parameters through weight maps.
 
-Knows nothing of families or drafts; load.py and formats.py bring the maps. Every failure is a CheckpointError that
-names the file and the fix, and every tensor that does not fit is listed, not the first one only.
+A checkpoint is a directory in Hugging Face's layout or, for targets, a GGUF file (`gguf/`); `TensorSource` is what both
+have in common. Knows nothing of families or drafts; load.py and formats.py bring the maps. Every failure is a
+CheckpointError that names the file and the fix, and every tensor that does not fit is listed, not the first one only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,21 +26,23 @@ from aquiline.errors import CheckpointError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _IGNORED = ["original/*", "consolidated*", "metal/*"]
-_FLOATS = {"F32", "F16", "BF16", "float32", "float16", "bfloat16"}
 
 
 def resolve(path: str | Path, *, revision: str | None = None) -> Path:
-    """The directory of a checkpoint: `path` itself if it is one, otherwise a Hugging Face hub id, downloaded.
+    """Where a checkpoint is: a directory, a .gguf file, or else a Hugging Face hub id, downloaded into a directory.
 
-    Downloads safetensors, JSON and tokenizer files only, and pytorch_model.bin where there are no safetensors.
-    Raises CheckpointError when the path is neither, or the download fails."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise CheckpointError(f"{path} is a file; name the directory that holds config.json")
+    A directory without config.json stands for the one .gguf file in it. Downloads safetensors, JSON and tokenizer files
+    only, and pytorch_model.bin where there are no safetensors. Raises CheckpointError when the path is none of these,
+    for a directory of several .gguf files, and if the download fails."""
+    found = Path(path).expanduser()
+    if found.is_dir():
+        return _in_directory(found)
+    if is_gguf(found):
+        return found
+    if found.exists():
+        raise CheckpointError(f"{path} is a file; name the directory that holds config.json, or a .gguf file")
     if not _HUB_ID.fullmatch(str(path)):
-        raise CheckpointError(f"{path} is neither a directory nor a Hugging Face id (owner/name)")
+        raise CheckpointError(f"{path} is neither a directory nor a .gguf file nor a Hugging Face id (owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -56,6 +59,21 @@ def resolve(path: str | Path, *, revision: str | None = None) -> Path:
         ) from error
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file by the name of a GGUF file."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
+
+
+def _in_directory(directory: Path) -> Path:
+    if (directory / "config.json").exists():
+        return directory
+    files = sorted(file for file in directory.iterdir() if is_gguf(file))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{directory} holds {len(files)} GGUF files; name one of them: {names}")
+    return files[0] if files else directory
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError when it is missing, broken or not an object."""
     try:
@@ -69,14 +87,40 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
+class TensorSource(Protocol):
+    """The tensors of a checkpoint by Hugging Face's names: shapes without reading, contents one at a time.
+
+    `path` is where they are from; `readable` names the dtypes that `get` gives as floats."""
+
+    path: Path
+    readable: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype as its file names it, without reading it."""
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor; it is not kept."""
+
+
 class Tensors:
     """The tensors of one checkpoint directory, by name: shapes without reading, contents one at a time.
 
     Reads model.safetensors, the shards of model.safetensors.index.json, or pytorch_model.bin (weights only: no code
     is run). Raises CheckpointError on missing, truncated or corrupt files."""
 
+    readable: tuple[str, ...] = ("F32", "F16", "BF16", "float32", "float16", "bfloat16")
+
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.path = directory
         self._handles: dict[str, Any] = {}
         self._loaded: dict[str, Tensor] = {}
         for file in self._files():
@@ -88,21 +132,21 @@ class Tensors:
                 self._handles[name] = handle
 
     def _files(self) -> list[Path]:
-        single, index = self.directory / "model.safetensors", self.directory / "model.safetensors.index.json"
+        single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
         if index.exists():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{index} has no weight_map; download it again")
-            files = [self.directory / name for name in sorted(set(weight_map.values()))]
+            files = [self.path / name for name in sorted(set(weight_map.values()))]
             missing = [file.name for file in files if not file.exists()]
             if missing:
-                raise CheckpointError(f"{self.directory} lacks {', '.join(missing)}, named by {index.name}; fetch them")
+                raise CheckpointError(f"{self.path} lacks {', '.join(missing)}, named by {index.name}; fetch them")
             return files
-        binary = self.directory / "pytorch_model.bin"
+        binary = self.path / "pytorch_model.bin"
         found = [file for file in (single, binary) if file.exists()]
         if not found:
             raise CheckpointError(
-                f"{self.directory} has no weights: model.safetensors, model.safetensors.index.json or pytorch_model.bin"
+                f"{self.path} has no weights: model.safetensors, model.safetensors.index.json or pytorch_model.bin"
             )
         return found[:1]
 
@@ -133,7 +177,7 @@ class Tensors:
         try:
             tensor: Tensor = self._handles[name].get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{self.directory}: {name} cannot be read ({error}); download it again") from error
+            raise CheckpointError(f"{self.path}: {name} cannot be read ({error}); download it again") from error
         return tensor
 
 
@@ -168,7 +212,7 @@ class Entry:
     shard: int | None = None
 
 
-def check_entries(tensors: Tensors, entries: Iterable[Entry], is_ignored: Callable[[str], bool]) -> list[str]:
+def check_entries(tensors: TensorSource, entries: Iterable[Entry], is_ignored: Callable[[str], bool]) -> list[str]:
     """Every missing, unexpected, mis-shaped or non-float tensor, one line each; empty if the checkpoint fits."""
     problems, known = [], set()
     for entry in entries:
@@ -178,15 +222,14 @@ def check_entries(tensors: Tensors, entries: Iterable[Entry], is_ignored: Callab
         elif tensors.shape(entry.source) != entry.shape:
             found = list(tensors.shape(entry.source))
             problems.append(f"tensor {entry.source} has shape {found}, the config says {list(entry.shape)}")
-        elif tensors.dtype(entry.source) not in _FLOATS:
-            problems.append(
-                f"tensor {entry.source} has dtype {tensors.dtype(entry.source)}; float32, float16, bfloat16 are read"
-            )
+        elif tensors.dtype(entry.source) not in tensors.readable:
+            dtype, readable = tensors.dtype(entry.source), ", ".join(tensors.readable)
+            problems.append(f"tensor {entry.source} has dtype {dtype}; {readable} are read")
     extra = [name for name in tensors.names if name not in known and not is_ignored(name)]
     return problems + [f"unexpected tensor {name} {list(tensors.shape(name))}" for name in extra]
 
 
-def fill(module: nn.Module, tensors: Tensors, entries: Iterable[Entry]) -> None:
+def fill(module: nn.Module, tensors: TensorSource, entries: Iterable[Entry]) -> None:
     """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for entry in entries:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from aquiline.models.config import DraftConfig
+from aquiline.models.config import DraftConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import (
     LAYER_IDS,
@@ -203,7 +203,7 @@ def _config_json(head: DraftHead) -> dict[str, object]:
         "max_position_embeddings": m.max_positions,
         "rms_norm_eps": m.rms_norm_eps,
         "rope_theta": m.rope.theta,
-        "rope_scaling": None if m.rope.kind == "default" else {"rope_type": m.rope.kind, **m.rope.parameters},
+        "rope_scaling": _rope_scaling(m.rope),
         "bos_token_id": m.bos_token_id,
         "eos_token_id": list(m.eos_token_ids) or None,
         "eagle_config": {LAYER_IDS: list(c.capture)},
@@ -219,3 +219,10 @@ def _config_json(head: DraftHead) -> dict[str, object]:
         "norm_output": c.norm_feedback,
     }
     return fields | {name: True for name, on in flags.items() if on}
+
+
+def _rope_scaling(rope: RopeConfig) -> dict[str, object] | None:
+    if rope.kind == "default":
+        return None
+    factors = {"factors": list(rope.factors)} if rope.factors else {}
+    return {"rope_type": rope.kind, **rope.parameters, **factors}

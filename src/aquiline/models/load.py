@@ -1,6 +1,6 @@
-"""Targets from Hugging Face checkpoints: the weight map, as data, and the strict, memory-lean loader.
+"""Targets from Hugging Face checkpoints and GGUF files: the weight map, as data, and the strict, memory-lean loader.
 
-`families.py` reads the config, `files.py` the tensors; drafts are `formats.py`'s.
+`families.py` reads the config, `files.py` and `gguf/tensors.py` the tensors; drafts are `formats.py`'s.
 """
 
 from __future__ import annotations
@@ -13,10 +13,23 @@ from aquiline.errors import CheckpointError, OutOfMemory
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.families import read_model_config
-from aquiline.models.files import Entry, Tensors, check_entries, fill, parameters_in, refuse, resolve
+from aquiline.models.files import (
+    Entry,
+    Tensors,
+    TensorSource,
+    check_entries,
+    fill,
+    is_gguf,
+    parameters_in,
+    refuse,
+    resolve,
+)
+from aquiline.models.gguf.tensors import GGUFTensors
 from aquiline.types import storage_dtype
 
-__all__ = ["check_fits", "layer_entries", "load_target", "read_model_config", "resolve", "target_entries"]
+__all__ = [
+    "check_fits", "layer_entries", "load_target", "open_tensors", "read_model_config", "resolve", "target_entries",
+]  # fmt: skip
 
 ROWS, COLUMNS = 0, 1  # the axes tensor parallelism splits: a projection's outputs, or its inputs
 
@@ -62,25 +75,31 @@ def target_entries(config: ModelConfig) -> list[Entry]:
     return entries
 
 
+def open_tensors(checkpoint: Path) -> TensorSource:
+    """The tensors of a checkpoint that `resolve` found. Raises CheckpointError on missing or broken files."""
+    return GGUFTensors(checkpoint) if is_gguf(checkpoint) else Tensors(checkpoint)
+
+
 def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
-    """A target from a Hugging Face directory or hub id, weights stored in `dtype` (bfloat16 or float32), frozen.
-    With int8 and int4 they are bfloat16 here: a runner quantises its linears.
+    """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16 or float32),
+    frozen. With int8 and int4 they are bfloat16 here: a runner quantises its linears.
 
     `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
-    place, so the peak is the model plus one tensor. float32 files round to bfloat16 storage; the other way is exact.
+    place, so the peak is the model plus one tensor. float32 files and GGUF's packed blocks round to bfloat16 storage;
+    into float32 everything is exact.
     Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file or
     unsupported field; ValueError for an unknown dtype or capture layers out of range."""
     storage = storage_dtype(dtype)
-    directory = resolve(path)
-    config = read_model_config(directory)
+    checkpoint = resolve(path)
+    config = read_model_config(checkpoint)
     if list(capture) != sorted({i for i in capture if 0 <= i < config.num_layers}):
         raise ValueError(f"capture={capture}: name different layers of 0 .. {config.num_layers - 1}, ascending")
-    tensors, entries = Tensors(directory), target_entries(config)
+    tensors, entries = open_tensors(checkpoint), target_entries(config)
 
     def is_ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
 
-    refuse(directory, check_entries(tensors, entries, is_ignored))
+    refuse(checkpoint, check_entries(tensors, entries, is_ignored))
     _check_tied(config, tensors)
     with parameters_in(storage):
         target = Decoder(config, tuple(capture))
@@ -89,13 +108,13 @@ def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int
     return target.eval()
 
 
-def check_fits(directories: list[Path], dtype: str) -> None:
+def check_fits(checkpoints: list[Path], dtype: str) -> None:
     """Raises OutOfMemory if the weights of these checkpoints cannot be loaded into the memory that is free.
 
     While they are packed for the CPU there are two copies."""
     wanted, storage = 0, storage_dtype(dtype)
-    for directory in directories:
-        tensors = Tensors(directory)
+    for checkpoint in checkpoints:
+        tensors = open_tensors(checkpoint)
         for name in tensors.names:
             size = storage.itemsize
             for extent in tensors.shape(name):
@@ -104,17 +123,17 @@ def check_fits(directories: list[Path], dtype: str) -> None:
     free = psutil.virtual_memory().available
     if 2 * wanted > free:
         raise OutOfMemory(
-            f"{', '.join(map(str, directories))}: {wanted / 1e9:.2f} GB of weights as "
+            f"{', '.join(map(str, checkpoints))}: {wanted / 1e9:.2f} GB of weights as "
             f"{str(storage).removeprefix('torch.')} take twice that while they are packed, and {free / 1e9:.2f} GB are "
             "free; free memory or take a smaller model"
         )
 
 
-def _check_tied(config: ModelConfig, tensors: Tensors) -> None:
+def _check_tied(config: ModelConfig, tensors: TensorSource) -> None:
     """A tied checkpoint may ship its head again, but not another one."""
     name = "lm_head.weight"
     if config.tied_head and name in tensors and not tensors.get(name).equal(tensors.get("model.embed_tokens.weight")):
         raise CheckpointError(
-            f"{tensors.directory}: tie_word_embeddings=true, but {name} differs from model.embed_tokens.weight; "
+            f"{tensors.path}: tie_word_embeddings=true, but {name} differs from model.embed_tokens.weight; "
             "set it to false or drop the tensor"
         )

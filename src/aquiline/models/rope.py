@@ -27,7 +27,7 @@ def rotary(config: RopeConfig, head_dim: int, max_positions: int) -> Rotary:
 
     Raises ValueError for a scheme that is not supported."""
     base = [1.0 / _f32(config.theta ** (2 * i / head_dim)) for i in range(head_dim // 2)]
-    schemes = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    schemes = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "factors": _factors}
     if config.kind not in schemes:
         raise ValueError(f"rope_type={config.kind!r}: supported are {', '.join(schemes)}")
     freqs, scale = schemes[config.kind](base, config, head_dim, max_positions)
@@ -44,6 +44,10 @@ def _default(base: list[float], config: RopeConfig, head_dim: int, max_positions
 
 def _linear(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:
     return [f / config.parameters["factor"] for f in base], 1.0
+
+
+def _factors(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:
+    return [f / factor for f, factor in zip(base, config.factors, strict=True)], 1.0
 
 
 def _llama3(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:

@@ -1,92 +1,240 @@
-"""A conversation so far as the token ids a target continues, through its chat template where it has one.
+"""Conversations as the token ids a target knows: its chat template, the one place where generate, chat, eval,
+regenerate and train get their prompts from.
 
 The template renders text; the engine's own tokenizer encodes it, so that prompts and answers share one vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from aquiline.errors import CheckpointError
-from aquiline.models.files import read_json
+from aquiline.models.files import is_gguf, read_json
+from aquiline.text.answers import (
+    MaskedTokens,
+    Message,
+    Rendered,
+    Span,
+    exact_offsets,
+    find_answers,
+    find_marked,
+    mask_tokens,
+)
+from aquiline.text.gguf_tokenizer import chat_template, special_tokens
+from aquiline.text.template import ANSWER_MARKS, CompiledTemplate, compile_template
+
+__all__ = ["ChatTemplate", "MaskedTokens", "Message", "conversation"]
 
 _BETWEEN = "\n\n"
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no text of the world has them; Unicode keeps them free
 
 
-class ChatPrompter:
-    """Renders conversations for the target in `directory`, whose tokenizer.json is `tokenizer`.
+class ChatTemplate:
+    """How a target wants a conversation written. `template` None: it has no chat template.
 
-    With a template (chat_template.jinja or tokenizer_config.json) the prompt ends where the model's turn begins, and
-    special tokens are those the template writes. Without one the messages stand after one another, an empty line
-    between, inside the special tokens that the tokenizer puts around a text: a single turn is then its plain text.
-    `options` go to the template, for example {"enable_thinking": False}. Raises CheckpointError for a broken template
-    or tokenizer, ValueError without a tokenizer.
+    With a template the prompt ends where the model's turn begins, and special tokens are those the template writes.
+    Without one the messages stand after one another, an empty line between, inside the special tokens that the
+    tokenizer puts around a text: a single turn is then its plain text.
+
+    `special` are the named special tokens a template may write ("bos_token": "<s>"), `options` what else it is given,
+    for example {"enable_thinking": False}; `name` stands in errors. Raises CheckpointError for a template that is not
+    Jinja, ValueError for options without a template.
     """
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer | None, options: dict[str, object] | None = None) -> None:
-        if tokenizer is None:
-            raise ValueError(f"target={str(directory)!r}: has no tokenizer.json, and questions are text; add one")
-        self.directory, self.tokenizer, self.options = directory, tokenizer, options or {}
-        self._renderer = _load_renderer(directory) if _has_template(directory) else None
-        if self.options and self._renderer is None:
-            raise ValueError(f"options={self.options}: {directory} has no chat template to pass them to; drop them")
+    def __init__(
+        self,
+        template: str | None,
+        special: dict[str, str],
+        tokenizer: Tokenizer | None,
+        options: dict[str, object] | None = None,
+        name: str = "the chat template",
+    ) -> None:
+        self.special, self.tokenizer, self.options, self.name = special, tokenizer, options or {}, name
+        self._compiled: CompiledTemplate | None = None
+        if template is not None:
+            try:
+                self._compiled = compile_template(template)
+            except TemplateSyntaxError as error:
+                raise CheckpointError(
+                    f"{name}: is not Jinja ({error}, line {error.lineno}); download it again"
+                ) from None
+        elif self.options:
+            raise ValueError(f"options={self.options}: {name} has no chat template to pass them to; drop them")
+
+    @classmethod
+    def load(
+        cls, checkpoint: Path, tokenizer: Tokenizer | None, options: dict[str, object] | None = None
+    ) -> ChatTemplate:
+        """The template of a checkpoint: in a directory chat_template.jinja, else `chat_template` in
+        tokenizer_config.json, a string or a list of named ones of which "default" is taken; in a GGUF file that of its
+        metadata. Raises CheckpointError for a broken file."""
+        name = f"the chat template of {checkpoint}"
+        if is_gguf(checkpoint):
+            return cls(chat_template(checkpoint), special_tokens(checkpoint), tokenizer, options, name)
+        config_file, own_file = checkpoint / "tokenizer_config.json", checkpoint / "chat_template.jinja"
+        config = read_json(config_file) if config_file.is_file() else {}
+        template = config.get("chat_template")
+        if own_file.is_file():
+            template = own_file.read_text(encoding="utf-8")
+        elif isinstance(template, list):
+            template = _default_of(template, config_file)
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(f"{config_file}: chat_template must be a text or a list of named texts")
+        map_file = checkpoint / "special_tokens_map.json"
+        special = _special_tokens(read_json(map_file)) if map_file.is_file() else {}
+        return cls(template or None, special | _special_tokens(config), tokenizer, options, name)
 
     @property
     def has_template(self) -> bool:
         """Whether the target has a chat template."""
-        return self._renderer is not None
+        return self._compiled is not None
 
-    def encode(self, turns: Sequence[str], answers: Sequence[str] = (), system: str | None = None) -> list[int]:
-        """Token ids of the user's turns so far, the model's answers between them, ready for its next answer.
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The conversation as text, ready for the model's next answer with add_generation_prompt.
 
-        `answers` are one fewer than `turns`. Raises ValueError for another number, and if the template refuses the
-        conversation."""
-        text = self.render(turns, answers, system)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self.has_template).ids
+        Raises ValueError if the template refuses the messages."""
+        return self._render(messages, add_generation_prompt, {})
+
+    def encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of `render`. Raises ValueError if the template refuses the messages, or without a tokenizer."""
+        text = self.render(messages, add_generation_prompt)
+        ids: list[int] = self._known_tokenizer.encode(text, add_special_tokens=not self.has_template).ids
         return ids
 
-    def render(self, turns: Sequence[str], answers: Sequence[str] = (), system: str | None = None) -> str:
-        """The text that `encode` encodes."""
-        if len(answers) != len(turns) - 1:
-            raise ValueError(f"answers: {len(answers)} given; {len(turns)} turns take one fewer than turns")
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        for place, turn in enumerate(turns):
-            messages.append({"role": "user", "content": turn})
-            messages += [{"role": "assistant", "content": answer} for answer in answers[place : place + 1]]
-        if self._renderer is None:
-            return _BETWEEN.join(message["content"] for message in messages)
-        from jinja2 import TemplateError
+    def encode_with_mask(self, messages: Sequence[Message]) -> MaskedTokens:
+        """The whole conversation as tokens, those masked that the model itself would have written: every assistant's
+        content and the token that ends its turn, not the header before nor the line break behind.
 
-        try:
-            text: str = self._renderer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.options
+        A template that marks answers (`{% generation %}`) is taken at its word; otherwise answers are found as
+        `find_answers` says. Raises ValueError naming template and message where the whole conversation does not show
+        an answer as the model wrote it; `encode_answers` cuts such conversations up."""
+        texts = self._answers(messages)
+        if len(texts) > 1:
+            raise ValueError(
+                f"{self.name}: message {texts[1].num_messages}, an answer: is written otherwise once more turns "
+                "follow; encode the conversation up to it by itself"
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"the chat template of {self.directory} refused messages of {roles}: {error}") from None
-        return text
+        return self._mask(texts[0])
+
+    def encode_answers(self, messages: Sequence[Message]) -> list[MaskedTokens]:
+        """Tokens that together hold every answer once, as the model would have written it.
+
+        Mostly that is the whole conversation. Where the template rewrites answers once more turns follow, it is the
+        conversation up to each of them too. Raises ValueError naming template and message where that cannot be."""
+        return [self._mask(text) for text in self._answers(messages) if text.answers]
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The id of the special token that ends an answer; none where answers end without one, or where the template
+        takes no plain answer to show it by."""
+        try:
+            masked = self.encode_answers(conversation(["Hi"], ["Hello"], complete=True))[0]
+        except ValueError:
+            return ()
+        last = int(masked.ids[np.flatnonzero(masked.mask)[-1]])
+        return (last,) if last in self._special_ids else ()
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: dict[str, str]) -> str:
+        if self._compiled is None:
+            return _BETWEEN.join(message["content"] for message in messages)
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        values: dict[str, Any] = {"tools": None, "documents": None} | self.special | self.options | marks
+        try:
+            return self._compiled.template.render(messages=given, add_generation_prompt=add_generation_prompt, **values)
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(f"{self.name} refused messages of {roles}: {error}") from None
+
+    def _answers(self, messages: Sequence[Message]) -> list[Rendered]:
+        bad = [place for place, message in enumerate(messages) if not isinstance(message.get("content"), str)]
+        if bad:
+            raise ValueError(f"message {bad[0] + 1}: its content is no text")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f"the {len(messages)} messages hold no answer of the assistant")
+        if self._compiled is None:
+            return [self._plain(messages)]
+        if not self._compiled.marks_answers:
+            return find_answers(self.render, messages, self.name)
+        taken = set(self.render(messages, False))
+        begin, end = itertools.islice((mark for mark in _NONCHARACTERS if mark not in taken), 2)
+        marked = self._render(messages, False, dict(zip(ANSWER_MARKS, (begin, end), strict=True)))
+        return [find_marked(self.render, messages, marked, (begin, end), self.name)]
+
+    def _plain(self, messages: Sequence[Message]) -> Rendered:
+        spans, at = [], 0
+        for message in messages:
+            if message["role"] == "assistant":
+                spans.append(Span(at, at + len(message["content"])))
+            at += len(message["content"]) + len(_BETWEEN)
+        return Rendered(self.render(messages, False), len(messages), spans)
+
+    def _mask(self, rendered: Rendered) -> MaskedTokens:
+        return mask_tokens(self._exact_tokenizer, rendered, self._special_ids, self._head)
+
+    @property
+    def _known_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name}: its target has no tokenizer.json, and messages are text; add one")
+        return self.tokenizer
+
+    @cached_property
+    def _exact_tokenizer(self) -> Tokenizer:
+        return exact_offsets(self._known_tokenizer)
+
+    @cached_property
+    def _head(self) -> list[int]:
+        """The tokens that the tokenizer puts before a text; a template writes its own."""
+        if self.has_template:
+            return []
+        encoding = self._known_tokenizer.encode("a")
+        return list(encoding.ids[: list(encoding.special_tokens_mask).index(0)])
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        tokenizer = self._known_tokenizer
+        ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        named = {tokenizer.token_to_id(token) for token in self.special.values()}
+        return frozenset(ids | {i for i in named if i is not None})
 
 
-def _has_template(directory: Path) -> bool:
-    config = directory / "tokenizer_config.json"
-    has_field = config.is_file() and bool(read_json(config).get("chat_template"))
-    return has_field or (directory / "chat_template.jinja").is_file()
+def conversation(
+    turns: Sequence[str], answers: Sequence[str] = (), system: str | None = None, complete: bool = False
+) -> list[Message]:
+    """Messages of the user's turns and the model's answers between them, ready for its next answer.
+
+    `answers` are one fewer than `turns`, or as many with `complete`. Raises ValueError for another number."""
+    if len(answers) != len(turns) - (not complete):
+        raise ValueError(f"answers: {len(answers)} given; {len(turns)} turns take {len(turns) - (not complete)}")
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    for place, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        messages += [{"role": "assistant", "content": answer} for answer in answers[place : place + 1]]
+    return messages
 
 
-def _load_renderer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
+def _default_of(templates: list[Any], file: Path) -> Any:
+    """The template named "default" of a list of named ones."""
     try:
-        renderer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        renderer.get_chat_template()
-    except Exception as error:  # whatever a tokenizer class raises: OSError, ValueError, ImportError, KeyError
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{directory}: its chat template needs a tokenizer that transformers can load ({reason}); save it again "
-            "with save_pretrained, or remove the template"
-        ) from None
-    return renderer
+        named = {entry["name"]: entry["template"] for entry in templates}
+    except (TypeError, KeyError):
+        raise CheckpointError(f"{file}: chat_template must be a list of objects with name and template") from None
+    if "default" not in named:
+        raise CheckpointError(f"{file}: has chat templates {', '.join(map(str, named))}, none named default")
+    return named["default"]
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Named special tokens, each a string or an object with `content`; those of extra_special_tokens too."""
+    extra = config.get("extra_special_tokens")
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}

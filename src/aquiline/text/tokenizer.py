@@ -7,13 +7,18 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from aquiline.errors import CheckpointError
+from aquiline.models.files import is_gguf
+from aquiline.text.gguf_tokenizer import gguf_tokenizer
 
 
-def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The target's tokenizer.json; None where there is none (token ids in, token ids out).
+def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
+    """The tokenizer.json of a target's directory, or the tokenizer in its GGUF file; None where there is none (token
+    ids in, token ids out).
 
-    Raises CheckpointError if the file is broken."""
-    path = directory / "tokenizer.json"
+    Raises CheckpointError if it is broken or not supported."""
+    if is_gguf(checkpoint):
+        return gguf_tokenizer(checkpoint)
+    path = checkpoint / "tokenizer.json"
     if not path.exists():
         return None
     try:

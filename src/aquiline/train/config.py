@@ -11,6 +11,9 @@ PARALLEL_NAMES = ("ddp", "fsdp")
 ATTENTION_NAMES = ("fused", "sdpa", "eager", "flex")
 LOG_NAMES = ("tensorboard", "wandb")
 
+LOSS_ON = ("answers", "all")
+"""Which tokens of conversations and masked rows count: those the model itself wrote, or prompts too."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -31,6 +34,7 @@ class TrainConfig:
     ttt_steps: int = 7
     late_share: float = 1.0  # share of positions that steps 1 .. S-1 train on
     loss: str = "ce"
+    loss_on: str = "answers"
     decay: float = 0.8
     optimizer: str = "adamw"
     lr: float | None = None
@@ -71,6 +75,7 @@ class TrainConfig:
             (self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1"),
             (0 < self.late_share <= 1, f"late_share={self.late_share}: must be above 0 and at most 1"),
             (self.loss in LOSS_NAMES, f"loss={self.loss!r}: must be one of {', '.join(LOSS_NAMES)}"),
+            (self.loss_on in LOSS_ON, f"loss_on={self.loss_on!r}: must be one of {', '.join(LOSS_ON)}"),
             (self.optimizer in ("adamw", "muon"), f"optimizer={self.optimizer!r}: must be adamw or muon"),
             (self.lr is None or self.lr > 0, f"lr={self.lr}: must be above 0"),
             (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aquiline.train.losses import Loss, Rows
+from aquiline.train.losses import Loss, Rows, softmax_with_sum
 
 CHUNK_BYTES = 8 << 20
 """Of one chunk's float32 logits: a share of the last-level cache."""
@@ -34,29 +34,37 @@ class TargetRows:
 
 
 class HeadLoss(NamedTuple):
-    """The weighted sum of losses (differentiable), and per row its loss, and whether its best guess is the target's."""
+    """The weighted sum of losses (differentiable), and per row its loss, and whether its best guess is the target's
+    (False throughout where that is not measured)."""
 
     total: Tensor
     values: Tensor
     correct: Tensor
 
 
+class _Settings(NamedTuple):
+    loss: Loss
+    dtype: torch.dtype
+    measure: bool
+
+
 def rows_of(logits: Tensor, target_logits: Tensor, lse: Tensor) -> Rows:
     """Rows for a loss from both models' logits over the draft vocabulary [n, Vd]."""
-    inside = torch.logsumexp(target_logits, -1)
-    p = (target_logits - inside[:, None]).exp_()
+    p, inside = softmax_with_sum(target_logits)
     return Rows(logits, p, (inside - lse).exp_().clamp_max_(1.0))
 
 
-def head_loss(a: Tensor, head: Tensor, target: TargetRows, at: Tensor, weight: Tensor, loss: Loss) -> HeadLoss:
+def head_loss(
+    a: Tensor, head: Tensor, target: TargetRows, at: Tensor, weight: Tensor, loss: Loss, *, measure: bool
+) -> HeadLoss:
     """Sum of weight[i] * loss_i over rows a [R, H] (normed), whose logits a @ head.T face the target's at position
-    at[i]; `at` int64 [R] ascends. head [Vd, H]. Differentiable in a and head only.
+    at[i]; `at` int64 [R] ascends. head [Vd, H]. Differentiable in a and head only. `measure` compares best guesses.
 
     Computes in autocast's dtype where that is on, else in a's."""
     kind = a.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
     with torch.autocast(kind, enabled=False):
-        return HeadLoss(*_HeadLoss.apply(a, head, target, at, weight, loss, dtype))  # type: ignore[no-untyped-call]
+        return HeadLoss(*_HeadLoss.apply(a, head, target, at, weight, _Settings(loss, dtype, measure)))  # type: ignore[no-untyped-call]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -68,13 +76,13 @@ class _HeadLoss(torch.autograd.Function):
         target: TargetRows,
         at: Tensor,
         weight: Tensor,
-        loss: Loss,
-        dtype: torch.dtype,
+        settings: _Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        loss, dtype, measure = settings
         rows, kernel = a.to(dtype), head.to(dtype)
         grad_a, grad_head = torch.empty_like(rows), torch.zeros_like(kernel, dtype=torch.float32)
         values = torch.empty(len(a), device=a.device)
-        correct = torch.empty(len(a), dtype=torch.bool, device=a.device)
+        correct = torch.zeros(len(a), dtype=torch.bool, device=a.device)
         size = max(16, CHUNK_BYTES // (4 * len(head)))
         for start in range(0, len(a), size):
             part = slice(start, start + size)
@@ -82,7 +90,8 @@ class _HeadLoss(torch.autograd.Function):
             told = target.logits(places, dtype)
             p = rows_of(told, told, target.lse[places])
             logits = (rows[part] @ kernel.T).float()
-            correct[part] = logits.argmax(-1) == told.argmax(-1)[which]
+            if measure:
+                correct[part] = logits.argmax(-1) == told.argmax(-1)[which]
             is_whole = len(places) == len(which)
             graded = loss(Rows(logits, *((p.p, p.inside) if is_whole else (p.p[which], p.inside[which]))))
             values[part] = graded.value
@@ -100,4 +109,4 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_a, grad_head = ctx.saved_tensors
-        return (grad_a * grad).to(ctx.dtypes[0]), (grad_head * grad).to(ctx.dtypes[1]), None, None, None, None, None
+        return (grad_a * grad).to(ctx.dtypes[0]), (grad_head * grad).to(ctx.dtypes[1]), None, None, None, None

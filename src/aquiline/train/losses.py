@@ -46,9 +46,15 @@ Loss = Callable[[Rows], Graded]
 
 def soft_cross_entropy(rows: Rows) -> Graded:
     """-sum p log q over the draft vocabulary."""
-    log_sum = torch.logsumexp(rows.logits, -1, keepdim=True)
-    value = log_sum.squeeze(-1) - (rows.p * rows.logits).sum(-1)
-    return Graded(value, (rows.logits - log_sum).exp_().sub_(rows.p))
+    q, log_sum = softmax_with_sum(rows.logits)
+    return Graded(log_sum - torch.linalg.vecdot(rows.p, rows.logits), q.sub_(rows.p))
+
+
+def softmax_with_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax [n, V] and log-sum-exp [n] of logits [n, V], in one pass less than the two apart."""
+    q = torch.softmax(logits, -1)
+    peak, at = logits.max(-1, keepdim=True)
+    return q, (peak - q.gather(-1, at).log()).squeeze(-1)
 
 
 def kl(rows: Rows) -> Graded:

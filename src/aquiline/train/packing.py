@@ -26,14 +26,14 @@ class Piece:
 
 
 def cut(corpus: Corpus, context: int, shortest: int) -> list[Piece]:
-    """Pieces of at most `context` tokens, none across documents, none under `shortest`. Pieces of a document differ by
-    one token at most."""
-    pieces = []
+    """Pieces of at most `context` tokens, none across documents, none under `shortest` or without a token that
+    counts. Pieces of a document differ by one token at most. No row predicts a piece's first two tokens."""
+    pieces, counted = [], np.concatenate(([0], np.cumsum(corpus.mask)))
     for start, end in zip(corpus.starts[:-1].tolist(), corpus.starts[1:].tolist(), strict=True):
         num = -(-(end - start) // context)
         edges = [start + (end - start) * i // num for i in range(num + 1)]
         pieces += [Piece(a, b - a) for a, b in itertools.pairwise(edges)]
-    return [p for p in pieces if p.length >= shortest]
+    return [p for p in pieces if p.length >= shortest and counted[p.start + p.length] > counted[p.start + 2]]
 
 
 def pack(pieces: list[Piece], context: int) -> list[list[Piece]]:
@@ -80,7 +80,9 @@ class Batches:
         shortest = num_steps + 3
         self.pieces = cut(corpus, context, shortest)
         if not self.pieces:
-            raise ValueError(f"no training document is as long as ttt_steps + 3 = {shortest} tokens")
+            raise ValueError(
+                f"no training document has ttt_steps + 3 = {shortest} tokens and one that counts behind its second"
+            )
         self.epoch, self.first_step = -1, 0
         self.rows: list[list[Piece]] = []
         self._plan(0)

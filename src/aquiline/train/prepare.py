@@ -25,6 +25,7 @@ from aquiline.models.formats import head_rows
 from aquiline.train.batches import Assembler
 from aquiline.train.checkpoint import Checkpoint
 from aquiline.train.config import TrainConfig
+from aquiline.train.continued import loaded_head, shape_of
 from aquiline.train.data import Corpus, TokenIds, load_split, token_ids
 from aquiline.train.distributed import World
 from aquiline.train.evaluate import TEMPERATURE, HeldOut, write_texts
@@ -32,13 +33,14 @@ from aquiline.train.features import FeatureCache, Views
 from aquiline.train.optimizer import default_lr
 from aquiline.train.packing import Batches
 from aquiline.train.resume import corpus_digest, settings_of
-from aquiline.train.start import loaded_head, new_head, shape_of
+from aquiline.train.start import Sample, fit, new_head
 from aquiline.train.teacher import Teacher, View, feature_scale
 from aquiline.train.vocabulary import choose_vocabulary
 from aquiline.types import Int32, Int64
 
-SAMPLE_TOKENS = 8192
-"""Positions of training text whose views size the features and count the target's favourite tokens."""
+SAMPLE_TOKENS = 16384
+"""Positions of training text whose views a new draft is fitted to; they also size the features and count the target's
+favourite tokens."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +96,21 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     capture = tuple(config.capture or stored.get("capture") or default_capture(geometry.num_layers))
     teacher = Teacher(path, capture, device, max(2048, config.context))
     ids = token_ids(path, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids)
-    split = load_split(config.data, config.held_out, ids)
+    split = load_split(config.data, config.held_out, ids, config.loss_on)
     rows = config.batch_size * config.accumulate
     batches = Batches(split.train, config.context, rows, config.ttt_steps, config.seed)
     say(
-        f"{split.train.num_documents} documents, {len(split.train.tokens)} tokens, "
+        f"{split.train.num_documents} documents, {split.train.num_longer(config.context)} of them longer than "
+        f"{config.context} tokens and cut; {len(split.train.tokens)} tokens, {split.train.mask.mean():.0%} counted; "
         f"{batches.steps_in_first_epoch} steps an epoch; held out {split.held_out.num_documents} documents"
     )
     if split.rejects.counts:
         say(f"not used: {split.rejects}")
     digest = target_digest(teacher)
     views = Views(teacher.views, _cache(config, teacher, digest))
-    head, scale = _begin(config, start, Source(teacher, split.train, ids), partial(_sample, batches, views), say)
+    head, scale = _begin(config, start, _Source(teacher, split.train, ids), partial(_sample, batches, views), say)
     world.copy_from_first([scale, head.d2t, *(p for p in head.parameters() if p.requires_grad)])
     head = head.to(device)
-    head.fc.data /= scale.to(device)
     assembler = Assembler(views, scale, head_rows(head.d2t.cpu()), teacher.head, device)
     derived = {
         "lr": config.lr or default_lr(geometry.hidden_size), "target": digest, "capture": capture,
@@ -149,18 +151,24 @@ def _cache(config: TrainConfig, teacher: Teacher, digest: str) -> FeatureCache |
     return FeatureCache(config.features, {"target": digest, "layers": layers, "path": teacher.path})
 
 
-def _sample(batches: Batches, views: Views) -> list[View]:
+@dataclass(frozen=True)
+class _Sampled:
+    documents: list[Int32]
+    views: list[View]
+
+
+def _sample(batches: Batches, views: Views) -> _Sampled:
     documents: list[Int32] = []
     step = 0
     while sum(map(len, documents)) < SAMPLE_TOKENS and step < batches.steps_in_first_epoch:
         pieces = [p for row in batches.at(step) for p in row]
         documents += [batches.corpus.tokens[p.start : p.start + p.length] for p in pieces]
         step += 1
-    return views.of(documents)
+    return _Sampled(documents, views.of(documents))
 
 
 @dataclass(frozen=True)
-class Source:
+class _Source:
     """What a new draft is made from."""
 
     teacher: Teacher
@@ -171,49 +179,52 @@ class Source:
 def _begin(
     config: TrainConfig,
     start: Checkpoint | None,
-    source: Source,
-    sample: Callable[[], list[View]],
+    source: _Source,
+    sample: Callable[[], _Sampled],
     say: Callable[[str], None],
 ) -> tuple[DraftHead, Tensor]:
-    """The draft to train, a resumed, an --init or a new one, and the scale of its features."""
+    """The draft to train, a resumed, an --init or a new one, for features of unit size, and the scale that makes them
+    so."""
     teacher = source.teacher
     if start is not None:
         return loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
-    views = sample()
-    scale = feature_scale(views, len(teacher.capture))
-    if config.init is not None:
-        head = loaded_head(config.init, teacher.decoder, config)
-    else:
-        head = _new_head(config, source, views, float(scale[-1]), say)
-        head.fc.data *= scale.to(head.fc.device)  # new_head is made for features of unit size; a draft takes them raw
+    sampled = sample()
+    scale = feature_scale(sampled.views, len(teacher.capture))
+    if config.init is None:
+        return _new_head(config, source, sampled, scale, say), scale
+    head = loaded_head(config.init, teacher.decoder, config)
     if head.config.norm_before_fc or head.config.fc_norm:
         scale = torch.ones_like(scale)  # the head norms its input itself
+    head.fc.data /= scale  # a saved draft takes raw features
     return head, scale
 
 
 def _new_head(
-    config: TrainConfig, source: Source, views: list[View], deepest_scale: float, say: Callable[[str], None]
+    config: TrainConfig, source: _Source, sampled: _Sampled, scale: Tensor, say: Callable[[str], None]
 ) -> DraftHead:
-    target, vocab_size = source.teacher.decoder, len(source.teacher.head)
-    counts = _counts(source.corpus, views, vocab_size)
+    """A draft with a vocabulary of its own, which it keeps for life: a head's rows mean nothing under another."""
+    target = source.teacher.decoder
+    counts = _counts(source.corpus, sampled.views, len(source.teacher.head))
     vocabulary = choose_vocabulary(counts, source.ids.special, config.draft_vocab_size)
-    say(f"draft vocabulary: {len(vocabulary.ids)} of {vocab_size} tokens cover {100 * vocabulary.coverage:.2f} %")
+    say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
-    return new_head(
+    head = new_head(
         target,
         torch.from_numpy(vocabulary.ids).to(target.embed.device),
         intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         seed=config.seed,
-        size=1 / deepest_scale,
     )
+    pairs = zip(sampled.documents, sampled.views, strict=True)
+    fit(head, (Sample(torch.from_numpy(t).long(), v.features.float() * scale, v.hidden.float()) for t, v in pairs))
+    return head
 
 
-def _counts(corpus: Corpus, sample: list[View], vocab_size: int) -> Int64:
+def _counts(corpus: Corpus, views: list[View], vocab_size: int) -> Int64:
     """What the target likes to say, on a sample; every counted token of the corpus as much again."""
-    best = torch.bincount(torch.cat([view.best for view in sample]).long(), minlength=vocab_size).numpy()
+    best = torch.bincount(torch.cat([view.best for view in views]).long(), minlength=vocab_size).numpy()
     seen = np.bincount(corpus.tokens[corpus.mask], minlength=vocab_size)
     share = best.sum() / max(1, int(seen.sum()))
     counts: Int64 = np.round(1000 * (best + share * seen)).astype(np.int64)

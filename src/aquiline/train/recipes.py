@@ -1,9 +1,9 @@
 """Recipes: the settings of a run for one target as a YAML file, in the package by name or anywhere by path.
 
-    target:    a folder or a hub id
-    geometry:  the target's numbers (shapes.TargetShape), so that a run can be estimated before anything is fetched
-    train:     fields of TrainConfig
-    needs:     what this version lacks to train it, if it lacks something; such a recipe gives estimates only
+target:    a folder or a hub id
+geometry:  the target's numbers (shapes.TargetShape), so that a run can be estimated before anything is fetched
+train:     fields of TrainConfig
+needs:     what this version lacks to train it, if it lacks something; such a recipe gives estimates only
 """
 
 from __future__ import annotations

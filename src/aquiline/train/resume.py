@@ -14,8 +14,8 @@ from aquiline.train.config import TrainConfig
 from aquiline.train.data import Corpus
 
 COMPARED = (
-    "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "decay", "optimizer", "warmup", "clip",
-    "weight_decay", "seed", "ema", "eval_rows", "eval_tokens",
+    "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "loss_on", "decay", "optimizer", "warmup",
+    "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens",
 )  # fmt: skip
 """Fields stored as they are."""
 DERIVED = (
@@ -24,7 +24,7 @@ DERIVED = (
 """Fields whose meaning is stored: the rate used, digests of weights and tokens, the shape of the draft."""
 CHANGEABLE = (
     "data", "held_out", "eval_rows", "eval_tokens", "lr", "batch_size", "accumulate", "context", "ttt_steps",
-    "late_share", "loss", "decay", "warmup", "clip", "seed",
+    "late_share", "loss", "loss_on", "decay", "warmup", "clip", "seed",
 )  # fmt: skip
 """What --may-differ can name: the weights and the optimizer's state mean the same under another value."""
 JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps")

@@ -16,7 +16,7 @@ from aquiline.train.vocabulary import DEFAULT_SIZE
 @dataclass(frozen=True)
 class TargetShape:
     """A decoder with attention and a gated MLP in every layer. With experts, intermediate_size is one expert's and
-    expert_bits what one of its weights is stored in; `has_biases` adds them to every projection, and a sink per head."""
+    expert_bits what one of its weights is stored in; `has_biases` adds one to every projection, and a sink per head."""
 
     hidden_size: int
     intermediate_size: int

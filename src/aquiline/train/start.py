@@ -1,48 +1,41 @@
-"""How a draft begins: with the weights of an earlier one, or as close to the target's own last layer and head as its
-shape allows.
+"""How a new draft begins: as a linear model of the target's state, fitted to a few thousand positions.
 
-A draft guesses what the target's remaining layers and head will say; the target's final norm, head rows and, where
-the geometry is the same, last decoder layer are a far better beginning than noise. The fused feature begins as the
-deepest captured one. Everything is set for features of unit size (teacher.py, feature_scale).
+Noise takes a draft hundreds of thousands of tokens to leave behind. A least-squares fit gets as far in seconds:
+
+    g_j            = fc f_j                          the target's final state at token j, from its features
+    a_j            = g_j + o v([norm e_j+1; norm g_j])    the final state at token j + 1, from g_j and that token
+    logits         = head norm(a_j)                  the target's own final norm and head
+
+Both fits are closed forms. The second one runs through the attention of the draft's layer, some of whose heads are set
+to attend to their own position: queries and keys are the same vector at every position, so that the rotary embedding
+alone decides, and it favours distance 0. That needs a direction in which all inputs are nearly alike; residual streams
+of language models have one, and where there is none the attention starts silent, as the other heads and the MLP do.
+Later passes read a in the place of g, which is what a stands for, so the fit serves them too.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aquiline.models.config import DraftConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
 from aquiline.models.eagle import DraftHead
-from aquiline.models.formats import load_draft
-from aquiline.train.config import TrainConfig
 
 NOISE = 0.02
-SHAPE = ("draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads")
-
-
-def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead:
-    """The float32 draft in folder `source`, with its vocabulary and shape: a head's rows mean nothing under another.
-
-    Raises ValueError if the config asks for another shape."""
-    head = load_draft(source, target, dtype="float32", capture=target.capture)
-    for name, has in shape_of(head).items():
-        asked = getattr(config, name)
-        if asked is not None and asked != has:
-            raise ValueError(f"{name}={asked}: the draft at {source} has {has}; drop the option")
-    if head.embed is target.embed:  # two owners of one parameter would save and count it twice
-        head.embed = nn.Parameter(target.embed.detach().clone(), requires_grad=False)
-    return head.train()
-
-
-def shape_of(head: DraftHead) -> dict[str, int]:
-    """The options of a run that a head's shape answers."""
-    c, model = head.config, head.config.model
-    values = (c.draft_vocab_size, model.intermediate_size, model.num_heads, model.num_kv_heads)
-    return dict(zip(SHAPE, values, strict=True))
+RIDGE = 1e-2
+"""Of the mean square of the inputs: keeps a fit on few positions from following their noise."""
+SELF_SHARE = 2 / 3
+"""Of the key/value heads: those that begin by attending to their own position."""
+SELF_PAIRS = 5
+"""Rotary frequencies, the fastest first, that tell distances apart. Fewer repeat within a context, more blur it."""
+MOST_BLUR = 0.2
+"""Root mean square by which the constant direction may miss 1. Scores are about 30, so 0.1 moves them by 3."""
+SELF_GAP = 5.0
+"""By how much a position's own score exceeds its neighbour's, so that its share of the attention is above 0.99."""
 
 
 def new_head(
@@ -53,11 +46,10 @@ def new_head(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     seed: int = 0,
-    size: float = 1.0,
 ) -> DraftHead:
     """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry.
 
-    vocab int64 [Vd]: target ids, ascending; size as in `initialise`. The embedding is a frozen copy of the target's."""
+    vocab int64 [Vd]: target ids, ascending. The embedding is a frozen copy of the target's. `fit` makes it useful."""
     t = target.config
     model = replace(
         t, family="llama", num_layers=1, qkv_bias=False, qk_norm=False, tied_head=False, windows=(),
@@ -67,15 +59,15 @@ def new_head(
     if model.num_heads % model.num_kv_heads:
         raise ValueError(f"num_heads={model.num_heads}: must be a multiple of num_kv_heads={model.num_kv_heads}")
     head = DraftHead(DraftConfig(model, len(vocab), t.hidden_size, target.capture))
-    initialise(head, target, vocab, seed, size)
+    initialise(head, target, vocab, seed)
     head.embed.requires_grad_(False)
     return head
 
 
 @torch.no_grad()
-def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int, size: float) -> None:
-    """Fill every parameter. vocab int64 [Vd]: target ids, ascending. size: rms of the deepest captured feature before
-    it was brought to unit size; what the target's layer adds to the stream shrinks by as much."""
+def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> None:
+    """Fill every parameter: embedding, final norm, head rows and, where the width allows, the MLP's inner weights from
+    the target; noise elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in head.named_parameters():
         if parameter.ndim == 1 or name == "fc_norm":
@@ -86,20 +78,79 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int, size:
     head.head.copy_(target.head[vocab])
     head.norm.copy_(target.final_norm)
     head.d2t.copy_(vocab - torch.arange(len(vocab)))
-    H = head.config.model.hidden_size
-    if head.config.target_hidden_size == H:
-        head.fc[:, -H:] += torch.eye(H)
     last = target.layers[-1]
     assert isinstance(last, DecoderLayer)
-    if head.layer.qkv.shape[0] == last.qkv.shape[0] and head.layer.o.shape == last.o.shape:
-        head.layer.qkv[:, -H:] = last.qkv
-        head.layer.o.copy_(last.o / size)
-        head.hidden_norm.copy_(last.input_norm)
     width, inner = head.config.model.intermediate_size, last.down.shape[1]
     if width <= inner and head.layer.down.shape[0] == last.down.shape[0]:
-        gate, up = last.gate_up.chunk(2)
-        weight = last.down.norm(dim=0) * up.norm(dim=1)  # the neurons that say most, in their order
+        gate, up = last.gate_up.float().chunk(2)
+        weight = last.down.float().norm(dim=0) * up.norm(dim=1)  # the neurons that say most, in their order
         kept = weight.topk(width).indices.sort().values
         head.layer.gate_up.copy_(torch.cat((gate[kept], up[kept])))
-        head.layer.down.copy_(last.down[:, kept] / size)
         head.layer.post_norm.copy_(last.post_norm)
+    head.layer.down.zero_()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Consecutive positions of one document: tokens int64 [n]; features float32 [n, C * H] of unit size; hidden
+    float32 [n, H], the target's last hidden state after its final norm."""
+
+    tokens: Tensor
+    features: Tensor
+    hidden: Tensor
+
+
+@torch.no_grad()
+def fit(head: DraftHead, samples: Iterable[Sample]) -> None:
+    """Set fc and the attention of a new head by least squares over the samples, in place."""
+    samples = list(samples)
+    states = [sample.hidden / head.norm for sample in samples]
+    head.fc.copy_(_solve(torch.cat([s.features for s in samples]), torch.cat(states)))
+    inputs, wanted = [], []
+    for sample, state in zip(samples, states, strict=True):
+        g = sample.features[:-1] @ head.fc.T
+        embedded = head.layer.norm(head.embed[sample.tokens[1:]], head.layer.input_norm)
+        inputs.append(torch.cat((embedded, head.layer.norm(g, head.hidden_norm)), -1))
+        wanted.append(state[1:] - g)
+    _attend_to_self(head, torch.cat(inputs), torch.cat(wanted))
+
+
+def _solve(x: Tensor, y: Tensor) -> Tensor:
+    """The matrix [Y, X] that takes rows x [n, X] nearest to rows y [n, Y]."""
+    gram = x.double().T @ x.double()
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    solved: Tensor = torch.linalg.solve(gram, x.double().T @ y.double())
+    return solved.T.float()
+
+
+def _attend_to_self(head: DraftHead, x: Tensor, y: Tensor) -> None:
+    """Make the layer's attention add nearly the least-squares fit of y [n, H] by its input x [n, 2H] of the same
+    position. Its rank is bounded by the width of the value heads used."""
+    config = head.config.model
+    Dh, num_kv = config.head_dim, config.num_kv_heads
+    group = config.num_heads // num_kv
+    chosen = max(1, round(SELF_SHARE * num_kv))
+    q, k, v = torch.split(head.layer.qkv, head.layer.split)
+    constant = _solve(x, torch.ones(len(x), 1))[0]  # x @ constant is nearly 1
+    head.layer.o.zero_()
+    if float((x @ constant - 1).pow(2).mean().sqrt()) > MOST_BLUR:
+        return
+    frequencies = head.rope.inv_freq[:SELF_PAIRS]
+    gap = float((1 - frequencies.cos()).sum()) * Dh**-0.5
+    direction = torch.zeros(Dh)
+    direction[: len(frequencies)] = (SELF_GAP / gap) ** 0.5
+    to_self = direction[:, None] * constant
+    weight = _solve(x, y)
+    rank = min(chosen * Dh, len(weight))
+    basis = torch.linalg.eigh(weight.double() @ (x.double().T @ x.double()) @ weight.double().T)[1][:, -rank:].float()
+    values = torch.zeros(chosen * Dh, x.shape[1])
+    values[:rank] = basis.T @ weight
+    out = torch.zeros(head.layer.o.shape[0], chosen * Dh)
+    out[:, :rank] = basis
+    for h in range(chosen):
+        rows = slice(h * Dh, (h + 1) * Dh)
+        k[rows], v[rows] = to_self, values[rows]
+        for member in range(group):
+            q[(h * group + member) * Dh : (h * group + member + 1) * Dh] = to_self
+            columns = slice((h * group + member) * Dh, (h * group + member + 1) * Dh)
+            head.layer.o[:, columns] = out[:, rows] / group

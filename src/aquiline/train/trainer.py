@@ -97,7 +97,8 @@ class Trainer:
     def _step(self) -> None:
         start, p, c = time.perf_counter(), self.progress, self.config
         rate = set_rate(self.weights.optimizers, self.done(), c.warmup)
-        figures, norm = self._gradients()
+        is_logged = (p.step + 1) % c.log_every == 0 or p.step == 0
+        figures, norm = self._gradients(measure=is_logged)
         if self._is_sound(figures.total, norm):
             self.weights.update()
         self.weights.clear()
@@ -106,13 +107,14 @@ class Trainer:
         self.stepped_tokens += figures.tokens
         self.stepping_s += time.perf_counter() - start
         self._agree_on_time()
-        if p.step % c.log_every == 0 or p.step == 1:
+        if is_logged:
             speed = self.stepped_tokens / self.stepping_s
             lr = rate * self.run.settings["lr"]
             self.reporter.step(StepReport(p.step, min(1.0, self.done()), figures, norm, lr, p.tokens, speed))
 
-    def _gradients(self) -> tuple[StepFigures, float]:
-        """Fill the gradients of one step, a mean over the counted rows of all its batches on all ranks, and clip."""
+    def _gradients(self, *, measure: bool = True) -> tuple[StepFigures, float]:
+        """Fill the gradients of one step, a mean over the counted rows of all its batches on all ranks, and clip.
+        Without `measure` the figures per pass are NaN."""
         c, run, share = self.config, self.run, self.world.share
         rows, late = run.batches.at(self.progress.step), self._late_rows()
         starts = range(0, len(rows), c.batch_size)
@@ -121,7 +123,7 @@ class Trainer:
         planned = [plan(part.tokens, part.target, self.objective, late) for part in parts]
         counts = [float(sum(passes[k].counts.sum() for passes in planned)) for k in range(c.ttt_steps)]
         totals = self.world.sum(counts)
-        results = [self.weights.backward(part, rows, totals) for part, rows in zip(parts, planned, strict=True)]
+        results = [self.weights.backward(part, of, totals, measure) for part, of in zip(parts, planned, strict=True)]
         norm = self.weights.clip(c.clip)
         return combine(results, sum(part.tokens.num_tokens for part in parts), self.world.sum), norm
 

@@ -137,11 +137,14 @@ def ttt_loss(
     objective: Objective,
     planned: Sequence[PassRows],
     totals: Sequence[float] | None = None,
+    *,
+    measure: bool = True,
 ) -> TTTResult:
     """The training loss of a batch. `planned` is `plan`'s result.
 
     totals: per pass, the number of rows that the mean is over, where this batch is a part of a larger one; by default
-    the rows of this batch that count."""
+    the rows of this batch that count. Without `measure` the figures per pass are NaN, which saves
+    a look at the logits."""
     late = planned[1].rows if len(planned) > 1 and len(planned[1].rows) < len(planned[0].rows) else None
     T, parts, places, weights = batch.tokens.shape[1], [], [], []
     first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * T
@@ -152,11 +155,16 @@ def ttt_loss(
         total = max(1.0, float(counts.sum()) if totals is None else totals[step])
         weights.append(torch.full((len(places[-1]),), objective.decay**step / total, device=counts.device))
     at, order = torch.cat(places).sort(stable=True)
-    scored = head_loss(torch.cat(parts)[order], head.head, target.rows, at, torch.cat(weights)[order], objective.loss)
-    return _result(scored, order, planned)
+    weight = torch.cat(weights)[order]
+    scored = head_loss(torch.cat(parts)[order], head.head, target.rows, at, weight, objective.loss, measure=measure)
+    return _result(scored, order, planned, measure)
 
 
-def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows]) -> TTTResult:
+def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows], measure: bool) -> TTTResult:
+    if not measure:
+        unknown = (float("nan"),) * len(planned)
+        none = (0,) * len(planned)
+        return TTTResult(scored.total, unknown, unknown, unknown, none, none)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     sizes = [int(p.counts.sum()) for p in planned]
     values, correct = torch.split(scored.values[back], sizes), torch.split(scored.correct[back], sizes)

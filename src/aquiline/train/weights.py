@@ -29,9 +29,11 @@ class BatchLoss(nn.Module):
         super().__init__()
         self.head, self.objective = head, objective
 
-    def forward(self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float]) -> tuple[Tensor, TTTResult]:
+    def forward(
+        self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool
+    ) -> tuple[Tensor, TTTResult]:
         """The differentiable loss, as a tensor that fsdp can see, and the whole result."""
-        result = ttt_loss(self.head, batch.tokens, batch.target, self.objective, planned, totals)
+        result = ttt_loss(self.head, batch.tokens, batch.target, self.objective, planned, totals, measure=measure)
         return result.total, result
 
 
@@ -49,10 +51,10 @@ class Weights:
         self.optimizers = build_optimizers(head, config.optimizer, lr, config.weight_decay)
         self.average = Average(self.trained, config.ema) if config.ema else None
 
-    def backward(self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float]) -> TTTResult:
+    def backward(self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool) -> TTTResult:
         """Add the gradients of one part of a batch, whose counted rows are `totals` over all parts and ranks."""
         with autocast(self.world.device):
-            total, result = self.loss(batch, planned, totals)
+            total, result = self.loss(batch, planned, totals, measure)
         total.backward()
         assert isinstance(result, TTTResult)
         return result

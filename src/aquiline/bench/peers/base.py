@@ -24,7 +24,7 @@ QUANTISED_BY = {"openvino": ("int8",), "llamacpp": ("int8", "int4")}
 KINDS = {
     "transformers": ("transformers",),
     "openvino": ("openvino", "openvino-genai"),
-    "llamacpp": ("llama-cpp-python", "gguf"),
+    "llamacpp": ("llama-cpp-python",),
     "openai": (),
 }
 """Kinds of peers and the packages they need."""
@@ -45,8 +45,8 @@ ALL_PEERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """What peers run on: checkpoint directories (draft: None without one), threads, tokens of prompt and output, and
-    how many prompts are continued together at most."""
+    """What peers run on: checkpoints as `resolve` finds them (draft: None without one), threads, tokens of prompt and
+    output, and how many prompts are continued together at most."""
 
     target: Path
     draft: Path | None

@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from aquiline.models.files import Tensors
+from aquiline.models.files import is_gguf
+from aquiline.models.load import open_tensors
 
 FORM = 2
 """Raised when what is written for the same checkpoint changes."""
@@ -21,10 +22,17 @@ def converted(checkpoints: list[Path], form: str, write: Callable[[Path], None])
     A conversion that fails leaves nothing."""
     digest = hashlib.sha256(f"{FORM} {form}".encode())
     for checkpoint in checkpoints:
-        for file in sorted({file for pattern in _WEIGHTS for file in checkpoint.glob(pattern)}):
+        for file in _files(checkpoint):
             with file.open("rb") as data:
                 digest.update(file.name.encode() + hashlib.file_digest(data, "sha256").digest())
     return cached(f"{form}-{digest.hexdigest()[:24]}", write)
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    """The files that make a checkpoint what it is."""
+    if is_gguf(checkpoint):
+        return [checkpoint]
+    return sorted({file for pattern in _WEIGHTS for file in checkpoint.glob(pattern)})
 
 
 def cached(name: str, write: Callable[[Path], None]) -> Path:
@@ -48,6 +56,6 @@ def cached(name: str, write: Callable[[Path], None]) -> Path:
 
 def stored_dtype(checkpoint: Path) -> str:
     """bfloat16 if all of a checkpoint's weights are, so that nothing is rounded and nothing widened."""
-    tensors = Tensors(checkpoint)
-    kinds = {tensors.dtype(name) for name in tensors.names} & {"F32", "F16", "float32", "float16"}
-    return "float32" if kinds else "bfloat16"
+    tensors = open_tensors(checkpoint)
+    kinds = {tensors.dtype(name) for name in tensors.names} & set(tensors.readable)
+    return "bfloat16" if kinds <= {"BF16", "bfloat16"} else "float32"

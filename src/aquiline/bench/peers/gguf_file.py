@@ -12,10 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
+from gguf import quants
 from torch import Tensor
 
-from aquiline.bench.peers.base import library
 from aquiline.bench.peers.converted import converted, stored_dtype
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
@@ -23,9 +24,6 @@ from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
 from aquiline.models.rope import rotary
-
-gguf = library("gguf")
-quants = library("gguf.quants")
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 STORED = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, library, versions
 from aquiline.bench.peers.converted import converted, stored_dtype
+from aquiline.models.families import config_file, read_fields
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
 
@@ -117,7 +117,7 @@ def _target(target: Path, int8: bool) -> Path:
 
     def write(directory: Path) -> None:
         graph = target_graph(load_target(target, dtype=stored_dtype(target)), int8)
-        _save(graph, directory, target / "config.json")
+        _save(graph, directory, target)
 
     return converted([target], f"openvino{'-int8' if int8 else ''}", write)
 
@@ -131,13 +131,13 @@ def _draft(target: Path, draft: Path, int8: bool) -> Path:
         if not head.embed.float().equal(decoder.embed.float()):
             raise ValueError("draft: has an embedding of its own; OpenVINO GenAI puts the target's in its place")
         graph = draft_graph(head, int8)
-        _save(graph, directory, draft / "config.json")
+        _save(graph, directory, draft)
 
     return converted([target, draft], f"openvino-eagle3{'-int8' if int8 else ''}", write)
 
 
-def _save(graph: Any, directory: Path, config: Path) -> None:
+def _save(graph: Any, directory: Path, checkpoint: Path) -> None:
     """A model as GenAI reads it. It wants an end token, whichever, though every run here ignores it."""
     ov.save_model(graph, directory / MODEL, False)
-    shutil.copy(config, directory / "config.json")
+    (directory / "config.json").write_text(json.dumps(read_fields(config_file(checkpoint))))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, versions
+from aquiline.models.files import is_gguf
 
 
 def open_peer(spec: PeerSpec, place: Place) -> TransformersPeer:
@@ -27,8 +28,11 @@ class TransformersPeer:
         self.spec, self.dtype, self.threads = spec, dtype, place.threads
         self.attention = "eager" if "eager" in spec.flags else "sdpa"
         transformers.utils.logging.disable_progress_bar()
+        where: dict[str, object] = {"pretrained_model_name_or_path": place.target}
+        if is_gguf(place.target):
+            where = {"pretrained_model_name_or_path": place.target.parent, "gguf_file": place.target.name}
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            place.target, dtype=getattr(torch, dtype), attn_implementation=self.attention
+            **where, dtype=getattr(torch, dtype), attn_implementation=self.attention
         ).eval()
         # A checkpoint's own defaults must not end or shape the text; generate() would fall back to them.
         self.model.generation_config = GenerationConfig(pad_token_id=0)

@@ -1,0 +1,107 @@
+"""Served tau of several drafts of one target: against the tokens they were trained on, on several sets of questions.
+
+    python benchmarks/draft_curve.py --target DIR_OR_GGUF --drafts 300000=DIR 1000000=DIR ... \
+        --questions held-out=FILE mt-bench=FILE --out DIR
+
+The engine answers the first turn of every question through the target's chat template, with each draft and a chain,
+greedily and at a temperature. Tau is what its steps committed. Answers must be the same for all drafts, token for
+token, or the script fails. Writes curve.json and curve.png into OUT and ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from aquiline.bench.datasets import load_questions
+from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.engine.llm import LLM
+from aquiline.models.files import resolve
+from aquiline.text.chat import ChatTemplate
+
+
+@dataclass(frozen=True)
+class Point:
+    """One draft on one set at one temperature."""
+
+    name: str
+    questions: str
+    temperature: float
+    tau: float
+    by_position: list[float]
+    num_tokens: int
+
+
+def named(text: str) -> tuple[str, str]:
+    """NAME=VALUE."""
+    name, _, value = text.partition("=")
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=PATH")
+    return name, value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafts", type=named, nargs="+", required=True, metavar="TOKENS=DIR")
+    parser.add_argument("--questions", type=named, nargs="+", required=True, metavar="NAME=FILE")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--num-spec-tokens", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--limit", type=int, help="questions of each set, the first ones")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    spec = SpecConfig(drafter="chain", num_spec_tokens=args.num_spec_tokens)
+    points: list[Point] = []
+    written: dict[tuple[str, float], list[list[int]]] = {}
+    for name, draft in args.drafts:
+        engine = EngineConfig(max_batch=args.max_batch, max_context=2048)
+        llm = LLM(args.target, draft, spec=spec, engine=engine)
+        template = ChatTemplate.load(resolve(args.target), llm.models.tokenizer)
+        for set_name, file in args.questions:
+            questions = load_questions(file, args.limit)
+            prompts = [template.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
+            for temperature in args.temperatures:
+                sampling = [
+                    SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=i)
+                    for i in range(len(prompts))
+                ]
+                result = llm.run(prompts, sampling)
+                texts = [output.token_ids for output in result.outputs]
+                if written.setdefault((set_name, temperature), texts) != texts:
+                    raise SystemExit(f"{name}: other answers to {set_name} at temperature {temperature} than before")
+                counters = result.summary.counters
+                num_tokens = sum(map(len, texts))
+                point = Point(name, set_name, temperature, counters.tau, counters.per_position, num_tokens)
+                points.append(point)
+                positions = " ".join(f"{share:.2f}" for share in point.by_position)
+                print(f"{name:>12} {set_name:12} t={temperature:g}  tau {point.tau:.3f}  {positions}", flush=True)
+    (args.out / "curve.json").write_text(json.dumps([vars(p) for p in points], indent=1) + "\n")
+    draw(points, args.out / "curve.png")
+    print(json.dumps({"points": len(points), "out": str(args.out)}))
+
+
+def draw(points: list[Point], file: Path) -> None:
+    """Tau over trained tokens, a line per set, a panel per temperature."""
+    from matplotlib.figure import Figure
+
+    temperatures = sorted({p.temperature for p in points})
+    figure = Figure(figsize=(5.5 * len(temperatures), 4), layout="constrained")
+    panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    for panel, temperature in zip(panels, temperatures, strict=True):
+        for name in dict.fromkeys(p.questions for p in points):
+            own = [p for p in points if p.questions == name and p.temperature == temperature]
+            panel.plot([float(p.name) for p in own], [p.tau for p in own], marker="o", label=name)
+        panel.set(xscale="log", xlabel="tokens trained on", title=f"temperature {temperature:g}")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("tokens committed per step (tau)")
+    panels[0].legend()
+    figure.savefig(file, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A conversation with a model: the history, the next answer as it comes, and how it can be stopped.
+
+Owns no model and no terminal. One LLM serves all turns, so that the prefix cache has the conversation so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from aquiline.config import SamplingParams
+from aquiline.engine.llm import LLM, Output, output_of
+from aquiline.engine.sequence import Sequence, TokenDelta
+from aquiline.errors import NumericalError
+from aquiline.metrics import Meter, RunSummary
+from aquiline.text.chat import ChatTemplate, Message, conversation
+from aquiline.text.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that one token made final, and whether the draft wrote that token."""
+
+    text: str
+    by_draft: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the model and the figures of writing it."""
+
+    output: Output
+    summary: RunSummary
+
+    @property
+    def share_by_draft(self) -> float:
+        """Share of the answer's tokens that the draft wrote."""
+        by_draft = self.output.by_draft
+        return sum(by_draft) / len(by_draft) if by_draft else 0.0
+
+    @property
+    def footer(self) -> str:
+        """The figures in one line."""
+        s, num_tokens = self.summary, len(self.output.token_ids)
+        line = f"{num_tokens} tokens, {s.decode_tokens_per_s:.0f} tok/s"
+        if s.counters.num_draft_tokens:
+            line += f", tau {s.counters.tau:.2f}, {self.share_by_draft:.0%} by the draft"
+        ends = {"length": "; cut at its longest", "abort": "; stopped"}
+        return line + ends.get(self.output.finish_reason, "")
+
+
+def user_prompt(template: ChatTemplate, text: str, system: str | None = None) -> list[int]:
+    """Token ids that ask the model one question. Raises ValueError where the target has no chat template."""
+    if not template.has_template:
+        raise ValueError(f"chat: {template.name} does not exist; continue the prompt as plain text, without --chat")
+    return template.encode(conversation([text], system=system))
+
+
+def ending_with(template: ChatTemplate, sampling: SamplingParams) -> SamplingParams:
+    """The same sampling that also stops at the token that ends a turn."""
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *template.end_ids))
+
+
+class ChatSession:
+    """Turns of a user and answers of `llm`, which runs nothing else meanwhile.
+
+    `sampling` is every answer's; its max_tokens shrinks where less of the context is left."""
+
+    def __init__(self, llm: LLM, template: ChatTemplate, sampling: SamplingParams, system: str | None = None) -> None:
+        self.llm, self.template, self.system = llm, template, system
+        self.sampling = ending_with(template, sampling)
+        self.messages: list[Message] = []  # without the system message
+        self._numbers = itertools.count()
+
+    def reset(self) -> None:
+        """Forget all turns; the system message stays."""
+        self.messages = []
+
+    def ask(
+        self,
+        text: str,
+        on_piece: Callable[[Piece], None] = lambda piece: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """The answer to one more turn of the user, which joins the history with it.
+
+        `is_stopped` is asked before every step; what the answer has by then is its end. Raises ValueError if the
+        conversation does not fit or the template refuses it, OutOfPages and NumericalError; the history is then as it
+        was."""
+        asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
+        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = self.template.encode([*system, *asked])
+        room = self.llm.engine.max_context - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens and the model takes {self.llm.engine.max_context}; begin "
+                "anew with /reset"
+            )
+        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+        answer = self._run(prompt, sampling, on_piece, is_stopped)
+        answer = replace(answer, output=replace(answer.output, prompt=text))
+        self.messages = [*asked, {"role": "assistant", "content": answer.output.text}]
+        return answer
+
+    def _run(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        on_piece: Callable[[Piece], None],
+        is_stopped: Callable[[], bool],
+    ) -> Answer:
+        engine = self.llm.engine
+        request = self.llm.request(f"turn {next(self._numbers)}", prompt, sampling)
+        sequence = engine.add(request)
+        engine.meter = Meter()
+        pieces = Detokenizer(self.llm.models.tokenizer, request.prompt_ids, ())
+        text = ""
+        try:
+            while sequence.finish_reason is None:
+                for delta in [engine.abort(request.id)] if is_stopped() else engine.step():
+                    text += delta.text
+                    for piece in _pieces(delta, sequence, pieces):
+                        on_piece(piece)
+        finally:
+            engine.reset()  # nothing runs on, whatever was raised
+        if sequence.error is not None:
+            raise NumericalError(sequence.error)
+        return Answer(output_of(sequence, text), engine.meter.summary())
+
+
+def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[Piece]:
+    """The text of a step token by token; a stop token shows none."""
+    ids = delta.token_ids
+    if delta.finish_reason == "stop" and ids[-1] in sequence.eos_token_ids:
+        ids = ids[:-1]
+    for place, token in enumerate(ids):
+        text = detokenizer.add([token])
+        if text:
+            yield Piece(text, place < delta.num_accepted)
+    if delta.finish_reason is not None and (rest := detokenizer.finish()):
+        yield Piece(rest, sequence.by_draft[-1])

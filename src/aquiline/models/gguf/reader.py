@@ -1,0 +1,221 @@
+"""A GGUF file: its metadata, and where its tensors lie, through a memory map.
+
+Knows nothing of architectures. gguf-py's own reader makes an array of every element of the metadata, which takes 4 s
+for a vocabulary of 49,152 tokens with its merges, and a load opens the file several times. This reader walks over
+strings and decodes them when they are asked for. Types and block sizes are gguf-py's.
+
+Source: ggml-org/ggml docs/gguf.md, versions 2 and 3; gguf-py 0.19 constants.py.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from numpy.typing import NDArray
+
+from aquiline.errors import CheckpointError
+
+VERSIONS = (2, 3)
+_MAGIC = b"GGUF"
+_ALIGNMENT = 32
+_MAX_DIMS = 4
+_SCALARS = {
+    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT32: "f", GGUFValueType.FLOAT64: "d", GGUFValueType.BOOL: "?",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: shape in torch's order, type by its number in the file, where its bytes begin.
+
+    A row of `shape[-1]` values takes row_bytes; 0 for a type that gguf-py does not know."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    start: int
+    row_bytes: int
+
+    @property
+    def type_name(self) -> str:
+        """The type as GGUF names it: F32, Q4_K, ..."""
+        known = {kind.value: kind.name for kind in GGMLQuantizationType}
+        return known.get(self.type_id, f"number {self.type_id}")
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensor takes in the file."""
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+
+class Strings:
+    """An array of strings in the metadata, decoded whenever it is iterated over."""
+
+    def __init__(self, data: mmap.mmap, start: int, count: int) -> None:
+        self._data, self._start, self._count = data, start, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        at = self._start
+        for _ in range(self._count):
+            (length,) = struct.unpack_from("<Q", self._data, at)
+            yield self._data[at + 8 : at + 8 + length].decode("utf-8")
+            at += 8 + length
+
+
+class GGUFFile:
+    """An open GGUF file. `fields` are its metadata: numbers, booleans, strings, lists and `Strings`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = _Cursor(self._data)
+        num_tensors, num_fields = _header(cursor, path)
+        self.fields: dict[str, Any] = {}
+        for _ in range(num_fields):
+            name = cursor.string()
+            self.fields[name] = cursor.value(cursor.number("I"))
+        self.tensors = _tensors(cursor, num_tensors, int(self.fields.get("general.alignment", _ALIGNMENT)))
+
+    def raw(self, info: TensorInfo) -> NDArray[np.uint8]:
+        """A tensor's bytes, uint8 [..., row_bytes]: a view of the file, not to be written."""
+        data = np.frombuffer(self._data, np.uint8, info.num_bytes, info.start)
+        return data.reshape(*info.shape[:-1], info.row_bytes)
+
+    def text(self, key: str) -> str | None:
+        """A string of the metadata, None without it. Raises CheckpointError if it is something else."""
+        value = self.fields.get(key)
+        if value is not None and not isinstance(value, str):
+            raise CheckpointError(f"{self.path}: {key}={value!r} must be a string")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings of the metadata. Raises CheckpointError if it is missing or something else."""
+        value = self.fields.get(key)
+        if not isinstance(value, Strings):
+            raise CheckpointError(f"{self.path}: {key} must be a list of strings, and it is {_shown(value)}")
+        try:
+            return list(value)
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: {key} holds a string that is not UTF-8 ({error})") from None
+
+    def numbers(self, key: str, length: int) -> list[Any]:
+        """A list of `length` numbers of the metadata. Raises CheckpointError if it is anything else."""
+        value = self.fields.get(key)
+        if not isinstance(value, list) or len(value) != length:
+            raise CheckpointError(f"{self.path}: {key} must be a list of {length} numbers, and it is {_shown(value)}")
+        return value
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Open a GGUF file and read all but the tensors' contents.
+
+    Raises CheckpointError for a file that is truncated or corrupt, of another version, or big-endian."""
+    try:
+        return GGUFFile(path)
+    except (EOFError, OverflowError, UnicodeDecodeError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt ({error}); download it again") from error
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "missing"
+    return f"a list of {len(value)}" if isinstance(value, list | Strings) else repr(value)
+
+
+class _Cursor:
+    """Reads one value behind the other."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return value
+
+    def skip(self, length: int) -> int:
+        """Pass `length` bytes that must be there; where they begin."""
+        start, self.at = self.at, self.at + length
+        if self.at > len(self.data):
+            raise EOFError(f"byte {self.at} of {len(self.data)} is asked for")
+        return start
+
+    def string(self) -> str:
+        start = self.skip(self.number("Q"))
+        return self.data[start : self.at].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[GGUFValueType(kind)])
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind != GGUFValueType.ARRAY:
+            raise ValueError(f"metadata of type {kind}")
+        element, count = self.number("I"), self.number("Q")
+        if element in _SCALARS:
+            form = _SCALARS[GGUFValueType(element)]
+            start = self.skip(count * struct.calcsize(f"<{form}"))
+            return np.frombuffer(self.data, f"<{form}", count, start).tolist()
+        if element != GGUFValueType.STRING:
+            return [self.value(element) for _ in range(count)]
+        return self.strings(count)
+
+    def strings(self, count: int) -> Strings:
+        """Pass that many strings; a vocabulary has hundreds of thousands, merges included."""
+        read, data, start = struct.Struct("<Q").unpack_from, self.data, self.at
+        at = start
+        for _ in range(count):
+            at += 8 + read(data, at)[0]
+        self.skip(at - start)
+        return Strings(data, start, count)
+
+
+def _header(cursor: _Cursor, path: Path) -> tuple[int, int]:
+    """How many tensors and metadata fields there are."""
+    if cursor.data[:4] != _MAGIC:
+        raise CheckpointError(f"{path} is no GGUF file: it begins with {cursor.data[:4]!r}")
+    cursor.skip(4)
+    version = cursor.number("I")
+    if version & 0xFFFF == 0:
+        raise CheckpointError(f"{path} is a big-endian GGUF file; convert it with gguf-convert-endian")
+    if version not in VERSIONS:
+        raise CheckpointError(f"{path} is GGUF version {version}; supported are {VERSIONS}: convert the model again")
+    return cursor.number("Q"), cursor.number("Q")
+
+
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    """The tensors by name, their bytes checked to be in the file. They begin at a multiple of `alignment`."""
+    if alignment < 1:
+        raise ValueError(f"general.alignment={alignment}")
+    sizes = {kind.value: size for kind, size in GGML_QUANT_SIZES.items()}
+    found: dict[str, TensorInfo] = {}
+    for _ in range(count):
+        name, num_dims = cursor.string(), cursor.number("I")
+        if not 1 <= num_dims <= _MAX_DIMS or name in found:
+            raise ValueError(f"tensor {name} has {num_dims} dimensions or comes twice")
+        shape = tuple(cursor.number("Q") for _ in range(num_dims))[::-1]  # the fastest dimension stands first there
+        type_id, offset = cursor.number("I"), cursor.number("Q")
+        values, num_bytes = sizes.get(type_id, (1, 0))
+        if shape[-1] % values:
+            raise ValueError(f"tensor {name} has rows of {shape[-1]} values, its type blocks of {values}")
+        found[name] = TensorInfo(name, shape, type_id, offset, shape[-1] // values * num_bytes)
+    start = -(-cursor.at // alignment) * alignment
+    placed = {name: replace(info, start=start + info.start) for name, info in found.items()}
+    for info in placed.values():
+        if info.start + info.num_bytes > len(cursor.data):
+            raise EOFError(f"tensor {info.name} ends at byte {info.start + info.num_bytes} of {len(cursor.data)}")
+    return placed

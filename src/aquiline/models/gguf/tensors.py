@@ -1,0 +1,102 @@
+"""The weights of a GGUF file under Hugging Face's names, as the weight map of load.py asks for them.
+
+Every tensor is unpacked by gguf-py's own code when it is read, so its values are gguf-py's to the bit; rounding them to
+the storage dtype is `files.fill`'s. The file is memory-mapped and one tensor is unpacked at a time.
+
+Source: gguf-py 0.19 tensor_mapping.py for names; ggml-org/llama.cpp@00ad355, convert_hf_to_gguf.py, LlamaModel.permute.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aquiline.models.gguf.config import ROPE_FACTORS, head_counts
+from aquiline.models.gguf.reader import read_gguf
+
+TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+)  # fmt: skip
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
+_ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
+
+
+class GGUFTensors:
+    """The tensors of a GGUF file by Hugging Face's names: shapes without reading, contents one at a time, float32.
+
+    A name that GGUF's decoders do not have stays as it is. Raises CheckpointError for a file that is truncated or
+    corrupt."""
+
+    readable: tuple[str, ...] = TYPES
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._gguf = read_gguf(path)
+        infos = self._gguf.tensors
+        self._infos = {hugging_face_name(name): info for name, info in infos.items() if name != ROPE_FACTORS}
+
+    @property
+    def names(self) -> list[str]:
+        """Every weight's name, sorted."""
+        return sorted(self._infos)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return self._infos[name].shape
+
+    def dtype(self, name: str) -> str:
+        """How the file stores a tensor: F32, Q4_K, ..."""
+        return self._infos[name].type_name
+
+    def get(self, name: str) -> Tensor:
+        """Unpack one tensor to float32, the rows of queries and keys in a checkpoint's order; it is not kept."""
+        info = self._infos[name]
+        packed = self._gguf.raw(info)
+        rotated = _ROTATED.fullmatch(info.name)
+        if rotated and self._gguf.text("general.architecture") == "llama":
+            heads, kv_heads = head_counts(self._gguf)
+            packed = as_halves(packed, heads if rotated[1] == "q" else kv_heads)
+        values = quants.dequantize(packed, GGMLQuantizationType[info.type_name])
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+
+
+def hugging_face_name(name: str) -> str:
+    """The name that a weight of GGUF has in a Hugging Face checkpoint; any other name as it is."""
+    stem, _, kind = name.rpartition(".")
+    layer = _LAYER.fullmatch(stem)
+    if layer and layer[2] in _IN_LAYER:
+        return f"model.layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{kind}"
+    return f"{_WHOLE[stem]}.{kind}" if stem in _WHOLE else name
+
+
+def as_halves(rows: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint8]:
+    """Rows [heads * Dh, ...] in a checkpoint's order, from GGUF's.
+
+    A checkpoint rotates row i of a head with row i + Dh / 2. GGUF's llama architecture rotates neighbours, and its
+    converter has put those two rows next to each other. Rows are packed one by one, so they move as bytes."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

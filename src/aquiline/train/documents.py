@@ -1,0 +1,76 @@
+"""What reading yields and needs: documents of token ids, how the target sees text, a count of what was not used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from aquiline.text.chat import ChatTemplate
+from aquiline.text.tokenizer import load_tokenizer
+from aquiline.types import Bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: token ids [n] and a mask bool [n] of those that count; None counts every token.
+
+    `key` names where it came from. Documents of one conversation share their key."""
+
+    key: str
+    tokens: NDArray[np.integer]
+    mask: Bool | None = None
+
+
+@dataclass
+class Rejects:
+    """What was not used, by reason, with the first example of each."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, where: str) -> None:
+        """Count one row or file that was not used."""
+        self.counts[reason] += 1
+        self.examples.setdefault(reason, where)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{n} x {reason} (first: {self.examples[reason]})" for reason, n in self.counts.items())
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """What reading needs of the target: its tokenizer (None if it has none), vocabulary, boundary ids, chat template.
+
+    bos is put first where the tokenizer adds none; boundary starts a document in .bin files."""
+
+    vocab_size: int
+    boundary: int | None
+    bos: int | None
+    tokenizer: Tokenizer | None
+    special: tuple[int, ...]
+    template: ChatTemplate | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one document."""
+        if self.tokenizer is None:
+            raise ValueError("the target has no tokenizer: give token ids (.bin or JSONL with input_ids)")
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return [self.bos, *ids] if self.bos is not None and ids[:1] != [self.bos] else ids
+
+
+def token_ids(target: Path, vocab_size: int, bos: int | None, eos: tuple[int, ...]) -> TokenIds:
+    """Read the target's tokenizer and chat template; bos and eos come from its config.
+
+    Raises CheckpointError if either is broken."""
+    tokenizer = load_tokenizer(target)
+    special = {i for i in (bos, *eos) if i is not None}
+    if tokenizer is not None:
+        special |= {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    boundary = bos if bos is not None else (eos[0] if eos else None)
+    template = ChatTemplate.load(target, tokenizer)
+    return TokenIds(vocab_size, boundary, bos, tokenizer, tuple(sorted(i for i in special if i < vocab_size)), template)

@@ -1,0 +1,154 @@
+"""Documents out of files and folders: text, JSONL (gzipped too), JSON lists, .bin, and what tables.py reads.
+
+Owns what a path may be and what can go wrong in a file; rows.py knows what a row may hold.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from aquiline.train import tables
+from aquiline.train.conversations import RowError
+from aquiline.train.documents import Document, Rejects, TokenIds
+from aquiline.train.rows import RowReader
+
+TEXT_SUFFIXES = (".py", ".txt", ".md")
+FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".bin", *tables.SUFFIXES)
+"""What is read of a folder. A .json file is read where it is named: folders have others than data in them."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def read_documents(
+    paths: Iterable[Path], ids: TokenIds, rejects: Rejects, loss_on: str = "answers"
+) -> Iterator[Document]:
+    """Every usable document under the paths: files, folders, saved data sets and ids of the Hugging Face hub, the last
+    two with :SPLIT behind where they have several.
+
+    Raises ValueError for a path that does not exist, has a wrong suffix or cannot be read at all."""
+    source = _Source(RowReader(ids, loss_on), rejects)
+    for path in paths:
+        yield from source.under(path)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Reads for one target, and counts what it cannot use."""
+
+    rows: RowReader
+    rejects: Rejects
+
+    def under(self, path: Path) -> Iterator[Document]:
+        if path.is_dir() and not tables.is_saved(path):
+            files = sorted(p for p in path.rglob("*") if p.name.endswith(FOLDER_SUFFIXES) and p.is_file())
+            if not files:
+                raise ValueError(f"{path} holds no {' '.join(FOLDER_SUFFIXES)} file")
+            for file in files:
+                yield from self._file(file, file.relative_to(path).as_posix())
+        elif path.is_file():
+            if not path.name.endswith((*FOLDER_SUFFIXES, ".json")):
+                raise ValueError(f"{path}: suffix must be one of {' '.join(FOLDER_SUFFIXES)} .json")
+            yield from self._file(path, path.name)
+        else:
+            yield from self._table(path)
+
+    def _table(self, path: Path) -> Iterator[Document]:
+        name, split = str(path), None
+        if not path.exists() and ":" in path.name:
+            name, _, split = name.rpartition(":")
+        if Path(name).is_dir() and tables.is_saved(Path(name)):
+            rows = tables.saved_rows(Path(name), split)
+        elif _HUB_ID.fullmatch(name) and not name.endswith((*FOLDER_SUFFIXES, ".json")):
+            rows = tables.hub_rows(name, split)
+        else:
+            raise ValueError(f"data path {path} does not exist")
+        key = Path(name).name if split is None else f"{Path(name).name}:{split}"
+        yield from self._checked(self._of_rows(rows, key))
+
+    def _file(self, path: Path, key: str) -> Iterator[Document]:
+        by_suffix = {".bin": self._bin, ".jsonl": self._jsonl, ".gz": self._jsonl, ".json": self._json}
+        if path.suffix in tables.SUFFIXES:
+            yield from self._checked(self._of_rows(tables.file_rows(path), key))
+            return
+        yield from self._checked(by_suffix.get(path.suffix, self._text)(path, key))
+
+    def _checked(self, documents: Iterable[Document]) -> Iterator[Document]:
+        vocab_size = self.rows.ids.vocab_size
+        for document in documents:
+            tokens = document.tokens
+            if len(tokens) < 3:
+                self.rejects.add("fewer than 3 tokens", document.key)
+            elif tokens.min() < 0 or tokens.max() >= vocab_size:
+                self.rejects.add(f"token id outside [0, {vocab_size})", document.key)
+            elif document.mask is not None and not document.mask[2:].any():
+                self.rejects.add("no token counted by its loss mask", document.key)
+            else:
+                yield document
+
+    def _of_rows(self, rows: Iterable[object], key: str) -> Iterator[Document]:
+        for index, row in enumerate(rows):
+            yield from self._of_row(row, f"{key}:{index}")
+
+    def _of_row(self, row: object, key: str) -> list[Document]:
+        try:
+            return self.rows.documents(row, key)
+        except RowError as error:
+            reason, *detail = error.args
+            self.rejects.add(reason, ": ".join([key, *detail]))
+            return []
+
+    def _text(self, path: Path, key: str) -> Iterator[Document]:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self.rejects.add(f"unreadable ({type(error).__name__})", key)
+            return
+        yield Document(key, np.array(self.rows.ids.encode(text), dtype=np.int32))
+
+    def _bin(self, path: Path, key: str) -> Iterator[Document]:
+        ids = self.rows.ids
+        if ids.boundary is None:
+            raise ValueError(
+                f"{path}: .bin documents split at the target's bos or eos id, and it names neither; use JSONL"
+            )
+        if ids.vocab_size > 1 << 16:
+            raise ValueError(
+                f"{path}: .bin holds uint16 and the target has {ids.vocab_size} tokens; use JSONL input_ids"
+            )
+        stream = np.fromfile(path, dtype=np.uint16)
+        starts = np.unique(np.concatenate(([0], np.flatnonzero(stream == ids.boundary))))
+        for index, tokens in enumerate(np.split(stream, starts[1:])):
+            yield Document(f"{key}:{index}", tokens)
+
+    def _jsonl(self, path: Path, key: str) -> Iterator[Document]:
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+                for index, line in enumerate(lines):
+                    if line.strip():
+                        yield from self._line(line, f"{key}:{index}")
+        except (OSError, EOFError) as error:
+            self.rejects.add(f"unreadable from some line on ({type(error).__name__})", key)
+
+    def _line(self, line: bytes, key: str) -> list[Document]:
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            self.rejects.add("not JSON", key)
+            return []
+        return self._of_row(row, key)
+
+    def _json(self, path: Path, key: str) -> Iterator[Document]:
+        try:
+            rows = json.loads(path.read_bytes())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not JSON ({error}); one object a line is .jsonl") from None
+        if not isinstance(rows, list):
+            raise ValueError(f"{path}: must be a JSON list of rows")
+        yield from self._of_rows(rows, key)

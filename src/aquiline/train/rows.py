@@ -1,0 +1,64 @@
+"""Documents out of one row of data: token ids with a loss mask, a conversation, or plain text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aquiline.text.chat import MaskedTokens, Message
+from aquiline.train.conversations import RowError, messages_of
+from aquiline.train.documents import Document, TokenIds
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads rows for one target. loss_on "answers" counts what loss masks and chat templates say the model wrote,
+    "all" every token of every row."""
+
+    ids: TokenIds
+    loss_on: str = "answers"
+
+    def documents(self, row: object, key: str) -> list[Document]:
+        """The documents of a row: one, but for conversations whose template rewrites earlier answers.
+
+        Ids with a loss mask are taken as they are; next best is a conversation, then ids, then text. Raises RowError
+        for a row that cannot be used, ValueError where no such row could be."""
+        if not isinstance(row, dict):
+            raise RowError("not an object")
+        tokens = row.get("input_ids", row.get("token_ids"))
+        if tokens is not None and row.get("loss_mask") is not None:
+            return [self._masked(tokens, row["loss_mask"], key)]
+        messages = messages_of(row)
+        if messages is not None:
+            return self._conversation(messages, key)
+        if tokens is not None:
+            return [Document(key, _checked(tokens))]
+        if isinstance(row.get("text"), str):
+            return [Document(key, np.array(self.ids.encode(row["text"]), dtype=np.int32))]
+        raise RowError('none of "messages", "conversations", "text", "input_ids", "token_ids"')
+
+    def _masked(self, tokens: Any, mask: Any, key: str) -> Document:
+        ids = _checked(tokens)
+        if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
+            raise RowError("loss_mask is not a list of 0 and 1 as long as the token ids")
+        return Document(key, ids, None if self.loss_on == "all" else np.array(mask, dtype=np.bool_))
+
+    def _conversation(self, messages: list[Message], key: str) -> list[Document]:
+        template = self.ids.template
+        if template is None or template.tokenizer is None or not template.has_template:
+            raise ValueError(f"{key}: is a conversation, and the target has no chat template; give text or token ids")
+        try:
+            if self.loss_on == "all":
+                return [Document(key, np.array(template.encode(messages, add_generation_prompt=False), np.int32))]
+            found: list[MaskedTokens] = template.encode_answers(messages)
+        except ValueError as error:
+            raise RowError("a conversation that the chat template does not take", str(error)) from None
+        return [Document(key, part.ids, part.mask) for part in found]
+
+
+def _checked(tokens: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    if not isinstance(tokens, list) or not all(type(t) is int and -1 < t < 1 << 31 for t in tokens):
+        raise RowError("token ids are not a list of integers")
+    return np.array(tokens, dtype=np.int32)

@@ -1,0 +1,114 @@
+"""Conversations with a model: history, pieces of text and who wrote them, stopping, and what leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tests.conftest import engine_config, tiny_models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.engine.chat import ChatSession, Piece, user_prompt
+from aquiline.engine.llm import LLM
+from aquiline.text.chat import ChatTemplate
+
+END = "<E>"
+LETTERS = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(90)}, unk_token="!"))
+LETTERS.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+LETTERS.decoder = decoders.Fuse()
+LETTERS.add_special_tokens([END])
+SOURCE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.role == 'assistant' %}<E>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+ALWAYS_END = {LETTERS.token_to_id(END): 1e6}
+SHORT = SamplingParams(max_tokens=8, temperature=0.9, seed=1, ignore_eos=True)
+
+
+def session(sampling: SamplingParams = SHORT, source: str | None = SOURCE, **settings: Any) -> ChatSession:
+    loaded = dataclasses.replace(tiny_models(max_batch=1), tokenizer=LETTERS)
+    llm = LLM.from_models(loaded, engine_config(1, prefix_cache=True, **settings))
+    return ChatSession(llm, ChatTemplate(source, {}, LETTERS), sampling)
+
+
+def test_an_answer_joins_the_history_the_next_one_is_asked_with() -> None:
+    chat = session()
+    chat.system = "sys"
+    first, second = chat.ask("hello"), chat.ask("more")
+    assert first.output.prompt_ids == LETTERS.encode("s:sysu:helloa:").ids and first.output.prompt == "hello"
+    text = f"s:sysu:helloa:{first.output.text}<E>u:morea:"
+    assert second.output.prompt_ids == LETTERS.encode(text).ids
+    assert [m["content"] for m in chat.messages] == ["hello", first.output.text, "more", second.output.text]
+    assert second.summary.counters.num_prefix_hits > 0, "the conversation so far is in the prefix cache"
+    chat.reset()
+    assert chat.ask("hello").output.token_ids == first.output.token_ids
+
+
+def test_pieces_are_the_text_and_say_who_wrote_it() -> None:
+    llm = LLM(spec=SpecConfig(num_spec_tokens=3), engine=EngineConfig(max_batch=1, max_context=300))
+    chat = ChatSession(llm, ChatTemplate(None, {}, llm.models.tokenizer), SamplingParams(max_tokens=60))
+    pieces: list[Piece] = []
+    answer = chat.ask('def greet(name):\n    """Grüße é"""\n', pieces.append)
+    assert "".join(piece.text for piece in pieces) == answer.output.text
+    assert len(pieces) > 40 and answer.share_by_draft == sum(answer.output.by_draft) / 60 > 0.3
+    assert sum(piece.by_draft for piece in pieces) == pytest.approx(sum(answer.output.by_draft), abs=3)
+    assert (
+        answer.output.text
+        == llm.generate('def greet(name):\n    """Grüße é"""\n', SamplingParams(max_tokens=60))[0].text
+    )
+    assert f"60 tokens, {answer.summary.decode_tokens_per_s:.0f} tok/s, tau " in answer.footer
+    assert answer.footer.endswith("by the draft; cut at its longest")
+
+
+def test_the_end_of_a_turn_ends_an_answer_and_is_not_shown() -> None:
+    pieces: list[Piece] = []
+    answer = session(dataclasses.replace(SHORT, logit_bias=ALWAYS_END)).ask("hello", pieces.append)
+    assert answer.output.finish_reason == "stop" and answer.output.token_ids == list(ALWAYS_END)
+    assert answer.output.text == "" and not pieces
+    letter = dataclasses.replace(SHORT, logit_bias={5: 1e6}, stop_token_ids=(5,))  # a stop token that is no special one
+    answer = session(letter).ask("hello", pieces.append)
+    assert answer.output.finish_reason == "stop" and answer.output.text == "" and not pieces
+
+
+def test_an_answer_stops_between_two_steps() -> None:
+    chat = session(dataclasses.replace(SHORT, max_tokens=200))
+    pieces: list[Piece] = []
+    answer = chat.ask("hello", pieces.append, lambda: len(pieces) >= 5)
+    assert answer.output.finish_reason == "abort" and 5 <= len(answer.output.token_ids) < 12
+    assert answer.output.text == "".join(piece.text for piece in pieces) == chat.messages[-1]["content"]
+    assert answer.footer.endswith("; stopped") and not chat.llm.engine.is_busy
+    assert chat.ask("more").output.text
+    nothing = chat.ask("again", is_stopped=lambda: True)
+    assert nothing.output.text == "" and nothing.share_by_draft == 0
+
+
+def test_what_fails_leaves_the_history_and_the_engine_as_they_were() -> None:
+    chat = session()
+    chat.ask("hello")
+    before = list(chat.messages)
+
+    def fail(piece: Piece) -> None:
+        raise OSError("the terminal is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        chat.ask("more", fail)
+    with pytest.raises(
+        ValueError, match=r"the conversation has 4.. tokens and the model takes 400; begin anew with /reset"
+    ):
+        chat.ask("x" * 400)
+    assert chat.messages == before and not chat.llm.engine.is_busy
+    assert chat.ask("more").output.finish_reason == "length"
+
+
+def test_an_answer_takes_no_more_than_the_context_has() -> None:
+    chat = session(dataclasses.replace(SHORT, max_tokens=500), max_context=60)
+    answer = chat.ask("hello")
+    assert len(answer.output.token_ids) == 60 - len("u:helloa:") and answer.output.finish_reason == "length"
+
+
+def test_one_question_needs_a_template() -> None:
+    assert user_prompt(ChatTemplate(SOURCE, {}, LETTERS), "hi", "sys") == LETTERS.encode("s:sysu:hia:").ids
+    with pytest.raises(ValueError, match=r"chat: the template of T does not exist; .* without --chat"):
+        user_prompt(ChatTemplate(None, {}, LETTERS, name="the template of T"), "hi")

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from aquiline.train import features
+from aquiline.train.attention import PackedAttention
+from aquiline.train.features import FeatureCache, Views, bytes_per_token, document_key
+from aquiline.train.teacher import Teacher, View, feature_scale
+
+IDENTITY = {"target": "tiny"}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Teacher:
+    path = tiny.write_target(tmp_path_factory.mktemp("features") / "target")
+    return Teacher(path, tiny.CAPTURE, "cpu", 100)
+
+
+def documents(*lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, 48, n).astype(np.int32) for n in lengths]
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def test_views_are_what_the_decoder_says(teacher: Teacher) -> None:
+    for tokens, view in zip(documents(40, 80, 3), teacher.views(documents(40, 80, 3)), strict=True):
+        model, rows = teacher.decoder.float(), torch.from_numpy(tokens).long()[None]
+        positions = torch.arange(len(tokens))[None]
+        out = model(rows, positions, PackedAttention(model.config, torch.zeros_like(rows)))
+        logits = model.logits(out.hidden)[0]
+        assert distance(view.features, out.features[0]) < 0.02, "keys and values are stored in bfloat16"
+        assert distance(view.lse, torch.logsumexp(logits, -1)) < 0.02
+        again = view.hidden.float() @ teacher.head.T
+        assert torch.allclose(view.lse, torch.logsumexp(again, -1), atol=1e-5), "of the rounded hidden state"
+        assert view.best.equal(again.argmax(-1).int())
+
+
+def test_the_torch_path_says_the_same(teacher: Teacher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AQUILINE_ISA", "off")
+    other = Teacher(tiny.write_target(tmp_path / "target"), tiny.CAPTURE, "cpu", 100)
+    assert other.path == "torch"
+    pairs = zip(teacher.views(documents(30, 20)), other.views(documents(30, 20)), strict=True)
+    for a, b in pairs:
+        assert distance(a.features, b.features) < 0.02 and distance(a.lse, b.lse) < 0.02
+
+
+def same(a: View, b: View) -> bool:
+    return all(getattr(a, name).equal(getattr(b, name)) for name in ("features", "hidden", "lse", "best"))
+
+
+def test_a_cache_gives_back_what_was_computed_and_computes_nothing_twice(teacher: Teacher, tmp_path: Path) -> None:
+    texts = documents(40, 25, 60)
+    views = Views(teacher.views, FeatureCache(tmp_path, IDENTITY))
+    first = views.of(texts)
+    assert views.cache is not None
+    views.cache.flush()
+    later = Views(teacher.views, FeatureCache(tmp_path, IDENTITY))
+    assert all(same(a, b) for a, b in zip(first, later.of(texts[::-1])[::-1], strict=True))
+    assert later.num_computed == 0
+    later.of([*texts, *documents(40, 25, 60, 7)])
+    assert later.num_computed == 7
+
+
+def test_documents_reach_the_disk_by_shards(teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "SHARD_TOKENS", 50)
+    views = Views(teacher.views, FeatureCache(tmp_path, IDENTITY))
+    views.of(documents(30))
+    assert not list(tmp_path.iterdir())
+    views.of(documents(30, 31))
+    (shard,) = tmp_path.iterdir()
+    width = len(tiny.CAPTURE)
+    size = 61 * bytes_per_token(tiny.CONFIG, width)
+    assert size < shard.stat().st_size < size + 2000
+
+
+def test_a_cut_shard_is_computed_again(teacher: Teacher, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = FeatureCache(tmp_path, IDENTITY)
+    Views(teacher.views, cache).of(documents(40))
+    cache.flush()
+    (shard,) = tmp_path.iterdir()
+    shard.write_bytes(shard.read_bytes()[:-100])
+    again = FeatureCache(tmp_path, IDENTITY)
+    assert again.num_documents == 0 and "computed again" in caplog.text
+    assert document_key(documents(40)[0]) not in again
+
+
+def test_another_target_is_refused(teacher: Teacher, tmp_path: Path) -> None:
+    cache = FeatureCache(tmp_path, IDENTITY)
+    Views(teacher.views, cache).of(documents(10))
+    cache.flush()
+    with pytest.raises(ValueError, match=r"another target \(target: tiny there, large here\)"):
+        FeatureCache(tmp_path, {"target": "large"})
+
+
+def test_a_full_disk_is_told_and_loses_nothing(
+    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = FeatureCache(tmp_path, IDENTITY)
+    Views(teacher.views, cache).of(documents(10))
+    cache.flush()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(features, "save_file", full)
+    Views(teacher.views, cache).of(documents(10, 12))
+    with pytest.raises(OSError, match="free disk space or drop --features"):
+        cache.flush()
+    assert FeatureCache(tmp_path, IDENTITY).num_documents == 1
+
+
+def test_scaled_features_have_unit_size(teacher: Teacher) -> None:
+    views = teacher.views(documents(60, 30))
+    scaled = torch.cat([v.features for v in views]).float() * feature_scale(views, len(tiny.CAPTURE))
+    parts = scaled.unflatten(-1, (len(tiny.CAPTURE), -1))
+    assert torch.allclose(parts.pow(2).mean((0, 2)), torch.ones(len(tiny.CAPTURE)), atol=1e-4)
