@@ -22,7 +22,7 @@ from aquiline.train.checkpoint import Checkpoints, damage
 from aquiline.train.config import TrainConfig
 from aquiline.train.trainer import train
 
-RUN = Path(__file__).parent / "run.py"
+RUN = Path(__file__).parent / "train_process.py"
 
 
 @pytest.fixture(scope="module")

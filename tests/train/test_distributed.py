@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import ranks
+import rank_process
 import tiny
 import torch
 
@@ -34,7 +34,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 def alone(config: TrainConfig) -> dict[str, dict[str, torch.Tensor]]:
     """What one process computes: first gradients, last state."""
     run = replace(config, out=config.out / "alone", eval_every=100)
-    gradients = ranks.first_gradients(replace(run, out=config.out / "unused"), World())
+    gradients = rank_process.first_gradients(replace(run, out=config.out / "unused"), World())
     train(run, quiet=True)
     return {"gradients": gradients, "weights": state_of(run.out)}
 
@@ -65,7 +65,7 @@ def test_two_ranks_compute_what_one_does(
     here = str(Path(__file__).parent)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, f"{here}/ranks.py", str(file), str(gradients)], capture_output=True, text=True, timeout=200,
+        [*command, f"{here}/rank_process.py", str(file), str(gradients)], capture_output=True, text=True, timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "AQUILINE_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

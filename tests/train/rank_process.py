@@ -1,4 +1,4 @@
-"""One rank of a run under torchrun: `ranks.py CONFIG.json GRADIENTS.pt`.
+"""One rank of a run under torchrun: `rank_process.py CONFIG.json GRADIENTS.pt`.
 
 Keeps the gradients of the first step, stops after two steps, resumes from the checkpoint and runs to the end."""
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from run import read
+from train_process import read
 
 from aquiline.train import distributed
 from aquiline.train.checkpoint import Checkpoints
