@@ -58,7 +58,8 @@ class Prepared:
 
     def held_out(self, config: TrainConfig) -> HeldOut:
         """Held-out prompts, continued by the target; takes a while."""
-        prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - config.eval_tokens)
+        num_new = min(config.eval_tokens, config.context // 2)
+        prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - num_new)
         models = self.teacher.models
         if models is None:  # the target trains on a GPU; the engine runs on the CPU
             engine = EngineConfig(max_batch=16, row_budget=max(2048, config.context))
@@ -66,7 +67,7 @@ class Prepared:
         texts = [
             text
             for temperature in (0.0, TEMPERATURE)
-            for text in write_texts(models, prompts, config.eval_tokens, temperature, config.seed)
+            for text in write_texts(models, prompts, num_new, temperature, config.seed)
         ]
         return HeldOut(self.assembler, texts, config.ttt_steps)
 
