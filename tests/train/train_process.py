@@ -1,4 +1,4 @@
-"""Trains as told by a JSON file, in a process of its own: `python train_process.py CONFIG.json`; rank results to stdout."""
+"""Trains as told by a JSON file, in a process of its own: `python train_process.py CONFIG.json`."""
 
 from __future__ import annotations
 

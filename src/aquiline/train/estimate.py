@@ -1,29 +1,36 @@
 """What a run will take, told before it starts: memory, arithmetic by stage, time at a measured rate, and disk.
 
 Memory counts what is held for long and what one step keeps for its backward pass; what an operation needs for an
-instant is not in it. Time is a lower bound: products at the rate of one large product, nothing else counted.
+instant is not in it. Time counts products, at the rate of one large product, and nothing else.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
+from aquiline.models.families import read_model_config
+from aquiline.models.files import resolve
 from aquiline.train.attention import CHUNK
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.head_loss import CHUNK_BYTES
+from aquiline.train.recipes import Recipe
 from aquiline.train.shapes import DraftShape, TargetShape
 from aquiline.train.teacher import has_bfloat16
 from aquiline.train.ttt import num_rows
 
 RATE_SECONDS = 1.0
 RATE_ROWS = 2048
+CPU_WIDTH = 1024
+"""Wider products are no faster on a CPU, and one of them may take longer than the measurement."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,14 @@ class Estimate:
     num_ranks: int
 
     def tokens_per_s(self, rate: Rate) -> float:
-        """What all ranks together reach at most."""
+        """What all ranks together would reach if all went at that rate."""
         return self.num_ranks * rate.flops / sum(self.flops.values())
 
     def record(self, rate: Rate) -> dict[str, Any]:
         """As JSON."""
         return {
             "memory_bytes": self.memory, "flops_per_token": self.flops, "measured_flops": rate.flops,
-            "dtype": rate.dtype, "device": rate.device, "tokens_per_s_at_most": self.tokens_per_s(rate),
+            "dtype": rate.dtype, "device": rate.device, "tokens_per_s": self.tokens_per_s(rate),
             "tokens": self.tokens, "checkpoint_bytes": self.checkpoint_bytes,
             "features_bytes_per_token": self.features_bytes,
         }  # fmt: skip
@@ -72,13 +79,13 @@ class Estimate:
         lines = [
             f"memory{ranks}: {_bytes(total)} of {_bytes(free)} free ({parts}){fits}",
             f"arithmetic: {whole / 1e9:.3g} GFLOP a token ({stages})",
-            f"time: at the {rate.flops / 1e9:.0f} GFLOP/s measured on {rate.device} in {rate.dtype}, at most "
+            f"time: at the {rate.flops / 1e9:.0f} GFLOP/s measured on {rate.device} in {rate.dtype}, "
             f"{speed:,.0f} tokens/s",
-            f"disk: {_bytes(self.checkpoint_bytes)} a checkpoint, {keep + 1} at a time; features kept with --features "
-            f"{_bytes(self.features_bytes)} a token, {_bytes(1e6 * self.features_bytes)} a million",
+            f"disk: {_bytes(self.checkpoint_bytes)} a checkpoint, {keep + 1} at a time; with --features "
+            f"{_bytes(1e6 * self.features_bytes)} a million tokens, which spares a document's next epochs the target",
         ]
         if self.tokens:
-            lines[2] += f", so at least {_duration(self.tokens / speed)} for {self.tokens:,} tokens"
+            lines[2] += f": {_duration(self.tokens / speed)} for {self.tokens:,} tokens, looks not counted"
         return lines
 
 
@@ -131,8 +138,7 @@ def step_bytes(config: TrainConfig, target: TargetShape, draft: DraftShape, worl
     batch_rows = -(-config.batch_size // world.size)
     batch = config.accumulate * batch_rows * config.context * (4 * draft.num_capture * H + 2 * target.hidden_size)
     rows = batch_rows * num_rows(config.context, config.ttt_steps) * _rows_per_token(config)
-    seen = min(config.context, (config.context + CHUNK) / 2)
-    row = 13 * H + 3 * q + 2 * kv + 4 * draft.intermediate_size + draft.num_heads * seen
+    row = 13 * H + 3 * q + 2 * kv + 4 * draft.intermediate_size + draft.num_heads * _seen(config)
     head = 4 * draft.head_products + 5 * max(CHUNK_BYTES, 16 * 4 * draft.vocab_size)
     return round(batch + rows * row * size + head)
 
@@ -142,9 +148,14 @@ def _rows_per_token(config: TrainConfig) -> float:
     return 1 + (config.ttt_steps - 1) * config.late_share
 
 
+def _seen(config: TrainConfig) -> float:
+    """Keys a row is multiplied with: those before it, to the end of its chunk."""
+    return min(config.context, (config.context + CHUNK) / 2)
+
+
 def _flops(config: TrainConfig, target: TargetShape, draft: DraftShape) -> dict[str, float]:
     """Two per product forward; backward takes twice as much where both factors get gradients."""
-    rows, seen = _rows_per_token(config), config.context / 2
+    rows, seen = _rows_per_token(config), _seen(config)
     attention = 2 * draft.num_heads * draft.head_dim * seen
     return {
         "target": 2.0 * (target.layer_products + 2 * target.num_layers * target.widths[0] * seen),
@@ -154,9 +165,28 @@ def _flops(config: TrainConfig, target: TargetShape, draft: DraftShape) -> dict[
     }
 
 
-def measure_rate(device: str, width: int, seconds: float = RATE_SECONDS) -> Rate:
+def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> TargetShape:
+    """The target's shape: the recipe's if it is the recipe's target, else as its checkpoint says."""
+    if recipe is not None and recipe.shape is not None and config.target == Path(recipe.target):
+        return recipe.shape
+    return TargetShape.of(read_model_config(resolve(config.target)))
+
+
+def announce(
+    config: TrainConfig, shape: TargetShape, say: Callable[[str], None], world: World | None = None
+) -> dict[str, Any]:
+    """Measure this machine, say what the run will take, return it as JSON."""
+    world = world or World(device="cuda" if torch.cuda.is_available() else "cpu")
+    told, rate = estimate(config, shape, world), measure_rate(world.device, shape.hidden_size, RATE_SECONDS)
+    for line in told.lines(rate, config.keep, free_memory(world.device)):
+        say(line)
+    return {"target": str(config.target), **told.record(rate)}
+
+
+def measure_rate(device: str, width: int, seconds: float) -> Rate:
     """The best rate of [2048, width] x [width, 4 width] products within so many seconds, in the dtype of training."""
     kind = torch.device(device).type
+    width = min(width, CPU_WIDTH if kind == "cpu" else width)
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     a = torch.randn(RATE_ROWS, width, device=device).to(dtype)
     b = torch.randn(width, 4 * width, device=device).to(dtype)

@@ -8,6 +8,7 @@ needs:     what this version lacks to train it, if it lacks something; such a re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -70,6 +71,23 @@ def read_recipe(name: str) -> Recipe:
     except TypeError as error:
         raise ValueError(f"recipe={name}: geometry: {error}") from None
     return Recipe(path.stem if path.suffix else name, raw["target"], shape, settings, raw.get("needs"))
+
+
+def configure(given: Mapping[str, Any], recipe: Recipe | None, *, is_dry: bool = False) -> TrainConfig:
+    """The settings of a run: those given, then the recipe's, then the defaults. A dry one needs no data and no out.
+
+    Raises ValueError for a recipe that this version cannot train, and for what is missing or wrong."""
+    if recipe is not None and recipe.needs and not is_dry:
+        raise ValueError(f"recipe={recipe.name}: training needs {recipe.needs}; --dry-run shows what it will take")
+    settings: dict[str, Any] = {} if recipe is None else {"target": Path(recipe.target), **recipe.settings}
+    if is_dry:
+        settings |= {"data": (Path(),), "out": Path()}
+    settings |= given
+    missing = [f"--{name}" for name in ("target", "data", "out") if name not in settings]
+    if missing:
+        hint = "" if recipe else "; or name a --recipe"
+        raise ValueError(f"{' and '.join(missing)}: must be given{hint}")
+    return TrainConfig(**settings)
 
 
 def _refuse_unknown(name: str, prefix: str, section: Any, known: list[str]) -> None:

@@ -20,6 +20,7 @@ from aquiline.models.formats import save_draft
 from aquiline.train.checkpoint import Checkpoint, Checkpoints
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World, join
+from aquiline.train.estimate import announce, target_shape
 from aquiline.train.evaluate import HeldOut, Judgement
 from aquiline.train.figures import StepFigures, combine
 from aquiline.train.losses import LOSSES
@@ -216,6 +217,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
         after_step = start.state["progress"]["step"] if start else None
         reporter = Reporter(config.out, after_step=after_step, log=config.log, quiet=quiet)
     try:
+        if world.is_first and not quiet:
+            announce(config, target_shape(config), reporter.say, world)
         result = Trainer(config, world, start, reporter, clock).train()
     finally:
         reporter.close()
