@@ -34,6 +34,10 @@ Examples:
 
   aquiline train --target ./target --data own_text.jsonl --out ./draft2 --init ./draft --minutes 15
 
+  aquiline train --target ./target --data long.jsonl --out ./draft-window --init ./draft --draft-window 512
+
+  aquiline train --target ./target --data long.jsonl --out ./draft-yarn --init ./draft --rope-scaling yarn:8:512
+
   aquiline train --target ./target --data corpus.bin --held-out held.bin --out ./draft --steps 5000 --resume
 
 OUT holds the best draft (SpecForge layout), OUT/step-NNNNNNN the newest with what --resume needs, train.jsonl and
@@ -107,6 +111,22 @@ def train(
             rich_help_panel=SHAPE,
         ),
     ] = None,
+    draft_window: Annotated[
+        int | None,
+        typer.Option(
+            help="Positions that the draft attends to, 0 for all; default: as --init has it, else all. A window keeps "
+            "a draft good beyond the contexts it was trained on.",
+            rich_help_panel=SHAPE,
+        ),
+    ] = C.draft_window,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            help="yarn:FACTOR stretches the draft's rotary embedding from the positions it was built for; "
+            "yarn:FACTOR:ORIGINAL says from how many.",
+            rich_help_panel=SHAPE,
+        ),
+    ] = C.rope_scaling,
     context: Annotated[
         int, typer.Option(help="Tokens per training row; near what will be served is best.", rich_help_panel=BATCH)
     ] = C.context,

@@ -28,6 +28,8 @@ class TrainConfig:
     num_heads: int | None = None
     num_kv_heads: int | None = None
     capture: tuple[int, ...] | None = None  # None: EAGLE-3's three layers
+    draft_window: int | None = None  # positions the draft attends to, 0: all; None: as --init has it, else all
+    rope_scaling: str | None = None  # of the draft's rotary embedding, as yarn:FACTOR or yarn:FACTOR:ORIGINAL
     context: int = 512
     batch_size: int = 8  # rows of all ranks together
     accumulate: int = 1  # batches of one optimizer step
@@ -91,6 +93,12 @@ class TrainConfig:
             (self.save_every_minutes > 0, f"save_every_minutes={self.save_every_minutes}: must be above 0"),
             (self.resume or not self.may_differ, "may_differ: says what a resumed run changes; add --resume"),
         ]
+        if self.draft_window:
+            told = f"draft_window={self.draft_window}: must be at least ttt_steps = {self.ttt_steps}, or 0 for none"
+            checks.append((self.draft_window >= self.ttt_steps, told))
+        if self.rope_scaling is not None:
+            told = f"rope_scaling={self.rope_scaling!r}: must be yarn:FACTOR, or yarn:FACTOR:ORIGINAL positions"
+            checks.append((yarn_of(self.rope_scaling) is not None, told))
         chosen = [("parallel", self.parallel, PARALLEL_NAMES), ("attention", self.attention, ATTENTION_NAMES)]
         chosen += [("log", name, LOG_NAMES) for name in self.log]
         checks += [
@@ -100,3 +108,22 @@ class TrainConfig:
         budgets = {"steps": self.steps, "tokens": self.tokens, "minutes": self.minutes, "epochs": self.epochs}
         checks += [(v is None or v > 0, f"{name}={v}: must be above 0") for name, v in budgets.items()]
         return [text for ok, text in checks if not ok]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """A rotary embedding stretched by `factor` from `original` positions; None: those the draft was built for."""
+
+    factor: float
+    original: int | None = None
+
+
+def yarn_of(text: str) -> Yarn | None:
+    """What rope_scaling says; None if it says nothing that is known."""
+    kind, *numbers = text.split(":")
+    try:
+        factor, *original = float(numbers[0]), *map(int, numbers[1:2])
+    except (ValueError, IndexError):
+        return None
+    is_sound = kind == "yarn" and len(numbers) <= 2 and 1 < factor < 1e3 and all(n > 0 for n in original)
+    return Yarn(factor, *original) if is_sound else None

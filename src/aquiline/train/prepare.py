@@ -25,7 +25,7 @@ from aquiline.models.formats import head_rows
 from aquiline.train.batches import Assembler
 from aquiline.train.checkpoint import Checkpoint
 from aquiline.train.config import TrainConfig
-from aquiline.train.continued import loaded_head, shape_of
+from aquiline.train.continued import for_long_contexts, loaded_head, reach_of, shape_of
 from aquiline.train.data import Corpus, TokenIds, load_split, token_ids
 from aquiline.train.distributed import World
 from aquiline.train.evaluate import TEMPERATURE, HeldOut, write_texts
@@ -116,6 +116,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     derived = {
         "lr": config.lr or default_lr(geometry.hidden_size), "target": digest, "capture": capture,
         "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_of(head),
+        **reach_of(head),
     }  # fmt: skip
     settings = settings_of(config, derived)
     return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device, settings)
@@ -188,12 +189,13 @@ def _begin(
     so."""
     teacher = source.teacher
     if start is not None:
-        return loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
+        head = for_long_contexts(loaded_head(start.folder, teacher.decoder, config), config)
+        return head, start.state["scale"]
     sampled = sample()
     scale = feature_scale(sampled.views, len(teacher.capture))
     if config.init is None:
-        return _new_head(config, source, sampled, scale, say), scale
-    head = loaded_head(config.init, teacher.decoder, config)
+        return for_long_contexts(_new_head(config, source, sampled, scale, say), config), scale
+    head = for_long_contexts(loaded_head(config.init, teacher.decoder, config), config)
     if head.config.norm_before_fc or head.config.fc_norm:
         scale = torch.ones_like(scale)  # the head norms its input itself
     head.fc.data /= scale  # a saved draft takes raw features

@@ -20,6 +20,7 @@ COMPARED = (
 """Fields stored as they are."""
 DERIVED = (
     "lr", "target", "data", "held_out", "draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads", "capture",
+    "draft_window", "rope_scaling",
 )  # fmt: skip
 """Fields whose meaning is stored: the rate used, digests of weights and tokens, the shape of the draft."""
 CHANGEABLE = (

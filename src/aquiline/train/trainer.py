@@ -23,6 +23,7 @@ from aquiline.train.distributed import World, join
 from aquiline.train.estimate import announce, target_shape
 from aquiline.train.evaluate import HeldOut, Judgement
 from aquiline.train.figures import StepFigures, combine
+from aquiline.train.full_attention import check_attention
 from aquiline.train.losses import LOSSES
 from aquiline.train.optimizer import set_rate
 from aquiline.train.prepare import prepare
@@ -44,11 +45,12 @@ class Trainer:
     ) -> None:
         if config.batch_size < world.size:
             raise ValueError(f"batch_size={config.batch_size}: gives {world.size} ranks less than a row each; raise it")
+        check_attention(config.attention, world.device)
         self.config, self.world, self.reporter, self.clock = config, world, reporter, clock
         self.checkpoints = Checkpoints(config.out, config.keep)
         self.run = prepare(config, start, world, reporter.say)
         self.objective = Objective(
-            LOSSES[config.loss], config.ttt_steps, config.decay, needs_best=not config.loss.startswith("agree")
+            LOSSES[config.loss], config.ttt_steps, config.decay, not config.loss.startswith("agree"), config.attention
         )
         self.weights = Weights(self.run.head, self.objective, config, self.run.settings["lr"], world)
         self.budget = Budget(config, self.run.batches.steps_in_first_epoch)

@@ -50,12 +50,14 @@ class TargetBatch:
 class Objective:
     """What a step of training minimises: sum over passes k of decay^k times the mean loss of the rows that count.
 
-    needs_best: rows whose target's best token lies outside the draft vocabulary do not count."""
+    needs_best: rows whose target's best token lies outside the draft vocabulary do not count. attention: how the
+    passes compute it (attention.py)."""
 
     loss: Loss
     num_steps: int
     decay: float
     needs_best: bool = True
+    attention: str = "fused"
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,19 @@ def plan(
 
 
 def passes(
-    head: DraftHead, batch: TokenBatch, features: Tensor, num_steps: int, late_rows: Tensor | None = None
+    head: DraftHead,
+    batch: TokenBatch,
+    features: Tensor,
+    num_steps: int,
+    late_rows: Tensor | None = None,
+    attention: str = "fused",
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (row positions [N], a [B, N, H]) of each step.
 
     Step 0 covers every position that has all its steps; the later ones `late_rows` (ascending, a subset) if given."""
     every = torch.arange(num_rows(batch.tokens.shape[1], num_steps), device=batch.tokens.device)
     late = every if late_rows is None else late_rows
-    attn = TTTAttention(batch.document[:, : len(every)], late, head.config.model.window(0))
+    attn = TTTAttention(batch.document[:, : len(every)], late, head.config.model.window(0), attention)
     g = head.fuse(features[:, : len(every)]).float()
     rows = every
     for step in range(num_steps):
@@ -148,7 +155,8 @@ def ttt_loss(
     late = planned[1].rows if len(planned) > 1 and len(planned[1].rows) < len(planned[0].rows) else None
     T, parts, places, weights = batch.tokens.shape[1], [], [], []
     first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * T
-    for step, (rows, a) in enumerate(passes(head, batch, target.features, objective.num_steps, late)):
+    run = passes(head, batch, target.features, objective.num_steps, late, objective.attention)
+    for step, (rows, a) in enumerate(run):
         counts = planned[step].counts
         parts.append(head.layer.norm(a, head.norm)[counts])
         places.append((first + rows + 1 + step)[counts])
