@@ -26,7 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from aquiline.engine.model import cpu_name
 from aquiline.train.batches import Batch
 from aquiline.train.config import TrainConfig
-from aquiline.train.report import Reporter
+from aquiline.train.distributed import join
+from aquiline.train.report import Silent
+from aquiline.train.schedule import Clock
 from aquiline.train.teacher import autocast, has_bfloat16
 from aquiline.train.trainer import Trainer
 from aquiline.train.ttt import PassRows, plan, ttt_loss
@@ -37,8 +39,9 @@ T = TypeVar("T")
 def matmul_rate(trainer: Trainer, dtype: torch.dtype) -> float:
     """FLOPs per second of the best of three product shapes of a step, each alone."""
     rows = trainer.config.batch_size * trainer.config.context
-    hidden, best = trainer.head.config.model.hidden_size, 0.0
-    for width in (hidden, 2 * trainer.head.config.model.intermediate_size, trainer.head.config.draft_vocab_size):
+    draft, best = trainer.run.head.config, 0.0
+    hidden = draft.model.hidden_size
+    for width in (hidden, 2 * draft.model.intermediate_size, draft.draft_vocab_size):
         x, w = torch.randn(rows, hidden).to(dtype), torch.randn(width, hidden).to(dtype)
         out = torch.empty(rows, width, dtype=dtype)
         for _ in range(8):
@@ -82,7 +85,7 @@ def main() -> None:
             loss=args.loss, steps=args.steps,
         )  # fmt: skip
         start = time.perf_counter()
-        trainer = Trainer(config, Reporter(config.out, resume=False, quiet=True))
+        trainer = Trainer(config, join(config.parallel), None, Silent(), Clock())
         prepared_s = time.perf_counter() - start
         result = run(trainer, args.steps)
     print(json.dumps({"prepared_s": prepared_s, **vars(args), **result}, default=str))
@@ -90,7 +93,14 @@ def main() -> None:
 
 def forward(trainer: Trainer, batch: Batch, planned: list[PassRows]) -> torch.Tensor:
     """The loss of a batch, as the trainer computes it; the head's gradient is formed here too."""
-    return ttt_loss(trainer.head, batch.tokens, batch.target, trainer.objective, planned, measure=False).total
+    return ttt_loss(trainer.run.head, batch.tokens, batch.target, trainer.objective, planned, measure=False).total
+
+
+def update(trainer: Trainer) -> None:
+    """Clip, step, clear."""
+    trainer.weights.clip(trainer.config.clip)
+    trainer.weights.update()
+    trainer.weights.clear()
 
 
 def run(trainer: Trainer, num_steps: int) -> dict[str, object]:
@@ -109,7 +119,7 @@ def run(trainer: Trainer, num_steps: int) -> dict[str, object]:
                 loss = stages("forward and head", partial(forward, trainer, batch, planned))
                 stages("backward", loss.backward)
             flops = counter.get_total_flops() if step == 0 else flops
-        stages("update", trainer.update)
+        stages("update", partial(update, trainer))
         tokens += batch.tokens.num_tokens
     dtype = torch.bfloat16 if has_bfloat16(prepared.device) else torch.float32
     rate = matmul_rate(trainer, dtype)

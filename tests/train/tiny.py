@@ -15,6 +15,7 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import reference as ops
 from aquiline.train.attention import PackedAttention
+from aquiline.train.config import TrainConfig
 from aquiline.train.head_loss import TargetRows
 from aquiline.train.start import new_head
 from aquiline.train.ttt import TargetBatch, TokenBatch
@@ -100,3 +101,13 @@ def write_bin(path: Path, documents: int, seed: int = 0) -> Path:
         out += [np.zeros(1, np.int64), 1 + np.cumsum(steps) % 47]
     np.concatenate(out).astype(np.uint16).tofile(path)
     return path
+
+
+def run_config(folder: Path) -> TrainConfig:
+    """A run of thirty steps over files it writes into `folder`."""
+    return TrainConfig(
+        target=write_target(folder / "target"), data=(write_bin(folder / "train.bin", 60),),
+        held_out=(write_bin(folder / "held.bin", 12, seed=1),), out=folder / "out", capture=CAPTURE,
+        draft_vocab_size=40, context=48, batch_size=4, ttt_steps=4, steps=30, lr=5e-3, log_every=1, eval_every=10,
+        eval_rows=8, eval_tokens=16, seed=3,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aquiline.models.config import ModelConfig
+from aquiline.train.full_attention import StepKeys, full_attention
 
 CHUNK = 128
 """Queries are taken this many at a time, so that keys beyond a chunk's last position are not multiplied at all."""
@@ -67,27 +68,38 @@ class TTTAttention:
     """The draft's attention during training-time test (EAGLE3.md §7): call `begin(step)` before each pass.
 
     Step 0 covers all T positions and attends causally. Step k >= 1 covers the positions `queries` [N] only; each sees
-    the step-0 keys up to its own position and, on the diagonal, its own keys of steps 1 .. k."""
+    the step-0 keys up to its own position and, on the diagonal, its own keys of steps 1 .. k. A window, longer than
+    there are steps, counts back from where a row stands by then, k positions on, as it does when drafting.
 
-    def __init__(self, document: Tensor, queries: Tensor, window: int = 0) -> None:
-        every = torch.arange(document.shape[1], device=document.device)
-        self.first = visibility(document, every, window)
-        self.later = visibility(document, queries, window) if len(queries) < len(every) else self.first
+    kind: fused computes as described below; eager, sdpa and flex as `full_attention.py` does."""
+
+    def __init__(self, document: Tensor, queries: Tensor, window: int = 0, kind: str = "fused") -> None:
+        self.document, self.queries, self.window, self.kind = document, queries, window, kind
+        self.every = torch.arange(document.shape[1], device=document.device)
         self.step = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.seen = visibility(document, self.every, window) if kind == "fused" else None
 
     def begin(self, step: int) -> None:
         """Start pass `step`; passes come in order."""
         assert step == len(self.keys), f"step {step} follows {len(self.keys)} passes"
+        assert not self.window or step < self.window, f"step {step} in a window of {self.window}"
         self.step = step
+        is_new = step > 0 and (self.window > 0 or (step == 1 and len(self.queries) < len(self.every)))
+        if self.seen is not None and is_new:
+            self.seen = visibility(self.document, self.queries, self.window - step if self.window else 0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, N, Hq, Dh], k and v [B, N, Hkv, Dh] of this step's rows -> [B, N, Hq * Dh]; keeps k and v."""
         assert len(self.keys) == self.step, "begin(step) must precede each pass"
         self.keys.append(k)
         self.values.append(v)
-        return step_attention(q, self.keys, self.values, self.later if self.step else self.first)
+        if self.seen is not None:
+            return step_attention(q, self.keys, self.values, self.seen)
+        rows = self.queries if self.step else self.every
+        seen = StepKeys(self.document, rows, self.step, self.window)
+        return full_attention(self.kind, q, self.keys, self.values, seen)
 
 
 def step_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], seen: Visibility) -> Tensor:

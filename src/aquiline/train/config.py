@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
-"""The keys of losses.LOSSES, named here so that the command line need not load torch."""
+"""The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
+PARALLEL_NAMES = ("ddp", "fsdp")
+ATTENTION_NAMES = ("fused", "sdpa", "eager", "flex")
+LOG_NAMES = ("tensorboard", "wandb")
 
 LOSS_ON = ("answers", "all")
 """Which tokens of conversations and masked rows count: those the model itself wrote, or prompts too."""
@@ -25,8 +28,11 @@ class TrainConfig:
     num_heads: int | None = None
     num_kv_heads: int | None = None
     capture: tuple[int, ...] | None = None  # None: EAGLE-3's three layers
+    draft_window: int | None = None  # positions the draft attends to, 0: all; None: as --init has it, else all
+    rope_scaling: str | None = None  # of the draft's rotary embedding, as yarn:FACTOR or yarn:FACTOR:ORIGINAL
     context: int = 512
-    batch_size: int = 8
+    batch_size: int = 8  # rows of all ranks together
+    accumulate: int = 1  # batches of one optimizer step
     ttt_steps: int = 7
     late_share: float = 1.0  # share of positions that steps 1 .. S-1 train on
     loss: str = "ce"
@@ -43,6 +49,7 @@ class TrainConfig:
     epochs: float | None = None
     init: Path | None = None
     resume: bool = False
+    may_differ: tuple[str, ...] = ()  # settings that a resumed run changes on purpose; see resume.py
     seed: int = 0
     log_every: int = 20
     eval_every: int = 200
@@ -50,6 +57,11 @@ class TrainConfig:
     eval_tokens: int = 128  # new tokens of a held-out continuation, at most half of context
     features: Path | None = None  # folder that keeps what the target says of each document
     ema: float = 0.0  # decay of the averaged weights that are judged and saved; 0: the weights themselves
+    keep: int = 2  # checkpoints; the newest
+    save_every_minutes: float = 10.0  # checkpoints between looks
+    parallel: str | None = None  # under torchrun; None: ddp there
+    attention: str = "fused"  # implementation of the training-time test's attention; all compute the same
+    log: tuple[str, ...] = ()  # where figures go beside train.jsonl
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -76,7 +88,42 @@ class TrainConfig:
             (0 <= self.ema < 1, f"ema={self.ema}: must be in [0, 1)"),
             (self.eval_tokens >= 2, f"eval_tokens={self.eval_tokens}: must be at least 2"),
             (self.eval_rows >= 1, f"eval_rows={self.eval_rows}: must be at least 1"),
+            (self.accumulate >= 1, f"accumulate={self.accumulate}: must be at least 1"),
+            (self.keep >= 1, f"keep={self.keep}: must be at least 1"),
+            (self.save_every_minutes > 0, f"save_every_minutes={self.save_every_minutes}: must be above 0"),
+            (self.resume or not self.may_differ, "may_differ: says what a resumed run changes; add --resume"),
+        ]
+        if self.draft_window:
+            told = f"draft_window={self.draft_window}: must be at least ttt_steps = {self.ttt_steps}, or 0 for none"
+            checks.append((self.draft_window >= self.ttt_steps, told))
+        if self.rope_scaling is not None:
+            told = f"rope_scaling={self.rope_scaling!r}: must be yarn:FACTOR, or yarn:FACTOR:ORIGINAL positions"
+            checks.append((yarn_of(self.rope_scaling) is not None, told))
+        chosen = [("parallel", self.parallel, PARALLEL_NAMES), ("attention", self.attention, ATTENTION_NAMES)]
+        chosen += [("log", name, LOG_NAMES) for name in self.log]
+        checks += [
+            (value is None or value in names, f"{field}={value!r}: must be one of {', '.join(names)}")
+            for field, value, names in chosen
         ]
         budgets = {"steps": self.steps, "tokens": self.tokens, "minutes": self.minutes, "epochs": self.epochs}
         checks += [(v is None or v > 0, f"{name}={v}: must be above 0") for name, v in budgets.items()]
         return [text for ok, text in checks if not ok]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """A rotary embedding stretched by `factor` from `original` positions; None: those the draft was built for."""
+
+    factor: float
+    original: int | None = None
+
+
+def yarn_of(text: str) -> Yarn | None:
+    """What rope_scaling says; None if it says nothing that is known."""
+    kind, *numbers = text.split(":")
+    try:
+        factor, *original = float(numbers[0]), *map(int, numbers[1:2])
+    except (ValueError, IndexError):
+        return None
+    is_sound = kind == "yarn" and len(numbers) <= 2 and 1 < factor < 1e3 and all(n > 0 for n in original)
+    return Yarn(factor, *original) if is_sound else None

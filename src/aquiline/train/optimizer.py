@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.models.eagle import DraftHead
+from aquiline.train.distributed import local
 
 BETAS = (0.9, 0.95)
 
@@ -66,13 +67,7 @@ class Average:
         """Move towards the present weights; faster in the beginning, when the average is of few steps."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        torch._foreach_lerp_(self.weights, [p.detach() for p in self.parameters], 1 - decay)
-
-    @torch.no_grad()
-    def copy_to(self, parameters: list[nn.Parameter]) -> None:
-        """Put the average into parameters of another head."""
-        for parameter, weight in zip(parameters, self.weights, strict=True):
-            parameter.copy_(weight)
+        torch._foreach_lerp_([local(w) for w in self.weights], [local(p.detach()) for p in self.parameters], 1 - decay)
 
 
 def build_optimizers(head: DraftHead, name: str, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:

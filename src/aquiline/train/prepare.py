@@ -7,24 +7,32 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from aquiline.config import EngineConfig, Environment
+from aquiline.engine.model import load_models
 from aquiline.errors import CheckpointError
 from aquiline.models.config import default_capture
 from aquiline.models.eagle import DraftHead
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
-from aquiline.models.formats import head_rows, load_draft
+from aquiline.models.formats import head_rows
 from aquiline.train.batches import Assembler
+from aquiline.train.checkpoint import Checkpoint
 from aquiline.train.config import TrainConfig
+from aquiline.train.continued import for_long_contexts, loaded_head, reach_of, shape_of
 from aquiline.train.data import Corpus, TokenIds, load_split, token_ids
+from aquiline.train.distributed import World
 from aquiline.train.evaluate import TEMPERATURE, HeldOut, write_texts
 from aquiline.train.features import FeatureCache, Views
+from aquiline.train.optimizer import default_lr
 from aquiline.train.packing import Batches
+from aquiline.train.resume import corpus_digest, settings_of
 from aquiline.train.start import Sample, fit, new_head
 from aquiline.train.teacher import Teacher, View, feature_scale
 from aquiline.train.vocabulary import choose_vocabulary
@@ -46,16 +54,20 @@ class Prepared:
     batches: Batches
     held_out_corpus: Corpus
     device: str
+    settings: dict[str, Any]
 
     def held_out(self, config: TrainConfig) -> HeldOut:
         """Held-out prompts, continued by the target; takes a while."""
         num_new = min(config.eval_tokens, config.context // 2)
         prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - num_new)
-        assert self.teacher.models is not None
+        models = self.teacher.models
+        if models is None:  # the target trains on a GPU; the engine runs on the CPU
+            engine = EngineConfig(max_batch=16, row_budget=max(2048, config.context))
+            models = load_models(config.target, None, "bfloat16", engine, Environment.read())
         texts = [
             text
             for temperature in (0.0, TEMPERATURE)
-            for text in write_texts(self.teacher.models, prompts, num_new, temperature, config.seed)
+            for text in write_texts(models, prompts, num_new, temperature, config.seed)
         ]
         return HeldOut(self.assembler, texts, config.ttt_steps)
 
@@ -72,20 +84,22 @@ def keep_memory() -> None:
         mallopt(m_top_pad, 2**28)
 
 
-def prepare(config: TrainConfig, state: dict[str, Any] | None, say: Callable[[str], None]) -> Prepared:
-    """Load, read, choose. `state` is the checkpoint of a run that is resumed.
+def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Callable[[str], None]) -> Prepared:
+    """Load, read, choose; the same on every rank. `start` is the checkpoint of a run that is resumed.
 
     Raises ValueError or CheckpointError for what the user can mend."""
     keep_memory()
     torch.manual_seed(config.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = world.device
     path = resolve(config.target)
     geometry = read_model_config(path)
-    capture = tuple(config.capture or default_capture(geometry.num_layers))
+    stored = {} if start is None else start.state["settings"]
+    capture = tuple(config.capture or stored.get("capture") or default_capture(geometry.num_layers))
     teacher = Teacher(path, capture, device, max(2048, config.context))
     ids = token_ids(path, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids)
     split = load_split(config.data, config.held_out, ids, config.loss_on)
-    batches = Batches(split.train, config.context, config.batch_size, config.ttt_steps, config.seed)
+    rows = config.batch_size * config.accumulate
+    batches = Batches(split.train, config.context, rows, config.ttt_steps, config.seed)
     say(
         f"{split.train.num_documents} documents, {split.train.num_longer(config.context)} of them longer than "
         f"{config.context} tokens and cut; {len(split.train.tokens)} tokens, {split.train.mask.mean():.0%} counted; "
@@ -93,19 +107,19 @@ def prepare(config: TrainConfig, state: dict[str, Any] | None, say: Callable[[st
     )
     if split.rejects.counts:
         say(f"not used: {split.rejects}")
-    views = Views(teacher.views, _cache(config, teacher))
-    sample = _sample(batches, views) if state is None else _Sampled([], [])
-    scale = feature_scale(sample.views, len(capture)) if state is None else state["scale"]
-    head = _loaded_head(config, teacher)
-    if head is None:
-        head = _new_head(config, teacher, split.train, ids, sample, scale, say)
-    else:
-        if head.config.norm_before_fc or head.config.fc_norm:
-            scale = torch.ones_like(scale)  # the head norms its input itself
-        head.fc.data /= scale  # a saved draft takes raw features
+    digest = target_digest(teacher)
+    views = Views(teacher.views, _cache(config, teacher, digest))
+    head, scale = _begin(config, start, _Source(teacher, split.train, ids), partial(_sample, batches, views), say)
+    world.copy_from_first([scale, head.d2t, *(p for p in head.parameters() if p.requires_grad)])
     head = head.to(device)
     assembler = Assembler(views, scale, head_rows(head.d2t.cpu()), teacher.head, device)
-    return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device)
+    derived = {
+        "lr": config.lr or default_lr(geometry.hidden_size), "target": digest, "capture": capture,
+        "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_of(head),
+        **reach_of(head),
+    }  # fmt: skip
+    settings = settings_of(config, derived)
+    return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device, settings)
 
 
 def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:
@@ -123,10 +137,18 @@ def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:
     return [prompts[i] for i in sorted(order)]
 
 
-def _cache(config: TrainConfig, teacher: Teacher) -> FeatureCache | None:
+def target_digest(teacher: Teacher) -> str:
+    """What tells targets apart, fine-tuned ones too: the hash of some rows of the output matrix and of every layer."""
+    digest = hashlib.sha256()
+    for matrix in (teacher.decoder.head, *(p for n, p in teacher.decoder.layers.named_parameters() if p.ndim == 2)):
+        rows = matrix[:: max(1, len(matrix) // 16)]
+        digest.update(rows.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache(config: TrainConfig, teacher: Teacher, digest: str) -> FeatureCache | None:
     if config.features is None:
         return None
-    digest = hashlib.sha256(teacher.head[:: max(1, len(teacher.head) // 64)].cpu().numpy().tobytes()).hexdigest()[:16]
     layers = ",".join(map(str, teacher.capture))
     return FeatureCache(config.features, {"target": digest, "layers": layers, "path": teacher.path})
 
@@ -147,49 +169,58 @@ def _sample(batches: Batches, views: Views) -> _Sampled:
     return _Sampled(documents, views.of(documents))
 
 
-def _loaded_head(config: TrainConfig, teacher: Teacher) -> DraftHead | None:
-    """The draft of a resumed run or of --init; None for a new one."""
-    source = config.out / "last" if config.resume else config.init
-    if source is None:
-        return None
-    target = teacher.decoder
-    head = load_draft(source, target, dtype="float32", capture=teacher.capture)
-    wanted = {
-        "draft_vocab_size": (config.draft_vocab_size, head.config.draft_vocab_size),
-        "intermediate_size": (config.intermediate_size, head.config.model.intermediate_size),
-    }
-    for name, (asked, has) in wanted.items():
-        if asked is not None and asked != has:
-            raise ValueError(f"{name}={asked}: the draft at {source} has {has}; drop the option")
-    if head.embed is target.embed:  # two owners of one parameter would save and count it twice
-        head.embed = torch.nn.Parameter(target.embed.detach().clone(), requires_grad=False)
-    return head.train()
+@dataclass(frozen=True)
+class _Source:
+    """What a new draft is made from."""
+
+    teacher: Teacher
+    corpus: Corpus
+    ids: TokenIds
+
+
+def _begin(
+    config: TrainConfig,
+    start: Checkpoint | None,
+    source: _Source,
+    sample: Callable[[], _Sampled],
+    say: Callable[[str], None],
+) -> tuple[DraftHead, Tensor]:
+    """The draft to train, a resumed, an --init or a new one, for features of unit size, and the scale that makes them
+    so."""
+    teacher = source.teacher
+    if start is not None:
+        head = for_long_contexts(loaded_head(start.folder, teacher.decoder, config), config)
+        return head, start.state["scale"]
+    sampled = sample()
+    scale = feature_scale(sampled.views, len(teacher.capture))
+    if config.init is None:
+        return for_long_contexts(_new_head(config, source, sampled, scale, say), config), scale
+    head = for_long_contexts(loaded_head(config.init, teacher.decoder, config), config)
+    if head.config.norm_before_fc or head.config.fc_norm:
+        scale = torch.ones_like(scale)  # the head norms its input itself
+    head.fc.data /= scale  # a saved draft takes raw features
+    return head, scale
 
 
 def _new_head(
-    config: TrainConfig,
-    teacher: Teacher,
-    corpus: Corpus,
-    ids: TokenIds,
-    sample: _Sampled,
-    scale: Tensor,
-    say: Callable[[str], None],
+    config: TrainConfig, source: _Source, sampled: _Sampled, scale: Tensor, say: Callable[[str], None]
 ) -> DraftHead:
     """A draft with a vocabulary of its own, which it keeps for life: a head's rows mean nothing under another."""
-    counts = _counts(corpus, sample.views, len(teacher.head))
-    vocabulary = choose_vocabulary(counts, ids.special, config.draft_vocab_size)
+    target = source.teacher.decoder
+    counts = _counts(source.corpus, sampled.views, len(source.teacher.head))
+    vocabulary = choose_vocabulary(counts, source.ids.special, config.draft_vocab_size)
     say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
     head = new_head(
-        teacher.decoder,
-        torch.from_numpy(vocabulary.ids).to(teacher.decoder.embed.device),
+        target,
+        torch.from_numpy(vocabulary.ids).to(target.embed.device),
         intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         seed=config.seed,
     )
-    pairs = zip(sample.documents, sample.views, strict=True)
+    pairs = zip(sampled.documents, sampled.views, strict=True)
     fit(head, (Sample(torch.from_numpy(t).long(), v.features.float() * scale, v.hidden.float()) for t, v in pairs))
     return head
 

@@ -1,8 +1,9 @@
-"""What a run shows and keeps: a progress bar or log lines, OUT/train.jsonl, OUT/train.png."""
+"""What a run shows and keeps: a progress bar or log lines, OUT/train.jsonl, figures for trackers, OUT/train.png."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,34 +12,69 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from aquiline.train.curves import draw_curves, read_log
 from aquiline.train.evaluate import Judgement
+from aquiline.train.figures import StepFigures
+from aquiline.train.trackers import flat_figures, open_trackers
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One logged step; done is the share of the budget used."""
+    """One logged step; done is the share of the budget used, tokens those of the whole run."""
 
     step: int
     done: float
-    loss: float
-    losses: tuple[float, ...]
-    accuracy: tuple[float, ...]
+    figures: StepFigures
     grad_norm: float
     lr: float
     tokens: int
     tokens_per_s: float
 
+    def record(self) -> dict[str, Any]:
+        """As one line of train.jsonl."""
+        own = {name: value for name, value in vars(self).items() if name != "figures"}
+        f = self.figures
+        return own | {
+            "loss": f.total, "losses": f.losses, "accuracy": f.accuracy, "conditional": f.conditional,
+            "expected_tau": f.expected_tau,
+        }  # fmt: skip
+
+
+class Silent:
+    """The reporter of ranks that are not the first: says and writes nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, r: StepReport) -> None:
+        """Nothing."""
+
+    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, is_best: bool) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
 
 class Reporter:
-    """Shows a run on stderr and appends one JSON object a log step to OUT/train.jsonl."""
+    """Shows a run on stderr and appends one JSON object a log step to OUT/train.jsonl.
 
-    def __init__(self, out: Path, *, resume: bool, quiet: bool = False) -> None:
+    after_step: the step that a resumed run goes on from; what was logged beyond it is dropped. None begins anew."""
+
+    def __init__(
+        self, out: Path, *, after_step: int | None = None, log: tuple[str, ...] = (), quiet: bool = False
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
+        self.trackers = open_trackers(log, out, after_step)
         self.out, self.quiet = out, quiet
         self.console = Console(stderr=True, quiet=quiet)
-        self.log = (out / "train.jsonl").open("a" if resume else "w", encoding="utf-8")
-        self.tau = float("nan")
-        self.started = time.perf_counter()
+        path = out / "train.jsonl"
+        kept = [] if after_step is None else [r for r in read_log(path) if r["step"] <= after_step]
+        self.log = path.open("w", encoding="utf-8")
+        for record in kept:
+            self._write(record)
+        self.tau = next((r["simulated_tau"] for r in reversed(kept) if r["kind"] == "eval"), None) or math.nan
+        self.started, self.done_at_start = time.perf_counter(), 0.0
         columns = [BarColumn(24), TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}")]
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
         self.task = self.bar.add_task("train", total=1.0, text="")
@@ -51,18 +87,21 @@ class Reporter:
 
     def step(self, r: StepReport) -> None:
         """A logged training step."""
-        self._write({"kind": "step", **vars(r)})
-        accuracy = "/".join(f"{100 * a:.0f}" for a in r.accuracy)
-        text = f"step {r.step} loss {r.loss:.3f} acc {accuracy}% tau {self.tau:.2f} {r.tokens_per_s:.0f} tok/s"
+        record = r.record()
+        self._write({"kind": "step", **record})
+        self._track(r.step, flat_figures("train", _finite(record)))
+        accuracy = "/".join(f"{100 * a:.0f}" for a in r.figures.accuracy)
+        text = f"step {r.step} loss {r.figures.total:.3f} acc {accuracy}% expected tau {r.figures.expected_tau:.2f} "
+        text += f"(simulated {self.tau:.2f}) {r.tokens_per_s:.0f} tok/s"
         self.bar.update(self.task, completed=r.done, text=text)
         if not self.console.is_terminal:
-            spent = time.perf_counter() - self.started
-            self.say(f"{100 * r.done:5.1f}%  {text}  ETA {spent * (1 - r.done) / max(r.done, 1e-6):.0f} s")
+            self.say(f"{100 * r.done:5.1f}%  {text}  ETA {self._eta(r.done)}")
 
     def judged(self, step: int, seconds: float, tokens: int, j: Judgement, is_best: bool) -> None:
         """A look at held-out text."""
         self.tau = j.tau
         self._write({"kind": "eval", "step": step, "seconds": seconds, "tokens": tokens, **judgement_dict(j)})
+        self._track(step, flat_figures("held_out", judgement_dict(j)))
         accuracy = "/".join(f"{100 * a:.0f}" for a in j.accuracy)
         best = "  best so far, saved" if is_best else ""
         self.say(
@@ -74,11 +113,36 @@ class Reporter:
         """End the bar, close the log, draw OUT/train.png if matplotlib is there."""
         self.bar.stop()
         self.log.close()
+        for tracker in self.trackers:
+            tracker.close()
         draw_curves(self.out)
 
+    def _eta(self, done: float) -> str:
+        """Time left at the pace since the first report of this command."""
+        if not self.done_at_start:
+            self.started, self.done_at_start = time.perf_counter(), done
+        gained = done - self.done_at_start
+        if gained <= 0:
+            return "-:--"
+        minutes, seconds = divmod(round((time.perf_counter() - self.started) * (1 - done) / gained), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+
+    def _track(self, step: int, figures: dict[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, figures)
+
     def _write(self, record: dict[str, Any]) -> None:
-        self.log.write(json.dumps(record) + "\n")
+        self.log.write(json.dumps(_finite(record), allow_nan=False) + "\n")
         self.log.flush()
+
+
+def _finite(value: Any) -> Any:
+    """A record with null for what is not a number, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def judgement_dict(j: Judgement) -> dict[str, Any]:
@@ -90,26 +154,3 @@ def judgement_dict(j: Judgement) -> dict[str, Any]:
         "simulated_tau_sampled": j.tau_sampled,
         "temperature": j.temperature,
     }
-
-
-def draw_curves(out: Path) -> bool:
-    """Loss and tau over steps, from OUT/train.jsonl to OUT/train.png. False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    records = [json.loads(line) for line in (out / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [r for r in records if r["kind"] == "step"]
-    looks = [r for r in records if r["kind"] == "eval"]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    loss, tau = figure.subplots(1, 2)
-    loss.plot([r["step"] for r in steps], [r["loss"] for r in steps], lw=0.8, label="training (weighted sum of steps)")
-    loss.set(xlabel="step", ylabel="loss", yscale="log")
-    loss.plot([r["step"] for r in looks], [r["held_out_loss"] for r in looks], label="held out (mean of steps)")
-    loss.legend()
-    for name, label in (("simulated_tau", "greedy"), ("simulated_tau_sampled", "sampled")):
-        tau.plot([r["step"] for r in looks], [r[name] for r in looks], marker=".", label=label)
-    tau.set(xlabel="step", ylabel="simulated tau, held-out target text")
-    tau.legend()
-    figure.savefig(out / "train.png", dpi=120)
-    return True

@@ -1,142 +1,137 @@
 """The training loop: one step, when to look, what to keep. Everything before it is prepare.py's.
 
-OUT/ holds the best draft by simulated tau, ready to serve; OUT/last/ the newest one with training.pt, which --resume
-continues from. With a budget in steps, tokens or epochs a resumed run repeats exactly what the unbroken one would have
-done.
+OUT/ holds the best draft by simulated tau, ready to serve; OUT/step-NNNNNNN/ the newest ones with what --resume needs
+(checkpoint.py). With a budget in steps, tokens or epochs a resumed run repeats exactly what the unbroken one would have
+done: batches, late rows and held-out text follow from the seed and the step, everything else is in the checkpoint.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from aquiline.errors import NumericalError
+from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import save_draft
-from aquiline.train.batches import Batch
+from aquiline.train.checkpoint import Checkpoint, Checkpoints
 from aquiline.train.config import TrainConfig
+from aquiline.train.distributed import World, join
+from aquiline.train.estimate import announce, target_shape
 from aquiline.train.evaluate import HeldOut, Judgement
+from aquiline.train.figures import StepFigures, combine
+from aquiline.train.full_attention import check_attention
 from aquiline.train.losses import LOSSES
-from aquiline.train.optimizer import Average, build_optimizers, default_lr, set_rate
+from aquiline.train.optimizer import set_rate
 from aquiline.train.prepare import prepare
-from aquiline.train.report import Reporter, StepReport, judgement_dict
+from aquiline.train.report import Reporter, Silent, StepReport, judgement_dict
+from aquiline.train.resume import check_settings
+from aquiline.train.schedule import Budget, Clock, Progress
 from aquiline.train.teacher import autocast
-from aquiline.train.ttt import Objective, TTTResult, num_rows, plan, ttt_loss
+from aquiline.train.ttt import Objective, num_rows, plan
+from aquiline.train.weights import Weights
 
 MAX_BAD_STEPS = 10
-STATE = Path("last") / "training.pt"
-
-
-@dataclass(eq=False)
-class Progress:
-    """How far a run is; saved with every checkpoint. seconds: since the command began, those of earlier runs that this
-    one resumes included."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    best_score: float = 0.0
-    best_step: int = 0
 
 
 class Trainer:
-    """Owns the head, its optimisers and the progress of one run."""
+    """One rank of a run: the loop around its weights, its progress and its checkpoints."""
 
-    def __init__(self, config: TrainConfig, reporter: Reporter) -> None:
-        self.began = time.perf_counter()
-        self.config, self.reporter = config, reporter
-        state = read_state(config.out) if config.resume else None
-        self.run = prepare(config, state, reporter.say)
-        self.head = self.run.head
-        lr = config.lr or default_lr(self.head.config.model.hidden_size)
-        self.optimizers = build_optimizers(self.head, config.optimizer, lr, config.weight_decay)
-        self.trained = [p for p in self.head.parameters() if p.requires_grad]
-        self.average = Average(self.trained, config.ema) if config.ema else None
+    def __init__(
+        self, config: TrainConfig, world: World, start: Checkpoint | None, reporter: Reporter | Silent, clock: Clock
+    ) -> None:
+        if config.batch_size < world.size:
+            raise ValueError(f"batch_size={config.batch_size}: gives {world.size} ranks less than a row each; raise it")
+        check_attention(config.attention, world.device)
+        self.config, self.world, self.reporter, self.clock = config, world, reporter, clock
+        self.checkpoints = Checkpoints(config.out, config.keep)
+        self.run = prepare(config, start, world, reporter.say)
         self.objective = Objective(
-            LOSSES[config.loss], config.ttt_steps, config.decay, needs_best=not config.loss.startswith("agree")
+            LOSSES[config.loss], config.ttt_steps, config.decay, not config.loss.startswith("agree"), config.attention
         )
+        self.weights = Weights(self.run.head, self.objective, config, self.run.settings["lr"], world)
+        self.budget = Budget(config, self.run.batches.steps_in_first_epoch)
         self.held_out: HeldOut | None = None
-        self.progress, self.earlier = Progress(), 0.0
-        self.bad_steps, self.stepping_s, self.stepped_tokens = 0, 0.0, 0
-        if state is not None:
-            self._restore(state)
+        self.progress = Progress()
+        self.stepping_s, self.stepped_tokens = 0.0, 0
+        if start is not None:
+            self._restore(start)
+        self._agree_on_time()
 
     def train(self) -> dict[str, Any]:
-        """Run to the end of the budget; returns the JSON result."""
-        last = None
+        """Run to the end of the budget; returns the JSON result, without its judgement on ranks but the first."""
+        last, looked_at = None, -1
         while self.done() < 1:
             self._step()
-            if self.progress.step % self.config.eval_every == 0 and self.done() < 1:
-                last = self._look()
-        if last is None or self.progress.step % self.config.eval_every:
+            if self._is_look_due():
+                last, looked_at = self._look(), self.progress.step
+            elif self.save_due and self.done() < 1:
+                self._save(self.weights.served())
+        if looked_at != self.progress.step:
             last = self._look()
         p = self.progress
         return {
-            "draft": str(self.config.out), "steps": p.step, "tokens": p.tokens, "seconds": self._seconds(),
+            "draft": str(self.config.out), "steps": p.step, "tokens": p.tokens, "seconds": self.clock.seconds(),
             "tokens_per_s": self.stepped_tokens / max(1e-9, self.stepping_s), "best_step": p.best_step,
-            "draft_vocab_size": self.head.config.draft_vocab_size,
-            "parameters": sum(x.numel() for x in self.trained), **judgement_dict(last),
+            "draft_vocab_size": self.run.head.config.draft_vocab_size,
+            "parameters": sum(x.numel() for x in self.weights.trained), **(judgement_dict(last) if last else {}),
         }  # fmt: skip
 
     def done(self) -> float:
-        """Share of the budget used, by whichever of steps, tokens, epochs and minutes is furthest; one epoch by
-        default."""
-        c, p = self.config, self.progress
-        epochs = c.epochs if (c.steps or c.tokens or c.minutes or c.epochs) else 1.0
-        shares = [0.0]
-        for used, budget in ((p.step, c.steps), (p.tokens, c.tokens)):
-            shares.append(used / budget if budget else 0.0)
-        if c.minutes:
-            shares.append(self._seconds() / (60 * c.minutes))
-        if epochs:
-            shares.append(p.step / max(1, round(epochs * self.run.batches.steps_in_first_epoch)))
-        return max(shares)
+        """Share of the budget used; the same on every rank."""
+        return self.budget.share(self.progress, self.look_s)
 
-    def _seconds(self) -> float:
-        return self.earlier + time.perf_counter() - self.began
+    def _agree_on_time(self) -> None:
+        """Take the first rank's clock, so that all ranks look, save and stop together."""
+        clock = self.clock
+        mine = (clock.seconds(), clock.look_s, float(clock.minutes_since_save() >= self.config.save_every_minutes))
+        self.progress.seconds, self.look_s, save_due = self.world.sum(mine if self.world.is_first else (0.0, 0.0, 0.0))
+        self.save_due = bool(save_due)
+
+    def _is_look_due(self) -> bool:
+        """At every eval_every-th step but the last, and once at half time so that the last look's time is known."""
+        done, c = self.done(), self.config
+        at_half_time = c.minutes is not None and self.look_s == 0 and done >= 0.5
+        return done < 1 and (self.progress.step % c.eval_every == 0 or at_half_time)
 
     def _step(self) -> None:
         start, p, c = time.perf_counter(), self.progress, self.config
-        rate = set_rate(self.optimizers, self.done(), c.warmup)
-        rows = self.run.batches.at(p.step)
-        batch = self.run.assembler.packed(self.run.batches.corpus, rows, c.context)
-        result = self._backward(batch)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.trained, c.clip))
-        if self._is_sound(float(result.total.detach()), norm):
-            for optimizer in self.optimizers:
-                optimizer.step()
-            if self.average is not None:
-                self.average.update()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
+        rate = set_rate(self.weights.optimizers, self.done(), c.warmup)
+        is_logged = (p.step + 1) % c.log_every == 0 or p.step == 0
+        figures, norm = self._gradients(measure=is_logged)
+        if self._is_sound(figures.total, norm):
+            self.weights.update()
+        self.weights.clear()
         p.step += 1
-        num = batch.tokens.num_tokens
-        p.tokens += num
-        self.stepped_tokens += num
+        p.tokens += figures.tokens
+        self.stepped_tokens += figures.tokens
         self.stepping_s += time.perf_counter() - start
-        if p.step % c.log_every == 0 or p.step == 1:
-            lr = rate * self.optimizers[0].param_groups[0]["peak"]
+        self._agree_on_time()
+        if is_logged:
             speed = self.stepped_tokens / self.stepping_s
-            total = float(result.total.detach())
-            report = StepReport(
-                p.step, min(1.0, self.done()), total, result.losses, result.accuracy, norm, lr, p.tokens, speed
-            )
-            self.reporter.step(report)
+            lr = rate * self.run.settings["lr"]
+            self.reporter.step(StepReport(p.step, min(1.0, self.done()), figures, norm, lr, p.tokens, speed))
 
-    def _backward(self, batch: Batch) -> TTTResult:
-        with autocast(self.run.device):
-            planned = plan(batch.tokens, batch.target, self.objective, self._late_rows())
-            result = ttt_loss(self.head, batch.tokens, batch.target, self.objective, planned)
-        result.total.backward()  # type: ignore[no-untyped-call]
-        return result
+    def _gradients(self, *, measure: bool = True) -> tuple[StepFigures, float]:
+        """Fill the gradients of one step, a mean over the counted rows of all its batches on all ranks, and clip.
+        Without `measure` the figures per pass are NaN."""
+        c, run, share = self.config, self.run, self.world.share
+        rows, late = run.batches.at(self.progress.step), self._late_rows()
+        starts = range(0, len(rows), c.batch_size)
+        shares = [share(rows[i : i + c.batch_size]) for i in starts]
+        parts = [run.assembler.packed(run.batches.corpus, own, c.context) for own in shares]
+        planned = [plan(part.tokens, part.target, self.objective, late) for part in parts]
+        counts = [float(sum(passes[k].counts.sum() for passes in planned)) for k in range(c.ttt_steps)]
+        totals = self.world.sum(counts)
+        results = [self.weights.backward(part, of, totals, measure) for part, of in zip(parts, planned, strict=True)]
+        norm = self.weights.clip(c.clip)
+        return combine(results, sum(part.tokens.num_tokens for part in parts), self.world.sum), norm
 
     def _late_rows(self) -> torch.Tensor | None:
-        """The positions that later steps train on, drawn anew for every step of the run."""
+        """The positions that later passes train on, drawn anew for every step of the run."""
         c, rows = self.config, num_rows(self.config.context, self.config.ttt_steps)
         if c.late_share == 1 or c.ttt_steps == 1:
             return None
@@ -146,86 +141,88 @@ class Trainer:
 
     def _is_sound(self, loss: float, norm: float) -> bool:
         """False skips a step with a NaN or infinity; ten in a row end the run."""
+        p = self.progress
         if math.isfinite(loss) and math.isfinite(norm):
-            self.bad_steps = 0
+            p.bad_steps = 0
             return True
-        self.bad_steps += 1
-        self.reporter.say(f"step {self.progress.step}: loss {loss}, gradient norm {norm}: step skipped")
-        if self.bad_steps >= MAX_BAD_STEPS:
-            raise NumericalError(f"{MAX_BAD_STEPS} steps in a row were not finite: lower --lr, resume from OUT/last")
+        p.bad_steps += 1
+        self.reporter.say(f"step {p.step + 1}: loss {loss}, gradient norm {norm}: step skipped")
+        if p.bad_steps >= MAX_BAD_STEPS:
+            raise NumericalError(
+                f"{MAX_BAD_STEPS} steps in a row were not finite: lower --lr, or start from a draft with --init"
+            )
         return False
 
-    def _look(self) -> Judgement:
-        """Judge the draft on held-out text and keep it."""
-        p = self.progress
-        if self.held_out is None:
-            self.held_out = self.run.held_out(self.config)
-        judged = self._served()
-        with autocast(self.run.device):
-            judgement = self.held_out.judge(judged)
-        is_best = judgement.score > p.best_score
-        p.seconds = self._seconds()
-        if is_best:
-            p.best_score, p.best_step = judgement.score, p.step
-            self._save_draft(judged, self.config.out)
-        self._save_draft(judged, self.config.out / "last")
-        path = self.config.out / STATE
-        temporary = path.with_suffix(".tmp")
-        torch.save(self._state(), temporary)
-        temporary.replace(path)
-        self.reporter.judged(p.step, p.seconds, p.tokens, judgement, is_best)
+    def _look(self) -> Judgement | None:
+        """Judge the draft on held-out text and keep it; None on ranks but the first."""
+        began, p, judgement, is_best = self.clock.seconds(), self.progress, None, False
+        served = self.weights.served()
+        if self.world.is_first:
+            if self.held_out is None:
+                self.held_out = self.run.held_out(self.config)
+            with autocast(self.run.device):
+                judgement = self.held_out.judge(served)
+            is_best = judgement.score > p.best_score
+            if is_best:
+                p.best_score, p.best_step = judgement.score, p.step
+        folder = self._save(served)
+        if judgement is not None:
+            if is_best:
+                self.checkpoints.publish(folder)
+            self.reporter.judged(p.step, self.clock.seconds(), p.tokens, judgement, is_best)
+        self.clock.looked(began)
+        self._agree_on_time()
         return judgement
 
-    def _served(self) -> Any:
-        """The head as it would be served: with averaged weights where they are kept."""
-        if self.average is None:
-            return self.head
-        served = copy.deepcopy(self.head)
-        self.average.copy_to([p for p in served.parameters() if p.requires_grad])
-        return served
+    def _save(self, served: DraftHead) -> Path:
+        """Write a checkpoint, in which the draft is in bfloat16 and the master weights in float32."""
+        p, scale = self.progress, self.run.scale
+        p.seconds = self.clock.seconds()
+        state = self.weights.state()
+        state |= {"scale": scale.cpu(), "progress": vars(p).copy(), "settings": self.run.settings}
+        if not self.world.is_first:
+            return self.config.out
+        served.fc.data = served.fc.data * scale
+        served = served.to(torch.bfloat16).cpu()
+        folder = self.checkpoints.save(
+            p.step, lambda place: save_draft(served, place, target=self.run.teacher.decoder), state
+        )
+        self.clock.save_done()
+        return folder
 
-    def _save_draft(self, head: Any, directory: Path) -> None:
-        """In the target checkpoint's storage, bfloat16; the float32 master stays in training.pt."""
-        served = copy.deepcopy(head)
-        served.fc.data *= self.run.scale
-        save_draft(served.to(torch.bfloat16).cpu(), directory, target=self.run.teacher.decoder)
-
-    def _state(self) -> dict[str, Any]:
-        head = {n: t for n, t in self.head.state_dict().items() if n != "embed"}
-        return {
-            "head": head,
-            "average": None if self.average is None else self.average.weights,
-            "scale": self.run.scale.cpu(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "progress": vars(self.progress),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        missing = self.head.load_state_dict(state["head"], strict=False)
-        assert missing.missing_keys == ["embed"] and not missing.unexpected_keys, missing
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"optimizer={self.config.optimizer!r}: the run to resume used another one")
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        if self.average is not None and state["average"] is not None:
-            self.average.weights = state["average"]
-        self.progress = Progress(**state["progress"])
-        self.earlier = self.progress.seconds
+    def _restore(self, start: Checkpoint) -> None:
+        changes = check_settings(start.state["settings"], self.run.settings, self.config.may_differ)
+        for notice in changes.notices:
+            self.reporter.say(notice)
+        self.weights.restore(start.state)
+        self.progress = p = Progress(**start.state["progress"])
+        self.clock.earlier = p.seconds
+        if changes.is_judged_anew:
+            p.best_score = 0.0
+        elif self.world.is_first and p.best_step == p.step:  # the run may have been killed before it was published
+            self.checkpoints.publish(start.folder)
 
 
-def read_state(out: Path) -> dict[str, Any]:
-    """What a run in `out` left to continue from. Raises ValueError if it left nothing."""
-    path = out / STATE
-    if not path.is_file():
-        raise ValueError(f"--resume: {path} does not exist; start without --resume")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
+def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
+    """Train a draft as configured, alone or as a rank under torchrun; the JSON result, None on ranks but the first.
 
-
-def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any]:
-    """Train a draft as configured; the JSON result. Writes under config.out only."""
-    reporter = Reporter(config.out, resume=config.resume, quiet=quiet)
+    Writes under config.out and config.features only. Raises ValueError, CheckpointError or NumericalError."""
+    clock, checkpoints = Clock(), Checkpoints(config.out, config.keep)
+    world = join(config.parallel)
+    start = None
+    if config.resume:
+        start = checkpoints.newest()
+    else:
+        checkpoints.refuse_to_overwrite()
+    reporter: Reporter | Silent = Silent()
+    if world.is_first:
+        after_step = start.state["progress"]["step"] if start else None
+        reporter = Reporter(config.out, after_step=after_step, log=config.log, quiet=quiet)
     try:
-        return Trainer(config, reporter).train()
+        if world.is_first and not quiet:
+            announce(config, target_shape(config), reporter.say, world)
+        result = Trainer(config, world, start, reporter, clock).train()
     finally:
         reporter.close()
+    world.leave()
+    return result if world.is_first else None

@@ -50,12 +50,14 @@ class TargetBatch:
 class Objective:
     """What a step of training minimises: sum over passes k of decay^k times the mean loss of the rows that count.
 
-    needs_best: rows whose target's best token lies outside the draft vocabulary do not count."""
+    needs_best: rows whose target's best token lies outside the draft vocabulary do not count. attention: how the
+    passes compute it (attention.py)."""
 
     loss: Loss
     num_steps: int
     decay: float
     needs_best: bool = True
+    attention: str = "fused"
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,15 @@ class PassRows:
 @dataclass(frozen=True)
 class TTTResult:
     """`total` is differentiable. Per pass: mean loss; share of rows whose best guess is the target's (accuracy); that
-    share among rows whose guesses in all earlier passes were right (conditional). NaN where no row counts."""
+    share among rows whose guesses in all earlier passes were right (conditional). NaN where no row counts.
+    `counted` and `alive` are how many rows the means and the conditional shares are over."""
 
     total: Tensor
     losses: tuple[float, ...]
     accuracy: tuple[float, ...]
     conditional: tuple[float, ...]
+    counted: tuple[int, ...]
+    alive: tuple[int, ...]
 
 
 def num_rows(context: int, num_steps: int) -> int:
@@ -108,14 +113,19 @@ def plan(
 
 
 def passes(
-    head: DraftHead, batch: TokenBatch, features: Tensor, num_steps: int, late_rows: Tensor | None = None
+    head: DraftHead,
+    batch: TokenBatch,
+    features: Tensor,
+    num_steps: int,
+    late_rows: Tensor | None = None,
+    attention: str = "fused",
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (row positions [N], a [B, N, H]) of each step.
 
     Step 0 covers every position that has all its steps; the later ones `late_rows` (ascending, a subset) if given."""
     every = torch.arange(num_rows(batch.tokens.shape[1], num_steps), device=batch.tokens.device)
     late = every if late_rows is None else late_rows
-    attn = TTTAttention(batch.document[:, : len(every)], late, head.config.model.window(0))
+    attn = TTTAttention(batch.document[:, : len(every)], late, head.config.model.window(0), attention)
     g = head.fuse(features[:, : len(every)]).float()
     rows = every
     for step in range(num_steps):
@@ -145,7 +155,8 @@ def ttt_loss(
     late = planned[1].rows if len(planned) > 1 and len(planned[1].rows) < len(planned[0].rows) else None
     T, parts, places, weights = batch.tokens.shape[1], [], [], []
     first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * T
-    for step, (rows, a) in enumerate(passes(head, batch, target.features, objective.num_steps, late)):
+    run = passes(head, batch, target.features, objective.num_steps, late, objective.attention)
+    for step, (rows, a) in enumerate(run):
         counts = planned[step].counts
         parts.append(head.layer.norm(a, head.norm)[counts])
         places.append((first + rows + 1 + step)[counts])
@@ -160,22 +171,25 @@ def ttt_loss(
 def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows], measure: bool) -> TTTResult:
     if not measure:
         unknown = (float("nan"),) * len(planned)
-        return TTTResult(scored.total, unknown, unknown, unknown)
+        none = (0,) * len(planned)
+        return TTTResult(scored.total, unknown, unknown, unknown, none, none)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     sizes = [int(p.counts.sum()) for p in planned]
     values, correct = torch.split(scored.values[back], sizes), torch.split(scored.correct[back], sizes)
     B, width = planned[0].counts.shape
     alive = torch.ones(B, width, dtype=torch.bool, device=order.device)
-    accuracy, conditional = [], []
+    accuracy, conditional, num_alive = [], [], []
     for p, right in zip(planned, correct, strict=True):
         was = alive[:, p.rows][p.counts]
         accuracy.append(_mean(right))
         conditional.append(_mean(right[was]))
+        num_alive.append(int(was.sum()))
         now = torch.zeros_like(p.counts)
         now[p.counts] = right & was
         alive = torch.zeros_like(alive)
         alive[:, p.rows] = now
-    return TTTResult(scored.total, tuple(_mean(v) for v in values), tuple(accuracy), tuple(conditional))
+    losses = tuple(_mean(v) for v in values)
+    return TTTResult(scored.total, losses, tuple(accuracy), tuple(conditional), tuple(sizes), tuple(num_alive))
 
 
 def _mean(values: Tensor) -> float:

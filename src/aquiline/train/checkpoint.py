@@ -1,0 +1,168 @@
+"""Checkpoints of a run: OUT/step-NNNNNNN/ with a draft that serves and what training needs to go on from it.
+
+A checkpoint is written beside its place, flushed to the disk, listed with sizes and hashes in `complete.json`, and then
+put in place by one rename. So a run that is killed, or a disk that is full, leaves the checkpoints before it whole; and
+one that was damaged later is told by its hashes, skipped with a warning, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from aquiline.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+STATE, MANIFEST = "training.pt", "complete.json"
+DRAFT_FILES = ("model.safetensors", "config.json")
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read: its folder, and the state that training goes on from."""
+
+    folder: Path
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """Those of the run in `out`, of which the newest `keep` are kept."""
+
+    def __init__(self, out: Path, keep: int) -> None:
+        self.out, self.keep = out, keep
+
+    def save(self, step: int, write_draft: Callable[[Path], None], state: dict[str, Any]) -> Path:
+        """Write the checkpoint of a step; write_draft(folder) writes the draft's own files. Returns the folder.
+
+        Raises CheckpointError, with earlier checkpoints as they were, where it cannot be written."""
+        place = self.out / f"step-{step:07d}"
+        if place.exists():
+            if damage(place) is None:
+                return place
+            shutil.rmtree(place)
+        temporary = self.out / f".{place.name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        with self._whole_or_nothing(place, temporary):
+            temporary.mkdir(parents=True)
+            write_draft(temporary)
+            with (temporary / STATE).open("wb") as file:
+                torch.save(state, file)
+            seal(temporary)
+            temporary.rename(place)
+            _flush(self.out)
+        for old in self._folders(up_to=step)[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+        return place
+
+    def publish(self, folder: Path) -> None:
+        """Put a checkpoint's draft into OUT itself. Raises CheckpointError, with the draft there as it was."""
+        temporary = self.out / ".best.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        with self._whole_or_nothing(self.out, temporary):
+            temporary.mkdir()
+            for name in DRAFT_FILES:
+                shutil.copyfile(folder / name, temporary / name)
+                _flush(temporary / name)
+            for name in DRAFT_FILES:
+                (temporary / name).replace(self.out / name)
+            temporary.rmdir()
+            _flush(self.out)
+
+    def newest(self) -> Checkpoint:
+        """The newest checkpoint that is whole; damaged ones are skipped with a warning. Raises CheckpointError if
+        there is none."""
+        skipped = []
+        for folder in self._folders():
+            why = damage(folder)
+            if why is None:
+                state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+                return Checkpoint(folder, state)
+            logger.warning("%s is skipped: %s", folder, why)
+            skipped.append(f"{folder.name}: {why}")
+        found = "; ".join(skipped) or "it holds none"
+        raise CheckpointError(f"--resume: {self.out} has no whole checkpoint ({found}); start without --resume")
+
+    def refuse_to_overwrite(self) -> None:
+        """Raises ValueError if OUT holds checkpoints: a new run would mix with the old one."""
+        folders = self._folders()
+        if folders:
+            raise ValueError(
+                f"out={self.out}: holds a run up to {folders[0].name}; continue it with --resume, name another folder, "
+                "or delete this one"
+            )
+
+    def _folders(self, up_to: int | None = None) -> list[Path]:
+        """Step folders, the newest first."""
+        numbered = {}
+        for folder in self.out.glob("step-*"):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and folder.is_dir() and (up_to is None or int(number) <= up_to):
+                numbered[int(number)] = folder
+        return [numbered[number] for number in sorted(numbered, reverse=True)]
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self, place: Path, temporary: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save has its own for a short write
+            free = shutil.disk_usage(self.out).free  # before what was written goes away
+            is_full = any(sign in str(error) for sign in ("No space left", "os error 28")) or free < MEGABYTE
+            told = f"the disk is full, {free / MEGABYTE:.1f} MB are free" if is_full else str(error)
+            shutil.rmtree(temporary, ignore_errors=True)
+            before = next((f"{f.name} is whole" for f in self._folders()), "there is none before it")
+            raise CheckpointError(
+                f"{place}: the checkpoint cannot be written ({told}); {before}. Free disk space and go on with --resume"
+            ) from error
+
+
+def seal(folder: Path) -> None:
+    """Flush every file of a folder to the disk and list it, with size and hash, in complete.json."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        _flush(file)
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+    (folder / MANIFEST).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
+    _flush(folder / MANIFEST)
+    _flush(folder)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a sealed folder; None if it is whole."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"{MANIFEST} is missing or broken"
+    for name, told in files.items():
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else 0
+        if size != told["bytes"]:
+            return f"{name} has {size} of {told['bytes']} bytes"
+        if _digest(file) != told["sha256"]:
+            return f"{name} is not what was written"
+    return None
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

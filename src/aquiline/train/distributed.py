@@ -1,0 +1,154 @@
+"""Several processes that train one draft, started by torchrun: who does which rows, and what they tell each other.
+
+Every rank holds the whole target and scores its own rows with it. Gradients are summed, not averaged: each rank's loss
+is already a mean over the rows of the whole batch. With `ddp` the draft, its master weights and its optimizer state are
+on every rank; with `fsdp` they are split, and gathered for the time of a step. Checkpoints hold whole tensors either
+way, so a run may be resumed with another number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+BUCKET_BYTES = 64 << 20
+"""Gradients summed in one call: long enough for full bandwidth, short enough to need little memory."""
+PATIENCE = timedelta(hours=2)
+"""How long the ranks wait for the first one, which alone looks at held-out text."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank of `size`; `parallel` is "none" where there is a single process outside torchrun."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    parallel: str = "none"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes, logs and judges."""
+        return self.rank == 0
+
+    def share(self, rows: list[Any]) -> list[Any]:
+        """This rank's part of a batch's rows, as near to the others' in number as can be."""
+        edges = [len(rows) * r // self.size for r in (self.rank, self.rank + 1)]
+        return rows[edges[0] : edges[1]]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over all ranks."""
+        if self.parallel == "none":
+            return list(values)
+        told = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(told)
+        summed: list[float] = told.tolist()
+        return summed
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Make every rank's tensors those of the first, in place."""
+        if self.parallel == "none":
+            return
+        for tensor in tensors:
+            there = tensor.detach().to(self.device)
+            dist.broadcast(there, 0)
+            tensor.detach().copy_(there)
+
+    def shard(self, module: nn.Module, whole: set[nn.Parameter]) -> None:
+        """With fsdp, split the module's parameters over the ranks, `whole` excepted: from now on they are DTensors,
+        except while its forward and backward run."""
+        if self.parallel != "fsdp":
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        mesh = init_device_mesh(self.device.partition(":")[0], (self.size,))
+        fully_shard(module, mesh=mesh, ignored_params=whole)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no operation that scales on the way
+
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        """With ddp, sum every gradient over all ranks, in place. With fsdp, the backward has done it."""
+        if self.parallel != "ddp":
+            return
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([grad.flatten() for grad in bucket])
+            dist.all_reduce(flat)
+            for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def leave(self) -> None:
+        """End the process group."""
+        if self.parallel != "none":
+            dist.destroy_process_group()
+
+
+def join(parallel: str | None) -> World:
+    """The world that torchrun made, or a single process. `parallel` None means ddp under torchrun.
+
+    Raises ValueError if `parallel` is asked for outside torchrun."""
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not is_launched:
+        if parallel is not None:
+            raise ValueError(
+                f"parallel={parallel!r}: needs several processes; start them with "
+                "`torchrun --nproc-per-node N --no-python aquiline train ...`, or drop the option"
+            )
+        return World(device="cuda" if torch.cuda.is_available() else "cpu")
+    device, backend = "cpu", "gloo"
+    if torch.cuda.is_available():
+        device, backend = f"cuda:{os.environ.get('LOCAL_RANK', '0')}", "nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=PATIENCE)
+    return World(dist.get_rank(), dist.get_world_size(), device, parallel or "ddp")
+
+
+def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in grads:
+        bucket.append(grad)
+        size += grad.nbytes
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be split; every rank must ask."""
+    return tensor.full_tensor() if _is_split(tensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be split, sharing its memory."""
+    return tensor.to_local() if _is_split(tensor) else tensor
+
+
+def split_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor split over the ranks as `like` is, if it is."""
+    if not _is_split(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)
+
+
+def _is_split(tensor: Tensor) -> TypeGuard[DTensor]:
+    if type(tensor) in (Tensor, nn.Parameter):  # the common case, without importing anything
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

@@ -1,0 +1,222 @@
+"""What a run will take, told before it starts: memory, arithmetic by stage, time at a measured rate, and disk.
+
+Memory counts what is held for long and what one step keeps for its backward pass; what an operation needs for an
+instant is not in it. Time counts products, at the rate of one large product, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
+from aquiline.models.families import read_model_config
+from aquiline.models.files import resolve
+from aquiline.train.attention import CHUNK
+from aquiline.train.config import TrainConfig
+from aquiline.train.distributed import World
+from aquiline.train.head_loss import CHUNK_BYTES
+from aquiline.train.recipes import Recipe
+from aquiline.train.shapes import DraftShape, TargetShape
+from aquiline.train.teacher import has_bfloat16
+from aquiline.train.ttt import num_rows
+
+RATE_SECONDS = 1.0
+RATE_ROWS = 2048
+CPU_WIDTH = 1024
+"""Wider products are no faster on a CPU, and one of them may take longer than the measurement."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Products measured on this machine: floating-point operations a second, in which dtype, on what."""
+
+    flops: float
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of memory by holder, of one rank; FLOPs of one trained token by stage; bytes of one checkpoint, of a token
+    of features, and of how many tokens the budget has where it says so (None: it does not)."""
+
+    memory: dict[str, int]
+    flops: dict[str, float]
+    checkpoint_bytes: int
+    features_bytes: int
+    tokens: int | None
+    num_ranks: int
+
+    def tokens_per_s(self, rate: Rate) -> float:
+        """What all ranks together would reach if all went at that rate."""
+        return self.num_ranks * rate.flops / sum(self.flops.values())
+
+    def record(self, rate: Rate) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "memory_bytes": self.memory, "flops_per_token": self.flops, "measured_flops": rate.flops,
+            "dtype": rate.dtype, "device": rate.device, "tokens_per_s": self.tokens_per_s(rate),
+            "tokens": self.tokens, "checkpoint_bytes": self.checkpoint_bytes,
+            "features_bytes_per_token": self.features_bytes,
+        }  # fmt: skip
+
+    def lines(self, rate: Rate, keep: int, free: int) -> list[str]:
+        """For people; `free` bytes of memory are there, `keep` checkpoints are kept."""
+        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory.items())
+        total = sum(self.memory.values())
+        fits = "" if total <= free else ": IT WILL NOT FIT; lower batch_size, context or draft_vocab_size"
+        whole = sum(self.flops.values())
+        stages = ", ".join(f"{name} {100 * f / whole:.0f} %" for name, f in self.flops.items())
+        speed = self.tokens_per_s(rate)
+        ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        lines = [
+            f"memory{ranks}: {_bytes(total)} of {_bytes(free)} free ({parts}){fits}",
+            f"arithmetic: {whole / 1e9:.3g} GFLOP a token ({stages})",
+            f"time: at the {rate.flops / 1e9:.0f} GFLOP/s measured on {rate.device} in {rate.dtype}, "
+            f"{speed:,.0f} tokens/s",
+            f"disk: {_bytes(self.checkpoint_bytes)} a checkpoint, {keep + 1} at a time; with --features "
+            f"{_bytes(1e6 * self.features_bytes)} a million tokens, which spares a document's next epochs the target",
+        ]
+        if self.tokens:
+            lines[2] += f": {_duration(self.tokens / speed)} for {self.tokens:,} tokens, looks not counted"
+        return lines
+
+
+def estimate(config: TrainConfig, target: TargetShape, world: World) -> Estimate:
+    """What a run of these settings on a target of this shape will take."""
+    draft = DraftShape.of(target, config)
+    return Estimate(
+        memory=_memory(config, target, draft, world),
+        flops=_flops(config, target, draft),
+        checkpoint_bytes=draft.parameters * (4 * _copies(config) - 4 + 2),
+        features_bytes=2 * (draft.num_capture + 1) * target.hidden_size + 8,
+        tokens=_tokens(config),
+        num_ranks=world.size,
+    )
+
+
+def _tokens(config: TrainConfig) -> int | None:
+    """Tokens of the budget; rows count as full. None if it is in minutes or epochs."""
+    rows = config.batch_size * config.accumulate * config.context
+    given = [n for n in (config.tokens, config.steps and config.steps * rows) if n]
+    return min(given) if given else None
+
+
+def _copies(config: TrainConfig) -> int:
+    """Float32 copies of what is trained: weights, gradients, two moments (Muon: mostly one), and the average."""
+    return 4 + (config.ema > 0)
+
+
+def _memory(config: TrainConfig, target: TargetShape, draft: DraftShape, world: World) -> dict[str, int]:
+    H, V, on_cpu = target.hidden_size, target.vocab_size, world.device == "cpu"
+    weights = target.stored_bytes * (2 if on_cpu else 1)  # a CPU's are held once as loaded and once packed
+    kv = 2 * target.num_layers * target.widths[1] * 2
+    slots = (-(-max(2048, config.context) // PAGE_SIZE) + MAX_DOCUMENTS) * PAGE_SIZE if on_cpu else 0
+    split = world.size if world.parallel == "fsdp" else 1
+    copies = 4 * draft.parameters * _copies(config) // split
+    return {
+        "target": weights + 4 * V * H + kv * slots,
+        "draft and optimizer": copies + 4 * V * H + 4 * draft.vocab_size * H,
+        "one step": step_bytes(config, target, draft, world),
+    }
+
+
+def step_bytes(config: TrainConfig, target: TargetShape, draft: DraftShape, world: World) -> int:
+    """What a step keeps: its batches, what the passes save for their backward, and the head's gradients and chunks.
+
+    A row of a pass saves 13 vectors of H around norms and residual, queries, keys, values and outputs of attention,
+    four of the MLP's width, and, in `fused` attention, the probabilities of the keys it sees."""
+    H, size = draft.hidden_size, 2 if has_bfloat16(world.device) else 4
+    q, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    batch_rows = -(-config.batch_size // world.size)
+    batch = config.accumulate * batch_rows * config.context * (4 * draft.num_capture * H + 2 * target.hidden_size)
+    rows = batch_rows * num_rows(config.context, config.ttt_steps) * _rows_per_token(config)
+    row = 13 * H + 3 * q + 2 * kv + 4 * draft.intermediate_size + draft.num_heads * _seen(config)
+    head = 4 * draft.head_products + 5 * max(CHUNK_BYTES, 16 * 4 * draft.vocab_size)
+    return round(batch + rows * row * size + head)
+
+
+def _rows_per_token(config: TrainConfig) -> float:
+    """Rows of all passes for one position."""
+    return 1 + (config.ttt_steps - 1) * config.late_share
+
+
+def _seen(config: TrainConfig) -> float:
+    """Keys a row is multiplied with: those before it, to the end of its chunk."""
+    return min(config.context, (config.context + CHUNK) / 2)
+
+
+def _flops(config: TrainConfig, target: TargetShape, draft: DraftShape) -> dict[str, float]:
+    """Two per product forward; backward takes twice as much where both factors get gradients."""
+    rows, seen = _rows_per_token(config), _seen(config)
+    attention = 2 * draft.num_heads * draft.head_dim * seen
+    return {
+        "target": 2.0 * (target.layer_products + 2 * target.num_layers * target.widths[0] * seen),
+        "target's head": 2.0 * target.vocab_size * target.hidden_size,
+        "draft layer": 4.0 * draft.fuse_products + 6.0 * rows * (draft.layer_products + attention),
+        "draft head and loss": (6.0 * rows + 2.0) * draft.head_products,
+    }
+
+
+def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> TargetShape:
+    """The target's shape: the recipe's if it is the recipe's target, else as its checkpoint says."""
+    if recipe is not None and recipe.shape is not None and config.target == Path(recipe.target):
+        return recipe.shape
+    return TargetShape.of(read_model_config(resolve(config.target)))
+
+
+def announce(
+    config: TrainConfig, shape: TargetShape, say: Callable[[str], None], world: World | None = None
+) -> dict[str, Any]:
+    """Measure this machine, say what the run will take, return it as JSON."""
+    world = world or World(device="cuda" if torch.cuda.is_available() else "cpu")
+    told, rate = estimate(config, shape, world), measure_rate(world.device, shape.hidden_size, RATE_SECONDS)
+    for line in told.lines(rate, config.keep, free_memory(world.device)):
+        say(line)
+    return {"target": str(config.target), **told.record(rate)}
+
+
+def measure_rate(device: str, width: int, seconds: float) -> Rate:
+    """The best rate of [2048, width] x [width, 4 width] products within so many seconds, in the dtype of training."""
+    kind = torch.device(device).type
+    width = min(width, CPU_WIDTH if kind == "cpu" else width)
+    dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
+    a = torch.randn(RATE_ROWS, width, device=device).to(dtype)
+    b = torch.randn(width, 4 * width, device=device).to(dtype)
+    best, deadline = 0.0, time.perf_counter() + seconds
+    while not best or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        a @ b
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * RATE_ROWS * 4 * width**2 / (time.perf_counter() - start))
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else f"this CPU ({torch.get_num_threads()} threads)"
+    return Rate(best, str(dtype).removeprefix("torch."), name)
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can still be had there."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.0f} s"

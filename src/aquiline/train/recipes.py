@@ -1,0 +1,102 @@
+"""Recipes: the settings of a run for one target as a YAML file, in the package by name or anywhere by path.
+
+target:    a folder or a hub id
+geometry:  the target's numbers (shapes.TargetShape), so that a run can be estimated before anything is fetched
+train:     fields of TrainConfig
+needs:     what this version lacks to train it, if it lacks something; such a recipe gives estimates only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aquiline.train.config import TrainConfig
+from aquiline.train.shapes import TargetShape
+
+NOT_IN_RECIPES = ("target", "data", "out", "held_out", "init", "resume", "may_differ")
+"""Fields of TrainConfig that belong to a run, not to a recipe."""
+_PATHS, _TUPLES = ("features",), ("capture", "log")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe; `settings` are fields of TrainConfig by name."""
+
+    name: str
+    target: str
+    shape: TargetShape | None
+    settings: dict[str, Any]
+    needs: str | None
+
+
+def recipe_names() -> list[str]:
+    """Those in the package."""
+    return sorted(p.name.removesuffix(".yaml") for p in _folder().iterdir() if p.name.endswith(".yaml"))
+
+
+def read_recipe(name: str) -> Recipe:
+    """A recipe by its name in the package, or by the path of a file. Raises ValueError naming what is wrong in it."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise ValueError(f"recipe={name}: there is no such file")
+        text = path.read_text(encoding="utf-8")
+    elif name in recipe_names():
+        text = (_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        raise ValueError(f"recipe={name!r}: must be one of {', '.join(recipe_names())}, or a .yaml file")
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe={name}: is not YAML ({error})") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("target"), str):
+        raise ValueError(f"recipe={name}: must name a target")
+    settings, geometry = raw.get("train") or {}, raw.get("geometry")
+    known = [f.name for f in fields(TrainConfig) if f.name not in NOT_IN_RECIPES]
+    _refuse_unknown(name, "", raw, ["target", "geometry", "train", "needs"])
+    _refuse_unknown(name, "train.", settings, known)
+    _refuse_unknown(name, "geometry.", geometry or {}, [f.name for f in fields(TargetShape)])
+    settings = {
+        key: Path(value) if key in _PATHS else tuple(value) if key in _TUPLES else value
+        for key, value in settings.items()
+    }
+    try:
+        shape = TargetShape(**geometry) if geometry else None
+    except TypeError as error:
+        raise ValueError(f"recipe={name}: geometry: {error}") from None
+    return Recipe(path.stem if path.suffix else name, raw["target"], shape, settings, raw.get("needs"))
+
+
+def configure(given: Mapping[str, Any], recipe: Recipe | None, *, is_dry: bool = False) -> TrainConfig:
+    """The settings of a run: those given, then the recipe's, then the defaults. A dry one needs no data and no out.
+
+    Raises ValueError for a recipe that this version cannot train, and for what is missing or wrong."""
+    if recipe is not None and recipe.needs and not is_dry:
+        raise ValueError(f"recipe={recipe.name}: training needs {recipe.needs}; --dry-run shows what it will take")
+    settings: dict[str, Any] = {} if recipe is None else {"target": Path(recipe.target), **recipe.settings}
+    if is_dry:
+        settings |= {"data": (Path(),), "out": Path()}
+    settings |= given
+    missing = [f"--{name}" for name in ("target", "data", "out") if name not in settings]
+    if missing:
+        hint = "" if recipe else "; or name a --recipe"
+        raise ValueError(f"{' and '.join(missing)}: must be given{hint}")
+    return TrainConfig(**settings)
+
+
+def _refuse_unknown(name: str, prefix: str, section: Any, known: list[str]) -> None:
+    if not isinstance(section, dict):
+        raise ValueError(f"recipe={name}: {prefix.rstrip('.')} must be fields with values")
+    unknown = [prefix + str(key) for key in section if key not in known]
+    if unknown:
+        raise ValueError(f"recipe={name}: {', '.join(unknown)}: known are {', '.join(prefix + key for key in known)}")
+
+
+def _folder() -> Any:
+    return files("aquiline") / "data" / "recipes"

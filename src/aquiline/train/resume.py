@@ -1,0 +1,82 @@
+"""What a resumed run must share with the run it continues, and what it may change.
+
+With the same settings and data, a resumed run ends with the weights of the unbroken one, to the bit on one kind of CPU.
+Every field of TrainConfig stands in exactly one of the groups below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from aquiline.train.config import TrainConfig
+from aquiline.train.data import Corpus
+
+COMPARED = (
+    "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "loss_on", "decay", "optimizer", "warmup",
+    "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens",
+)  # fmt: skip
+"""Fields stored as they are."""
+DERIVED = (
+    "lr", "target", "data", "held_out", "draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads", "capture",
+    "draft_window", "rope_scaling",
+)  # fmt: skip
+"""Fields whose meaning is stored: the rate used, digests of weights and tokens, the shape of the draft."""
+CHANGEABLE = (
+    "data", "held_out", "eval_rows", "eval_tokens", "lr", "batch_size", "accumulate", "context", "ttt_steps",
+    "late_share", "loss", "loss_on", "decay", "warmup", "clip", "seed",
+)  # fmt: skip
+"""What --may-differ can name: the weights and the optimizer's state mean the same under another value."""
+JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps")
+"""Scores before and after a change of these cannot be compared."""
+BUDGET = ("steps", "tokens", "minutes", "epochs")
+"""A longer or shorter budget is told, not refused: the learning rate follows the new one from where the run stands."""
+FREE = (
+    "out", "init", "resume", "may_differ", "log_every", "eval_every", "features", "keep", "save_every_minutes",
+    "parallel", "attention", "log",
+)  # fmt: skip
+"""Nothing the weights depend on, rounding apart: `parallel` and `attention` add in another order."""
+
+
+def corpus_digest(corpus: Corpus) -> str:
+    """128 bits of the hash of a corpus: tokens, document boundaries and mask."""
+    digest = hashlib.sha256()
+    for array, kind in ((corpus.tokens, "<i4"), (corpus.starts, "<i8"), (corpus.mask, "?")):
+        digest.update(array.astype(kind).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def settings_of(config: TrainConfig, derived: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint stores of a run's settings; `derived` has the keys of DERIVED."""
+    assert set(derived) == set(DERIVED), set(derived) ^ set(DERIVED)
+    return {name: getattr(config, name) for name in (*COMPARED, *BUDGET)} | dict(derived)
+
+
+class Changes(NamedTuple):
+    """What the user should be told, and whether the best score so far is out of date."""
+
+    notices: list[str]
+    is_judged_anew: bool
+
+
+def check_settings(stored: Mapping[str, Any], now: Mapping[str, Any], may_differ: tuple[str, ...]) -> Changes:
+    """Compare a run's settings with those it is resumed with.
+
+    Raises ValueError naming every field that differs and is not in `may_differ`."""
+    unknown = sorted(set(may_differ) - set(CHANGEABLE))
+    if unknown:
+        raise ValueError(f"may_differ={','.join(unknown)}: what may differ is {', '.join(CHANGEABLE)}")
+    differing = [name for name in now if stored[name] != now[name]]
+    told = {name: f"{name}: {stored[name]} before, {now[name]} now" for name in differing}
+    refused = [told[name] for name in differing if name not in BUDGET and name not in may_differ]
+    if refused:
+        raise ValueError(
+            f"--resume: the run had other settings ({'; '.join(refused)}); give the same, or start a new run from its "
+            "weights with --init, or name what changes on purpose with --may-differ"
+        )
+    notices = [f"changed: {told[name]}" for name in differing if name not in BUDGET]
+    budgets = [told[name] for name in differing if name in BUDGET]
+    if budgets:
+        notices.append(f"budget changed ({'; '.join(budgets)}): the learning rate follows the new one from here on")
+    return Changes(notices, any(name in JUDGED_BY for name in differing))

@@ -1,0 +1,128 @@
+"""The float32 master weights of a run and all that moves with them: gradients, optimisers, their average.
+
+Knows nothing of data, time or files. What leaves here is whole, on every rank: a head as it would be served, and the
+state that a checkpoint keeps. So every rank must make these calls, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from aquiline.models.eagle import DraftHead
+from aquiline.train.batches import Batch
+from aquiline.train.config import TrainConfig
+from aquiline.train.distributed import World, gathered, split_like
+from aquiline.train.optimizer import Average, build_optimizers
+from aquiline.train.teacher import autocast
+from aquiline.train.ttt import Objective, PassRows, TTTResult, ttt_loss
+
+
+class BatchLoss(nn.Module):
+    """The loss of a batch as a forward, so that fsdp has the head's weights whole around all that uses them."""
+
+    def __init__(self, head: DraftHead, objective: Objective) -> None:
+        super().__init__()
+        self.head, self.objective = head, objective
+
+    def forward(
+        self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool
+    ) -> tuple[Tensor, TTTResult]:
+        """The differentiable loss, as a tensor that fsdp can see, and the whole result."""
+        result = ttt_loss(self.head, batch.tokens, batch.target, self.objective, planned, totals, measure=measure)
+        return result.total, result
+
+
+class Weights:
+    """A head in training. Splits `head` over the ranks where the world is fsdp; then it may not be used directly."""
+
+    def __init__(self, head: DraftHead, objective: Objective, config: TrainConfig, lr: float, world: World) -> None:
+        if config.optimizer == "muon" and world.parallel == "fsdp":
+            raise ValueError("optimizer='muon': needs whole matrices; take adamw, or parallel='ddp'")
+        self.head, self.world = head, world
+        self.loss = BatchLoss(head, objective)
+        world.shard(self.loss, {head.embed})
+        self.named = {n: p for n, p in head.named_parameters() if p.requires_grad}
+        self.trained = list(self.named.values())
+        self.optimizers = build_optimizers(head, config.optimizer, lr, config.weight_decay)
+        self.average = Average(self.trained, config.ema) if config.ema else None
+
+    def backward(self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool) -> TTTResult:
+        """Add the gradients of one part of a batch, whose counted rows are `totals` over all parts and ranks."""
+        with autocast(self.world.device):
+            total, result = self.loss(batch, planned, totals, measure)
+        total.backward()
+        assert isinstance(result, TTTResult)
+        return result
+
+    def clip(self, limit: float) -> float:
+        """Sum the gradients over the ranks and clip them together; their norm before."""
+        self.world.reduce(self.trained)
+        return float(gathered(nn.utils.clip_grad_norm_(self.trained, limit)))
+
+    def update(self) -> None:
+        """One step of the optimisers."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.average is not None:
+            self.average.update()
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+
+    def served(self) -> DraftHead:
+        """The head as it would be served: with averaged weights where they are kept. Shares memory with this one."""
+        weights = self.trained if self.average is None else self.average.weights
+        state = {name: gathered(w.detach()) for name, w in zip(self.named, weights, strict=True)}
+        with torch.no_grad():
+            served = DraftHead(self.head.config)
+        state |= {"embed": self.head.embed.detach(), "d2t": self.head.d2t}
+        served.load_state_dict(state, assign=True)
+        return served.requires_grad_(False).to(self.world.device)
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, whole and on the CPU."""
+
+        def kept(tensor: Tensor) -> Tensor:
+            return gathered(tensor.detach()).cpu()
+
+        return {
+            "head": {name: kept(p) for name, p in self.named.items()},
+            "average": None if self.average is None else [kept(w) for w in self.average.weights],
+            "average_updates": 0 if self.average is None else self.average.num_updates,
+            "optimizers": [tree_map_only(Tensor, kept, o.state_dict()) for o in self.optimizers],
+        }
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over another run's state; learning rates stay this run's."""
+        assert set(state["head"]) == set(self.named), set(state["head"]) ^ set(self.named)
+        for name, parameter in self.named.items():
+            parameter.copy_(split_like(state["head"][name], parameter))
+        if self.average is not None:
+            for weight, kept in zip(self.average.weights, state["average"], strict=True):
+                weight.copy_(split_like(kept, weight))
+            self.average.num_updates = state["average_updates"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            _load(optimizer, saved)
+
+
+def _load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    peaks = [group["peak"] for group in optimizer.param_groups]
+    state = {
+        index: {
+            name: split_like(value, parameters[index]) if value.shape == parameters[index].shape else value
+            for name, value in values.items()
+        }
+        for index, values in saved["state"].items()
+    }
+    optimizer.load_state_dict({**saved, "state": state})
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["peak"] = peak

@@ -1,0 +1,53 @@
+"""One rank of a run under torchrun: `rank_process.py CONFIG.json GRADIENTS.pt`.
+
+Keeps the gradients of the first step, stops after two steps, resumes from the checkpoint and runs to the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from train_process import read
+
+from aquiline.train import distributed
+from aquiline.train.checkpoint import Checkpoints
+from aquiline.train.config import TrainConfig
+from aquiline.train.distributed import World, gathered, join
+from aquiline.train.report import Silent
+from aquiline.train.schedule import Clock
+from aquiline.train.trainer import Trainer
+
+
+def first_gradients(config: TrainConfig, world: World) -> dict[str, torch.Tensor]:
+    """Clipped gradients of the first step, by name."""
+    trainer = Trainer(config, world, None, Silent(), Clock())
+    trainer._gradients()
+    grads = {name: p.grad for name, p in trainer.weights.named.items()}
+    return {name: gathered(g) for name, g in grads.items() if g is not None}
+
+
+def broken_run(config: TrainConfig, world: World) -> None:
+    """Two steps, then the rest from the checkpoint."""
+    trainer = Trainer(config, world, None, Silent(), Clock())
+    for _ in range(2):
+        trainer._step()
+    trainer._look()
+    world.sum([0.0])  # the first rank has written its checkpoint when it comes here
+    start = Checkpoints(config.out, 2).newest()
+    assert start.state["progress"]["step"] == 2
+    Trainer(replace(config, resume=True), world, start, Silent(), Clock()).train()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    distributed.BUCKET_BYTES = 4096  # several buckets in a draft of this size
+    config = read(json.loads(Path(sys.argv[1]).read_text()))
+    world = join(config.parallel)
+    gradients = first_gradients(config, world)
+    if world.is_first:
+        torch.save(gradients, sys.argv[2])
+    broken_run(config, world)
+    world.leave()

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from aquiline.errors import CheckpointError
+from aquiline.train import checkpoint, resume
+from aquiline.train.checkpoint import Checkpoints, damage
+from aquiline.train.config import TrainConfig
+from aquiline.train.trainer import train
+
+RUN = Path(__file__).parent / "train_process.py"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    return tiny.run_config(tmp_path_factory.mktemp("checkpoint"))
+
+
+def write_draft(place: Path) -> None:
+    (place / "model.safetensors").write_bytes(os.urandom(20_000))
+    (place / "config.json").write_text("{}")
+
+
+def saved(out: Path, steps: tuple[int, ...], keep: int = 2) -> Checkpoints:
+    checkpoints = Checkpoints(out, keep)
+    out.mkdir(exist_ok=True)
+    for step in steps:
+        checkpoints.save(step, write_draft, {"step": step, "weights": torch.full((5000,), float(step))})
+    return checkpoints
+
+
+def names(out: Path) -> list[str]:
+    return sorted(p.name for p in out.iterdir())
+
+
+def test_the_newest_are_kept_and_the_newest_whole_one_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = saved(tmp_path, (5, 10, 15))
+    assert names(tmp_path) == ["step-0000010", "step-0000015"]
+    assert checkpoints.newest().state["step"] == 15
+    newest = tmp_path / "step-0000015" / "training.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING):
+        found = checkpoints.newest()
+    assert found.folder.name == "step-0000010" and "step-0000015 is skipped: training.pt has" in caplog.text
+    saved(tmp_path, (12,), keep=1)  # the run went on from step 10; the damaged one is not counted as newer
+    assert checkpoints.newest().state["step"] == 12
+    saved(tmp_path, (15,))
+    assert checkpoints.newest().state["step"] == 15
+
+
+@pytest.mark.parametrize("name", ["training.pt", "model.safetensors", "complete.json"])
+def test_a_flipped_or_missing_byte_is_found(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, (1,))
+    file = tmp_path / "step-0000001" / name
+    assert damage(file.parent) is None
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    assert damage(file.parent) is not None
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint \(step-0000001: .*start without --resume"):
+        Checkpoints(tmp_path, 2).newest()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = saved(tmp_path, (1, 2))
+    before = names(tmp_path)
+
+    def full(state: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"step-0000003: .*disk is full.*step-0000002 is whole.*--resume"):
+        checkpoints.save(3, write_draft, {})
+    assert names(tmp_path) == before and checkpoints.newest().state["step"] == 2
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)], capture_output=True
+    ).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        checkpoints = saved(mounted, (1, 2), keep=3)
+        for step in range(3, 9):
+            try:
+                saved(mounted, (step,), keep=8)
+            except CheckpointError as error:
+                assert "the disk is full" in str(error) and f"step-{step - 1:07d} is whole" in str(error)
+                break
+        else:
+            pytest.fail("256 KB held eight checkpoints of 40 KB")
+        assert checkpoints.newest().state["step"] == step - 1 and not list(mounted.glob(".*"))
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_every_setting_is_compared_or_free() -> None:
+    groups = (*resume.COMPARED, *resume.DERIVED, *resume.BUDGET, *resume.FREE)
+    assert sorted(groups) == sorted(f.name for f in fields(TrainConfig))
+    assert set(resume.CHANGEABLE) | set(resume.JUDGED_BY) <= {*resume.COMPARED, *resume.DERIVED}
+
+
+def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
+    state = torch.load(out / f"step-{step:07d}" / "training.pt", weights_only=True)
+    average = state["average"] or []
+    return {**state["head"], **{f"average {i}": w for i, w in enumerate(average)}}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_killed_and_resumed_ends_with_the_bits_of_the_unbroken_one(config: TrainConfig, optimizer: str) -> None:
+    """A real SIGKILL, somewhere between checkpoints; budgets in steps, tokens and epochs."""
+    budget: dict[str, Any] = (
+        {"steps": None, "epochs": 2.5} if optimizer == "adamw" else {"steps": None, "tokens": 6_000}
+    )
+    base = replace(
+        config,
+        optimizer=optimizer,
+        late_share=0.5,
+        ema=0.9,
+        eval_every=12,
+        eval_rows=4,
+        out=config.out / optimizer,
+        **budget,
+    )
+    whole = replace(base, out=base.out / "whole")
+    result = train(whole, quiet=True)
+    assert result is not None and result["steps"] > 30
+
+    broken = replace(base, out=base.out / "broken")
+    file = broken.out / "config.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(asdict(broken), default=str))
+    log = broken.out / "train.jsonl"
+    with subprocess.Popen([sys.executable, str(RUN), str(file)], env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        while not log.exists() or '"step": 20,' not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert (broken.out / "step-0000012").is_dir() and not (broken.out / "step-0000024" / "training.pt").exists()
+
+    again = train(replace(broken, resume=True), quiet=True)
+    assert again is not None and {k: v for k, v in again.items() if k not in ("draft", "seconds", "tokens_per_s")} == {
+        k: v for k, v in result.items() if k not in ("draft", "seconds", "tokens_per_s")
+    }
+    states = [weights_of(c.out, result["steps"]) for c in (whole, broken)]
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+    for name in ("model.safetensors", "config.json"):
+        assert (whole.out / name).read_bytes() == (broken.out / name).read_bytes()
+    logged = [[json.loads(x) for x in (c.out / "train.jsonl").read_text().splitlines()] for c in (whole, broken)]
+    assert [(r["kind"], r["step"]) for r in logged[0]] == [(r["kind"], r["step"]) for r in logged[1]]
+
+
+def test_a_resumed_run_must_be_the_same_run(config: TrainConfig, tmp_path: Path) -> None:
+    base = replace(config, out=tmp_path / "out", steps=4, eval_every=4)
+    with pytest.raises(CheckpointError, match="it holds none"):
+        train(replace(base, resume=True), quiet=True)
+    train(base, quiet=True)
+    other = tiny.write_bin(tmp_path / "other.bin", 50, seed=9)
+    changed = replace(base, resume=True, data=(other,), lr=1e-3, loss="kl", batch_size=3, seed=4)
+    with pytest.raises(ValueError) as caught:
+        train(changed, quiet=True)
+    told = str(caught.value)
+    for part in ("data: ", "lr: 0.005 before, 0.001 now", "loss: ce before, kl now", "batch_size: 4 before, 3 now",
+                 "seed: 3 before, 4 now", "--init"):  # fmt: skip
+        assert part in told
+    assert "steps" not in told and "held_out" not in told
+    with pytest.raises(ValueError, match="intermediate_size=8"):
+        train(replace(base, resume=True, intermediate_size=8), quiet=True)
+    with pytest.raises(ValueError, match="may_differ=optimizer"):
+        train(replace(base, resume=True, may_differ=("optimizer",)), quiet=True)
+
+
+def test_a_budget_and_named_settings_may_change(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = replace(config, out=tmp_path / "out", steps=4, eval_every=4)
+    train(base, quiet=True)
+    longer = replace(
+        base, resume=True, steps=8, lr=1e-3, data=(tiny.write_bin(tmp_path / "more.bin", 80, seed=2),),
+        may_differ=("data", "lr"), draft_vocab_size=None, capture=None,
+    )  # fmt: skip
+    result = train(longer)
+    told = capsys.readouterr().err
+    assert "budget changed (steps: 4 before, 8 now)" in told and "changed: lr: 0.005 before, 0.001 now" in told
+    assert result is not None and result["steps"] == 8 and result["draft_vocab_size"] == 40
+    rates = [json.loads(x)["lr"] for x in (base.out / "train.jsonl").read_text().splitlines() if '"lr"' in x]
+    factor = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (4 / 8 - 0.02) / 0.98))
+    assert rates[4] == pytest.approx(1e-3 * factor)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from aquiline.cli.train import train as train_command
+from aquiline.models.decoder import Decoder
+from aquiline.train import estimate as estimates
+from aquiline.train.config import TrainConfig
+from aquiline.train.distributed import World
+from aquiline.train.estimate import Rate, announce, estimate, measure_rate, step_bytes, target_shape
+from aquiline.train.features import bytes_per_token
+from aquiline.train.recipes import configure, read_recipe, recipe_names
+from aquiline.train.report import Silent
+from aquiline.train.schedule import Clock
+from aquiline.train.shapes import DraftShape, TargetShape
+from aquiline.train.trainer import Trainer, train
+
+PUBLISHED = {  # millions of parameters of target and draft, from the model cards
+    "smollm2-135m": (134.5, None),
+    "llama-3.1-8b": (8030, 424.7),
+    "qwen3-8b": (8190, None),
+    "gpt-oss-20b": (20914, None),
+    "gpt-oss-120b": (116829, None),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """Documents as long as a row, all of whose positions count."""
+    folder = tmp_path_factory.mktemp("estimate")
+    rows = np.random.default_rng(0).integers(1, 48, (40, 160))
+    (folder / "full.jsonl").write_text("\n".join(json.dumps({"input_ids": row.tolist()}) for row in rows))
+    return replace(
+        tiny.run_config(folder),
+        data=(folder / "full.jsonl",),
+        draft_vocab_size=48,
+        context=160,
+        ema=0.9,
+        late_share=0.5,
+    )
+
+
+@pytest.fixture(scope="module")
+def trainer(config: TrainConfig) -> Trainer:
+    return Trainer(config, World(), None, Silent(), Clock())
+
+
+@pytest.mark.parametrize("flags", [{}, {"qkv_bias": True, "tied_head": True}, {"qk_norm": True}])
+def test_a_targets_parameters_are_counted(flags: dict[str, bool]) -> None:
+    config = dataclasses.replace(tiny.CONFIG, **flags)  # type: ignore[arg-type]
+    counted = sum(p.numel() for p in Decoder(config, tiny.CAPTURE).parameters())
+    assert TargetShape.of(config).parameters == counted
+
+
+def test_memory_is_what_a_run_holds(config: TrainConfig, trainer: Trainer) -> None:
+    told = estimate(config, target_shape(config), World())
+    trainer._gradients()
+    trainer.weights.update()
+    weights = trainer.weights
+    assert weights.average is not None
+    states = [t for o in weights.optimizers for s in o.state.values() for t in s.values()]
+    held = [
+        *weights.trained,
+        *(p.grad for p in weights.trained if p.grad is not None),
+        *states,
+        *weights.average.weights,
+    ]
+    own = [weights.head.embed, trainer.run.assembler.head]
+    measured = sum(t.nbytes for t in (*held, *own))
+    assert told.memory["draft and optimizer"] == pytest.approx(measured, rel=1e-3)
+    assert DraftShape.of(target_shape(config), config).parameters == sum(p.numel() for p in weights.trained)
+
+
+@pytest.mark.parametrize("changes", [{}, {"context": 64, "late_share": 1.0}, {"ttt_steps": 7, "batch_size": 2}])
+def test_a_step_keeps_what_was_told(config: TrainConfig, changes: dict[str, Any]) -> None:
+    config = replace(config, **changes)
+    run = Trainer(config, World(), None, Silent(), Clock())
+    parameters = {p.untyped_storage().data_ptr() for p in run.run.head.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in parameters:
+            saved[pointer] = tensor  # held, so that no other tensor gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run._gradients()
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    shape = target_shape(config)
+    told = step_bytes(config, shape, DraftShape.of(shape, config), World()) - 5 * estimates.CHUNK_BYTES
+    assert told == pytest.approx(measured, rel=0.2)
+
+
+def test_arithmetic_is_what_a_step_multiplies(config: TrainConfig, trainer: Trainer) -> None:
+    """Against torch's own counter, which sees the draft alone: the target runs in the engine."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        figures, _ = trainer._gradients()
+    flops = estimate(config, target_shape(config), World()).flops
+    told = figures.tokens * (flops["draft layer"] + flops["draft head and loss"])
+    assert told == pytest.approx(counter.get_total_flops(), rel=0.2)
+
+
+def test_disk_is_what_is_written(config: TrainConfig, tmp_path: Path) -> None:
+    run = replace(config, out=tmp_path / "out", steps=1, context=64)
+    train(run, quiet=True)
+    told = estimate(run, target_shape(run), World())
+    written = sum(f.stat().st_size for f in (run.out / "step-0000001").iterdir())
+    assert told.checkpoint_bytes == pytest.approx(written, rel=0.1)
+    assert told.features_bytes == bytes_per_token(tiny.CONFIG, len(tiny.CAPTURE))
+
+
+def test_lines_say_how_long_and_whether_it_fits(config: TrainConfig) -> None:
+    told = estimate(replace(config, steps=None, tokens=3_600_000), target_shape(config), World(0, 2, "cpu", "ddp"))
+    rate = Rate(sum(told.flops.values()) * 250, "float32", "here")
+    lines = told.lines(rate, keep=2, free=10**12)
+    assert "on each of 2 ranks" in lines[0] and "WILL NOT FIT" not in lines[0]
+    assert "500 tokens/s: 2.0 h for 3,600,000 tokens" in lines[2] and "3 at a time" in lines[3]
+    assert "IT WILL NOT FIT" in told.lines(rate, keep=2, free=10**6)[0]
+    halves = estimate(config, target_shape(config), World(0, 2, "cpu", "fsdp"))
+    assert halves.memory["draft and optimizer"] < told.memory["draft and optimizer"]
+    assert estimate(replace(config, steps=5), target_shape(config), World()).tokens == 5 * 4 * 160
+
+
+def test_the_rate_is_measured() -> None:
+    rate = measure_rate("cpu", 64, seconds=0.01)
+    assert 1e6 < rate.flops < 1e15 and rate.dtype in ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_configure_a_run_and_match_what_is_published(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "RATE_SECONDS", 0.0)
+    recipe = read_recipe(name)
+    config = configure({"batch_size": 3}, recipe, is_dry=True)
+    assert config.batch_size == 3 and config.ttt_steps == recipe.settings["ttt_steps"]
+    target, draft = PUBLISHED[name]
+    assert recipe.shape is not None and recipe.shape.parameters / 1e6 == pytest.approx(target, rel=1e-3)
+    if draft is not None:
+        assert DraftShape.of(recipe.shape, config).parameters / 1e6 == pytest.approx(draft, rel=1e-3)
+    lines: list[str] = []
+    assert announce(config, target_shape(config, recipe), lines.append)["target"] == recipe.target and len(lines) == 4
+    if recipe.needs:
+        with pytest.raises(ValueError, match=f"recipe={name}: training needs .*--dry-run"):
+            configure({"data": (Path("d"),), "out": Path("o")}, recipe)
+    assert name in str(get_type_hints(train_command, include_extras=True)["recipe"].__metadata__[0].help)
+
+
+def test_a_recipe_of_ones_own_and_what_is_wrong_in_one(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("target: ./t\ntrain: {context: 256, capture: [0, 1, 2], features: ./f, log: [wandb]}\n")
+    given = {"data": (Path("d"),), "out": Path("o"), "context": 128}
+    config = configure(given, read_recipe(str(own)))
+    assert (config.context, config.capture, config.features, config.log) == (128, (0, 1, 2), Path("f"), ("wandb",))
+    for text, message in (
+        ("train: {}", "must name a target"),
+        ("target: t\ntrain: {contxt: 3, out: x}", r"train\.contxt, train\.out: known are train\."),
+        ("target: t\ngeometry: {hidden: 3}", r"geometry\.hidden: known"),
+        ("target: t\ngeometry: {hidden_size: 3}", "geometry: .*missing"),
+        ("target: [", "is not YAML"),
+        ("target: t\ntrain: 3", "train must be fields"),
+    ):
+        own.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_recipe(str(own))
+    with pytest.raises(ValueError, match="recipe='x': must be one of gpt-oss-120b"):
+        read_recipe("x")
+    with pytest.raises(ValueError, match="no such file"):
+        read_recipe(str(tmp_path / "none.yaml"))
+    with pytest.raises(ValueError, match="--target and --out: must be given; or name a --recipe"):
+        configure({"data": (Path("d"),)}, None)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from aquiline.train.evaluate import Judgement
+from aquiline.train.figures import StepFigures
+from aquiline.train.report import Reporter, StepReport
+
+NAN = float("nan")
+
+
+def report(step: int, done: float) -> StepReport:
+    shrink = math.exp(-step / 40)
+    accuracy = tuple(0.6 * (1 - shrink) - 0.03 * k for k in range(4))
+    figures = StepFigures(2 + 6 * shrink, 500, (1.0, 2.0, 3.0, 4.0), accuracy, (*accuracy[:3], NAN))
+    return StepReport(step, done, figures, 0.3, 1e-3, 500 * step, 640.0)
+
+
+def judgement(tau: float) -> Judgement:
+    return Judgement(9 - 4 * tau, (0.3, 0.2, 0.2, 0.1), tau, tau - 0.1)
+
+
+def run(reporter: Reporter, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        reporter.step(report(step, step / 100))
+        if step % 20 == 0:
+            reporter.judged(step, 0.5 * step, 500 * step, judgement(1 + step / 200), True)
+    reporter.close()
+
+
+def records(out: Path) -> list[tuple[str, int]]:
+    return [(r["kind"], r["step"]) for r in map(json.loads, (out / "train.jsonl").read_text().splitlines())]
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(Reporter(tmp_path), 1, 41)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].split("ETA")[0].strip() == (
+        "1.0%  step 1 loss 7.852 acc 1/-2/-5/-8% expected tau 1.01 (simulated nan) 640 tok/s"
+    )
+    assert lines[0].endswith("ETA -:--")
+    assert lines[20].startswith(
+        "step 20: held-out loss 4.600, accuracy 30/20/20/10%, simulated tau 1.100 greedy, 1.000"
+    )
+    assert "(simulated 1.10) 640 tok/s  ETA 0:0" in lines[21]
+    capsys.readouterr()
+    run(Reporter(tmp_path / "quiet", quiet=True), 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_resumed_log_drops_what_the_run_does_again(tmp_path: Path) -> None:
+    run(Reporter(tmp_path), 1, 30)
+    whole = records(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as log:
+        log.write('{"kind": "st')
+    again = Reporter(tmp_path, after_step=20)
+    assert again.tau == 1.1
+    run(again, 21, 30)
+    assert records(tmp_path) == whole
+    last = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])
+    assert last["conditional"][3] is None and last["accuracy"][3] is not None
+
+
+def test_the_picture_needs_no_look(tmp_path: Path) -> None:
+    run(Reporter(tmp_path), 1, 5)
+    assert (tmp_path / "train.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(Reporter(tmp_path, log=("tensorboard",), quiet=True), 1, 25)
+    run(Reporter(tmp_path, log=("tensorboard",), after_step=20, quiet=True), 21, 30)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    names = "loss accuracy/1 conditional/3 expected_tau lr grad_norm tokens_per_s tokens"
+    assert {*(f"train/{name}" for name in names.split()), "held_out/simulated_tau"} <= tags
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 31))
+    assert events.Scalars("train/loss")[9].value == pytest.approx(2 + 6 * math.exp(-0.25))
+
+
+def test_wandb_gets_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run(Reporter(tmp_path, log=("wandb",), quiet=True), 1, 20)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    text = file.read_bytes()
+    for name in (b"expected_tau", b"conditional/3", b"simulated_tau_sampled"):
+        assert name in text
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(ValueError, match=rf"log='{name}': .*pip install 'aquiline\[log\]'"):
+        Reporter(tmp_path, log=(name,))
