@@ -50,6 +50,7 @@ def names(out: Path) -> list[str]:
 def test_the_newest_are_kept_and_the_newest_whole_one_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = saved(tmp_path, (5, 10, 15))
     assert names(tmp_path) == ["step-0000010", "step-0000015"]
+    (tmp_path / ".step-0000020.tmp").mkdir()
     assert checkpoints.newest().state["step"] == 15
     newest = tmp_path / "step-0000015" / "training.pt"
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -59,7 +60,7 @@ def test_the_newest_are_kept_and_the_newest_whole_one_is_read(tmp_path: Path, ca
     saved(tmp_path, (12,), keep=1)  # the run went on from step 10; the damaged one is not counted as newer
     assert checkpoints.newest().state["step"] == 12
     saved(tmp_path, (15,))
-    assert checkpoints.newest().state["step"] == 15
+    assert checkpoints.newest().state["step"] == 15 and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("name", ["training.pt", "model.safetensors", "complete.json"])
@@ -110,6 +111,16 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         assert checkpoints.newest().state["step"] == step - 1 and not list(mounted.glob(".*"))
     finally:
         subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_checkpoints_between_looks_follow_the_clock(config: TrainConfig, tmp_path: Path) -> None:
+    run = replace(config, out=tmp_path / "out", steps=4, save_every_minutes=1e-9, keep=3, eval_rows=2)
+    train(run, quiet=True)
+    assert [n for n in names(run.out) if n.startswith("step")] == [f"step-{n:07d}" for n in (2, 3, 4)]
+    looks = [x for x in (run.out / "train.jsonl").read_text().splitlines() if '"eval"' in x]
+    assert len(looks) == 1
+    served = [(run.out / folder / "model.safetensors").read_bytes() for folder in (".", "step-0000004")]
+    assert served[0] == served[1]
 
 
 def test_every_setting_is_compared_or_free() -> None:

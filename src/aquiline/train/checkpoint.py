@@ -53,8 +53,9 @@ class Checkpoints:
             if damage(place) is None:
                 return place
             shutil.rmtree(place)
+        for stale in self.out.glob(".step-*.tmp"):  # of a run that was killed while it wrote
+            shutil.rmtree(stale, ignore_errors=True)
         temporary = self.out / f".{place.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
         with self._whole_or_nothing(place, temporary):
             temporary.mkdir(parents=True)
             write_draft(temporary)

@@ -92,7 +92,8 @@ class Reporter:
         self._track(r.step, flat_figures("train", _finite(record)))
         accuracy = "/".join(f"{100 * a:.0f}" for a in r.figures.accuracy)
         text = f"step {r.step} loss {r.figures.total:.3f} acc {accuracy}% expected tau {r.figures.expected_tau:.2f} "
-        text += f"(simulated {self.tau:.2f}) {r.tokens_per_s:.0f} tok/s"
+        text += "" if math.isnan(self.tau) else f"(simulated {self.tau:.2f}) "
+        text += f"{r.tokens_per_s:.0f} tok/s"
         self.bar.update(self.task, completed=r.done, text=text)
         if not self.console.is_terminal:
             self.say(f"{100 * r.done:5.1f}%  {text}  ETA {self._eta(r.done)}")
