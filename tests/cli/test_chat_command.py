@@ -147,7 +147,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.leader, text.encode())
 
-    def wait_for(self, pattern: str, seconds: float = 60) -> None:
+    def wait_for(self, pattern: str, seconds: float = 180) -> None:
         """Read until the pattern stands in what came since it was last found."""
         ends = time.monotonic() + seconds
         while (found := re.search(pattern, self.shown)) is None:

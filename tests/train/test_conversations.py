@@ -11,6 +11,7 @@ import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from aquiline.train.config import TrainConfig
+from aquiline.train.distributed import World
 from aquiline.train.prepare import prepare
 
 SOURCE = (
@@ -48,7 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 def test_the_counts_of_a_run_and_the_tokens_it_trains_on(config: TrainConfig) -> None:
     said: list[str] = []
-    corpus = prepare(config, said.append).batches.corpus
+    corpus = prepare(config, None, World(), said.append).batches.corpus
     line, rejected = said[0], said[1]
     longer = int((np.diff(corpus.starts) > 32).sum())
     assert longer > 0 and f"{corpus.num_documents} documents, {longer} of them longer than 32 tokens and cut" in line
@@ -62,7 +63,7 @@ def test_the_counts_of_a_run_and_the_tokens_it_trains_on(config: TrainConfig) ->
 
 
 def test_loss_on_all_and_nothing_else(config: TrainConfig) -> None:
-    corpus = prepare(replace(config, loss_on="all"), lambda text: None).batches.corpus
+    corpus = prepare(replace(config, loss_on="all"), None, World(), lambda text: None).batches.corpus
     assert corpus.mask.all()
     with pytest.raises(ValueError, match="loss_on='prompts': must be one of answers, all"):
         replace(config, loss_on="prompts")

@@ -144,9 +144,14 @@ def draw(
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best ids (int64) of logits [R, V] and their log-probabilities, descending, ties to the lowest id."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    logprobs = _log_softmax(logits)
     ids = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, :k]
     return ids, logprobs.gather(1, ids)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Summed in float64: torch's float32 sum over 50,000 logits is off by 1.2e-5 on some CPUs."""
+    return torch.log_softmax(logits.double(), dim=-1).float()
 
 
 def logprobs(logits: Tensor, chosen: Tensor, k: int) -> Logprobs:
@@ -156,7 +161,7 @@ def logprobs(logits: Tensor, chosen: Tensor, k: int) -> Logprobs:
     is_before = (logits > own) | ((logits == own) & (torch.arange(logits.shape[1]) < column))
     ids, best = top_k(logits, k)
     return Logprobs(
-        chosen=torch.log_softmax(logits.float(), dim=-1).gather(1, column)[:, 0].numpy(),
+        chosen=_log_softmax(logits).gather(1, column)[:, 0].numpy(),
         rank=(1 + is_before.sum(-1)).int().numpy(),
         top=TopK(ids.int().numpy(), best.numpy()),
     )
