@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aquiline.train.evaluate import Judgement
-from aquiline.train.figures import StepFigures
+from aquiline.train.figures import StepFigures, mean_of
 from aquiline.train.report import Reporter, StepReport
 
 NAN = float("nan")
@@ -99,3 +99,14 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(ValueError, match=rf"log='{name}': .*pip install 'aquiline\[log\]'"):
         Reporter(tmp_path, log=(name,))
+
+
+def test_a_line_is_the_mean_of_what_its_steps_measured() -> None:
+    steps = [
+        StepFigures(4.0, 10, (2.0, NAN), (NAN, NAN), (NAN, NAN)),
+        StepFigures(2.0, 12, (1.0, 3.0), (0.5, 0.25), (0.5, NAN)),
+        StepFigures(3.0, 14, (3.0, 5.0), (0.7, 0.75), (0.7, 0.4)),
+    ]
+    mean = mean_of(steps)
+    assert mean.total == 3.0 and mean.tokens == 36 and mean.losses == (2.0, 4.0)
+    assert mean.accuracy == pytest.approx((0.6, 0.5)) and mean.conditional == pytest.approx((0.6, 0.4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from aquiline.train.ttt import TTTResult
@@ -12,9 +12,9 @@ from aquiline.train.ttt import TTTResult
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step. `total` is the loss that was minimised, `tokens` the positions that are not padding. Per pass: mean
-    loss, how often the best guess was the target's (accuracy), and that among rows right in all earlier passes
-    (conditional); NaN where no row counts."""
+    """One step, or the mean of several (`mean_of`). `total` is the loss that was minimised, `tokens` the positions that
+    are not padding. Per pass: mean loss, how often the best guess was the target's (accuracy), and that among rows right
+    in all earlier passes (conditional); NaN where no row counts."""
 
     total: float
     tokens: int
@@ -52,6 +52,19 @@ def combine(
     return StepFigures(
         whole[0], round(whole[1]), _shares(losses, counted), _shares(right, counted), _shares(stayed, alive)
     )
+
+
+def mean_of(steps: Sequence[StepFigures]) -> StepFigures:
+    """The mean of several steps' figures, for a line that is about all of them: batches may be so small that one says
+    little. A figure that a step did not measure (NaN) takes no part; tokens are those of all steps."""
+    columns = [zip(*(getattr(s, name) for s in steps), strict=True) for name in ("losses", "accuracy", "conditional")]
+    means = [tuple(_mean(column) for column in passes) for passes in columns]
+    return StepFigures(_mean([s.total for s in steps]), sum(s.tokens for s in steps), *means)
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _shares(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, ...]:

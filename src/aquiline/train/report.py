@@ -20,7 +20,8 @@ from aquiline.train.trackers import flat_figures, open_trackers
 
 @dataclass(frozen=True)
 class StepReport:
-    """One logged step; done is the share of the budget used, tokens those of the whole run."""
+    """A line of the log: figures are means over the steps since the line before, grad_norm and lr those of the last
+    one, done the share of the budget used, tokens those of the whole run."""
 
     step: int
     done: float
