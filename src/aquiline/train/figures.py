@@ -13,8 +13,8 @@ from aquiline.train.ttt import TTTResult
 @dataclass(frozen=True)
 class StepFigures:
     """One step, or the mean of several (`mean_of`). `total` is the loss that was minimised, `tokens` the positions that
-    are not padding. Per pass: mean loss, how often the best guess was the target's (accuracy), and that among rows right
-    in all earlier passes (conditional); NaN where no row counts."""
+    are not padding. Per pass: mean loss, how often the best guess was the target's (accuracy), and that among rows
+    right in all earlier passes (conditional); NaN where no row counts."""
 
     total: float
     tokens: int
