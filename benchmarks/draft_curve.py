@@ -4,8 +4,9 @@
         --questions held-out=FILE mt-bench=FILE --out DIR
 
 The engine answers the first turn of every question through the target's chat template, with each draft and a chain,
-greedily and at a temperature. Tau is what its steps committed. Answers must be the same for all drafts, token for
-token, or the script fails. Writes curve.json and curve.png into OUT and ends with one JSON line.
+greedily and at a temperature. Tau is what its steps committed; with --simulate the tau that training's judgement
+predicts for the same texts stands beside it. Answers must be the same for all drafts, token for token, or the script
+fails. Writes curve.json and curve.png into OUT and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from aquiline.bench.datasets import load_questions
 from aquiline.config import EngineConfig, SamplingParams, SpecConfig
-from aquiline.engine.llm import LLM
+from aquiline.engine.llm import LLM, Output
+from aquiline.models.draft_config import read_draft_config
 from aquiline.models.files import resolve
+from aquiline.models.formats import head_rows, load_draft
 from aquiline.text.chat import ChatTemplate
+from aquiline.train.batches import Assembler
+from aquiline.train.evaluate import HeldOut, Text
+from aquiline.train.features import Views
+from aquiline.train.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,31 @@ class Point:
     tau: float
     by_position: list[float]
     num_tokens: int
+    simulated_tau: float | None = None
+
+
+class Simulator:
+    """What training would say of a draft on given texts (train/evaluate.py)."""
+
+    def __init__(self, target: Path, draft: Path, num_spec_tokens: int) -> None:
+        path = resolve(target)
+        capture = read_draft_config(draft, path).capture
+        teacher = Teacher(path, capture, "cpu", 2048)
+        self.head = load_draft(draft, teacher.decoder, dtype="float32", capture=capture)
+        scale = torch.ones(self.head.fc.shape[1])
+        views = Views(teacher.views, None)
+        self.assembler = Assembler(views, scale, head_rows(self.head.d2t), teacher.head, "cpu")
+        self.num_spec_tokens = num_spec_tokens
+
+    def tau(self, outputs: list[Output], temperature: float) -> float:
+        """Tokens committed per cycle along these outputs."""
+        texts = [
+            Text(np.array(o.prompt_ids + o.token_ids, np.int32), len(o.prompt_ids), temperature)
+            for o in outputs
+            if len(o.token_ids) > 1
+        ]
+        judgement = HeldOut(self.assembler, texts, self.num_spec_tokens).judge(self.head)
+        return judgement.tau_sampled if temperature > 0 else judgement.tau
 
 
 def named(text: str) -> tuple[str, str]:
@@ -52,6 +87,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--limit", type=int, help="questions of each set, the first ones")
+    parser.add_argument("--simulate", action="store_true", help="predict tau from the texts, as training does")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -62,6 +98,7 @@ def main() -> None:
         engine = EngineConfig(max_batch=args.max_batch, max_context=2048)
         llm = LLM(args.target, draft, spec=spec, engine=engine)
         template = ChatTemplate.load(resolve(args.target), llm.models.tokenizer)
+        simulator = Simulator(Path(args.target), Path(draft), args.num_spec_tokens) if args.simulate else None
         for set_name, file in args.questions:
             questions = load_questions(file, args.limit)
             prompts = [template.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
@@ -76,10 +113,12 @@ def main() -> None:
                     raise SystemExit(f"{name}: other answers to {set_name} at temperature {temperature} than before")
                 counters = result.summary.counters
                 num_tokens = sum(map(len, texts))
-                point = Point(name, set_name, temperature, counters.tau, counters.per_position, num_tokens)
+                simulated = simulator.tau(result.outputs, temperature) if simulator else None
+                point = Point(name, set_name, temperature, counters.tau, counters.per_position, num_tokens, simulated)
                 points.append(point)
                 positions = " ".join(f"{share:.2f}" for share in point.by_position)
-                print(f"{name:>12} {set_name:12} t={temperature:g}  tau {point.tau:.3f}  {positions}", flush=True)
+                told = "" if simulated is None else f"  simulated {simulated:.3f}"
+                print(f"{name:>12} {set_name:12} t={temperature:g}  tau {point.tau:.3f}{told}  {positions}", flush=True)
     (args.out / "curve.json").write_text(json.dumps([vars(p) for p in points], indent=1) + "\n")
     draw(points, args.out / "curve.png")
     print(json.dumps({"points": len(points), "out": str(args.out)}))

@@ -172,7 +172,9 @@ def test_a_conversation_in_a_terminal() -> None:
         terminal.type("\x03")
         terminal.wait_for(r"tokens, \d+ tok/s, tau [\d.]+, \d+% by the draft; stopped")
         terminal.wait_for("> ")
-        terminal.type("half a li\x03")
+        terminal.type("half a li")
+        terminal.wait_for("half a li")  # its echo: input() reads, and will see the signal
+        terminal.type("\x03")
         terminal.wait_for("> ")
         terminal.type("a b " * 1200 + "\n")
         terminal.wait_for("begin anew with /reset")
