@@ -165,7 +165,7 @@ def train(
     ] = C.optimizer,
     lr: Annotated[
         float | None,
-        typer.Option(help="Peak learning rate; default: 1.1 / hidden size, at most 3e-3.", rich_help_panel=UPDATE),
+        typer.Option(help="Peak learning rate; default: 0.35 / hidden size, at most 1e-3.", rich_help_panel=UPDATE),
     ] = C.lr,
     warmup: Annotated[
         float, typer.Option(help="Share of the run until the peak; then a cosine to 2 %.", rich_help_panel=UPDATE)
