@@ -98,3 +98,14 @@ def test_texts_are_the_targets_own(teacher: Teacher, texts: list[Text]) -> None:
         own = slice(text.num_prompt, len(text.tokens))
         agree = (best[text.num_prompt - 1 : -1] == text.tokens[own]).mean()
         assert agree > 0.9, "but for ties that rounding the hidden state to bfloat16 decides"
+
+
+def test_the_target_looks_at_held_out_texts_once(teacher: Teacher, texts: list[Text]) -> None:
+    views = Views(teacher.views, None)
+    head = tiny.head(teacher.decoder.float(), num_ids=40)
+    scale = torch.ones(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size)
+    held_out = HeldOut(Assembler(views, scale, head_rows(head.d2t), teacher.head, "cpu"), texts, STEPS)
+    first = held_out.judge(head)
+    assert views.num_computed > 0
+    views.num_computed = 0
+    assert held_out.judge(head) == first and views.num_computed == 0

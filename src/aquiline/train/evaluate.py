@@ -99,26 +99,33 @@ class _Sums:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """Texts beside what the target says of them; tempered [B * T]: log-sum-exp of its logits over a text's temperature,
+    1 for greedy ones."""
+
+    batch: Batch
+    tempered: Tensor
+
+
 class HeldOut:
-    """Held-out texts, greedy and sampled, looked at by the target once."""
+    """Held-out texts, greedy and sampled. The target looks at them at the first judgement, and never again."""
 
     def __init__(self, assembler: Assembler, texts: Sequence[Text], num_steps: int) -> None:
         self.assembler, self.num_steps = assembler, num_steps
         by_length = sorted(texts, key=lambda text: len(text.tokens))
         self.groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
-        self.tempered: dict[int, Tensor] = {}  # by group: log-sum-exp [B * T] of logits over the text's temperature
+        self.seen: list[_Seen] = []  # of each group, once it was judged
 
     @torch.no_grad()
     def judge(self, head: DraftHead) -> Judgement:
         """Look at the draft as it is."""
         sums: dict[bool, _Sums] = {False: _Sums(), True: _Sums()}
         loss = right = counts = torch.zeros(self.num_steps)
-        for number, group in enumerate(self.groups):
-            width = max(len(t.tokens) for t in group) + self.num_steps + 1
-            batch = self.assembler.single([t.tokens for t in group], [t.num_prompt for t in group], width)
-            if number not in self.tempered:
-                self.tempered[number] = self._tempered(group, batch)
-            match, told = self._matches(head, group, batch, self.tempered[number])
+        if not self.seen:
+            self.seen = [self._look(group) for group in self.groups]
+        for group, seen in zip(self.groups, self.seen, strict=True):
+            match, told = self._matches(head, group, seen.batch, seen.tempered)
             loss, right, counts = loss + told[0], right + told[1], counts + told[2]
             for text, of_text in zip(group, match, strict=True):
                 s = sums[text.temperature > 0]
@@ -160,6 +167,11 @@ class HeldOut:
                 match[b, own, step] = right.cpu()
         lengths = [(t.num_prompt - 1, len(t.tokens) - 2) for t in group]
         return [match[b, first:end].double().numpy() for b, (first, end) in enumerate(lengths)], told
+
+    def _look(self, group: Sequence[Text]) -> _Seen:
+        width = max(len(t.tokens) for t in group) + self.num_steps + 1
+        batch = self.assembler.single([t.tokens for t in group], [t.num_prompt for t in group], width)
+        return _Seen(batch, self._tempered(group, batch))
 
     def _tempered(self, group: Sequence[Text], batch: Batch) -> Tensor:
         whole, hidden = self.assembler.whole_head, batch.target.rows.hidden
