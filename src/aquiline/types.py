@@ -173,6 +173,16 @@ class Logprobs:
     top: TopK
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One token's log-probability and rank (1 is the most probable), and the best ids at its place, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
 @dataclass(frozen=True, eq=False)
 class AcceptResult:
     """What a step decided for each of B slots.

@@ -14,7 +14,7 @@ from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafters import Drafter
 from aquiline.text.detokenizer import Detokenizer
-from aquiline.types import FinishReason, Float32, Int32
+from aquiline.types import FinishReason, Float32, Int32, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,6 @@ class Request:
     def reach(self) -> int:
         """KV indices it can ever need: a step whose outcome comes late may start behind the last token."""
         return self.max_tokens_total + self.spec.max_depth + 1 + self.spec.lookahead
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """One token's log-probability and rank (1 is the most probable), and the best ids at its place, best first."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: dict[int, float]
 
 
 class TokenDelta(NamedTuple):
