@@ -9,31 +9,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Literal
-
-DrafterKind = Literal["none", "chain", "static", "dynamic"]
-DRAFTERS: tuple[DrafterKind, ...] = ("none", "chain", "static", "dynamic")
 
 MAX_CHAIN = 16
 MAX_NODES = 256
 MAX_DEPTH = 32
 """Deepest tree level, which sizes the engine's static buffers."""
-
-DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
-    (0,),
-    (1,),
-    (0, 0),
-    (0, 1),
-    (1, 0),
-    (0, 0, 0),
-    (0, 0, 1),
-    (0, 0, 0, 0),
-)
-"""A node's path as child ranks from the root: (0, 1) is the second choice below the first. Deep along first choices,
-with a little width near the root, where second choices are right most often."""
-
 
 LARGEST = 1e6
 """Bound of everything that scales or shifts logits, far from where float32 would overflow."""
@@ -43,90 +24,6 @@ def check(ok: bool, field_name: str, value: object, fix: str) -> None:
     """Raises ValueError naming the field, its value and the fix, unless ok."""
     if not ok:
         raise ValueError(f"{field_name}={value!r}: {fix}")
-
-
-@dataclass(frozen=True)
-class SpecConfig:
-    """How drafts are shaped; the defaults are what measured best on CPUs (LOG.md).
-
-    num_spec_tokens belongs to the chain, depth/top_k/num_nodes to the dynamic tree (num_nodes counts the root; its
-    deepest level is depth + 1), static_paths to the static tree."""
-
-    drafter: DrafterKind = "chain"
-    num_spec_tokens: int = 3
-    depth: int = 2
-    top_k: int = 2
-    num_nodes: int = 6
-    static_paths: tuple[tuple[int, ...], ...] = DEFAULT_STATIC_PATHS
-
-    def __post_init__(self) -> None:
-        check(self.drafter in DRAFTERS, "drafter", self.drafter, f"choose one of {', '.join(DRAFTERS)}")
-        if self.drafter == "chain":
-            check(
-                1 <= self.num_spec_tokens <= MAX_CHAIN, "num_spec_tokens", self.num_spec_tokens,
-                f"must be between 1 and {MAX_CHAIN}; drafter='none' switches speculation off",
-            )  # fmt: skip
-        if self.drafter == "dynamic":
-            check(0 <= self.depth < MAX_DEPTH, "depth", self.depth, f"must be between 0 and {MAX_DEPTH - 1}")
-            check(self.top_k >= 1, "draft_top_k", self.top_k, "must be at least 1")
-            rows = self.depth * self.top_k
-            check(rows <= MAX_NODES, "depth", self.depth, f"depth * draft_top_k = {rows} must be at most {MAX_NODES}")
-            limit = min(MAX_NODES, 1 + self.top_k + self.depth * self.top_k**2)
-            check(
-                2 <= self.num_nodes <= limit, "num_nodes", self.num_nodes,
-                f"must be between 2 and {limit}, the root included (1 + top_k + depth * top_k^2, at most {MAX_NODES})",
-            )  # fmt: skip
-        if self.drafter == "static":
-            self._check_static()
-
-    def _check_static(self) -> None:
-        paths = set(self.static_paths)
-        check(0 < len(paths) < MAX_NODES, "static_paths", len(paths), f"needs 1 to {MAX_NODES - 1} different paths")
-        check(len(paths) == len(self.static_paths), "static_paths", self.static_paths, "a path stands twice")
-        for path in self.static_paths:
-            check(
-                1 <= len(path) <= MAX_DEPTH and all(0 <= rank < 64 for rank in path), "static_paths", path,
-                f"a path is 1 to {MAX_DEPTH} child ranks, each 0 to 63",
-            )  # fmt: skip
-            check(len(path) == 1 or path[:-1] in paths, "static_paths", path, f"its parent {path[:-1]} is missing")
-
-    @cached_property
-    def max_nodes(self) -> int:
-        """Nodes of one slot's tree, the root included."""
-        sizes = {
-            "none": 1,
-            "chain": 1 + self.num_spec_tokens,
-            "static": 1 + len(self.static_paths),
-            "dynamic": self.num_nodes,
-        }
-        return sizes[self.drafter]
-
-    @cached_property
-    def max_depth(self) -> int:
-        """Deepest level of a tree; the root is level 0. A step commits at most max_depth + 1 tokens."""
-        depths = {
-            "none": 0,
-            "chain": self.num_spec_tokens,
-            "static": max((len(p) for p in self.static_paths), default=0),
-            "dynamic": min(self.depth + 1, self.num_nodes - 1),
-        }
-        return depths[self.drafter]
-
-    @cached_property
-    def draft_rows(self) -> int:
-        """Draft rows written beyond the extend rows while one slot's tree is drafted."""
-        if self.drafter == "chain":
-            return self.num_spec_tokens - 1
-        if self.drafter == "dynamic":
-            return self.depth * self.top_k
-        if self.drafter == "static":
-            return len({p[:-1] for p in self.static_paths if len(p) > 1})
-        return 0
-
-    @cached_property
-    def lookahead(self) -> int:
-        """KV indices from its last token on that a sequence may write in one step."""
-        return max(self.max_nodes, self.draft_rows + 1)
 
 
 @dataclass(frozen=True)
@@ -224,9 +121,7 @@ class EngineConfig:
     max_context: int | None = None  # tokens per sequence, prompt and output; None: what the model was built for
     row_budget: int = 256  # rows of one forward: decoding sequences first, then chunks of prompts
     prefix_cache: bool = True
-    late_commit: bool = (
-        False  # read a step's outcome when the next one is out, as a device with a queue of its own does
-    )
+    late_reads: bool | None = None  # read a step's outcome when the next one is out; None: where the backend waits less
     check: bool = False  # page conservation after every step
 
     def __post_init__(self) -> None:

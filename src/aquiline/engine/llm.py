@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.engine import Engine
-from aquiline.engine.model import LoadedModels, load_models
+from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.engine.progress import RequestProgress
-from aquiline.engine.sequence import Request, Sequence, TokenDelta, TokenLogprobs
+from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import NumericalError
-from aquiline.metrics import Counters, Meter, RunSummary
+from aquiline.metrics import Counters, RunSummary
 from aquiline.models.draft_config import DraftOverrides
-from aquiline.types import FinishReason
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.types import FinishReason, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
 
@@ -55,8 +56,9 @@ class Result:
 class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
-    `spec` is the default way to draft: chain where a draft is there, none elsewhere. `dtype` names how weights are
-    stored: bfloat16, float32, int8 or int4; KV is float32 beside float32 weights, else bfloat16. `arithmetic`
+    `spec` is the default way to draft: a chain of 3 where a draft is there, none elsewhere. `dtype` names how weights
+    are stored: bfloat16, float32, int8 or int4; `kv_dtype` how keys and values are: "auto" is float32 beside float32
+    weights, else bfloat16. `arithmetic`
     "float32" gives the same text on every x86 CPU; "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16, rounds
     activations too: faster, as exact between drafters, a text of its own; "auto" takes it where it is there. `capture`
     (target layers whose outputs the draft reads) and `norm_feedback` replace what a draft's checkpoint says or leaves
@@ -69,38 +71,45 @@ class LLM:
         target: str | Path | None = None,
         draft: str | Path | None = None,
         *,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         dtype: str = "bfloat16",
         arithmetic: str = "auto",
+        kv_dtype: str = "auto",
         device: str = "cpu",
         engine: EngineConfig | None = None,
         capture: tuple[int, ...] | None = None,
         norm_feedback: bool | None = None,
     ) -> None:
-        if device != "cpu":
-            raise ValueError(f"device={device!r}: this version runs on 'cpu'")
         if target is None:
-            is_plain = spec is not None and spec.drafter == "none"
+            is_plain = spec is not None and not spec.needs_draft_model
             target, draft = BUNDLED_TARGET, draft or (None if is_plain else BUNDLED_DRAFT)
         config = engine or EngineConfig()
-        models = load_models(
-            target, draft, dtype, config, Environment.read(), arithmetic, DraftOverrides(capture, norm_feedback)
-        )
+        how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback))
+        models = load_models(target, draft, how, Environment.read())
         self._start(models, config, spec)
 
     @classmethod
-    def from_models(cls, models: LoadedModels, config: EngineConfig, spec: SpecConfig | None = None) -> LLM:
+    def from_models(cls, models: LoadedModels, config: EngineConfig, spec: Drafting | None = None) -> LLM:
         """An LLM over models that are already loaded."""
         llm = cls.__new__(cls)
         llm._start(models, config, spec)
         return llm
 
-    def _start(self, models: LoadedModels, config: EngineConfig, spec: SpecConfig | None) -> None:
+    def _start(self, models: LoadedModels, config: EngineConfig, spec: Drafting | None) -> None:
         self.models = models
-        self.spec = spec or SpecConfig(drafter="none" if models.draft is None else "chain")
-        if self.spec.drafter != "none":
-            models.check_spec(self.spec)
+        self.spec = spec or (NoDraft() if models.draft_config is None else Chain())
+        models.check_spec(self.spec)
         self.engine = Engine(models, config)
+
+    def close(self) -> None:
+        """Give the caches back; nothing can be generated afterwards. Also the end of `with LLM(...) as llm:`."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def generate(
         self, prompts: Prompts, sampling: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
@@ -115,11 +124,11 @@ class LLM:
         prompts: Prompts,
         sampling: SamplingParams | list[SamplingParams] | None = None,
         *,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         on_delta: Callable[[TokenDelta], None] | None = None,
         progress: bool = False,
     ) -> Result:
-        """`generate` with the run's figures, another SpecConfig for this call, and deltas as they come.
+        """`generate` with the run's figures, another way to draft for this call, and deltas as they come.
 
         Every prompt is checked before the first token is computed. Raises NumericalError if the target's logits are
         not numbers."""
@@ -130,7 +139,7 @@ class LLM:
         requests = [self.request(i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
         for request in requests:
             self.engine.check(request)
-        self.engine.meter = Meter()
+        began = self.engine.meter.mark()
         outputs: dict[int | str, Output] = {}
         with RequestProgress(len(requests), self.engine, is_shown=progress) as bar:
             for output in self.outputs(requests, on_delta):
@@ -138,7 +147,7 @@ class LLM:
                     raise NumericalError(output.error)
                 outputs[output.request_id] = output
                 bar.advance()
-        return Result([outputs[request.id] for request in requests], self.engine.meter.summary())
+        return Result([outputs[request.id] for request in requests], self.engine.meter.since(began))
 
     def outputs(
         self, requests: Iterable[Request | None], on_delta: Callable[[TokenDelta], None] | None = None
@@ -178,15 +187,18 @@ class LLM:
         request_id: int | str,
         prompt: str | Iterable[int],
         sampling: SamplingParams,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """A request for the engine: the prompt as tokens, the seed resolved, this LLM's `spec` where none is given."""
         if sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
-        return Request(request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text)
+        return Request(
+            request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text, cache_salt
+        )
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
         """Token ids of a prompt, with the tokens its tokenizer puts around a text. Raises ValueError without one."""

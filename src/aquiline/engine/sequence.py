@@ -7,30 +7,30 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
-from aquiline.spec.drafters import Drafter
+from aquiline.spec.drafting import Drafting, Proposer
 from aquiline.text.detokenizer import Detokenizer
-from aquiline.types import FinishReason, Float32, Int32, TokenLogprobs
+from aquiline.types import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True)
 class Request:
     """What a caller asked for; the seed is resolved. prompt: the text that prompt_ids were made from, if any.
 
-    priority: lower runs first, and takes room from higher ones. deadline_s: seconds after `arrival` (time.monotonic)
-    at which it ends with what it has."""
+    spec: the most a step may draft for it. priority: lower runs first, and takes room from higher ones. deadline_s:
+    seconds after `arrival` (time.monotonic) at which it ends with what it has. cache_salt: prefix pages are shared only
+    between requests of one salt."""
 
     id: int | str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    spec: SpecConfig
+    spec: Drafting
     priority: int = 0
     deadline_s: float | None = None
     prompt: str | None = None
+    cache_salt: str | None = None
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -77,8 +77,8 @@ class Sequence:
     eos_token_ids: frozenset[int]
     tokens: list[int]
     order: int  # of arrival
-    drafter: Drafter | None = None
-    adjustments: LogitAdjustments | None = None
+    proposer: Proposer | None = None  # drafts on the host, where the request's way to draft does
+    bad_words: tuple[tuple[int, ...], ...] = ()
     slot: int = -1  # -1: waits
     num_cached: int = 0
     num_hit: int = 0  # tokens that the prefix cache had when it was last admitted
@@ -97,7 +97,7 @@ class Sequence:
     counters: Counters = field(default_factory=Counters)
     first_token_s: float = 0.0  # time.monotonic of the first token and of the end
     ended_s: float = 0.0
-    lookahead: int = field(init=False)  # SpecConfig's; read in every step
+    lookahead: int = field(init=False)  # the request's spec's; read in every step
     max_step: int = field(init=False)  # tokens that a step adds at most
 
     def __post_init__(self) -> None:
@@ -117,6 +117,11 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether tokens of the prefill are still to be planned."""
         return self.num_planned < self.prefill_end
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the draft model may ever run for it."""
+        return self.request.spec.needs_draft_model
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -156,36 +161,3 @@ class Sequence:
         """End it where it stands."""
         self.finish_reason, self.error, self.ended_s = reason, error, time.monotonic()
         return TokenDelta(self.request.id, [], 0, self.detokenizer.finish(), reason, None, error)
-
-
-class LogitAdjustments:
-    """Penalties and bias of one sequence: counts of its tokens, and the change they make to a node's logits."""
-
-    def __init__(self, sampling: SamplingParams, prompt_ids: tuple[int, ...], vocab_size: int) -> None:
-        self.sampling = sampling
-        self.in_prompt = np.zeros(vocab_size, np.bool_)
-        self.in_prompt[list(prompt_ids)] = True
-        self.counts: Int32 = np.zeros(vocab_size, np.int32)
-        self.bias: Float32 = np.zeros(vocab_size, np.float32)
-        for token, bias in sampling.logit_bias.items():
-            self.bias[token] = bias
-
-    def count(self, token_ids: list[int]) -> None:
-        """Note output tokens."""
-        np.add.at(self.counts, token_ids, 1)
-
-    def apply(self, logits: Float32, path_tokens: list[Int32]) -> Float32:
-        """Adjusted logits [n, V] of n nodes whose drafted paths (root excluded) are path_tokens[i].
-
-        Every operation is elementwise, so a node's result depends on its own path alone."""
-        counts = np.repeat(self.counts[None], len(logits), axis=0)
-        for row, tokens in zip(counts, path_tokens, strict=True):
-            np.add.at(row, tokens, 1)
-        s = self.sampling
-        if s.repetition_penalty != 1:
-            penalty = np.float32(s.repetition_penalty)
-            penalised = np.where(logits > 0, logits / penalty, logits * penalty)
-            logits = np.where(self.in_prompt | (counts > 0), penalised, logits)
-        logits = logits - np.float32(s.presence_penalty) * (counts > 0).astype(np.float32)
-        logits = logits - np.float32(s.frequency_penalty) * counts.astype(np.float32)
-        return (logits + self.bias).astype(np.float32)
