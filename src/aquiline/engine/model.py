@@ -20,6 +20,7 @@ from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draf
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
+from aquiline.ops.quantise import weight_bytes
 from aquiline.spec.drafting import Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.text.tokenizer import load_tokenizer
@@ -44,6 +45,7 @@ class LoadedModels:
     pair: Pair
     tokenizer: Tokenizer | None
     storage: str  # the `dtype` setting
+    weight_bytes: int
     simulated: SimulatedAcceptance | None = None  # random weights only: a fixed acceptance length
 
     @property
@@ -139,8 +141,9 @@ def from_modules(
     decoder: Decoder, head: DraftHead | None, tokenizer: Tokenizer | None, how: Loading, environment: Environment
 ) -> LoadedModels:
     """Pack loaded modules for the backend this machine has. Raises ValueError for settings it does not have."""
+    num_bytes = weight_bytes([decoder] if head is None else [decoder, head], how.dtype)
     pair = new_pair(decoder, head, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment)
-    return LoadedModels(pair, tokenizer, how.dtype)
+    return LoadedModels(pair, tokenizer, how.dtype, num_bytes)
 
 
 def cpu_name() -> str:

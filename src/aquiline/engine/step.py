@@ -82,11 +82,12 @@ def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode
 
 
 def _admit(sequence: Sequence, page_size: int) -> Admit:
-    # Draft keys are used from the page behind the last page that has none. The first of them pairs that page's first
-    # feature with the token after it, so it stands one index further.
+    # Draft keys are used from the page behind the last page that has none. The first of them pairs the first feature
+    # there, in a page or computed now, with the token after it, so it stands one index further.
     first = len(sequence.nodes)
     while first > 0 and sequence.nodes[first - 1].has_draft:
         first -= 1
+    first_feature = 0 if first == 0 else min(first * page_size, sequence.num_cached)
     return Admit(
         slot=sequence.slot,
         tokens=tuple(sequence.tokens),
@@ -96,6 +97,6 @@ def _admit(sequence: Sequence, page_size: int) -> Admit:
         bad_words=sequence.bad_words,
         num_hit=sequence.num_hit,
         drafts=sequence.drafts,
-        first_draft_key=first * page_size + 1,
+        first_draft_key=first_feature + 1,
         num_prompt_logprobs=len(sequence.prompt_logprobs),
     )
