@@ -19,6 +19,12 @@ import numpy as np
 
 STAGES = ("draft", "masks", "verify", "accept", "commit", "host")
 
+PARTS = (
+    "target_attention", "target_mlp", "target_head", "draft_attention", "draft_mlp", "draft_head", "draft_fusion",
+)  # fmt: skip
+"""What stages consist of: attention (from the input norm to the output projection), MLP (to the end of the layer) and
+head (final norm, logits, what is drawn or chosen) of either model, and the fusion of features for the draft."""
+
 
 @dataclass
 class Counters:
