@@ -135,12 +135,12 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_cycle": [POINTER(AqCycle), _P, _I, _I, _P, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
     "aq_close_batch": [_P],
-    "aq_add_shape": [_P, _P, _P],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""
 
 
 _STAGES: dict[str, list[Any]] = {
+    "aq_add_shape": [_P, _P, _P],
     "aq_draft": [_P, _P, _P, _I],
     "aq_read_trees": [_P, _P],
     "aq_replace_trees": [_P, _P],

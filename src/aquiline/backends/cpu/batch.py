@@ -106,7 +106,7 @@ class NativeBatch:
         if masks is None:
             self._check(self._library.verify(self._handle, None, 0, 0))
             return
-        at = address("masks", masks, np.int32) if masks.size else None
+        at = address("masks", masks, np.int32)
         self._check(self._library.verify(self._handle, at, *masks.shape))
 
     def keep(self) -> None:
@@ -179,7 +179,7 @@ class NativeBatch:
         if drafting.needs_draft_model:
             found = c_int32()
             struct, kept = shape_of(drafting)
-            self._library.add_shape(self._handle, byref(struct), byref(found))
+            self._check(self._library.add_shape(self._handle, byref(struct), byref(found)))
             number = found.value
             del kept
         self._shapes[drafting] = number
