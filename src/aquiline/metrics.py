@@ -24,6 +24,12 @@ choosing paths; making slots ready for the next step; everything else, which is 
 PARTS = ("attention", "mlp", "head", "draft_attention", "draft_mlp", "draft_head", "fusion")
 """Where the time of the models' passes goes, target first."""
 
+PARTS = (
+    "target_attention", "target_mlp", "target_head", "draft_attention", "draft_mlp", "draft_head", "draft_fusion",
+)  # fmt: skip
+"""What stages consist of: attention (from the input norm to the output projection), MLP (to the end of the layer) and
+head (final norm, logits, what is drawn or chosen) of either model, and the fusion of features for the draft."""
+
 
 @dataclass
 class Counters:

@@ -134,8 +134,21 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_fuse": [POINTER(AqFusion), _P, _I, _P],
     "aq_cycle": [POINTER(AqCycle), _P, _I, _I, _P, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
+    "aq_close_batch": [_P],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""
+
+
+_STAGES: dict[str, list[Any]] = {
+    "aq_add_shape": [_P, _P, _P],
+    "aq_draft": [_P, _P, _P, _I],
+    "aq_read_trees": [_P, _P],
+    "aq_replace_trees": [_P, _P],
+    "aq_verify": [_P, _P, _I, _I],
+    "aq_keep": [_P, _P, _P],
+    "aq_step": [_P, _P, _P, _I, _P, _P],
+}
+"""Functions whose result the caller looks at: 0, -1 for refused input, -2 for a failure inside."""
 
 
 class Library:
@@ -147,18 +160,26 @@ class Library:
             getattr(dll, name).restype = restype
         dll.aq_packed_bytes.restype, dll.aq_packed_bytes.argtypes = c_int64, [_I, _I, _I]
         dll.aq_num_threads.restype = dll.aq_has_bf16_dot.restype = c_int32
+        dll.aq_open_batch.restype, dll.aq_open_batch.argtypes = c_void_p, [_P]
+        for name, argtypes in _STAGES.items():
+            function = getattr(dll, name)
+            function.argtypes, function.restype = argtypes, c_int32
         for name, argtypes in _CHECKED.items():
             function = getattr(dll, name)
             function.argtypes, function.restype, function.errcheck = argtypes, c_int32, self._check
 
     def _check(self, result: int, function: Any, arguments: tuple[Any, ...]) -> None:
         if result != 0:
-            raise NativeError(f"{function.__name__}: {self._dll.aq_last_error().decode()}")
+            raise NativeError(f"{function.__name__}: {self.last_error()}")
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._dll, f"aq_{name}")
         setattr(self, name, function)  # later look-ups find it without coming here
         return function
+
+    def last_error(self) -> str:
+        """Why the last call of this thread failed."""
+        return str(self._dll.aq_last_error().decode())
 
     def isa(self) -> str:
         """The instruction set in use."""
