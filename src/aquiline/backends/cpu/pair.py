@@ -12,7 +12,6 @@ from torch import Tensor
 from aquiline.backends.base import Sizes
 from aquiline.backends.cpu.backend import CpuBackend
 from aquiline.config import Environment
-from aquiline.kv.pool import KVGeometry
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
@@ -107,8 +106,8 @@ class CpuPair:
         dtype = KV_DTYPES[self.kv_dtype]
         draft = 0
         if self.draft is not None:
-            draft = geometry(self.draft.model).bytes_per_token(dtype) + 4 * self.draft.model.hidden_size
-        return geometry(self.target).bytes_per_token(dtype), draft
+            draft = self.draft.model.kv_values_per_token * dtype.itemsize + 4 * self.draft.model.hidden_size
+        return self.target.kv_values_per_token * dtype.itemsize, draft
 
     def system(self) -> dict[str, object]:
         """What runs: instruction set, threads, arithmetic."""
@@ -128,11 +127,6 @@ def pack_draft(head: DraftHead, arithmetic: str, dtype: str | None) -> NativeDra
         config=head.config,
         kept=(fc, norms),
     )
-
-
-def geometry(config: ModelConfig) -> KVGeometry:
-    """What one token of a model stores."""
-    return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim)
 
 
 def floats(weight: Tensor | None) -> Float32 | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from aquiline.kv.pool import KVGeometry
-from aquiline.kv.pool import new_group as _new_group
 from aquiline.models.config import ModelConfig
-from aquiline.types import KVGroup
+from aquiline.types import KEY_GROUP, KVGroup
 
 
 def new_group(config: ModelConfig, num_pages: int, page_size: int, kv_dtype: str) -> KVGroup:
     """Uninitialised storage for a model's keys and values: memory is touched only when a page is first written."""
-    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim)
-    return _new_group(geometry, num_pages, page_size, getattr(torch, kv_dtype))
+    L, Hkv, Dh, dtype = config.num_layers, config.num_kv_heads, config.head_dim, getattr(torch, kv_dtype)
+    return KVGroup(
+        k=torch.empty(L, num_pages, Hkv, page_size // KEY_GROUP, Dh, KEY_GROUP, dtype=dtype),
+        v=torch.empty(L, num_pages, Hkv, page_size, Dh, dtype=dtype),
+    )
