@@ -1,4 +1,4 @@
-"""Penalties, bias, forbidden tokens and masks: every drawn token against an oracle that knows only the text before it."""
+"""Penalties, bias, forbidden tokens and masks: every drawn token against an oracle that knows the text before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.backends.playing import WAYS, Player, Text, new_pair, words
 from tests.conftest import needs_native
-from tests.ops.native_calls import draw
+from tests.ops.native_calls import draw as draw_rows
 
 from aquiline.backends.base import StepInput, TokenMasks
 from aquiline.backends.cpu.pair import CpuPair
@@ -62,7 +62,7 @@ def adjusted(logits: Float32, before: Sequence[int], num_prompt: int, s: Samplin
 
 def draw(logits: Float32, index: int, s: SamplingParams) -> int:
     how = np.array([(s.temperature, s.top_p, s.min_p, s.top_k, index, s.seed)], SAMPLING)
-    return int(draw(logits[None].copy(), how)[0])
+    return int(draw_rows(logits[None].copy(), how)[0])
 
 
 def check(text: Text, forbidden: Any = lambda before: ()) -> None:

@@ -43,7 +43,7 @@ def check(told: list[TokenLogprobs], rows: Float32, tokens: list[int], k: int) -
 
 @pytest.mark.parametrize("name", WAYS)
 def test_log_probabilities_of_kept_tokens_and_of_the_prompt(name: str) -> None:
-    """Before temperature, penalties and filters; in blocks of rows, over chunks, beside a text that asks for nothing."""
+    """Before temperature, penalties and filters; in blocks of rows, over chunks, beside a text that asks for none."""
     sampling = SamplingParams(
         max_tokens=64, temperature=2.0, seed=3, logprobs=2, prompt_logprobs=1, presence_penalty=0.5
     )
@@ -95,7 +95,7 @@ def test_scores_are_what_steps_compute() -> None:
 @pytest.mark.parametrize("lengths", [(), (4, 0), (1105,), (1,) * 151])
 def test_documents_that_do_not_fit(lengths: tuple[int, ...]) -> None:
     player = Player(pair())
-    with pytest.raises(ValueError, match="score: .* room for 1072 tokens and 150 pages"):
+    with pytest.raises(ValueError, match=r"score: .* room for 1072 tokens and 150 pages"):
         player.backend.score([np.ones(n, np.int32) for n in lengths])
 
 

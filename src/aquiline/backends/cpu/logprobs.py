@@ -63,7 +63,7 @@ class LogprobReader:
             wish = self._wishes.get(decode.slot)
             if wish is not None and wish.kept is not None:
                 path = trees()[1].path if path is None else path
-                rows, kept = first + path[b, : len(decoded.kept)], np.array(decoded.kept, np.int32)
+                rows, kept = path[b, : len(decoded.kept)] + np.int32(first), np.array(decoded.kept, np.int32)
                 decodes[b] = decoded._replace(logprobs=self._read(rows, kept, wish.kept))
             first += 1 + decoded.num_drafted
         for i, (chunk, prefilled) in enumerate(zip(step.chunks, chunks, strict=True)):
@@ -84,13 +84,14 @@ class LogprobReader:
         told: list[TokenLogprobs] = []
         for at in range(begin, end, ROWS):
             until = min(end, at + ROWS)
-            told += self._read(first + np.arange(at, until) - start, wish.tokens[at + 1 : until + 1], k)
+            rows = np.arange(first + at - start, first + until - start, dtype=np.int32)
+            told += self._read(rows, wish.tokens[at + 1 : until + 1], k)
         wish.num_read += len(told)
         return told
 
     def _read(self, rows: Int32, chosen: Int32, k: int) -> list[TokenLogprobs]:
         k = min(k, self._model.head_size)
-        found = self._model.logprobs(self._hidden, rows.astype(np.int32), np.maximum(chosen, 0), k)
+        found = self._model.logprobs(self._hidden, rows, np.maximum(chosen, 0), k)
         return [
             TokenLogprobs(token, logprob, rank, dict(zip(ids, logprobs, strict=True)))
             for token, logprob, rank, ids, logprobs in zip(

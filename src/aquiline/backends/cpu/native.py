@@ -1,4 +1,4 @@
-"""The ctypes mirror of csrc/aquiline.h and the signatures of csrc/stages.h: structs, signatures, loading. Knows nothing of models or the engine.
+"""The ctypes mirror of csrc/aquiline.h, the signatures of csrc/stages.h, loading. Knows nothing of models.
 
 Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
 behind it alive.
