@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,19 +163,38 @@ def ttt_loss(
     default that of this batch's rows. Without `measure` the figures per pass are NaN, which saves
     a look at the logits."""
     late = planned[1].rows if len(planned) > 1 and len(planned[1].rows) < len(planned[0].rows) else None
-    T, parts, places, weights = batch.tokens.shape[1], [], [], []
+    T, outputs, chosen, places, weights = batch.tokens.shape[1], [], [], [], []
+    num_outputs = 0
     first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * T
     run = passes(head, batch, target.features, objective.num_steps, late, objective.attention)
     for step, (rows, a) in enumerate(run):
         counts, weight = planned[step].counts, planned[step].weights
-        parts.append(head.layer.norm(a, head.norm)[counts])
+        outputs.append(a.flatten(0, 1))
+        chosen.append(num_outputs + counts.flatten().nonzero().squeeze(1))
+        num_outputs += counts.numel()
         places.append((first + rows + 1 + step)[counts])
         total = max(1.0, float(weight.sum()) if totals is None else totals[step])
         weights.append(weight[counts] * (objective.decay**step / total))
     at, order = torch.cat(places).sort(stable=True)
     weight = torch.cat(weights)[order]
-    scored = head_loss(torch.cat(parts)[order], head.head, target.rows, at, weight, objective.loss, measure=measure)
+    taken: Tensor = _Taken.apply(torch.cat(outputs), torch.cat(chosen)[order])  # type: ignore[no-untyped-call]
+    normed = head.layer.norm(taken, head.norm)
+    scored = head_loss(normed, head.head, target.rows, at, weight, objective.loss, measure=measure)
     return _result(scored, order, planned, measure)
+
+
+class _Taken(torch.autograd.Function):
+    """x[at] of rows x [n, H], where `at` names no row twice: gradients are put in their places. Those of an index are
+    added up, by one thread on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor) -> Tensor:
+        ctx.at, ctx.shape = at, x.shape
+        return x.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.at, grad), None
 
 
 def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows], measure: bool) -> TTTResult:
