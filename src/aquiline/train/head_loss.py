@@ -20,7 +20,7 @@ from aquiline.train.losses import Loss, Rows, softmax_with_sum
 
 CHUNK_BYTES = 32 << 20
 """Of one chunk's float32 logits."""
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = 4 << 20
 """Of one block's float32 logits on a CPU: a small share of the last-level cache. A GPU takes a chunk as one block."""
 
 
