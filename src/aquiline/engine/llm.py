@@ -183,7 +183,7 @@ class LLM:
         deadline_s: float | None = None,
     ) -> Request:
         """A request for the engine: the prompt as tokens, the seed resolved, this LLM's `spec` where none is given."""
-        if sampling.seed is None:
+        if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
         return Request(request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text)
