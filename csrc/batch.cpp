@@ -11,11 +11,12 @@ namespace aq {
 
 void RowBuffer::open(int max_rows, bool is_draft, const int32_t* page_table, int pages_per_slot, int num_slots) {
   is_draft_ = is_draft;
-  for (auto* column : {&tokens_, &positions_, &slots_, &write_, &key_start_, &context_len_, &tail_len_}) column->resize(max_rows);
-  tail_.resize((size_t)max_rows * (AQ_MAX_DEPTH + 1));
-  rows_ = {tokens_.data(),      positions_.data(), slots_.data(),    write_.data(), key_start_.data(),
-           context_len_.data(), tail_.data(),      tail_len_.data(), page_table,    0,
-           AQ_MAX_DEPTH + 1,    pages_per_slot,    num_slots};
+  for (auto* column : {&tokens_, &positions_, &slots_, &write_, &key_start_, &context_len_, &tail_len_})
+    column->reset(new int32_t[max_rows]);
+  tail_.reset(new int32_t[(size_t)max_rows * (AQ_MAX_DEPTH + 1)]);
+  rows_ = {tokens_.get(),      positions_.get(), slots_.get(),    write_.get(), key_start_.get(),
+           context_len_.get(), tail_.get(),      tail_len_.get(), page_table,   0,
+           AQ_MAX_DEPTH + 1,   pages_per_slot,   num_slots};
 }
 
 int RowBuffer::next(int slot, int token, int index, int key_start) {
@@ -163,7 +164,7 @@ int check_chunk(const AqChunk& chunk, int num_known, int num_computed) {
              "chunk [%d, %d) of slot %d: %d tokens are known and %d computed", chunk.start, chunk.end, chunk.slot, num_known,
              num_computed);
   const int wanted = chunk.end + !chunk.draws;
-  AQ_REQUIRE(chunk.is_last ? num_known == wanted : !chunk.draws, "chunk [%d, %d) of slot %d: is_last=%d and draws=%d, %d tokens known",
+  AQ_REQUIRE(chunk.is_last ? num_known == wanted : !chunk.draws && num_known >= wanted, "chunk [%d, %d) of slot %d: is_last=%d and draws=%d, %d tokens known",
              chunk.start, chunk.end, chunk.slot, chunk.is_last, chunk.draws, num_known);
   return 0;
 }

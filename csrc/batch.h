@@ -1,6 +1,7 @@
 // A running batch from the inside: slots, the step in progress, and the rows of a forward. Plain state; the stages
 // (draft.cpp, verify.cpp, keep.cpp) work on it one after the other.
 #pragma once
+#include <memory>
 #include <vector>
 
 #include "check.h"
@@ -63,7 +64,7 @@ class RowBuffer {
 
   AqRows rows_{};
   bool is_draft_ = false;
-  std::vector<int32_t> tokens_, positions_, slots_, write_, key_start_, context_len_, tail_, tail_len_;
+  std::unique_ptr<int32_t[]> tokens_, positions_, slots_, write_, key_start_, context_len_, tail_, tail_len_;
 };
 
 // Draft rows [begin, end) of a slot.

@@ -15,7 +15,9 @@ int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& t
   const int width = c.draft->hidden;
   RowBuffer& rows = batch->draft_rows;
   rows.clear();
-  batch->g.resize((size_t)c.max_rows * width);
+  size_t num_rows = 0;
+  for (const int count : take) num_rows += count;
+  batch->g.resize(std::max(batch->g.size(), num_rows * width));
   for (size_t i = 0; i < left->size(); i++) {
     Span& span = (*left)[i];
     const Slot& slot = batch->slots[span.slot];

@@ -111,17 +111,26 @@ void grow_dynamic(const AqBatch& batch, Growing* tree, int level, const Children
   tree->beam_paths = std::move(paths);
 }
 
-// The best num_nodes - 1 candidates and the root. A parent scores no less than its child and stands before it, so it is chosen
-// whenever the child is.
-void select(Growing* tree) {
-  const int num_nodes = tree->shape->num_nodes;
-  std::vector<int32_t> chosen = best_first(tree->scores.data(), (int)tree->scores.size(), num_nodes - 1);
+// The best num_nodes - 1 candidates in the order they were found, and the node numbers of their parents. A parent scores no
+// less than its child and stands before it, so it is chosen whenever the child is.
+std::vector<int32_t> choose_nodes(const float* scores, const int32_t* parents, int count, int num_nodes,
+                                  std::vector<int32_t>* node_parents) {
+  std::vector<int32_t> chosen = best_first(scores, count, num_nodes - 1), number(count, 0);
   std::sort(chosen.begin(), chosen.end());
-  std::vector<int32_t> number(tree->tokens.size(), 0), tokens(num_nodes), parents(num_nodes, 0);
+  node_parents->assign(num_nodes, 0);
   for (int i = 1; i < num_nodes; i++) {
-    const int candidate = chosen[i - 1], parent = tree->parents[candidate];
-    number[candidate] = i, tokens[i] = tree->tokens[candidate], parents[i] = parent < 0 ? 0 : number[parent];
+    const int parent = parents[chosen[i - 1]];
+    number[chosen[i - 1]] = i;
+    (*node_parents)[i] = parent < 0 ? 0 : number[parent];
   }
+  return chosen;
+}
+
+void select(Growing* tree) {
+  std::vector<int32_t> parents, tokens(1, 0);
+  const std::vector<int32_t> chosen = choose_nodes(tree->scores.data(), tree->parents.data(), (int)tree->scores.size(),
+                                                   tree->shape->num_nodes, &parents);
+  for (const int candidate : chosen) tokens.push_back(tree->tokens[candidate]);
   tree->tokens = std::move(tokens), tree->parents = std::move(parents);
 }
 
@@ -250,3 +259,19 @@ int grow(AqBatch* batch, const Message& message) {
 }
 
 }  // namespace aq
+
+int aq_select(const float* scores, const int32_t* parents, int32_t count, int32_t num_nodes, int32_t* chosen,
+              int32_t* node_parents) {
+  using namespace aq;
+  AQ_TRY(check_pointer("scores", scores, sizeof(float)));
+  const int32_t* arrays[] = {parents, chosen, node_parents};
+  for (const int32_t* array : arrays) AQ_TRY(check_pointer("parents", array, sizeof(int32_t)));
+  AQ_REQUIRE(num_nodes >= 1 && num_nodes <= count + 1, "num_nodes=%d: must be in [1, %d]", num_nodes, count + 1);
+  for (int i = 0; i < count; i++)
+    AQ_REQUIRE(parents[i] >= -1 && parents[i] < i, "parents[%d]=%d: must be in [-1, %d)", i, parents[i], i);
+  std::vector<int32_t> found;
+  const std::vector<int32_t> best = choose_nodes(scores, parents, count, num_nodes, &found);
+  std::copy(best.begin(), best.end(), chosen);
+  std::copy(found.begin(), found.end(), node_parents);
+  return 0;
+}

@@ -64,12 +64,13 @@ int fuse(AqBatch* batch) {
   return 0;
 }
 
-// Draft keys along with a prompt's own. That of the chunk's last token waits for the token behind it.
+// Draft keys along with a prompt's own. Those behind its last token wait for the token that follows.
 int extend_chunks(AqBatch* batch) {
   std::vector<Span> spans;
   for (const AqChunk& chunk : batch->chunks) {
     const Slot& slot = batch->slots[chunk.slot];
-    if (slot.drafts && slot.draft_end < chunk.end) spans.push_back({chunk.slot, slot.draft_end - 1, chunk.end - 1});
+    const int until = chunk.is_last ? chunk.end : chunk.end + 1;
+    if (slot.drafts && slot.draft_end < until) spans.push_back({chunk.slot, slot.draft_end - 1, until - 1});
   }
   return extend(batch, spans, nullptr);
 }

@@ -88,6 +88,14 @@ int aq_keep(AqBatch*, int32_t* out, double* seconds);
 // The three one after the other.
 int aq_step(AqBatch*, const int32_t* message, const AqAdmit* admits, int32_t num_admits, int32_t* out, double* seconds);
 
+// Single parts of the stages, for tests. The path of one tree whose nodes' tokens were drawn, root first, path
+// [AQ_MAX_DEPTH + 1]; num_forced as in AqDecode. And the best num_nodes - 1 of a dynamic tree's candidates in the order they
+// were found, with the node number of each one's parent; parents [count]: of candidates, -1 for the root.
+int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int32_t num_nodes, int32_t num_forced,
+              int32_t* path, int32_t* length);
+int aq_select(const float* scores, const int32_t* parents, int32_t count, int32_t num_nodes, int32_t* chosen,
+              int32_t* node_parents);
+
 #ifdef __cplusplus
 }
 #endif

@@ -125,17 +125,26 @@ int draw(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks,
   return ruled.empty() ? 0 : draw_ruled(batch, all, ruled, masks, num_words);
 }
 
+// The accepted nodes of one tree, root first: since parents stand before their children, one pass over its nodes.
+void accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int num_nodes, int num_forced,
+            std::vector<int32_t>* path) {
+  path->assign(1, 0);
+  for (int i = 1; i < num_nodes; i++) {
+    const int node = path->back();
+    const bool matches = num_forced < 0 ? tokens[i] == drawn[node] : (int)path->size() <= num_forced;
+    if (parents[i] == node && matches) path->push_back(i);
+  }
+}
+
 void accept(AqBatch* batch, int b) {
   const Trees& trees = batch->trees;
-  const int first = trees.offsets[b], forced = batch->decodes[b].num_forced;
+  const int first = trees.offsets[b];
+  const int32_t *tokens = trees.tokens.data() + first, *drawn = batch->drawn.data() + first;
   std::vector<int32_t>&path = batch->paths[b], &kept = batch->kept[b];
-  path.assign(1, 0), kept.clear();
-  for (int i = 1; i < trees.size(b); i++) {
-    const int node = path.back();
-    const bool matches = forced < 0 ? trees.tokens[first + i] == batch->drawn[first + node] : (int)kept.size() < forced;
-    if (trees.parents[first + i] == node && matches) path.push_back(i), kept.push_back(trees.tokens[first + i]);
-  }
-  kept.push_back(batch->drawn[first + path.back()]);
+  accept(tokens, trees.parents.data() + first, drawn, trees.size(b), batch->decodes[b].num_forced, &path);
+  kept.clear();
+  for (size_t level = 1; level < path.size(); level++) kept.push_back(tokens[path[level]]);
+  kept.push_back(drawn[path.back()]);
 }
 
 int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks, int num_words) {
@@ -174,6 +183,22 @@ int check_verify(const AqBatch& batch, const uint32_t* masks, int num_rows, int 
 }  // namespace aq
 
 using namespace aq;
+
+int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int32_t num_nodes, int32_t num_forced,
+              int32_t* path, int32_t* length) {
+  const struct { const char* name; const int32_t* pointer; } arrays[] = {
+      {"tokens", tokens}, {"parents", parents}, {"drawn", drawn}, {"path", path}, {"length", length},
+  };
+  for (const auto& array : arrays) AQ_TRY(check_pointer(array.name, array.pointer, sizeof(int32_t)));
+  Trees trees;
+  trees.offsets = {0, num_nodes}, trees.tokens.assign(tokens, tokens + num_nodes), trees.parents.assign(parents, parents + num_nodes);
+  AQ_TRY(finish_trees(&trees));
+  std::vector<int32_t> found;
+  accept(tokens, parents, drawn, num_nodes, num_forced, &found);
+  std::copy(found.begin(), found.end(), path);
+  *length = (int32_t)found.size();
+  return 0;
+}
 
 int aq_verify(AqBatch* batch, const uint32_t* masks, int32_t num_rows, int32_t num_words) {
   AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));

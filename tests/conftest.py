@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from aquiline.backends.cpu import calls
 from aquiline.config import EngineConfig, Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, from_modules
 from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.ops import cpu
 from aquiline.types import storage_dtype
 
 # A busy machine must not fail a property by taking long, nor draw other examples than the last run did.
@@ -34,7 +34,7 @@ TINY_DRAFT = DraftConfig(
     model=dataclasses.replace(TINY, num_layers=1), draft_vocab_size=48, target_hidden_size=64, capture=TINY_CAPTURE
 )
 
-needs_native = pytest.mark.skipif(cpu.missing_reason() is not None, reason=f"native library: {cpu.missing_reason()}")
+needs_native = pytest.mark.skipif(calls.missing_reason() is not None, reason=f"native library: {calls.missing_reason()}")
 
 
 def init_random(module: nn.Module, seed: int, scale: float = 0.15) -> None:

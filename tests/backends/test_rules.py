@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tests.backends.playing import WAYS, Player, Text, new_pair, words
 from tests.conftest import needs_native
+from tests.ops.native_calls import draw
 
 from aquiline.backends.base import StepInput, TokenMasks
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
-from aquiline.ops import cpu
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.tree import DraftTree
 from aquiline.types import SAMPLING, Float32
@@ -62,7 +62,7 @@ def adjusted(logits: Float32, before: Sequence[int], num_prompt: int, s: Samplin
 
 def draw(logits: Float32, index: int, s: SamplingParams) -> int:
     how = np.array([(s.temperature, s.top_p, s.min_p, s.top_k, index, s.seed)], SAMPLING)
-    return int(cpu.draw(logits[None].copy(), how)[0])
+    return int(draw(logits[None].copy(), how)[0])
 
 
 def check(text: Text, forbidden: Any = lambda before: ()) -> None:

@@ -11,9 +11,9 @@ import torch
 from tests.backends.playing import WAYS, Player, new_pair, words
 from tests.conftest import TINY, needs_native, tiny_pair
 
+from aquiline.backends.cpu import packed
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
-from aquiline.ops import packed
 from aquiline.spec.drafting import Chain, NoDraft
 from aquiline.types import Float32, TokenLogprobs
 

@@ -13,7 +13,7 @@ from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.models.runner import resolve_arithmetic
-from aquiline.ops import packed
+from aquiline.backends.cpu import packed
 
 pytestmark = needs_native
 

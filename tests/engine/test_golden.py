@@ -20,7 +20,7 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.ops import cpu, native
+from aquiline.backends.cpu import calls, native
 
 pytestmark = needs_native
 
@@ -69,7 +69,7 @@ def observe(dtype: str = "bfloat16") -> dict[str, object]:
 @pytest.fixture
 def restored_isa() -> Iterator[None]:
     yield
-    cpu.select_isa(Environment.read().isa)
+    calls.select_isa(Environment.read().isa)
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])

@@ -20,7 +20,7 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.models.load import read_model_config
 from aquiline.models.runner import resolve_arithmetic, weight_bytes
-from aquiline.ops import native
+from aquiline.backends.cpu import native
 
 __all__ = ["restored_isa"]
 

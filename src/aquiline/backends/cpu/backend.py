@@ -17,11 +17,11 @@ import numpy as np
 
 from aquiline.backends.base import Decoded, Drafts, Prefilled, Scored, Sizes, StepInput, StepOutput, TokenMasks
 from aquiline.backends.cpu.batch import AqBatchConfig, NativeBatch, new_tree
+from aquiline.backends.cpu.buffers import address, describe_kv, pointer
 from aquiline.backends.cpu.logprobs import LogprobReader
+from aquiline.backends.cpu.packed import library
 from aquiline.backends.cpu.storage import new_group
 from aquiline.metrics import PARTS
-from aquiline.ops.buffers import address, describe_kv, pointer
-from aquiline.ops.packed import library
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Int32, Rows
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
+from aquiline.backends.cpu.buffers import address, pointer
+from aquiline.backends.cpu.native import AqFusion, AqKV, AqModel
+from aquiline.backends.cpu.packed import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
-from aquiline.ops.buffers import address, pointer
-from aquiline.ops.native import AqFusion, AqKV, AqModel
-from aquiline.ops.packed import library
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 from aquiline.spec.tree import DraftTree, Topology, static_shape
 from aquiline.types import Int32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aquiline.backends.base import Admit, Decoded, Prefilled, StepInput
-from aquiline.ops.cpu import NativeModel
+from aquiline.backends.cpu.calls import NativeModel
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, TokenLogprobs
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import Sizes
+from aquiline.backends.cpu import calls, packed
 from aquiline.backends.cpu.backend import CpuBackend
+from aquiline.backends.cpu.buffers import address
+from aquiline.backends.cpu.calls import NativeModel
+from aquiline.backends.cpu.native import AqFusion
+from aquiline.backends.cpu.packed import Arena, PackedLinear
 from aquiline.config import Environment
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.ops import cpu, packed
-from aquiline.ops.buffers import address
-from aquiline.ops.cpu import NativeModel
-from aquiline.ops.native import AqFusion
-from aquiline.ops.packed import Arena, PackedLinear
 from aquiline.ops.quantise import QUANTISED
 from aquiline.types import Float32, Int32, storage_dtype
 
@@ -28,13 +28,13 @@ KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def missing_reason(environment: Environment) -> str | None:
     """Why pairs cannot run natively; None if they can."""
-    return "AQUILINE_ISA=off" if environment.isa == "off" else cpu.missing_reason()
+    return "AQUILINE_ISA=off" if environment.isa == "off" else calls.missing_reason()
 
 
 def configure(environment: Environment) -> None:
     """Use the instruction set and the threads that the environment names: by default the best and a core each."""
-    cpu.select_isa(environment.isa)
-    cpu.set_threads(environment.num_threads or psutil.cpu_count(logical=False) or 1)
+    calls.select_isa(environment.isa)
+    calls.set_threads(environment.num_threads or psutil.cpu_count(logical=False) or 1)
 
 
 def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
@@ -111,7 +111,7 @@ class CpuPair:
 
     def system(self) -> dict[str, object]:
         """What runs: instruction set, threads, arithmetic."""
-        return dict[str, object](cpu.system()) | {"arithmetic": self.arithmetic, "kv_dtype": self.kv_dtype}
+        return dict[str, object](calls.system()) | {"arithmetic": self.arithmetic, "kv_dtype": self.kv_dtype}
 
 
 def pack_draft(head: DraftHead, arithmetic: str, dtype: str | None) -> NativeDraft:

@@ -1,4 +1,4 @@
-"""The ctypes mirror of csrc/aquiline.h: structs, signatures, loading. Knows nothing of models or the engine.
+"""The ctypes mirror of csrc/aquiline.h and the signatures of csrc/stages.h: structs, signatures, loading. Knows nothing of models or the engine.
 
 Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
 behind it alive.
@@ -17,7 +17,7 @@ from aquiline.errors import NativeError
 
 FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4 = range(5)
 
-LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
+LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"
 
 
 class AqLinear(Structure):
@@ -84,30 +84,6 @@ class AqFusion(Structure):
     ]
 
 
-class AqSlots(Structure):
-    """The running batch's state per slot."""
-
-    _fields_ = [
-        *((n, c_void_p) for n in ("tokens", "positions", "first_draft_key", "num_carried", "carried_tokens")),
-        *((n, c_void_p) for n in ("carried", "page_features", "settings")),
-        *((n, c_int32) for n in ("num_slots", "max_carry", "width")),
-    ]
-
-
-class AqCycle(Structure):
-    """All that a decode cycle works on."""
-
-    _fields_ = [
-        *((n, POINTER(AqModel)) for n in ("target", "draft")),
-        *((n, POINTER(AqKV)) for n in ("target_kv", "draft_kv")),
-        *((n, POINTER(AqRows)) for n in ("rows", "draft_rows")),
-        *((n, c_void_p) for n in ("hidden", "features", "draft_hidden", "d2t")),
-        ("fusion", AqFusion),
-        ("slots", AqSlots),
-        *((n, c_int32) for n in ("max_rows", "norm_feedback")),
-    ]
-
-
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
 _P, _I, _F = c_void_p, c_int32, c_float
 
@@ -130,9 +106,9 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_attention": [_KV, _I, _ROWS, _P, _I, _F, _I, _P, _I, _P],
     "aq_exp_log": [_P, _I, _P, _P],
     "aq_gumbel": [c_uint64, _I, _I, _P],
-    "aq_accept": [_P, _P, _P, _P, _I, _I, _P, _P, _P],
+    "aq_accept": [_P, _P, _P, _I, _I, _P, _P],
+    "aq_select": [_P, _P, _I, _I, _P, _P],
     "aq_fuse": [POINTER(AqFusion), _P, _I, _P],
-    "aq_cycle": [POINTER(AqCycle), _P, _I, _I, _P, _P, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
     "aq_close_batch": [_P],
 }

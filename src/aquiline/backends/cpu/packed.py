@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aquiline.backends.cpu import native
+from aquiline.backends.cpu.native import AqLinear, Library
 from aquiline.errors import NativeError
-from aquiline.ops import native
-from aquiline.ops.native import AqLinear, Library
 from aquiline.ops.quantise import quantise
 from aquiline.types import KEY_GROUP
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.ops.native import AqKV, AqRows
-from aquiline.ops.packed import dtype_code
+from aquiline.backends.cpu.native import AqKV, AqRows
+from aquiline.backends.cpu.packed import dtype_code
 from aquiline.types import KEY_GROUP, KVGroup, Rows
 
 ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")

@@ -1,4 +1,4 @@
-"""The native CPU path as the layers above call it: models, linears, sampling, on numpy buffers.
+"""Models and linears of the native library, one call at a time, on numpy buffers.
 
 Owns packed weights and the structs that describe the caller's buffers; computes nothing itself. A decode step of a
 small model takes a millisecond, so a call may cost microseconds: structs are kept for the rows and caches that come
@@ -15,14 +15,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from aquiline.ops import native
-from aquiline.ops.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
-from aquiline.ops.native import AqKV, AqLayer, AqModel, AqRows
-from aquiline.ops.packed import Arena, PackedLinear, dtype_code, interleave, library
+from aquiline.backends.cpu import native
+from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
+from aquiline.backends.cpu.native import AqKV, AqLayer, AqModel, AqRows
+from aquiline.backends.cpu.packed import Arena, PackedLinear, dtype_code, interleave, library
 from aquiline.types import (
     KEY_GROUP,
     SAMPLING,
-    AcceptResult,
     Float32,
     Int32,
     KVGroup,
@@ -54,22 +53,6 @@ def set_threads(threads: int) -> None:
 def select_isa(name: str | None) -> None:
     """Use "avx512", "avx2" or "portable"; None takes the best this CPU has. Results do not depend on it."""
     library().select_isa(None if name is None else name.encode())
-
-
-class PartTimes:
-    """While in use as a context, `seconds` [7] grows by what calls spend in their parts: attention (from the input norm
-    to the output projection), MLP (to the end of the layer) and head (final norm, logits, what is drawn or chosen) of
-    targets, the same of drafts, and fusion."""
-
-    def __init__(self) -> None:
-        self.seconds = np.zeros(7)
-
-    def __enter__(self) -> PartTimes:
-        library().time_parts(pointer(self.seconds))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        library().time_parts(None)
 
 
 class NativeModel:
@@ -271,46 +254,3 @@ class NativeLinear:
         y = np.empty((x.shape[0], self.num_outputs), np.float32)
         library().linear(byref(self._packed.struct), address("x", x, np.float32), x.shape[0], pointer(y))
         return y
-
-
-def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
-    """Root-mean-square norm of rows x [R, W]; W is a multiple of 16."""
-    rows, width = x.shape
-    assert weight.shape == (width,), (weight.shape, width)
-    y = np.empty_like(x)
-    at, weight_at = address("x", x, np.float32), address("weight", weight, np.float32)
-    library().rms_norm(at, weight_at, rows, width, eps, pointer(y))
-    return y
-
-
-def draw(logits: Float32, sampling: RowSampling) -> Int32:
-    """Draw a token from each row of logits [n, V]; -1 where a logit is NaN or none is finite."""
-    n, vocab = logits.shape
-    assert len(sampling) == n, (len(sampling), n)
-    tokens = np.empty(n, np.int32)
-    how = address("sampling", sampling, SAMPLING)
-    library().draw(address("logits", logits, np.float32), n, vocab, how, pointer(tokens))
-    return tokens
-
-
-def accept(tokens: Int32, drawn: Int32, parents: Int32, offsets: Int32, max_depth: int) -> AcceptResult:
-    """Follow the drawn tokens down every slot's tree. tokens, drawn, parents [R]; offsets [B + 1]; siblings differ."""
-    B, width, num_rows = len(offsets) - 1, max_depth + 1, len(tokens)
-    assert len(drawn) == len(parents) == num_rows == offsets[-1], (len(drawn), len(parents), num_rows, offsets)
-    named = (("tokens", tokens), ("drawn", drawn), ("parents", parents), ("offsets", offsets))
-    at = [address(name, array, np.int32) for name, array in named]
-    out = np.empty(B * (1 + 2 * width), np.int32)
-    start = pointer(out)
-    library().accept(*at, B, max_depth, start, start + 4 * B, start + 4 * B * (1 + width))
-    path, kept = out[B:].reshape(2, B, width)
-    return AcceptResult(path=path, tokens=kept, num_accepted=out[:B])
-
-
-def move_kv(kv: KVGroup, page_table: Int32, slots: Int32, src: Int32, dst: Int32) -> None:
-    """Copy every layer's key and value from KV index src[i] to dst[i] of slot slots[i], in order."""
-    count = len(slots)
-    assert len(src) == len(dst) == count, (count, len(src), len(dst))
-    assert count == 0 or max(slots.tolist()) < len(page_table), (slots, len(page_table))
-    at = [address(name, a, np.int32) for name, a in (("slots", slots), ("src", src), ("dst", dst))]
-    table = address("page_table", page_table, np.int32)
-    library().move_kv(byref(describe_kv(kv)), table, page_table.shape[1], *at, count)
