@@ -18,9 +18,9 @@ from aquiline.bench.suite import Plan, Progress, run_suite
 from aquiline.bench.table import markdown
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
-from aquiline.config import SpecConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
+from aquiline.spec.drafting import Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
@@ -111,7 +111,7 @@ def test_every_round_begins_with_another_setting(tmp_path: Path, monkeypatch: py
     order: list[int] = []
     decode = suite.LoadRun._decode
 
-    def noted(self: suite.LoadRun, llm: LLM, prompts: list[list[int]], spec: SpecConfig) -> Run:
+    def noted(self: suite.LoadRun, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
         order.append(0 if spec.drafter == "none" else spec.num_spec_tokens)
         return decode(self, llm, prompts, spec)
 

@@ -13,9 +13,9 @@ from tests.conftest import needs_native, tiny_llm
 from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 
-from aquiline.config import SpecConfig
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
@@ -72,7 +72,7 @@ def test_a_deadline_that_is_met_changes_nothing() -> None:
 
 @pytest.mark.parametrize("spec", [BASELINE, SPECS["chain4"]], ids=["none", "chain4"])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
-def test_an_abort_frees_slot_and_pages_wherever_the_request_stands(spec: SpecConfig, num_steps: int) -> None:
+def test_an_abort_frees_slot_and_pages_wherever_the_request_stands(spec: Drafting, num_steps: int) -> None:
     """It waits; its prompt is cut in chunks (24 rows a step); it decodes."""
     llm = tiny_llm(max_batch=2, row_budget=24)
     doomed = add(llm, "doomed", words(40), LONG, spec)

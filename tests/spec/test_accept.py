@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from aquiline.spec.accept import accept, accept_native
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import needs_native
@@ -11,7 +12,6 @@ from tests.spec.test_tree import forests, topology_of
 
 from aquiline.errors import NativeError
 from aquiline.ops import cpu
-from aquiline.spec.accept import accept, accept_native
 from aquiline.spec.tree import DraftTree, chain_topology
 
 pytestmark = needs_native

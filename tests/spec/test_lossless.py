@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from aquiline.spec.accept import accept
 from scipy import stats
 from tests.conftest import needs_native
 
 from aquiline.ops import cpu
-from aquiline.spec.accept import accept
 from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import SAMPLING, AcceptResult, Int32
 

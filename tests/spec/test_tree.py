@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from aquiline.spec.drafters import Roots, best_first, depths_of, select
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aquiline.config import DEFAULT_STATIC_PATHS, SpecConfig
-from aquiline.spec.drafters import Roots, best_first, depths_of, select
+from aquiline.config import DEFAULT_STATIC_PATHS
+from aquiline.spec.drafting import drafting
 from aquiline.spec.tree import Topology, ancestor_masks, chain_topology, static_shape, static_topology
 
 
@@ -118,5 +119,5 @@ def test_masks_span_several_words() -> None:
 )
 def test_impossible_settings_are_refused_by_name(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match="=") as error:
-        SpecConfig(**settings)  # type: ignore[arg-type]
+        drafting(**settings)  # type: ignore[arg-type]
     assert named in str(error.value)

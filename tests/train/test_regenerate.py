@@ -14,9 +14,10 @@ from tests.conftest import engine_config, needs_native, round_to, tiny_models, t
 from tests.engine.test_stops import letters
 from tests.train.regenerating import ROWS, TEMPLATE, llm, read, regenerate, target, write
 
-from aquiline.config import Environment, SpecConfig
+from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
+from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 from aquiline.train.answer_file import AnswerFile
 from aquiline.train.regenerate import RegenerateConfig, Regeneration
@@ -37,7 +38,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("change", ["batch 1", "batch 8", "other order", "as they stand", "drafts", "no prefix cache"])
 def test_rows_depend_on_nothing_but_their_number(change: str, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     regenerate(checkpoint, data, tmp_path / "out.jsonl")
-    engines = {"batch 1": llm(1), "batch 8": llm(8), "drafts": llm(3, SpecConfig())}
+    engines = {"batch 1": llm(1), "batch 8": llm(8), "drafts": llm(3, Chain())}
     engines["no prefix cache"] = llm(prefix_cache=False)
     fields = {"other order": {"shuffle_seed": 7}, "as they stand": {"shuffle_seed": None}}.get(change, {})
     done = regenerate(checkpoint, data, tmp_path / "other.jsonl", engines.get(change), **fields)

@@ -15,9 +15,9 @@ from tests.conftest import needs_native
 from tests.train.regenerating import ROWS, llm, read, regenerate, target, write
 from torch import Tensor
 
-from aquiline.config import SpecConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
+from aquiline.spec.drafting import Chain
 from aquiline.train.answering import rejected_tokens
 from aquiline.train.config import TrainConfig
 from aquiline.train.data import build_corpus
@@ -62,7 +62,7 @@ def missed_by_verification(runs: LLM, seen: dict[int | str, set[int]]) -> None:
 @pytest.mark.parametrize("length", [1, 3])
 def test_rows_say_what_verification_rejected(length: int, tmp_path: Path) -> None:
     checkpoint, data = target(tmp_path / "target"), write(tmp_path / "prompts.jsonl", ROWS)
-    spec, seen = SpecConfig(num_spec_tokens=length), dict[int | str, set[int]]()
+    spec, seen = Chain(length), dict[int | str, set[int]]()
     engine = llm(3, spec)
     missed_by_verification(engine, seen)
     done = regenerate(checkpoint, data, tmp_path / "out.jsonl", engine, max_tokens=40)

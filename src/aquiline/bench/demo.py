@@ -13,17 +13,18 @@ from aquiline.bench.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.intervals import Estimate, estimate, paired, rotated
 from aquiline.bench.prompts import Prompt
 from aquiline.bench.result import commit
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 NEW_TOKENS = 128
 SEED = 0
 TEMPERATURES = (0.0, 0.8)
 SETTINGS = {
-    "baseline": SpecConfig(drafter="none"),
-    "chain": SpecConfig(drafter="chain"),
-    "tree": SpecConfig(drafter="dynamic"),
+    "baseline": NoDraft(),
+    "chain": Chain(),
+    "tree": Dynamic(),
 }
 """What the demo compares: the default shapes, chosen on other files than the demo's prompts (LOG.md)."""
 
@@ -33,7 +34,7 @@ class Run:
     """One setting at one temperature over all prompts."""
 
     name: str
-    spec: SpecConfig
+    spec: Drafting
     temperature: float
     outputs: list[Output] = field(default_factory=list)
     summaries: list[RunSummary] = field(default_factory=list)

@@ -20,11 +20,11 @@ from typing import Any
 from aquiline.bench.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.integrity import SCHEMA, problems
 from aquiline.bench.intervals import spread
-from aquiline.config import SpecConfig
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
+from aquiline.spec.drafting import Drafting
 
 Result = dict[str, Any]
 
@@ -65,7 +65,7 @@ class ModelFacts:
 
 
 def describe(
-    scenario: Scenario, setting: str, spec: SpecConfig, model: ModelFacts, llm: LLM, runs: list[Run],
+    scenario: Scenario, setting: str, spec: Drafting, model: ModelFacts, llm: LLM, runs: list[Run],
     prefill: Run | None = None,
 ) -> Result:  # fmt: skip
     """The result of the measured runs of one setting, in the order of their rounds. prefill: the run that computed the

@@ -32,12 +32,13 @@ from aquiline.bench.result import (
 from aquiline.bench.roofline import Roofline
 from aquiline.bench.scenarios import Load, Source
 from aquiline.bench.shapes import precision_of
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
 
 BASELINE = "baseline"
 
@@ -57,10 +58,10 @@ class Plan:
     text_source: str | None = None
 
     @property
-    def settings(self) -> dict[str, SpecConfig]:
+    def settings(self) -> dict[str, Drafting]:
         """What is compared: the baseline first."""
-        chains = {f"chain-{k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in self.num_spec_tokens}
-        return {BASELINE: SpecConfig(drafter="none")} | chains
+        chains = {f"chain-{k}": Chain(k) for k in self.num_spec_tokens}
+        return {BASELINE: NoDraft()} | chains
 
 
 @dataclass
@@ -113,7 +114,7 @@ class LoadRun:
         if all(found):
             yield from (result for result in found if result is not None)
             return
-        llm = LLM.from_models(self.source.load(self.config), self.config, SpecConfig(drafter="none"))
+        llm = LLM.from_models(self.source.load(self.config), self.config, NoDraft())
         prompts, scenario = self._prompts(llm.models.tokenizer)
         prefill = self._prefill(llm, prompts, settings[list(settings)[-1]])
         progress.advance()
@@ -152,7 +153,7 @@ class LoadRun:
             target, draft_shape_of(models.draft_config, target), precision_of(models.storage, None), ceilings
         )
 
-    def _simulate(self, llm: LLM, spec: SpecConfig) -> None:
+    def _simulate(self, llm: LLM, spec: Drafting) -> None:
         """Set the acceptance length of a setting that has no real one: no more than its chain can give."""
         if llm.models.simulated is not None and self.source.simulated_tau is not None:
             llm.models.simulated.start(min(self.source.simulated_tau, spec.max_depth + 1))
@@ -173,11 +174,11 @@ class LoadRun:
             measurement_runs=plan.measurement_runs,
         )  # fmt: skip
 
-    def _prefill(self, llm: LLM, prompts: list[list[int]], spec: SpecConfig) -> Run:
+    def _prefill(self, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
         """Compute the prompts' pages, the draft's keys included."""
         return llm.run(prompts, SamplingParams(max_tokens=1, ignore_eos=True), spec=spec)
 
-    def _decode(self, llm: LLM, prompts: list[list[int]], spec: SpecConfig) -> Run:
+    def _decode(self, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
         sampling = [
             SamplingParams(
                 max_tokens=self.plan.micro_steps + 1, temperature=self.temperature, seed=self.plan.seed + i,
@@ -190,7 +191,7 @@ class LoadRun:
         assert missing <= len(prompts) * llm.engine.config.page_size, f"{missing} prompt tokens were computed again"
         return run
 
-    def _model(self, llm: LLM, spec: SpecConfig) -> ModelFacts:
+    def _model(self, llm: LLM, spec: Drafting) -> ModelFacts:
         target, draft = self.source.names
         simulated = llm.models.simulated if spec.drafter != "none" else None
         return ModelFacts(

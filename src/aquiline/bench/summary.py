@@ -13,9 +13,9 @@ from aquiline.bench import compare
 from aquiline.bench.compare import Place, Ratio, place
 from aquiline.bench.intervals import estimate
 from aquiline.bench.result import Result, require_published
-from aquiline.config import SpecConfig
+from aquiline.spec.drafting import Chain
 
-DEFAULT = SpecConfig().num_spec_tokens
+DEFAULT = Chain().num_spec_tokens
 COLUMNS = (
     "scenario", "temperature", "baseline tok/s", f"chain K={DEFAULT}, tok/s", f"speedup of K={DEFAULT}", "tau",
     "fastest of", "its speedup", "its tau", "% of ideal", "repeated",

@@ -13,10 +13,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Request, TokenDelta
 from aquiline.errors import EngineStopped, NumericalError
+from aquiline.spec.drafting import Drafting
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ class AsyncLLM:
         prompt: str | Iterable[int],
         sampling: SamplingParams | None = None,
         *,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
         request_id: int | str | None = None,

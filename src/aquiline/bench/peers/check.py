@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from aquiline.bench.peers.base import PeerSpec, Place
 from aquiline.bench.peers.results import agreement
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.spec.drafting import NoDraft
 
 CHECK_PROMPTS, CHECK_TOKENS, CHECK_NEEDED = 3, 16, 8
 """A kind is void unless, on each of so many prompts, so many of its first tokens in float32 are ours."""
@@ -18,7 +19,7 @@ def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> l
     try:
         found = []
         for prompt in prompts:
-            expected = llm.run([prompt], sampling, spec=SpecConfig(drafter="none")).outputs[0].token_ids
+            expected = llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids
             found.append(agreement(peer.generate([prompt], CHECK_TOKENS, 0.0).outputs[0], expected, None) or 0)
         return found
     finally:

@@ -29,12 +29,13 @@ from aquiline.bench.prompts import text_prompts
 from aquiline.bench.result import Result, Scenario, tokens_sha256
 from aquiline.bench.roofline import Roofline
 from aquiline.bench.shapes import precision_of
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
 from aquiline.models.load import target_entries
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft
 
 SETTLE_S = 0.1
 """Rest before each run: the threads of the engine before it wait spinning for a while, on the cores of the next."""
@@ -159,10 +160,10 @@ def _sampling(plan: Plan, index: int) -> list[SamplingParams]:
 
 
 def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[Own]:
-    specs = {"baseline": SpecConfig(drafter="none")}
+    specs = {"baseline": NoDraft()}
     if plan.draft is not None:
-        specs |= {f"chain-{k}": SpecConfig(num_spec_tokens=k) for k in plan.num_spec_tokens}
-        specs["tree"] = SpecConfig(drafter="dynamic")
+        specs |= {f"chain-{k}": Chain(k) for k in plan.num_spec_tokens}
+        specs["tree"] = Dynamic()
     for kind, llm in llms.items():
         for name, spec in specs.items():
             suffix = f" in {kind}" if kind != "float32" else ""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
 from aquiline.bench.peers.results import PeerModel, result_of
 from aquiline.bench.result import ModelFacts, Result, Scenario, describe
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as OwnRun
+from aquiline.spec.drafting import Drafting
 
 
 class Own:
     """aquiline at one setting."""
 
-    def __init__(self, name: str, llm: LLM, spec: SpecConfig) -> None:
+    def __init__(self, name: str, llm: LLM, spec: Drafting) -> None:
         self.name, self.label, self.llm, self.spec = name, f"aquiline {name}", llm, spec
         self.runs: list[OwnRun] = []
 
