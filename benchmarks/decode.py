@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from aquiline.bench.prompts import read_prompts
-from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules, geometry
 from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
+from aquiline.spec.drafting import NoDraft
 from aquiline.types import Rows
 
 NEW_TOKENS = 128
@@ -49,7 +50,7 @@ def against_transformers(target: Path, prompt_ids: list[int], repeats: int) -> d
     rates: dict[str, list[float]] = {"aquiline": [], **{name: [] for name in models}}
     sampling = SamplingParams(max_tokens=NEW_TOKENS + 1, ignore_eos=True)
     for _ in range(repeats + 1):  # the first round warms up
-        summary = llm.run([prompt_ids], sampling, spec=SpecConfig(drafter="none")).summary
+        summary = llm.run([prompt_ids], sampling, spec=NoDraft()).summary
         rates["aquiline"].append(summary.decode_tokens_per_s)
         for name, model in models.items():
             seconds = []

@@ -34,8 +34,9 @@ TINY_DRAFT = DraftConfig(
     model=dataclasses.replace(TINY, num_layers=1), draft_vocab_size=48, target_hidden_size=64, capture=TINY_CAPTURE
 )
 
-NO_LIBRARY = calls.missing_reason()
-needs_native = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"native library: {NO_LIBRARY}")
+needs_native = pytest.mark.skipif(
+    calls.missing_reason() is not None, reason=f"native library: {calls.missing_reason()}"
+)
 
 
 def init_random(module: nn.Module, seed: int, scale: float = 0.15) -> None:

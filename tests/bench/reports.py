@@ -11,13 +11,14 @@ import pytest
 from tests.conftest import tiny_llm
 
 from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft
 
 SETTINGS = {
-    "baseline": SpecConfig(drafter="none"),
-    "chain-2": SpecConfig(drafter="chain", num_spec_tokens=2),
-    "chain-3": SpecConfig(drafter="chain", num_spec_tokens=3),
-    "tree": SpecConfig(drafter="dynamic"),
+    "baseline": NoDraft(),
+    "chain-2": Chain(2),
+    "chain-3": Chain(3),
+    "tree": Dynamic(),
 }
 Results = dict[str, Result]
 THROUGHPUT, SPEEDUP, ACCEPTANCE, STAGES, LATENCY, FACTS = range(6)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from aquiline.backends.cpu import calls, packed
 from aquiline.bench import ceilings, measure
 from aquiline.bench.ceilings import Choice, ceilings_of
 from aquiline.bench.device import DATASHEETS, Ceilings, datasheet_ceilings
 from aquiline.bench.measure import Machine, best_of, last_level_cache, measure_ceilings, this_machine
 from aquiline.config import cache_directory
-from aquiline.backends.cpu import calls, packed
 
 STAGES = ["read-only stream", "copy", "float32 GEMM"]
 HAS_DOT = calls.missing_reason() is None and packed.has_bf16_dot()

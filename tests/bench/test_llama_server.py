@@ -18,11 +18,12 @@ from aquiline.bench.peers.llama_server import BINARY, LlamaServerPeer, find_serv
 from aquiline.bench.peers.results import PeerModel, result_of
 from aquiline.bench.prompts import read_prompts
 from aquiline.bench.result import Scenario
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target, read_model_config
+from aquiline.spec.drafting import Chain, NoDraft
 
 PROMPT = [5, 9, 33, 7, 12, 80, 80, 41, 3, 99, 14, 150]
 WIDTHS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
@@ -203,7 +204,7 @@ def steps(draft: Path) -> tuple[list[int], list[int]]:
     )
     ours, theirs = [], []
     for prompt in prompts:
-        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=SpecConfig(num_spec_tokens=3))
+        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=Chain(3))
         (output,) = peer.generate([prompt], 64, 0.0).outputs
         assert output.token_ids == run.outputs[0].token_ids
         assert output.num_tokens == 64 and 0 < output.ttft_ms < output.total_ms
@@ -254,7 +255,7 @@ def test_what_only_other_heads_have_changes_their_steps_there_as_here(tmp_path: 
 def test_every_family_drafts_and_writes_our_tokens(family: str, tmp_path: Path) -> None:
     place = pair(tmp_path, family, hidden_size=96, ship_embed=True, target_hidden_size=64)
     llm = LLM(place.target, dtype="float32", engine=EngineConfig(max_batch=1, prefix_cache=False))
-    run = llm.run([PROMPT], SamplingParams(max_tokens=24, ignore_eos=True), spec=SpecConfig(drafter="none"))
+    run = llm.run([PROMPT], SamplingParams(max_tokens=24, ignore_eos=True), spec=NoDraft())
     peer = LlamaServerPeer(parse_peer("llamacpp:eagle=2"), place, "float32")
     (output,) = peer.generate([PROMPT], 24, 0.0).outputs
     assert output.token_ids == run.outputs[0].token_ids and output.num_draft_tokens > 24

@@ -14,10 +14,11 @@ from aquiline.bench.peers.base import Peer, Place, parse_peer
 from aquiline.bench.peers.converted import cached, converted, stored_dtype
 from aquiline.bench.peers.random_target import random_target
 from aquiline.bench.prompts import read_prompts
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.models.load import load_target, read_model_config
+from aquiline.spec.drafting import Chain, NoDraft
 
 NEW_TOKENS = 24
 PROMPT = [5, 9, 33, 7, 12, 80, 80, 41, 3, 99, 14, 150]
@@ -68,7 +69,7 @@ def ours(target: Path, prompt: list[int], count: int = NEW_TOKENS, dtype: str = 
     """The baseline's greedy text."""
     llm = LLM(target, dtype=dtype, engine=EngineConfig(max_batch=1, prefix_cache=False))
     sampling = SamplingParams(max_tokens=count, ignore_eos=True)
-    return llm.run([prompt], sampling, spec=SpecConfig(drafter="none")).outputs[0].token_ids
+    return llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -123,7 +124,7 @@ def test_openvino_drafts_with_our_head_as_well_as_we_do() -> None:
     peer = parse_peer("openvino:f32:eagle=3").open(place)
     steps = [0, 0]
     for prompt in prompts:
-        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=SpecConfig(num_spec_tokens=3))
+        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=Chain(3))
         (output,) = peer.generate([prompt], 64, 0.0).outputs
         assert output.token_ids == run.outputs[0].token_ids
         assert 2 * output.num_steps < output.num_draft_tokens <= 3 * output.num_steps

@@ -7,12 +7,13 @@ from collections import Counter
 import numpy as np
 from tests.engine.test_draft_state import stored
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.engine import Engine
 from aquiline.engine.sequence import Request, Sequence
 from aquiline.kv.prefix import Node
+from aquiline.spec.drafting import Chain
 
-CHAIN = SpecConfig(drafter="chain", num_spec_tokens=1)
+CHAIN = Chain(1)
 
 
 def unread_sequences(engine: Engine) -> set[Sequence]:

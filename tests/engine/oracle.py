@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-
 from aquiline.spec.drafters import Drafter, DraftSession, Pending, Roots
+
 from aquiline.spec.tree import DraftTree, StaticShape, chain_topology, static_shape, static_topology
 
 

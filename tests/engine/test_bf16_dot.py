@@ -6,14 +6,14 @@ from functools import lru_cache
 
 import pytest
 import torch
+from aquiline.models.runner import resolve_arithmetic
 from tests.conftest import engine_config, needs_native, round_to, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 
+from aquiline.backends.cpu import packed
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
-from aquiline.models.runner import resolve_arithmetic
-from aquiline.backends.cpu import packed
 
 pytestmark = needs_native
 

@@ -6,20 +6,21 @@ import dataclasses
 
 import numpy as np
 import pytest
+from aquiline.spec.drafters import Roots
 from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import Oracle, TreeOracle
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, run_with, tokens
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence
-from aquiline.spec.drafters import Roots
+from aquiline.spec.drafting import Drafting, Dynamic, Static
 from aquiline.types import Int32, KVGroup
 
 pytestmark = needs_native
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0.8, seed=9, ignore_eos=True)
-COMB = SpecConfig(drafter="static", static_paths=tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
+COMB = Static(tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
 
 
 class Fickle:
@@ -48,7 +49,7 @@ def stored(kv: KVGroup, table: Int32, slot: int, first: int, end: int) -> list[n
     return [t.float().numpy() for t in (keys, kv.v[:, pages, :, place])]
 
 
-def fresh(llm: LLM, spec: SpecConfig, prompt: list[int]) -> Sequence:
+def fresh(llm: LLM, spec: Drafting, prompt: list[int]) -> Sequence:
     """Prefill a prompt and stop before its first decode step."""
     sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
     while len(sequence.tokens) == len(prompt):
@@ -121,7 +122,7 @@ def test_trees_at_the_last_position(name: str, max_tokens: int) -> None:
 
 def test_the_deepest_tree_the_buffers_hold() -> None:
     llm = tiny_llm(max_batch=1)
-    deep = SpecConfig(drafter="dynamic", depth=31, top_k=2, num_nodes=100)
+    deep = Dynamic(depth=31, top_k=2, num_nodes=100)
     params = dataclasses.replace(SAMPLINGS["greedy"], max_tokens=8, ignore_eos=True)
     batch = [[5, 6, 7]]
     assert tokens(llm.run(batch, params, spec=deep)) == tokens(llm.run(batch, params, spec=BASELINE))

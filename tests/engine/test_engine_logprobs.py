@@ -11,8 +11,9 @@ from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import Oracle, TreeOracle
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, run_with
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Result
+from aquiline.spec.drafting import Static
 
 pytestmark = needs_native
 
@@ -44,7 +45,7 @@ def test_the_same_bits_for_accepted_tokens(kind: type[Oracle]) -> None:
     params = SamplingParams(max_tokens=21, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
     batch = prompts(4)
     expected = llm.run(batch, params, spec=BASELINE)
-    spec = SpecConfig(drafter="static", static_paths=tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
+    spec = Static(tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
     result = run_with(llm, lambda truth: kind(4, truth, TINY.vocab_size), batch, expected, params, spec)
     assert result.summary.counters.tau > 4
     assert logprobs(result) == logprobs(expected)

@@ -7,22 +7,23 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from aquiline.spec.drafters import Drafter
 from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import Oracle, TreeOracle
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Result
-from aquiline.spec.drafters import Drafter
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 pytestmark = needs_native
 
 NEW_TOKENS = 40
-BASELINE = SpecConfig(drafter="none")
+BASELINE = NoDraft()
 SPECS = {
-    **{f"chain{k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in range(1, 9)},
-    "static": SpecConfig(drafter="static"),
-    "dynamic": SpecConfig(drafter="dynamic", depth=3, top_k=3, num_nodes=12),
-    "dynamic-60-5-10": SpecConfig(drafter="dynamic", depth=5, top_k=10, num_nodes=60),
+    **{f"chain{k}": Chain(k) for k in range(1, 9)},
+    "static": Static(),
+    "dynamic": Dynamic(depth=3, top_k=3, num_nodes=12),
+    "dynamic-60-5-10": Dynamic(depth=5, top_k=10, num_nodes=60),
 }
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=NEW_TOKENS),
@@ -85,7 +86,7 @@ def test_batch_chunks_and_pages_change_nothing(max_batch: int, page_size: int) -
 
 
 def run_with(llm: LLM, make: Callable[[dict[int, list[int]]], Drafter], batch: list[list[int]], truth: Result,
-             sampling: SamplingParams, spec: SpecConfig) -> Result:  # fmt: skip
+             sampling: SamplingParams, spec: Drafting) -> Result:  # fmt: skip
     """Run a batch that fits the slots, so that slot i holds prompt i, with a drafter that may know the outputs."""
     assert len(batch) <= llm.engine.config.max_batch
     full = {i: p + o.token_ids for i, (p, o) in enumerate(zip(batch, truth.outputs, strict=True))}
@@ -103,8 +104,8 @@ def test_oracle_commits_all_and_adversary_one(K: int, sampling: str) -> None:
     params = dataclasses.replace(SAMPLINGS[sampling], ignore_eos=True)
     batch = prompts(8)
     expected = llm.run(batch, params, spec=BASELINE)
-    chain = SpecConfig(drafter="chain", num_spec_tokens=K)
-    tree = SpecConfig(drafter="static", static_paths=tuple((*(1,) * d, r) for d in range(K) for r in (0, 1)))
+    chain = Chain(K)
+    tree = Static(tuple((*(1,) * d, r) for d in range(K) for r in (0, 1)))
     V = TINY.vocab_size
     for kind, spec in ((Oracle, chain), (TreeOracle, tree)):
         result = run_with(llm, lambda truth, kind=kind: kind(K, truth, V), batch, expected, params, spec)

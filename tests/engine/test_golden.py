@@ -15,12 +15,13 @@ import torch
 from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
 from torch import nn
 
-from aquiline.config import Environment, SamplingParams, SpecConfig
+from aquiline.backends.cpu import calls, native
+from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.backends.cpu import calls, native
+from aquiline.spec.drafting import Chain, NoDraft
 
 pytestmark = needs_native
 
@@ -58,9 +59,9 @@ def observe(dtype: str = "bfloat16") -> dict[str, object]:
     prompts = [rng.integers(1, TINY.vocab_size, n).tolist() for n in (70, 3)]
     found: dict[str, object] = {}
     for name, sampling in SAMPLINGS.items():
-        result = llm.run(prompts, sampling, spec=SpecConfig(drafter="chain", num_spec_tokens=3))
+        result = llm.run(prompts, sampling, spec=Chain(3))
         found[name] = [o.token_ids for o in result.outputs]
-    llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=SpecConfig(drafter="none"))
+    llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=NoDraft())
     logits = llm.models.target.logits(np.array([llm.engine.stepper.rows.num - 1], np.int32))
     found["logits_sha256"] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()
     return found

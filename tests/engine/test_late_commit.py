@@ -6,15 +6,16 @@ import dataclasses
 
 import numpy as np
 import pytest
+from aquiline.spec.drafters import drafter
 from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models
 from tests.engine.oracle import Taught
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 from tests.engine.test_stops import letters
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Result
 from aquiline.engine.sequence import Sequence
-from aquiline.spec.drafters import drafter
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
@@ -30,7 +31,7 @@ def num_wasted(result: Result) -> int:
     return result.summary.slots.active - result.summary.counters.num_steps
 
 
-def teach(llm: LLM, spec: SpecConfig, batch: list[list[int]], truth: Result) -> None:
+def teach(llm: LLM, spec: Drafting, batch: list[list[int]], truth: Result) -> None:
     """Let drafts of these prompts be right to varying depths."""
     texts = {tuple(p): p + o.token_ids for p, o in zip(batch, truth.outputs, strict=True)}
     own, running = drafter(spec), llm.engine.scheduler.running

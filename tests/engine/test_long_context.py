@@ -12,10 +12,11 @@ from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, round_
 from tests.engine.test_draft_state import FickleChain, FickleTree
 from tests.engine.test_exact import BASELINE, SPECS, check_accounting, run_with, tokens
 
-from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, from_modules
 from aquiline.models.config import DraftConfig
+from aquiline.spec.drafting import Static
 
 pytestmark = needs_native
 
@@ -96,7 +97,7 @@ def test_rollbacks_of_every_length_across_the_ends_of_pages(context: int, num_dr
     llm = read_llm(context, 0.75)
     lengths = sorted(expected(context))
     paths = tuple((*(1,) * level, rank) for level in range(num_drafts) for rank in (0, 1))
-    tree = SpecConfig(drafter="static", static_paths=paths)
+    tree = Static(paths)
     for kind, spec in ((FickleChain, SPECS[f"chain{num_drafts}"]), (FickleTree, tree)):
         for pair in (lengths[:2], lengths[2:]):
             batch = [text(context)[:length] for length in pair]

@@ -12,8 +12,9 @@ from tests.conftest import needs_native, tiny_llm
 from tests.engine.driving import words
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
@@ -38,7 +39,7 @@ ROOMY = 400
 """Pages that hold all that the conversations say: what is dropped for want of room depends on how far steps reach."""
 
 
-def chat(llm: LLM, spec: SpecConfig, lengths: tuple[int, ...], sampling: SamplingParams) -> list[list[Output]]:
+def chat(llm: LLM, spec: Drafting, lengths: tuple[int, ...], sampling: SamplingParams) -> list[list[Output]]:
     """Conversations that share a system prompt, one per length of first message; each turn's prompt is all that was
     said before and a few new tokens. Outputs per turn."""
     texts = [[*words(37), *words(length, length)] for length in lengths]

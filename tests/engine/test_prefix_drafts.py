@@ -14,14 +14,14 @@ from tests.engine.test_draft_state import COMB, FickleChain, FickleTree, stored
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 from tests.engine.test_prefix_cache import NAMES, PAGE, PARAMS, caching_llm
 
-from aquiline.config import SpecConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
 
-def until_decoding(llm: LLM, prompt: list[int], spec: SpecConfig) -> Sequence:
+def until_decoding(llm: LLM, prompt: list[int], spec: Drafting) -> Sequence:
     sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
     while not sequence.output_ids:
         llm.engine.step()

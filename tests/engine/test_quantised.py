@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from aquiline.models.runner import resolve_arithmetic, weight_bytes
 from tests.checkpoints import write_draft, write_target
 from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_llm, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 from tests.engine.test_golden import observe, restored_isa
 from torch import nn
 
+from aquiline.backends.cpu import native
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
 from aquiline.models.load import read_model_config
-from aquiline.models.runner import resolve_arithmetic, weight_bytes
-from aquiline.backends.cpu import native
 
 __all__ = ["restored_isa"]
 

@@ -1,4 +1,5 @@
-"""Random traffic: arrivals, aborts, preemptions, shared prefixes and unlike requests in pools that are too small.
+"""Random traffic: arrivals, aborts, preemptions, shared prefixes and unlike requests in pools that are too small.from aquiline.spec.drafting import Drafting
+
 
 After every step pages, slots and sequences agree (Traffic.check, and the engine's own conservation check), and every
 text, from its first token on, is that of the same request alone without speculation, bit for bit.
@@ -18,8 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.conftest import needs_native
 from tests.engine.traffic import Setup, Traffic
 from tests.engine.wishes import CHAINS, COMB, MAX_BATCH, ROW_BUDGET, STEMS, TREES, Wish, draw_wishes
-
-from aquiline.config import SpecConfig
 
 pytestmark = needs_native
 
@@ -84,7 +83,7 @@ def test_engines_of_many_sizes_run_for_long(seed: int) -> None:
 
 @pytest.mark.parametrize("late_commit", [False, True])
 @pytest.mark.parametrize("spec", [CHAINS[4], COMB, TREES[-1]], ids=["chain", "static", "dynamic"])
-def test_pages_of_texts_that_end_have_their_draft_keys(spec: SpecConfig, late_commit: bool) -> None:
+def test_pages_of_texts_that_end_have_their_draft_keys(spec: Drafting, late_commit: bool) -> None:
     """Texts end at every offset of a page, and whichever step completes a page: the next step would have written the
     draft's keys of the last tokens, and there is none."""
     traffic = Traffic(Setup(num_pages=200, row_budget=ROW_BUDGET, late_commit=late_commit))

@@ -11,13 +11,14 @@ from tests.engine.oracle import Oracle
 from tests.engine.test_exact import BASELINE, check_accounting, prompts, run_with, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.spec.drafting import Chain
 from aquiline.text.detokenizer import Detokenizer
 
 pytestmark = needs_native
 
-CHAIN = SpecConfig(drafter="chain", num_spec_tokens=5)
+CHAIN = Chain(5)
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 EMPTY = np.zeros(0, np.int32)
 

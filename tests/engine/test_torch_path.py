@@ -6,13 +6,13 @@ import logging
 
 import pytest
 import torch
+from aquiline.spec.drafters import drafter
 from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_pair
 from tests.engine.test_exact import BASELINE, SPECS, check_accounting, prompts, tokens
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import from_modules
-from aquiline.spec.drafters import drafter
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

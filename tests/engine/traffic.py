@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aquiline.spec.drafters import drafter
 from tests.conftest import engine_config
 from tests.engine.invariants import check_cached_pages, check_outcome, check_sequences, unread_sequences
 from tests.engine.oracle import Taught
@@ -21,7 +22,6 @@ from aquiline.engine.llm import LLM, Output
 from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import OutOfPages
 from aquiline.kv.prefix import Node
-from aquiline.spec.drafters import drafter
 from aquiline.types import Int32, TopK
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.conftest import TINY, needs_native, tiny_pair
-
 from aquiline.models.runner import NativeTarget, TorchTarget
+from tests.conftest import TINY, needs_native, tiny_pair
 
 
 @pytest.mark.parametrize("runner", [pytest.param(NativeTarget, marks=needs_native), TorchTarget])

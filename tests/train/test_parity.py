@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from aquiline.spec.drafters import DraftSession, Pending, Roots
 from tests.conftest import needs_native
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from aquiline.models.config import RopeConfig
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
-from aquiline.spec.drafters import DraftSession, Pending, Roots
 from aquiline.train.config import TrainConfig, Yarn, yarn_of
 from aquiline.train.continued import for_long_contexts
 from aquiline.train.trainer import train

@@ -108,6 +108,10 @@ REASONS: list[tuple[Any, str]] = [
     ({"prompt": "x"}, 'none of "messages", "conversations", "text", "input_ids", "token_ids"'),
     ({"token_ids": [1.5, 2, 3]}, "token ids are not a list of integers"),
     ({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 2]}, "loss_mask is not a list of 0 and 1 as long as the token ids"),
+    (
+        {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rejected": [0, 1]},
+        "rejected is not a list of 0 and 1 as long as the token ids",
+    ),
     ({"token_ids": [1, 2, 3], "loss_mask": [1, 1, 0]}, "no token counted by its loss mask"),
     ({"token_ids": [1, 2], "loss_mask": [1, 1]}, "fewer than 3 tokens"),
     ({"token_ids": [1, 2, 999]}, f"token id outside [0, {TOKENIZER.get_vocab_size()})"),

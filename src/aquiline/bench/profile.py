@@ -12,11 +12,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.metrics import Lap, Meter, RunSummary
 from aquiline.ops.cpu import PartTimes
+from aquiline.spec.drafting import Drafting
 from aquiline.types import Float64
 
 RANGES = {
@@ -53,7 +54,7 @@ class Profile:
     rows: list[StageRow]
     laps: list[Lap]
     summary: RunSummary
-    spec: SpecConfig
+    spec: Drafting
     system: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -81,7 +82,7 @@ class Profile:
 
 
 def profile(
-    models: LoadedModels, config: EngineConfig, spec: SpecConfig, prompts: list[list[int]], sampling: SamplingParams
+    models: LoadedModels, config: EngineConfig, spec: Drafting, prompts: list[list[int]], sampling: SamplingParams
 ) -> Profile:
     """Run prompts once to warm up and once measured; only steps that do nothing but decode count."""
     with PartTimes() if models.is_native else nullcontext() as times:

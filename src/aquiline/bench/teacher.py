@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
+from aquiline.spec.drafting import Chain
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.types import Bool
 
@@ -58,7 +59,7 @@ def guess(llm: LLM, prompt_ids: list[int], sampling: SamplingParams, num_spec_to
         if len(outcome.decoding):  # not the step whose chunk ends the prompt
             proposed.append(outcome.tree.tokens[1:].tolist())
 
-    spec = SpecConfig(drafter="chain", num_spec_tokens=num_spec_tokens)
+    spec = Chain(num_spec_tokens)
     output = llm.run([prompt_ids], sampling, spec=spec, on_delta=read).outputs[0]
     written = np.array(output.token_ids)
     n, K = len(written), num_spec_tokens

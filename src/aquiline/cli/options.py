@@ -1,5 +1,6 @@
 """What commands share: options and what follows from them, options of several values (`--contexts 512 1024`), groups
-with a default command, a console."""
+with a default command, a console."""from aquiline.spec.drafting import Chain, Drafting, Dynamic
+
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aquiline.config import SpecConfig
-    from aquiline.engine.llm import LLM
+        from aquiline.engine.llm import LLM
     from aquiline.text.chat import ChatTemplate
 
 SAMPLING, DRAFTING = "Sampling", "Drafting"
@@ -64,12 +64,11 @@ def wide_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def chosen_spec(drafter: str, **shape: int | None) -> SpecConfig:
+def chosen_spec(drafter: str, **shape: int | None) -> Drafting:
     """The way to draft from a drafter's name and what options give of its shape; names on stderr what has no effect."""
-    from aquiline.config import SpecConfig
-
+    
     given = {name: value for name, value in shape.items() if value is not None}
-    spec = SpecConfig(drafter=drafter, **given)  # type: ignore[arg-type]
+    spec = Chain(drafter=drafter, **given)  # type: ignore[arg-type]
     for name in given.keys() - set(_USED_BY[spec.drafter]):
         print(f"aquiline: {_FLAGS[name]} has no effect with drafter {spec.drafter}", file=sys.stderr)
     return spec

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 
-from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
 from aquiline.backends.base import Sizes
+from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
 from aquiline.engine.commit import Committer
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels

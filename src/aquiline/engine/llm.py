@@ -193,7 +193,7 @@ class LLM:
         cache_salt: str | None = None,
     ) -> Request:
         """A request for the engine: the prompt as tokens, the seed resolved, this LLM's `spec` where none is given."""
-        if sampling.seed is None:
+        if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
         return Request(

@@ -113,9 +113,7 @@ class LoadedModels:
         return common | self.pair.system() | {"arithmetic": self.pair.arithmetic}
 
 
-def load_models(
-    target: str | Path, draft: str | Path | None, how: Loading, environment: Environment
-) -> LoadedModels:
+def load_models(target: str | Path, draft: str | Path | None, how: Loading, environment: Environment) -> LoadedModels:
     """Load and pack a target and its draft.
 
     Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class TrainConfig:
     late_share: float = 1.0  # share of positions that steps 1 .. S-1 train on
     loss: str = "ce"
     loss_on: str = "answers"
+    replay: float = 1.0  # weight of a prediction of a token that a draft missed when it served
     decay: float = 0.8
     optimizer: str = "adamw"
     lr: float | None = None
@@ -78,6 +80,7 @@ class TrainConfig:
             (0 < self.late_share <= 1, f"late_share={self.late_share}: must be above 0 and at most 1"),
             (self.loss in LOSS_NAMES, f"loss={self.loss!r}: must be one of {', '.join(LOSS_NAMES)}"),
             (self.loss_on in LOSS_ON, f"loss_on={self.loss_on!r}: must be one of {', '.join(LOSS_ON)}"),
+            (1 <= self.replay < math.inf, f"replay={self.replay}: must be at least 1, which is no replay"),
             (self.optimizer in ("adamw", "muon"), f"optimizer={self.optimizer!r}: must be adamw or muon"),
             (self.lr is None or self.lr > 0, f"lr={self.lr}: must be above 0"),
             (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),

@@ -143,7 +143,8 @@ class Regeneration:
         return done
 
     def _settings(self) -> dict[str, Any]:
-        """All that a row of the output depends on, its number apart."""
+        """All that a row of the output depends on, its number apart. Of a draft, only `rejected` depends: a run may be
+        continued with a newer one."""
         config, models = self.config, self.llm.models
         return {
             "target_fingerprint": fingerprint(self.target),
@@ -203,7 +204,9 @@ class Regeneration:
         assert isinstance(value, dict), "a question is an object"
         labels = {name: value[name] for name in LABELS if name in value}
         temperature, seed = self.config.draw(row)
-        return Conversation(row, question, labels, temperature, seed)
+        spec = self.llm.spec
+        chain = spec.num_spec_tokens if spec.drafter == "chain" else 0
+        return Conversation(row, question, labels, temperature, seed, chain)
 
     def _request(self, conversation: Conversation) -> Request | None:
         """What the engine is to continue; None if there is nothing: the template refuses it, or it is too long."""
