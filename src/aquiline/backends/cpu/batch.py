@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_uint64, c_void_p
 from itertools import chain
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,12 +89,12 @@ class NativeBatch:
         self._handle = lib.open_batch(byref(config))
         if not self._handle:
             raise NativeError(f"aq_open_batch: {lib.last_error()}")
+        self._closing = finalize(self, lib.close_batch, self._handle)
 
     def close(self) -> None:
-        """Give the slots back; doing it twice is no harm."""
-        handle, self._handle = self._handle, None
-        if handle:
-            self._library.close_batch(handle)
+        """Give the slots back, as whoever drops the batch does; doing it twice is no harm."""
+        self._handle = None
+        self._closing()
 
     def draft(self, step: StepInput) -> None:
         """Apply extends, admissions and pages, and grow the trees."""
