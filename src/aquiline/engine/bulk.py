@@ -19,7 +19,7 @@ from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
-from aquiline.metrics import Meter, RunSummary
+from aquiline.metrics import RunSummary
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
@@ -60,7 +60,7 @@ class BulkRun:
         """Run what is left."""
         num_resumed = self.num_written
         engine = self.llm.engine
-        engine.meter = Meter()
+        began = engine.meter.mark()
         with (
             self.out.open("a", encoding="utf-8") as out,
             RequestProgress(len(self.lines), engine, is_shown=progress, num_done=num_resumed) as bar,
@@ -72,7 +72,7 @@ class BulkRun:
                 self._write(out)
                 bar.advance()
             self._write(out)
-        return BulkResult(len(self.lines), num_resumed, engine.meter.summary(), dict(sorted(self.failed.items())))
+        return BulkResult(len(self.lines), num_resumed, engine.meter.since(began), dict(sorted(self.failed.items())))
 
     def _requests(self) -> Iterator[Request]:
         for index in range(self.num_written, len(self.lines)):

@@ -9,6 +9,7 @@ one, subclass Drafting in a file of its own; the engine and the backends need no
 from __future__ import annotations
 
 from abc import ABC
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -65,9 +66,14 @@ class Drafting(ABC):
         return self.max_nodes - 1
 
     @property
+    def draft_passes(self) -> tuple[int, ...]:
+        """Rows of each pass of the draft model behind the first, which catches up with the root."""
+        return ()
+
+    @property
     def draft_rows(self) -> int:
         """Rows that the draft model writes behind the root while one slot's tree grows."""
-        return 0
+        return sum(self.draft_passes)
 
     @property
     def width(self) -> int:
@@ -129,8 +135,8 @@ class Chain(Drafting):
         return 1 + self.num_spec_tokens
 
     @property
-    def draft_rows(self) -> int:  # noqa: D102
-        return self.num_spec_tokens - 1
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        return (1,) * (self.num_spec_tokens - 1)
 
     @property
     def label(self) -> str:  # noqa: D102
@@ -164,8 +170,10 @@ class Static(Drafting):
         return max(len(path) for path in self.static_paths)
 
     @property
-    def draft_rows(self) -> int:  # noqa: D102
-        return len({path[:-1] for path in self.static_paths if len(path) > 1})
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        expanded = {path[:-1] for path in self.static_paths if len(path) > 1}
+        by_level = Counter(len(path) for path in expanded)
+        return tuple(by_level[level] for level in sorted(by_level))
 
     @property
     def width(self) -> int:  # noqa: D102
@@ -178,8 +186,8 @@ class Static(Drafting):
 
 @dataclass(frozen=True)
 class Dynamic(Drafting):
-    """EAGLE-2's tree: from the top_k best children of the root on, the top_k best nodes of a level are expanded, `depth`
-    times; of all nodes found the num_nodes - 1 best are verified. num_nodes counts the root; the deepest level is
+    """EAGLE-2's tree: from the top_k best children of the root on, the top_k best nodes of a level are expanded,
+    `depth` times; of all nodes found the num_nodes - 1 best are verified. num_nodes counts the root; the deepest level is
     depth + 1. Source: Li et al., arXiv 2406.16858."""
 
     name: ClassVar[str] = "dynamic"
@@ -208,8 +216,8 @@ class Dynamic(Drafting):
         return min(self.depth + 1, self.num_nodes - 1)
 
     @property
-    def draft_rows(self) -> int:  # noqa: D102
-        return self.depth * self.top_k
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        return (self.top_k,) * self.depth
 
     @property
     def width(self) -> int:  # noqa: D102

@@ -21,7 +21,6 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
-from aquiline.metrics import Meter
 from aquiline.models.fingerprint import fingerprint
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.questions import read_rows
@@ -119,7 +118,7 @@ class Regeneration:
         """Answer every row that is asked for and has no answer yet."""
         engine, out = self.llm.engine, self.out
         num_resumed, num_tokens_before = len(out.ids), out.total.num_answer_tokens
-        engine.meter = Meter()
+        began = engine.meter.mark()
         began_s = time.perf_counter()
         with out, self.bar:
             for output in self.llm.outputs(self._requests(), self.bar.tick):
@@ -137,7 +136,7 @@ class Regeneration:
             skipped=dict(self.skipped), num_shortened=self.num_shortened, reasons=self.reasons,
             total=out.total, by_temperature=out.by_temperature,
             answer_tokens=out.total.num_answer_tokens - num_tokens_before, seconds=time.perf_counter() - began_s,
-            summary=engine.meter.summary(),
+            summary=engine.meter.since(began),
         )  # fmt: skip
         assert done.num_done + done.num_failed + done.num_skipped == done.num_rows, done
         return done
@@ -151,7 +150,7 @@ class Regeneration:
             "template_options": self.template.options,
             "dtype": models.storage,
             "arithmetic": models.arithmetic,
-            "path": "native" if models.is_native else "torch",
+            "path": models.pair.name,
             "data_sha256": [hashlib.sha256(path.read_bytes()).hexdigest() for path in config.data],
             "temperatures": config.temperatures,
             "temperature_weights": config.temperature_weights,
@@ -204,8 +203,7 @@ class Regeneration:
         assert isinstance(value, dict), "a question is an object"
         labels = {name: value[name] for name in LABELS if name in value}
         temperature, seed = self.config.draw(row)
-        spec = self.llm.spec
-        chain = spec.num_spec_tokens if spec.drafter == "chain" else 0
+        chain = self.llm.spec.as_dict().get("num_spec_tokens", 0)
         return Conversation(row, question, labels, temperature, seed, chain)
 
     def _request(self, conversation: Conversation) -> Request | None:
