@@ -187,8 +187,8 @@ class Static(Drafting):
 @dataclass(frozen=True)
 class Dynamic(Drafting):
     """EAGLE-2's tree: from the top_k best children of the root on, the top_k best nodes of a level are expanded,
-    `depth` times; of all nodes found the num_nodes - 1 best are verified. num_nodes counts the root; the deepest level is
-    depth + 1. Source: Li et al., arXiv 2406.16858."""
+    `depth` times; of all nodes found the num_nodes - 1 best are verified. num_nodes counts the root; the deepest level
+    is depth + 1. Source: Li et al., arXiv 2406.16858."""
 
     name: ClassVar[str] = "dynamic"
     depth: int = 2

@@ -1,6 +1,5 @@
 """The ctypes mirror of csrc/aquiline.h and csrc/stages.h: structs, signatures, loading.
 
-
 Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
 behind it alive.
 """
