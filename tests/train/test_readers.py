@@ -158,6 +158,23 @@ def test_json_lists_and_gzipped_lines(tmp_path: Path) -> None:
             read(tmp_path / "d.json")
 
 
+def test_rows_that_no_parser_or_tokenizer_takes_are_counted(tmp_path: Path) -> None:
+    half = '"\\ud800"'
+    lines = [
+        '{"text": ' + "[" * 5000 + "]" * 5000 + "}", '{"input_ids": [' + "1" * 5000 + "]}", f'{{"text": {half}}}',
+        f'{{"messages": [{{"role": "user", "content": {half}}}, {{"role": "assistant", "content": "a"}}]}}',
+        json.dumps({"text": "line\u2028separators\u0085stay"}, ensure_ascii=False),
+    ]  # fmt: skip
+    (tmp_path / "d.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for loss_on in ("answers", "all"):
+        documents, rejects = read(tmp_path / "d.jsonl", loss_on=loss_on)
+        assert [d.key for d in documents] == ["d.jsonl:4"] and rejects.counts["not JSON"] == 2
+        assert sum(rejects.counts.values()) == 4 and "half a surrogate pair" in str(rejects)
+    (tmp_path / "d.json").write_text("[" * 5000 + "]" * 5000)
+    with pytest.raises(ValueError, match=r"d\.json: not JSON \(it nests"):
+        read(tmp_path / "d.json")
+
+
 def test_a_cut_archive_gives_what_it_holds_and_is_counted(tmp_path: Path) -> None:
     whole = gzip.compress(("\n".join([json.dumps(IDS)] * 2000)).encode(), 0)
     (tmp_path / "d.jsonl.gz").write_bytes(whole[: len(whole) // 2])
@@ -210,7 +227,7 @@ def test_a_name_of_the_hub_and_its_split(monkeypatch: pytest.MonkeyPatch) -> Non
     datasets = pytest.importorskip("datasets")
     asked = []
 
-    def load_dataset(name: str) -> Any:
+    def load_dataset(name: str, trust_remote_code: bool) -> Any:
         asked.append(name)
         if name == "owner/none":
             raise ConnectionError("no network\nhere")

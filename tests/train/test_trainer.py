@@ -25,6 +25,19 @@ from aquiline.train.trainer import Trainer, train
 from aquiline.train.ttt import TTTResult
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", 2.5), ("batch_size", True), ("context", 48.0), ("lr", "0.1"), ("lr", float("inf")),
+        ("seed", 1.5), ("weight_decay", -1.0), ("weight_decay", float("nan")), ("minutes", float("inf")),
+        ("resume", "no"), ("data", (5,)), ("out", "text"), ("capture", (0, 1.5, 2)),
+    ],
+)  # fmt: skip
+def test_settings_are_of_their_types_and_finite(field: str, value: object, config: TrainConfig) -> None:
+    with pytest.raises(ValueError, match=f"{field}=.*must be"):
+        replace(config, **{field: value})  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return tiny.run_config(tmp_path_factory.mktemp("train"))
