@@ -33,8 +33,8 @@ SAMPLINGS = {
         max_tokens=32, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True
     ),
     "penalised": SamplingParams(
-        max_tokens=32, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3, logit_bias={24: -1.5, 7: 2.0},
-        ignore_eos=True,
+        max_tokens=32, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3,
+        logit_bias={24: -1.5, 7: 2.0}, ignore_eos=True,
     ),
     "sampled, penalised": SamplingParams(
         max_tokens=32, temperature=0.8, seed=3, repetition_penalty=1.1, presence_penalty=-0.2, frequency_penalty=0.1,

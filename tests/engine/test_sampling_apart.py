@@ -21,6 +21,8 @@ pytestmark = needs_native
 
 PLAIN = SamplingParams(max_tokens=24, ignore_eos=True)
 NOISY = dataclasses.replace(PLAIN, temperature=0.9, seed=7 + 5 * 2**40)
+RAISED = dict.fromkeys(range(180, 600), 6.0)
+"""Makes tokens win whose own logits are negative, which a repetition penalty multiplies."""
 SAMPLINGS = {
     "greedy": PLAIN,
     "repetition": dataclasses.replace(PLAIN, repetition_penalty=1.3),
@@ -36,6 +38,7 @@ SAMPLINGS = {
         NOISY, repetition_penalty=1.15, presence_penalty=0.4, frequency_penalty=0.3, logit_bias={199: 1.0, 12: -1.0},
         top_k=40, top_p=0.95, min_p=0.01,
     ),
+    "repetition, biased": dataclasses.replace(NOISY, repetition_penalty=1.6, logit_bias=RAISED),
 }  # fmt: skip
 REPEATING = ("x = [[[[[[[[[[[[[[[[[", "0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,")
 """Texts that go on as they are, so that the draft is right with the same token several times in a step."""

@@ -21,12 +21,16 @@ pytestmark = needs_native
 
 SPECS = {
     "chain": SpecConfig(num_spec_tokens=5), "static": SpecConfig(drafter="static"),
+    "second choices": SpecConfig(
+        drafter="static",
+        static_paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1), (0, 1, 0, 0)),
+    ),
     "dynamic": SpecConfig(drafter="dynamic"), "wide": SpecConfig(drafter="dynamic", depth=4, top_k=4, num_nodes=16),
 }  # fmt: skip
 SAMPLINGS = {name: dataclasses.replace(s, max_tokens=48) for name, s in (("greedy", PLAIN), ("sampled", NOISY))}
 NUM_STEPS = {
-    "greedy": {"chain": 13, "static": 13, "dynamic": 15, "wide": 13},
-    "sampled": {"chain": 19, "static": 17, "dynamic": 18, "wide": 14},
+    "greedy": {"chain": 13, "static": 13, "second choices": 19, "dynamic": 15, "wide": 13},
+    "sampled": {"chain": 19, "static": 17, "second choices": 19, "dynamic": 18, "wide": 14},
 }
 """Steps that the same 47 tokens take: tau, pinned. Another bundled pair has its own."""
 
