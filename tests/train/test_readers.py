@@ -183,7 +183,7 @@ def test_a_cut_archive_gives_what_it_holds_and_is_counted(tmp_path: Path) -> Non
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], splits: tuple[str, ...] = ()) -> Path:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="not installed: datasets")
     found = datasets.Dataset.from_list(rows)
     if splits:
         found = datasets.DatasetDict(dict.fromkeys(splits, found))
@@ -196,7 +196,7 @@ ROWS: list[dict[str, Any]] = [{"messages": CHAT, "note": "x"}, {"messages": [CHA
 
 @pytest.mark.parametrize("form", ["folder", "parquet", "arrow"])
 def test_tables_are_rows_like_any_other(form: str, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="not installed: datasets")
     path = saved(tmp_path / "talks", ROWS)
     if form == "parquet":
         datasets.load_from_disk(str(path)).to_parquet(str(tmp_path / "talks.parquet"))
@@ -224,7 +224,7 @@ def test_a_split_is_named_behind_a_colon(tmp_path: Path) -> None:
 
 def test_a_name_of_the_hub_and_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub itself is out of reach of a test; what is asked of the library is not."""
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="not installed: datasets")
     asked = []
 
     def load_dataset(name: str, trust_remote_code: bool) -> Any:
@@ -241,7 +241,7 @@ def test_a_name_of_the_hub_and_its_split(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_broken_tables_and_a_missing_library_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets")
+    pytest.importorskip("datasets", reason="not installed: datasets")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "state.json").write_text("{}")
