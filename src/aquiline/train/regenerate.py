@@ -8,6 +8,7 @@ answer is the same in whatever order, batch or continuation of a run it is writt
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections import Counter, deque
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aquiline.checks import check_fields, is_unicode
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.progress import RequestProgress
@@ -58,6 +60,7 @@ class RegenerateConfig:
     limit: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.data:
             raise ValueError("data=(): name at least one file of prompts")
         for temperature in self.temperatures:
@@ -202,6 +205,9 @@ class Regeneration:
             return None
         assert isinstance(value, dict), "a question is an object"
         labels = {name: value[name] for name in LABELS if name in value}
+        if not is_unicode(json.dumps(labels, ensure_ascii=False)):
+            self._fail(row, f"{', '.join(labels)}: hold half a surrogate pair, which is no text")
+            return None
         temperature, seed = self.config.draw(row)
         chain = self.llm.spec.as_dict().get("num_spec_tokens", 0)
         return Conversation(row, question, labels, temperature, seed, chain)
