@@ -16,7 +16,7 @@ from torch import nn
 from aquiline.backends.cpu import calls
 from aquiline.config import EngineConfig, Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
@@ -70,12 +70,12 @@ def tiny_pair(seed: int = 0, config: ModelConfig = TINY, draft: DraftConfig = TI
 
 
 @lru_cache
-def tiny_models(dtype: str = "bfloat16", seed: int = 0, max_batch: int = 8, row_budget: int = 48) -> LoadedModels:
-    """A tiny pair in the runners this machine has."""
+def tiny_models(dtype: str = "bfloat16", seed: int = 0) -> LoadedModels:
+    """A tiny pair in the backend this machine has."""
     decoder, head = tiny_pair(seed)
     for module in (decoder, head):
         round_to(module, storage_dtype(dtype))
-    return from_modules(decoder, head, None, dtype, engine_config(max_batch, row_budget), Environment.read())
+    return from_modules(decoder, head, None, Loading(dtype), Environment.read())
 
 
 def engine_config(max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any) -> EngineConfig:
@@ -89,8 +89,7 @@ def tiny_llm(
     dtype: str = "bfloat16", max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any
 ) -> LLM:
     """An LLM over a tiny pair; settings are EngineConfig's."""
-    models = tiny_models(dtype, max_batch=max_batch, row_budget=row_budget)
-    return LLM.from_models(models, engine_config(max_batch, row_budget, page_size, **settings))
+    return LLM.from_models(tiny_models(dtype), engine_config(max_batch, row_budget, page_size, **settings))
 
 
 @pytest.fixture(autouse=True, scope="session")

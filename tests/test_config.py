@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
-from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static, drafting
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -93,7 +93,7 @@ def test_spec_config_names_what_is_of_another_kind(settings: dict[str, object]) 
     ((name, value),) = settings.items()
     for drafter in ("none", "chain", "static", "dynamic"):
         with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be ")):
-            SpecConfig(**{"drafter": drafter} | settings)  # type: ignore[arg-type]
+            drafting(**{"drafter": drafter} | settings)  # type: ignore[arg-type]
 
 
 def test_lists_and_whole_numbers_stand_for_tuples_and_floats() -> None:

@@ -12,12 +12,13 @@ from tests.dense import DenseAttention
 from tests.engine.sampling_apart import gumbel
 from torch import Tensor
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config
 from aquiline.models.load import load_target
+from aquiline.spec.drafting import Drafting
 
 Path = tuple[int, ...]
 """Tokens of a node's path, the root's excluded."""
@@ -121,7 +122,7 @@ class Text:
         order = scores.argsort(descending=True, stable=True)
         return ids[order].tolist(), scores.log_softmax(-1)[order].tolist()
 
-    def tree(self, root: int, spec: SpecConfig) -> set[Path]:
+    def tree(self, root: int, spec: Drafting) -> set[Path]:
         """Paths of all nodes that a drafter should propose below the token at `root`."""
         if spec.drafter == "chain":
             return self._static(root, [(0,) * depth for depth in range(1, spec.num_spec_tokens + 1)])
@@ -136,7 +137,7 @@ class Text:
             paths[rank] = (*above, self.children(root, above)[0][rank[-1]])
         return set(paths.values()) - {()}
 
-    def _dynamic(self, root: int, spec: SpecConfig) -> set[Path]:
+    def _dynamic(self, root: int, spec: Drafting) -> set[Path]:
         """EAGLE-2: a path scores the product of its probabilities; each level expands its best `top_k` paths, and the
         best `num_nodes - 1` of all that were met are verified."""
         chances: dict[Path, float] = {(): 0.0}

@@ -13,9 +13,10 @@ from tests.engine.pair_apart import Text
 from tests.engine.sampling_apart import scores_of
 
 from aquiline.bench.prompts import read_prompts
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM, Output
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Static
 
 pytestmark = needs_native
 
@@ -43,8 +44,8 @@ SAMPLINGS = {
 REPEATING = ("x = [[[[[[[[[[[[[[[[[", "0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,")
 """Texts that go on as they are, so that the draft is right with the same token several times in a step."""
 SPECS = {
-    "none": SpecConfig(drafter="none"), "chain": SpecConfig(num_spec_tokens=4), "static": SpecConfig(drafter="static"),
-    "dynamic": SpecConfig(drafter="dynamic", depth=3, top_k=3, num_nodes=12),
+    "none": NoDraft(), "chain": Chain(4), "static": Static(),
+    "dynamic": Dynamic(depth=3, top_k=3, num_nodes=12),
 }  # fmt: skip
 
 

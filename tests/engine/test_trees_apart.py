@@ -12,20 +12,17 @@ from tests.engine.pair_apart import Path, Text
 from tests.engine.test_sampling_apart import NOISY, PLAIN, bundled
 
 from aquiline.bench.prompts import read_prompts
-from aquiline.config import SpecConfig
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import Output
 from aquiline.engine.step import Outcome
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 pytestmark = needs_native
 
 SPECS = {
-    "chain": SpecConfig(num_spec_tokens=5), "static": SpecConfig(drafter="static"),
-    "second choices": SpecConfig(
-        drafter="static",
-        static_paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1), (0, 1, 0, 0)),
-    ),
-    "dynamic": SpecConfig(drafter="dynamic"), "wide": SpecConfig(drafter="dynamic", depth=4, top_k=4, num_nodes=16),
+    "chain": Chain(5), "static": Static(),
+    "second choices": Static(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1), (0, 1, 0, 0))),
+    "dynamic": Dynamic(), "wide": Dynamic(depth=4, top_k=4, num_nodes=16),
 }  # fmt: skip
 SAMPLINGS = {name: dataclasses.replace(s, max_tokens=48) for name, s in (("greedy", PLAIN), ("sampled", NOISY))}
 NUM_STEPS = {
@@ -39,7 +36,7 @@ def prompt(number: int = 0) -> list[int]:
     return bundled().encode(read_prompts(BUNDLED_PROMPTS)[number].text)[: 30 + 9 * number]
 
 
-def speculated(text: Text, num_prompt: int, spec: SpecConfig) -> tuple[list[bool], list[set[Path]]]:
+def speculated(text: Text, num_prompt: int, spec: Drafting) -> tuple[list[bool], list[set[Path]]]:
     """Who wrote each output token, and the tree of each step, if trees grow as they should."""
     by_draft, trees, root = [False], [], num_prompt
     while root + 1 < len(text.tokens):

@@ -199,7 +199,7 @@ def _identity(llm: LLM, target: str | None, draft: str | None) -> dict[str, obje
         drafts = [fingerprint(resolve(draft or BUNDLED_DRAFT)), asdict(models.draft_config), asdict(llm.spec)]
     return {
         "target": fingerprint(resolve(target or BUNDLED_TARGET)), "draft": drafts,
-        "dtype": models.storage, "arithmetic": models.arithmetic, "path": "native" if models.is_native else "torch",
+        "dtype": models.storage, "arithmetic": models.arithmetic, "path": models.pair.name,
     }  # fmt: skip
 
 
