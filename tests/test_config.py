@@ -128,7 +128,7 @@ def test_trees_deeper_than_the_static_buffers_are_refused() -> None:
         {"max_context": 100.5},
         {"row_budget": "256"},
         {"prefix_cache": 1},
-        {"late_commit": "no"},
+        {"late_reads": "no"},
         {"check": None},
     ],
 )

@@ -19,7 +19,7 @@ from torch import nn
 from aquiline.backends.cpu import calls, native
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.spec.drafting import Chain, NoDraft
@@ -58,7 +58,7 @@ def golden_llm(dtype: str) -> LLM:
     integer_weights(head, 1)
     head.d2t.copy_(torch.arange(TINY_DRAFT.draft_vocab_size))
     head.embed.data = decoder.embed.data
-    models = from_modules(decoder, head, None, dtype, engine_config(4), Environment.read())
+    models = from_modules(decoder, head, None, Loading(dtype), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 

@@ -16,7 +16,7 @@ from tests.train.regenerating import ROWS, TEMPLATE, llm, read, regenerate, targ
 
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 from aquiline.train.answer_file import AnswerFile
@@ -207,7 +207,7 @@ def test_rows_whose_logits_are_no_numbers_fail_alone(checkpoint: Path, data: Pat
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
     decoder.embed.data[letters().token_to_id("Z")] = float("nan")
-    poisoned = from_modules(decoder, head, None, "bfloat16", engine_config(), Environment.read())
+    poisoned = from_modules(decoder, head, None, Loading("bfloat16"), Environment.read())
     rows = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "xyZ"}])
     done = regenerate(checkpoint, rows, tmp_path / "out.jsonl", llm(models=poisoned))
     regenerate(checkpoint, rows, tmp_path / "sound.jsonl")
