@@ -71,7 +71,8 @@ def observe(dtype: str = "bfloat16") -> dict[str, object]:
         result = llm.run(prompts, sampling, spec=Chain(3))
         found[name] = [o.token_ids for o in result.outputs]
     llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=NoDraft())
-    logits = llm.models.target.logits(np.array([llm.engine.stepper.rows.num - 1], np.int32))
+    backend, model = llm.engine.backend, llm.models.pair.target_model
+    logits = model.logits(backend._hidden, np.array([len(prompts[0]) % llm.engine.config.row_budget - 1], np.int32))
     found["logits_sha256"] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()
     return found
 
