@@ -75,7 +75,7 @@ def test_a_step_in_vain_behind_the_last_position(name: str, max_tokens: int) -> 
 
 
 def test_stop_strings_cut_texts_that_ran_on() -> None:
-    loaded = dataclasses.replace(tiny_models(max_batch=2), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     at_once, late = (LLM.from_models(loaded, engine_config(2, late_reads=is_late)) for is_late in (False, True))
     batch = prompts(6)
     text = at_once.run(batch, GREEDY, spec=BASELINE).outputs[2].text
