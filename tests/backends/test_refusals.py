@@ -191,7 +191,7 @@ def test_a_slots_next_text_has_none_of_the_last_ones_pages() -> None:
     player.run(2)
     assert len(text.tokens) == 16
     with pytest.raises(NativeError, match="lies in page -1"):
-        player.run(3)
+        player.run(4)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from aquiline.backends.cpu.calls import NativeLinear
 from tests.conftest import needs_native
 
 from aquiline.backends.cpu import packed
+from aquiline.backends.cpu.calls import NativeLinear
 
 pytestmark = [
     needs_native,
