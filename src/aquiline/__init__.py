@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aquiline.engine.llm import LLM, Output
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "Output", "SamplingParams", "Drafting", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Drafting", "EngineConfig", "Output", "SamplingParams", "__version__"]
 
 _HOMES = {
     "AsyncLLM": "aquiline.engine.async_llm",

@@ -11,6 +11,8 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from aquiline.checks import check_fields, is_unicode
+
 MAX_CHAIN = 16
 MAX_NODES = 256
 MAX_DEPTH = 32
@@ -62,13 +64,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            check(value is None or isinstance(value, int), name, value, "must be a whole number")
-        for name in (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        ):  # fmt: skip
-            check(isinstance(getattr(self, name), int | float), name, getattr(self, name), "must be a number")
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_fields(self)
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
         ok = self.temperature == 0 or 1 / LARGEST <= self.temperature <= LARGEST
         check(ok, "temperature", self.temperature, f"must be 0 (greedy) or {1 / LARGEST:g} to {LARGEST:g}")
@@ -89,14 +88,10 @@ class SamplingParams:
             check(value is None or value >= 0, name, value, "must be at least 0; None switches them off")
         ok = 0 <= self.min_tokens <= self.max_tokens
         check(ok, "min_tokens", self.min_tokens, f"must be in [0, max_tokens={self.max_tokens}]")
-        check(not isinstance(self.bad_words, str), "bad_words", self.bad_words, "pass a list of texts, not one text")
-        check(all(self.bad_words), "bad_words", self.bad_words, "a bad word must not be empty")
-        check(not isinstance(self.stop, str), "stop", self.stop, "pass a list of strings, not one string")
-        check(all(self.stop), "stop", self.stop, "a stop string must not be empty")
-        check(not isinstance(self.stop_token_ids, int), "stop_token_ids", self.stop_token_ids, "pass a list of ids")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "bad_words"):
+            ok = all(text and is_unicode(text) for text in getattr(self, name))
+            check(ok, name, getattr(self, name), "a text must not be empty or hold half a surrogate pair")
+        check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be ids >= 0")
 
     @property
     def changes_logits(self) -> bool:
@@ -125,6 +120,7 @@ class EngineConfig:
     check: bool = False  # page conservation after every step
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(self.max_batch >= 1, "max_batch", self.max_batch, "must be at least 1")
         ok = self.page_size >= 16 and self.page_size % 16 == 0
         check(ok, "page_size", self.page_size, "must be a multiple of 16")
@@ -152,7 +148,8 @@ class Environment:
         choices = ("avx512", "avx2", "portable", "off")
         check(isa is None or isa in choices, "AQUILINE_ISA", isa, f"choose one of {', '.join(choices)}")
         threads = os.environ.get("AQUILINE_THREADS") or None
-        check(threads is None or (threads.isdigit() and int(threads) > 0), "AQUILINE_THREADS", threads, "must be >= 1")
+        ok = threads is None or (threads.isdecimal() and int(threads) > 0)
+        check(ok, "AQUILINE_THREADS", threads, "must be >= 1")
         return cls(isa, int(threads) if threads else None, os.environ.get("AQUILINE_LLAMA_SERVER") or None)
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 STAGES = ("draft", "masks", "verify", "accept", "commit", "host")
-"""Where the time of a step goes: drafting; filling the rows of the verify pass; the target's forward; drawing tokens and
-choosing paths; making slots ready for the next step; everything else, which is the host's."""
+"""Where the time of a step goes: drafting; filling the rows of the verify pass; the target's forward; drawing tokens
+and choosing paths; making slots ready for the next step; everything else, which is the host's."""
 
 PARTS = (
     "target_attention", "target_mlp", "target_head", "draft_attention", "draft_mlp", "draft_head", "draft_fusion",

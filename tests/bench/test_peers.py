@@ -52,7 +52,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
     """The argmax continuation, one whole forward per token."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False)
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -228,7 +228,7 @@ def test_results_hold_up_and_compare(target: Path) -> None:
     assert plain["eagle_speculation"]["mean_acceptance_length"] == 1.0
     steps = sum(run.outputs[0].num_steps for run in drafted)
     assert lookup["eagle_speculation"]["mean_acceptance_length"] == pytest.approx(30 / steps)
-    sizes = [p.numel() for p in AutoModelForCausalLM.from_pretrained(target).parameters()]
+    sizes = [p.numel() for p in AutoModelForCausalLM.from_pretrained(target, trust_remote_code=False).parameters()]
     assert plain["model"]["weight_bytes"] == 4 * sum(sizes)
 
 

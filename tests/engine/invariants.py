@@ -19,7 +19,7 @@ CHAIN = Chain(1)
 def unread_sequences(engine: Engine) -> set[Sequence]:
     """Those that ran in the last step, where its outcome has not been read yet."""
     last = engine.last
-    if last is None or not engine.config.late_commit:
+    if last is None or not engine.config.late_reads:
         return set()
     return {*last.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
 
@@ -33,7 +33,7 @@ def check_sequences(engine: Engine) -> None:
     assert {*waiting, *running} == {*engine.sequences.values()}
     assert all(s.slot == -1 and not s.nodes and s.finish_reason is None for s in waiting)
     last, in_flight = engine.last, Counter[Sequence]()
-    if last is not None and engine.config.late_commit:
+    if last is not None and engine.config.late_reads:
         in_flight.update({s: s.request.spec.max_depth + 1 for s in last.decoding})
         in_flight.update({chunk.sequence: 1 for chunk in last.plan.chunks if chunk.draws})
     for slot, sequence in enumerate(scheduler.running):
@@ -49,7 +49,7 @@ def check_sequences(engine: Engine) -> None:
         own = pages[len(sequence.nodes) :]
         assert (pool.refcount[own] == 1).all() and pool.cached.isdisjoint(own), "what it writes is its own"
         assert sequence.in_flight == in_flight[sequence]
-        if not engine.config.late_commit and not sequence.is_prefilling:
+        if not engine.config.late_reads and not sequence.is_prefilling:
             assert (slots.tokens[slot], slots.positions[slot]) == (sequence.tokens[-1], len(sequence.tokens) - 1)
             assert sequence.num_cached == len(sequence.tokens) - 1
 

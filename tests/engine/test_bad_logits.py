@@ -14,7 +14,7 @@ from tests.engine.test_exact import BASELINE, SPECS
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM, Output
-from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.errors import NumericalError
 
 pytestmark = needs_native
@@ -32,7 +32,7 @@ def poisoned_models() -> LoadedModels:
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
         module.embed.data[POISON] = float("nan")
-    return from_modules(decoder, head, None, "bfloat16", engine_config(), Environment.read())
+    return from_modules(decoder, head, None, Loading("bfloat16"), Environment.read())
 
 
 def poisoned_llm(max_batch: int = 4, prefix_cache: bool = False) -> LLM:

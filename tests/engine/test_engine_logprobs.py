@@ -34,7 +34,7 @@ def test_the_same_bits_with_every_drafter_and_chunk(sampling: SamplingParams) ->
     params = dataclasses.replace(sampling, max_tokens=20, logprobs=3, prompt_logprobs=2)
     expected = logprobs(tiny_llm(max_batch=3).run(prompts(5), params, spec=BASELINE))
     for row_budget, late in ((48, False), (7, True)):
-        llm = tiny_llm(max_batch=2, row_budget=row_budget, late_commit=late, prefix_cache=True)
+        llm = tiny_llm(max_batch=2, row_budget=row_budget, late_reads=late, prefix_cache=True)
         for name in ("chain4", "static", "dynamic"):
             assert logprobs(llm.run(prompts(5), params, spec=SPECS[name])) == expected, f"{name}, late={late}"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import nn
 from aquiline.backends.cpu import calls, native
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.spec.drafting import Chain, NoDraft
@@ -32,7 +33,15 @@ SAMPLINGS = {
     "filtered": SamplingParams(
         max_tokens=32, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True
     ),
-}
+    "penalised": SamplingParams(
+        max_tokens=32, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3,
+        logit_bias={24: -1.5, 7: 2.0}, ignore_eos=True,
+    ),
+    "sampled, penalised": SamplingParams(
+        max_tokens=32, temperature=0.8, seed=3, repetition_penalty=1.1, presence_penalty=-0.2, frequency_penalty=0.1,
+        logit_bias={0: -math.inf, 81: 1.0}, top_k=60, ignore_eos=True,
+    ),
+}  # fmt: skip
 
 
 def integer_weights(module: nn.Module, seed: int) -> None:
@@ -49,7 +58,7 @@ def golden_llm(dtype: str) -> LLM:
     integer_weights(head, 1)
     head.d2t.copy_(torch.arange(TINY_DRAFT.draft_vocab_size))
     head.embed.data = decoder.embed.data
-    models = from_modules(decoder, head, None, dtype, engine_config(4), Environment.read())
+    models = from_modules(decoder, head, None, Loading(dtype), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 
@@ -62,7 +71,8 @@ def observe(dtype: str = "bfloat16") -> dict[str, object]:
         result = llm.run(prompts, sampling, spec=Chain(3))
         found[name] = [o.token_ids for o in result.outputs]
     llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=NoDraft())
-    logits = llm.models.target.logits(np.array([llm.engine.stepper.rows.num - 1], np.int32))
+    backend, model = llm.engine.backend, llm.models.pair.target_model
+    logits = model.logits(backend._hidden, np.array([len(prompts[0]) % llm.engine.config.row_budget - 1], np.int32))
     found["logits_sha256"] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()
     return found
 

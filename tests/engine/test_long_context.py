@@ -14,7 +14,7 @@ from tests.engine.test_exact import BASELINE, SPECS, check_accounting, run_with,
 
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.models.config import DraftConfig
 from aquiline.spec.drafting import Static
 
@@ -39,7 +39,7 @@ def models() -> LoadedModels:
     decoder, head = tiny_pair(0, LONG, LONG_DRAFT)
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
-    return from_modules(decoder, head, None, "bfloat16", engine_config(2, 512), Environment.read())
+    return from_modules(decoder, head, None, Loading("bfloat16"), Environment.read())
 
 
 def text(context: int) -> list[int]:

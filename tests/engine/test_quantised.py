@@ -19,7 +19,7 @@ from aquiline.backends.cpu import native
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 from aquiline.models.load import read_model_config
 
 __all__ = ["restored_isa"]
@@ -82,7 +82,7 @@ def pair_llm(dtype: str, isa: str | None) -> LLM:
     head.embed = decoder.embed
     decoder.head = decoder.embed  # tied: the head is quantised, the embedding is not
     config = engine_config(3)
-    return LLM.from_models(from_modules(decoder, head, None, dtype, config, Environment(isa, 1)), config)
+    return LLM.from_models(from_modules(decoder, head, None, Loading(dtype), Environment(isa, 1)), config)
 
 
 @needs_native

@@ -12,7 +12,7 @@ from tests.engine.test_exact import BASELINE, SPECS, check_accounting, prompts, 
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -22,14 +22,14 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 def torch_llm() -> LLM:
     config = engine_config(4)
     decoder, head = tiny_pair()
-    return LLM.from_models(from_modules(decoder, head, None, "float32", config, Environment("off", 1)), config)
+    return LLM.from_models(from_modules(decoder, head, None, Loading("float32"), Environment("off", 1)), config)
 
 
 def test_results_say_what_ran(torch_llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     system = torch_llm.models.system()
     assert (system["path"], system["isa"], system["exact_trees"]) == ("torch", "torch", False)
     with caplog.at_level(logging.WARNING, logger="aquiline"):
-        from_modules(*tiny_pair(), None, "float32", engine_config(1), Environment("off", 1))
+        from_modules(*tiny_pair(), None, Loading("float32"), Environment("off", 1))
     assert "AQUILINE_ISA=off" in caplog.text and "not bit-exact" in caplog.text
 
 

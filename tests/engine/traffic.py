@@ -33,7 +33,7 @@ class Setup:
     max_batch: int = 4
     row_budget: int = 16
     prefix_cache: bool = True
-    late_commit: bool = False
+    late_reads: bool = False
     is_taught: bool = True
 
 
@@ -43,7 +43,7 @@ class Traffic:
     def __init__(self, setup: Setup) -> None:
         config = engine_config(
             setup.max_batch, setup.row_budget, PAGE, num_pages=setup.num_pages, prefix_cache=setup.prefix_cache,
-            late_commit=setup.late_commit,
+            late_reads=setup.late_reads,
         )  # fmt: skip
         self.engine = LLM.from_models(models(), config).engine
         self.live: dict[int | str, Sequence] = {}

@@ -15,7 +15,7 @@ from tests.conftest import needs_native
 from torch import Tensor
 
 from aquiline.config import EngineConfig, Environment
-from aquiline.engine.model import LoadedModels, from_modules, load_models
+from aquiline.engine.model import LoadedModels, Loading, from_modules, load_models
 from aquiline.engine.score import Scorer
 from aquiline.models.config import RopeConfig
 from aquiline.models.eagle import DraftHead
@@ -103,7 +103,7 @@ def test_a_chain_proposes_what_training_computes(reach: str, path: str, monkeypa
     base = TrainConfig(Path("t"), (Path("d"),), Path("o"), ttt_steps=DEPTH, context=48, **REACHES[reach])
     head = for_long_contexts(tiny.head(model), base)
     assert head.config.model.window(0) == REACHES[reach].get("draft_window", 0)
-    models = from_modules(model, head, None, "float32", engine(), Environment.read())
+    models = from_modules(model, head, None, Loading("float32"), Environment.read())
     assert models.is_native == (path == "native")
     with torch.no_grad():
         agree(head, Served(models, prompt()), prompt())
@@ -113,7 +113,7 @@ def test_a_window_and_yarn_change_what_is_said() -> None:
     model = tiny.target()
     base = TrainConfig(Path("t"), (Path("d"),), Path("o"), ttt_steps=DEPTH, context=48)
     with torch.no_grad():
-        served = Served(from_modules(model, tiny.head(model), None, "float32", engine(), Environment.read()), prompt())
+        served = Served(from_modules(model, tiny.head(model), None, Loading("float32"), Environment.read()), prompt())
         for reach in ("window", "yarn"):
             changed = for_long_contexts(tiny.head(model), replace(base, **REACHES[reach]))
             with pytest.raises(AssertionError):
@@ -135,7 +135,7 @@ def test_a_finetuned_draft_serves_as_it_was_trained(tmp_path: Path) -> None:
     assert asdict(head.config.model.rope) == asdict(
         RopeConfig(10000.0, "yarn", {"factor": 4.0, "original_max_position_embeddings": 64.0})
     )
-    models = load_models(long.target, long.out, "float32", engine(), Environment.read(), "float32")
+    models = load_models(long.target, long.out, Loading("float32", "float32"), Environment.read())
     with torch.no_grad():
         agree(head, Served(models, prompt()), prompt())
 

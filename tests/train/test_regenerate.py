@@ -16,7 +16,7 @@ from tests.train.regenerating import ROWS, TEMPLATE, llm, read, regenerate, targ
 
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 from aquiline.train.answer_file import AnswerFile
@@ -103,6 +103,27 @@ def test_rows_add_up_and_bad_ones_say_why(checkpoint: Path, tmp_path: Path, caps
     assert (again.num_done, again.num_resumed, again.num_failed, again.skipped) == (10, 10, 4, {"too long": 1})
 
 
+def test_labels_that_cannot_be_written_fail_their_row_alone(checkpoint: Path, tmp_path: Path) -> None:
+    rows = [
+        '{"prompt": "a", "source": "\\ud800"}',
+        '{"prompt": "b", "source": ' + "[" * 5000 + "]" * 5000 + "}",
+        ROWS[0],
+    ]
+    done = regenerate(checkpoint, write(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl")
+    assert (done.num_done, done.num_failed) == (1, 2) and list(read(tmp_path / "out.jsonl")) == [2]
+    assert sorted(reason.partition(": ")[2][:22] for reason in done.reasons) == [
+        "not JSON (it nests lis", "source: hold half a su",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 2.5}, {"seed": True}, {"temperatures": ("0",)}, {"start": 1.0}, {"data": ("x",)}]
+)
+def test_settings_are_of_their_types(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*must be"):
+        RegenerateConfig(**{"data": (tmp_path,), "out": tmp_path} | wrong)
+
+
 def test_a_file_of_other_settings_is_refused_and_left_alone(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     regenerate(checkpoint, data, out)
@@ -186,7 +207,7 @@ def test_rows_whose_logits_are_no_numbers_fail_alone(checkpoint: Path, data: Pat
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
     decoder.embed.data[letters().token_to_id("Z")] = float("nan")
-    poisoned = from_modules(decoder, head, None, "bfloat16", engine_config(), Environment.read())
+    poisoned = from_modules(decoder, head, None, Loading("bfloat16"), Environment.read())
     rows = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "xyZ"}])
     done = regenerate(checkpoint, rows, tmp_path / "out.jsonl", llm(models=poisoned))
     regenerate(checkpoint, rows, tmp_path / "sound.jsonl")

@@ -149,7 +149,7 @@ class Prefilled(NamedTuple):
     first_token: int | None
     draft_end: int
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] = []  # noqa: RUF012
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 @dataclass(frozen=True, eq=False)

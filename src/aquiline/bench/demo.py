@@ -68,7 +68,7 @@ class Run:
         rate, speedup = estimate(self.rates), self.speedup(baseline)
         return {
             "name": self.name,
-            "drafter": self.spec.drafter,
+            "drafter": self.spec.name,
             "temperature": self.temperature,
             "repeated_share": mean([repeated_share(o.token_ids) for o in self.outputs]),
             "tokens_per_s": rate.value,
@@ -89,7 +89,7 @@ class DemoResult:
 
     def baseline(self, temperature: float) -> Run:
         """The run without speculation at a temperature."""
-        return next(r for r in self.runs if r.temperature == temperature and r.spec.drafter == "none")
+        return next(r for r in self.runs if r.temperature == temperature and not r.spec.is_speculative)
 
     def is_identical(self, run: Run) -> bool:
         """Whether a run's every token equals the baseline's."""

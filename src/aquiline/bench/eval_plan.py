@@ -39,7 +39,7 @@ class EvalPlan:
             raise ValueError(f"lengths={short}: must be at least 2; the prompt's own forward gives the first token")
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats}: must be at least 1")
-        kinds = [spec.drafter for spec in self.settings.values()]
+        kinds = [spec.name for spec in self.settings.values()]
         if kinds[:1] != ["none"] or "none" in kinds[1:] or len(kinds) < 2:
             raise ValueError(f"settings={list(self.settings)}: needs the baseline first, and at least one that drafts")
         for temperature in self.temperatures:
@@ -48,7 +48,7 @@ class EvalPlan:
     @property
     def chains(self) -> dict[int, str]:
         """Names of the settings that draft a chain, by its length."""
-        return {spec.num_spec_tokens: name for name, spec in self.settings.items() if spec.drafter == "chain"}
+        return {spec.num_spec_tokens: name for name, spec in self.settings.items() if isinstance(spec, Chain)}
 
 
 def settings_of(num_spec_tokens: Sequence[int] = (), trees: Sequence[str] = ()) -> dict[str, Drafting]:
@@ -56,11 +56,10 @@ def settings_of(num_spec_tokens: Sequence[int] = (), trees: Sequence[str] = ()) 
     fixed one. Without either, the default chain and tree. Raises ValueError for a shape that cannot be."""
     _check_each_once("num_spec_tokens", num_spec_tokens)
     _check_each_once("trees", trees)
-    default = Chain()
     if not num_spec_tokens and not trees:
-        num_spec_tokens = (default.num_spec_tokens,)
-        trees = (f"{default.depth}x{default.top_k}x{default.num_nodes}",)
-    chains = {f"chain-{k}": Chain(k) for k in num_spec_tokens}
+        tree = Dynamic()
+        num_spec_tokens, trees = (Chain().num_spec_tokens,), (f"{tree.depth}x{tree.top_k}x{tree.num_nodes}",)
+    chains: dict[str, Drafting] = {f"chain-{k}": Chain(k) for k in num_spec_tokens}
     return {BASELINE: NoDraft()} | chains | {f"tree-{tree}": _tree(tree) for tree in trees}
 
 

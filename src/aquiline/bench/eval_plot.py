@@ -45,7 +45,7 @@ def _colors(settings: dict[str, Drafting], maps: Any) -> dict[str, Any]:
     """One hue per kind of drafter, from light to dark within it."""
     by_kind: dict[str, list[str]] = {}
     for name, spec in settings.items():
-        by_kind.setdefault(spec.drafter, []).append(name)
+        by_kind.setdefault(spec.name, []).append(name)
     colors = {}
     for kind, names in by_kind.items():
         for place, name in enumerate(names):

@@ -44,8 +44,6 @@ from aquiline.metrics import repeated_share
 
 SCHEMA = "aquiline.eval/1"
 LIBRARIES = ("numpy", "tokenizers", "transformers")
-SPEC_FIELDS = {"none": (), "chain": ("num_spec_tokens",), "static": ("static_paths",),
-               "dynamic": ("depth", "top_k", "num_nodes")}  # fmt: skip
 SHOWN_PLACES = 5
 SHOWN_MISSES = 10
 """Places of a draft and turns that did not fit that tables and notes show; eval.json has all."""
@@ -91,7 +89,7 @@ def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
     name, draft_name = Source(target, draft).names
     models = llm.models
     return ModelFacts(
-        target=name, draft=draft_name, dtype=str(models.dtype).removeprefix("torch."), arithmetic=models.arithmetic,
+        target=name, draft=draft_name, dtype=models.storage, arithmetic=models.arithmetic,
         random_weights=False, simulated_tau=None, weight_bytes=models.weight_bytes,
     )  # fmt: skip
 
@@ -99,10 +97,7 @@ def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
 def as_document(found: Evaluated, derived: Tables, facts: EvalFacts) -> dict[str, object]:
     """The JSON of an evaluation; the module's docstring is its schema."""
     plan = found.plan
-    settings = {
-        name: {field: getattr(spec, field) for field in ("drafter", *SPEC_FIELDS[spec.drafter])}
-        for name, spec in plan.settings.items()
-    }
+    settings = {name: spec.as_dict() for name, spec in plan.settings.items()}
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -56,7 +56,7 @@ class Evaluation:
                 "engine: needs EngineConfig(max_batch=1, prefix_cache=False), so that no run helps another; pass that"
             )
         for spec in self.plan.settings.values():
-            if spec.drafter != "none":
+            if spec.is_speculative:
                 self.llm.models.check_spec(spec)
 
     @property
@@ -162,7 +162,7 @@ class Evaluation:
         if token_ids == text.token_ids:
             return
         place = next(i for i, (a, b) in enumerate(zip_longest(token_ids, text.token_ids)) if a != b)
-        hint = "" if self.llm.models.is_native else "; the torch path rounds by shape: build the native library"
+        hint = "" if self.llm.models.pair.is_exact else "; the torch path rounds by shape: build the native library"
         raise ResultError(
             f"question {self.questions[text.question].id!r}, turn {text.turn + 1}, length {text.length}, temperature "
             f"{text.temperature:g}: {who} differ at output token {place + 1}{hint}"

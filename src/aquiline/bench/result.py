@@ -87,8 +87,8 @@ def describe(
         "scenario": asdict(scenario) | {"repeated_share": repeated},
         "setting": {
             "name": setting,
-            "drafter": spec.drafter,
-            "num_spec_tokens": spec.num_spec_tokens if spec.drafter == "chain" else None,
+            "drafter": spec.name,
+            "num_spec_tokens": spec.as_dict().get("num_spec_tokens"),
             "max_nodes": spec.max_nodes,
         },
         "engine": "aquiline",

@@ -6,7 +6,7 @@ arithmetic, sampling, anything on the host. Linears and attention are two phases
 their times add up. A model that a cache holds can beat this: `notes` says when.
 
 A cycle of speculation is a draft's passes and one verifying forward, each a forward of its own here. Its draft first
-takes in the committed tokens (tau rows, fc before them), then makes one pass per further level; see spec/drafters.py.
+takes in the committed tokens (tau rows, fc before them), then makes one pass per further level; see spec/drafting.py.
 """
 
 from __future__ import annotations
@@ -117,16 +117,6 @@ def forward_cost(body: Body, precision: Precision, rows: Rows) -> Cost:
     return cost
 
 
-def draft_rows(spec: Drafting) -> tuple[int, ...]:
-    """Rows per sequence of each draft pass after the first, which takes in the committed tokens."""
-    if spec.drafter == "chain":
-        return (1,) * (spec.num_spec_tokens - 1)
-    if spec.drafter == "dynamic":
-        return (spec.top_k,) * spec.depth
-    levels = Counter(len(path) for path in {path[:-1] for path in spec.static_paths if len(path) > 1})
-    return tuple(levels[level] for level in sorted(levels)) if spec.drafter == "static" else ()
-
-
 @dataclass(frozen=True)
 class Cycle:
     """One step of speculation at its ideal."""
@@ -173,17 +163,17 @@ class Roofline:
         Raises ValueError for a tau that the tree cannot have, or where there is a drafter but no draft."""
         check_tau(tau, spec)
         verify = self.step(batch, context, spec.max_nodes)
-        if spec.drafter == "none":
+        if not spec.is_speculative:
             return Cycle(Ideal(), verify)
         if self.draft is None:
-            raise ValueError(f"drafter={spec.drafter!r}: no draft is named; name one, or use drafter='none'")
+            raise ValueError(f"drafter={spec.name!r}: no draft is named; name one, or use drafter='none'")
         body, precision = self.draft.body, self.draft_precision
         fusing = Cost(
             precision.layers.num_bytes(self.draft.fc), linear_flops=2 * self.draft.fc.num_weights * batch * tau
         )
         draft = self.ideal(fusing + forward_cost(body, precision, Rows(batch, context, tau, num_head=1)))
         seen = context + tau
-        for num in draft_rows(spec):
+        for num in spec.draft_passes:
             draft += self.ideal(forward_cost(body, precision, Rows(batch, seen, num)))
             seen += 1
         return Cycle(draft, verify)

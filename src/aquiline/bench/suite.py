@@ -60,7 +60,7 @@ class Plan:
     @property
     def settings(self) -> dict[str, Drafting]:
         """What is compared: the baseline first."""
-        chains = {f"chain-{k}": Chain(k) for k in self.num_spec_tokens}
+        chains: dict[str, Drafting] = {f"chain-{k}": Chain(k) for k in self.num_spec_tokens}
         return {BASELINE: NoDraft()} | chains
 
 
@@ -114,7 +114,7 @@ class LoadRun:
         if all(found):
             yield from (result for result in found if result is not None)
             return
-        llm = LLM.from_models(self.source.load(self.config), self.config, NoDraft())
+        llm = LLM.from_models(self.source.load(), self.config, NoDraft())
         prompts, scenario = self._prompts(llm.models.tokenizer)
         prefill = self._prefill(llm, prompts, settings[list(settings)[-1]])
         progress.advance()
@@ -193,7 +193,7 @@ class LoadRun:
 
     def _model(self, llm: LLM, spec: Drafting) -> ModelFacts:
         target, draft = self.source.names
-        simulated = llm.models.simulated if spec.drafter != "none" else None
+        simulated = llm.models.simulated if spec.is_speculative else None
         return ModelFacts(
             target=target, draft=draft, dtype=self.source.dtype, arithmetic=llm.models.arithmetic,
             random_weights=self.source.random_config is not None,

@@ -78,7 +78,7 @@ def _show(console: Console, result: DemoResult, llm: LLM) -> None:
         table.add_row(
             _describe(run), f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
             f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position),
-            f"{row['repeated_share']:.0%}", identical if run.spec.drafter != "none" else "-",
+            f"{row['repeated_share']:.0%}", identical if run.spec.is_speculative else "-",
         )  # fmt: skip
     console.print(table)
     s = result.system
@@ -88,7 +88,7 @@ def _show(console: Console, result: DemoResult, llm: LLM) -> None:
     )
     console.print("tok/s and speedup: medians over the prompts by the wall clock [95 % intervals]")
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
-    drafted = [run for run in result.runs if run.spec.drafter != "none"]
+    drafted = [run for run in result.runs if run.spec.is_speculative]
     _show_completion(console, max(drafted, key=lambda run: (run.temperature, estimate(run.rates).value)), result, llm)
 
 
@@ -111,10 +111,7 @@ def _show_completion(console: Console, run: Run, result: DemoResult, llm: LLM) -
 
 def _describe(run: Run) -> str:
     spec = run.spec
-    shapes = {
-        "none": "",
-        "chain": f" K={spec.num_spec_tokens}",
-        "dynamic": f" N={spec.num_nodes}",
-        "static": f" N={len(spec.static_paths) + 1}",
-    }
-    return run.name + shapes[spec.drafter]
+    if not spec.is_speculative:
+        return run.name
+    is_chain = spec.max_nodes == spec.max_depth + 1
+    return run.name + (f" K={spec.max_depth}" if is_chain else f" N={spec.max_nodes}")

@@ -59,6 +59,11 @@ class LoadedModels:
         return self.pair.draft
 
     @property
+    def arithmetic(self) -> str:
+        """What weights are multiplied in."""
+        return self.pair.arithmetic
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the target's embedding."""
         return self.pair.target.vocab_size

@@ -39,8 +39,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: sequences that were given a slot, sequences to decode and chunks to prefill, the last two in slot order;
-    beside them slots whose prompts are not cached yet, and slots that nobody wants."""
+    """One step: sequences that were given a slot; sequences to decode and chunks to prefill, both in slot order; beside
+    them slots whose prompts are not cached yet, and slots that nobody wants."""
 
     admitted: tuple[Sequence, ...]
     decoding: tuple[Sequence, ...]

@@ -1,8 +1,9 @@
 """The prefix cache: a tree of whole pages, keyed by the tokens in them. Knows pages and tokens, nothing of models.
 
 A page's keys depend on the tokens up to its end and on nothing else, bit for bit, so any sequence that begins with
-them may use it, within one space: a salt, or whatever else must not be shared. Only committed tokens enter. A sequence uses the tree's page for all that it has published, so a page
-is never dropped before those below it, and the oldest idle page is always a leaf.
+them may use it, within one space: a salt, or whatever else must not be shared. Only committed tokens enter. A sequence
+uses the tree's page for all that it has published, so a page is never dropped before those below it, and the oldest
+idle page is always a leaf.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PrefixCache:
     def publish(
         self, space: Hashable, slot: int, parent: Node | None, index: int, tokens: list[int], has_draft: bool
     ) -> Node | None:
-        """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to everyone in its space.
+        """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to its space.
 
         Where the tree has that page already the slot takes it and drops its own. If only its own has the draft's keys
         the tree takes that one instead; None, and nothing more to publish below, if the tree's is in use, or `parent`

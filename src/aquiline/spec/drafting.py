@@ -9,11 +9,13 @@ one, subclass Drafting in a file of its own; the engine and the backends need no
 from __future__ import annotations
 
 from abc import ABC
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
+from aquiline.checks import check_fields
 from aquiline.config import MAX_CHAIN, MAX_DEPTH, MAX_NODES, check
 
 DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
@@ -65,9 +67,14 @@ class Drafting(ABC):
         return self.max_nodes - 1
 
     @property
+    def draft_passes(self) -> tuple[int, ...]:
+        """Rows of each pass of the draft model behind the first, which catches up with the root."""
+        return ()
+
+    @property
     def draft_rows(self) -> int:
         """Rows that the draft model writes behind the root while one slot's tree grows."""
-        return 0
+        return sum(self.draft_passes)
 
     @property
     def width(self) -> int:
@@ -118,10 +125,10 @@ class Chain(Drafting):
     num_spec_tokens: int = 3
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(
-            is_whole(self.num_spec_tokens) and 1 <= self.num_spec_tokens <= MAX_CHAIN, "num_spec_tokens",
-            self.num_spec_tokens,
-            f"must be a whole number between 1 and {MAX_CHAIN}; drafter='none' switches speculation off",
+            1 <= self.num_spec_tokens <= MAX_CHAIN, "num_spec_tokens", self.num_spec_tokens,
+            f"must be between 1 and {MAX_CHAIN}; drafter='none' switches speculation off",
         )  # fmt: skip
 
     @property
@@ -129,8 +136,8 @@ class Chain(Drafting):
         return 1 + self.num_spec_tokens
 
     @property
-    def draft_rows(self) -> int:  # noqa: D102
-        return self.num_spec_tokens - 1
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        return (1,) * (self.num_spec_tokens - 1)
 
     @property
     def label(self) -> str:  # noqa: D102
@@ -145,12 +152,13 @@ class Static(Drafting):
     static_paths: tuple[tuple[int, ...], ...] = DEFAULT_STATIC_PATHS
 
     def __post_init__(self) -> None:
+        check_fields(self)
         paths = set(self.static_paths)
         check(0 < len(paths) < MAX_NODES, "static_paths", len(paths), f"needs 1 to {MAX_NODES - 1} different paths")
         check(len(paths) == len(self.static_paths), "static_paths", self.static_paths, "a path stands twice")
         for path in self.static_paths:
             check(
-                1 <= len(path) <= MAX_DEPTH and all(is_whole(rank) and 0 <= rank < 64 for rank in path),
+                1 <= len(path) <= MAX_DEPTH and all(0 <= rank < 64 for rank in path),
                 "static_paths", path, f"a path is 1 to {MAX_DEPTH} child ranks, each 0 to 63",
             )  # fmt: skip
             check(len(path) == 1 or path[:-1] in paths, "static_paths", path, f"its parent {path[:-1]} is missing")
@@ -164,8 +172,10 @@ class Static(Drafting):
         return max(len(path) for path in self.static_paths)
 
     @property
-    def draft_rows(self) -> int:  # noqa: D102
-        return len({path[:-1] for path in self.static_paths if len(path) > 1})
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        expanded = {path[:-1] for path in self.static_paths if len(path) > 1}
+        by_level = Counter(len(path) for path in expanded)
+        return tuple(by_level[level] for level in sorted(by_level))
 
     @property
     def width(self) -> int:  # noqa: D102
@@ -178,9 +188,9 @@ class Static(Drafting):
 
 @dataclass(frozen=True)
 class Dynamic(Drafting):
-    """EAGLE-2's tree: from the top_k best children of the root on, the top_k best nodes of a level are expanded, `depth`
-    times; of all nodes found the num_nodes - 1 best are verified. num_nodes counts the root; the deepest level is
-    depth + 1. Source: Li et al., arXiv 2406.16858."""
+    """EAGLE-2's tree: from the top_k best children of the root on, the top_k best nodes of a level are expanded,
+    `depth` times; of all nodes found the num_nodes - 1 best are verified. num_nodes counts the root; the deepest level
+    is depth + 1. Source: Li et al., arXiv 2406.16858."""
 
     name: ClassVar[str] = "dynamic"
     depth: int = 2
@@ -188,14 +198,14 @@ class Dynamic(Drafting):
     num_nodes: int = 6
 
     def __post_init__(self) -> None:
-        ok = is_whole(self.depth) and 0 <= self.depth < MAX_DEPTH
-        check(ok, "depth", self.depth, f"must be a whole number between 0 and {MAX_DEPTH - 1}")
-        check(is_whole(self.top_k) and self.top_k >= 1, "draft_top_k", self.top_k, "must be a whole number from 1 on")
+        check_fields(self)
+        check(0 <= self.depth < MAX_DEPTH, "depth", self.depth, f"must be between 0 and {MAX_DEPTH - 1}")
+        check(self.top_k >= 1, "draft_top_k", self.top_k, "must be at least 1")
         rows = self.depth * self.top_k
         check(rows <= MAX_NODES, "depth", self.depth, f"depth * draft_top_k = {rows} must be at most {MAX_NODES}")
         limit = min(MAX_NODES, 1 + self.top_k + self.depth * self.top_k**2)
         check(
-            is_whole(self.num_nodes) and 2 <= self.num_nodes <= limit, "num_nodes", self.num_nodes,
+            2 <= self.num_nodes <= limit, "num_nodes", self.num_nodes,
             f"must be between 2 and {limit}, the root included (1 + top_k + depth * top_k^2, at most {MAX_NODES})",
         )  # fmt: skip
 
@@ -208,8 +218,8 @@ class Dynamic(Drafting):
         return min(self.depth + 1, self.num_nodes - 1)
 
     @property
-    def draft_rows(self) -> int:  # noqa: D102
-        return self.depth * self.top_k
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        return (self.top_k,) * self.depth
 
     @property
     def width(self) -> int:  # noqa: D102
@@ -231,8 +241,3 @@ def drafting(name: str, **fields: Any) -> Drafting:
     check(name in DRAFTINGS, "drafter", name, f"choose one of {', '.join(DRAFTINGS)}")
     kind = DRAFTINGS[name]
     return kind(**{k: v for k, v in fields.items() if k in kind.__dataclass_fields__ and v is not None})
-
-
-def is_whole(value: object) -> bool:
-    """Whether a setting is a whole number; True and False are not numbers."""
-    return isinstance(value, int) and not isinstance(value, bool)

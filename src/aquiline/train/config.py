@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from aquiline.checks import check_fields
 
 LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
 """The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
@@ -66,7 +68,12 @@ class TrainConfig:
     log: tuple[str, ...] = ()  # where figures go beside train.jsonl
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        check_fields(self)
+        problems = [
+            f"{f.name}={value}: must be a number that is finite" for f in fields(self)
+            if isinstance(value := getattr(self, f.name), float) and not math.isfinite(value)
+        ]  # fmt: skip
+        problems = problems or self._problems()
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -86,6 +93,7 @@ class TrainConfig:
             (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),
             (0 <= self.warmup < 1, f"warmup={self.warmup}: must be in [0, 1)"),
             (self.clip > 0, f"clip={self.clip}: must be above 0"),
+            (self.weight_decay >= 0, f"weight_decay={self.weight_decay}: must be at least 0"),
             (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
             (self.log_every >= 1 and self.eval_every >= 1, "log_every and eval_every must be at least 1"),
             (0 <= self.ema < 1, f"ema={self.ema}: must be in [0, 1)"),

@@ -45,7 +45,7 @@ def write_texts(
     models: LoadedModels, prompts: Sequence[Int32], num_new: int, temperature: float, seed: int
 ) -> list[Text]:
     """The target's continuation of each prompt, at most num_new tokens, by the engine and without a draft."""
-    config = EngineConfig(max_batch=16, row_budget=models.max_rows // 2, prefix_cache=False)
+    config = EngineConfig(max_batch=16, row_budget=1024, prefix_cache=False)
     llm = LLM.from_models(models, config, NoDraft())
     sampling = [SamplingParams(max_tokens=num_new, temperature=temperature, seed=seed + i) for i in range(len(prompts))]
     outputs = llm.generate([tokens.tolist() for tokens in prompts], sampling)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.config import EngineConfig, Environment
-from aquiline.engine.model import load_models
+from aquiline.config import Environment
+from aquiline.engine.model import Loading, load_models
 from aquiline.errors import CheckpointError
 from aquiline.models.config import default_capture
 from aquiline.models.eagle import DraftHead
@@ -62,8 +62,7 @@ class Prepared:
         prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - num_new)
         models = self.teacher.models
         if models is None:  # the target trains on a GPU; the engine runs on the CPU
-            engine = EngineConfig(max_batch=16, row_budget=max(2048, config.context))
-            models = load_models(config.target, None, "bfloat16", engine, Environment.read())
+            models = load_models(config.target, None, Loading(), Environment.read())
         texts = [
             text
             for temperature in (0.0, TEMPERATURE)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aquiline.checks import is_unicode
 from aquiline.text.chat import MaskedTokens, Message
 from aquiline.train.conversations import RowError, messages_of
 from aquiline.train.documents import Document, TokenIds
@@ -38,6 +39,8 @@ class RowReader:
         if tokens is not None:
             return [Document(key, _checked(tokens))]
         if isinstance(row.get("text"), str):
+            if not is_unicode(row["text"]):
+                raise RowError("its text holds half a surrogate pair")
             return [Document(key, np.array(self.ids.encode(row["text"]), dtype=np.int32))]
         raise RowError('none of "messages", "conversations", "text", "input_ids", "token_ids"')
 

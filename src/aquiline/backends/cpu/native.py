@@ -1,4 +1,4 @@
-"""The ctypes mirror of csrc/aquiline.h, the signatures of csrc/stages.h, loading. Knows nothing of models.
+"""The ctypes mirror of csrc/aquiline.h and csrc/stages.h: structs, signatures, loading.
 
 Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
 behind it alive.

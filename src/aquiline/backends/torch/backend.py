@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.backends.base import Chunk, Decode, Extend, Scored, Sizes, StepInput, TokenMasks
+from aquiline.backends.base import Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
@@ -61,9 +61,13 @@ class TorchBackend:
 
     @torch.inference_mode()
     def verify(  # noqa: D102
-        self, step: StepInput, drafts: DraftedTrees | DraftTree, masks: TokenMasks | None = None
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None
     ) -> IssuedStep:
-        trees = drafts.trees if isinstance(drafts, DraftedTrees) else padded(drafts, self.device)
+        if isinstance(drafts, DraftTree):
+            trees = padded(drafts, self.device)
+        else:
+            assert isinstance(drafts, DraftedTrees), "drafts of another backend"
+            trees = drafts.trees
         decodes = [decode.slot for decode in step.decodes]
         slots = torch.tensor(decodes, dtype=torch.int64, device=self.device)
         base = self.state.root[slots]
@@ -101,8 +105,8 @@ class TorchBackend:
             page += used
             blocks.append(prompt_block(self.state, slot, 0, len(tokens)))
         attention = PagedAttention(self.storage, self.decoder.config, blocks)
-        tokens, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
-        out = self.decoder(tokens, positions, attention)
+        rows, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
+        out = self.decoder(rows, positions, attention)
         return Scored(out.hidden.cpu().numpy(), out.features.cpu().numpy())
 
     def time_parts(self, is_wanted: bool) -> None:

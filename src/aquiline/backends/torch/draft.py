@@ -191,7 +191,8 @@ class Draft:
         config = self.head.config.model
         self.num_rows += block.tokens.numel()
         attention = PagedAttention(self.storage, config, [block])
-        return self.head(g, block.tokens.reshape(-1), block.positions.reshape(-1), attention)
+        output: Tensor = self.head(g, block.tokens.reshape(-1), block.positions.reshape(-1), attention)
+        return output
 
 
 def best_first(scores: Tensor, count: int) -> Tensor:

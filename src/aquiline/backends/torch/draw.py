@@ -66,7 +66,7 @@ def children(logits: Tensor, sampling: RowSampling, ids: Tensor, k: int) -> tupl
 
 
 def logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of token chosen[i] of logits [n, V]: log-probability and rank from 1; the k best ids and their log-probabilities."""
+    """Of token chosen[i] of logits [n, V] its log-probability and rank from 1; the k best ids and theirs."""
     column = chosen[:, None]
     own = logits.gather(1, column)
     place = torch.arange(logits.shape[1], device=logits.device)

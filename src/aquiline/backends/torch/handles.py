@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from aquiline.backends.base import Decoded, Prefilled, StepOutput

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from aquiline.backends.base import Sizes
+from aquiline.backends.base import Backend, Sizes
 from aquiline.backends.torch.backend import TorchBackend
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
@@ -43,7 +43,7 @@ class TorchPair:
         self.decoder, self.head, self.device = decoder, head, device
         self.target, self.draft = decoder.config, None if head is None else head.config
 
-    def open(self, sizes: Sizes) -> TorchBackend:  # noqa: D102
+    def open(self, sizes: Sizes) -> Backend:  # noqa: D102
         return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], sizes)
 
     def kv_bytes_per_token(self) -> tuple[int, int]:  # noqa: D102

@@ -65,14 +65,16 @@ class SlotState:
     hosts: dict[int, HostSlot] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        S, at = self.sizes.num_slots, {"device": self.device}
-        self.history = torch.zeros(S, self.sizes.max_context + 1, dtype=torch.int64, **at)
-        self.root, self.draft_end, self.first_draft_key = (torch.zeros(S, dtype=torch.int64, **at) for _ in range(3))
-        self.table = torch.zeros(S, self.sizes.pages_per_slot, dtype=torch.int64, **at)
-        self.temperature, self.top_p, self.min_p = (torch.zeros(S, **at) for _ in range(3))
-        self.top_k = torch.zeros(S, dtype=torch.int64, **at)
-        self.seed = torch.zeros(S, 2, dtype=torch.int64, **at)
+        S = self.sizes.num_slots
+        self.history = self._integers(S, self.sizes.max_context + 1)
+        self.root, self.draft_end, self.first_draft_key = (self._integers(S) for _ in range(3))
+        self.table = self._integers(S, self.sizes.pages_per_slot)
+        self.temperature, self.top_p, self.min_p = (torch.zeros(S, device=self.device) for _ in range(3))
+        self.top_k, self.seed = self._integers(S), self._integers(S, 2)
         self.scratch = self.sizes.num_pages * self.sizes.page_size
+
+    def _integers(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def admit(self, admit: Admit, vocab_size: int) -> None:
         """Take over a sequence."""

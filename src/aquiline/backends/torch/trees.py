@@ -1,7 +1,8 @@
 """Trees of several slots as padded tensors: ancestors, paths, and which path the target's own tokens keep.
 
-Sample and match (ARCHITECTURE.md, decision 1), in symbols: for node i with parent p(i), ok(i) = token(i) == drawn(p(i));
-i is kept iff ok holds on its whole path; the deepest kept node's own drawn token follows it. Source: EAGLE3.md §4.
+Sample and match (ARCHITECTURE.md, decision 1), in symbols: for node i with parent p(i), ok(i) = token(i) ==
+drawn(p(i)); i is kept iff ok holds on its whole path; the deepest kept node's own drawn token follows it.
+Source: EAGLE3.md §4.
 """
 
 from __future__ import annotations

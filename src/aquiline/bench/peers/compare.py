@@ -35,7 +35,7 @@ from aquiline.engine.llm import LLM
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
 from aquiline.models.load import target_entries
-from aquiline.spec.drafting import Chain, Dynamic, NoDraft
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SETTLE_S = 0.1
 """Rest before each run: the threads of the engine before it wait spinning for a while, on the cores of the next."""
@@ -160,7 +160,7 @@ def _sampling(plan: Plan, index: int) -> list[SamplingParams]:
 
 
 def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[Own]:
-    specs = {"baseline": NoDraft()}
+    specs: dict[str, Drafting] = {"baseline": NoDraft()}
     if plan.draft is not None:
         specs |= {f"chain-{k}": Chain(k) for k in plan.num_spec_tokens}
         specs["tree"] = Dynamic()

@@ -27,7 +27,7 @@ class Own:
     @property
     def is_plain(self) -> bool:
         """Whether nothing is drafted."""
-        return self.spec.drafter == "none"
+        return not self.spec.is_speculative
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         """One measured run."""
@@ -37,7 +37,7 @@ class Own:
         """Of the measured runs."""
         system = self.llm.models.system()
         facts = ModelFacts(
-            target=model.target, draft=model.draft if self.spec.drafter != "none" else None, dtype=str(system["dtype"]),
+            target=model.target, draft=model.draft if self.spec.is_speculative else None, dtype=str(system["dtype"]),
             arithmetic=str(system["arithmetic"]), random_weights=model.is_random, simulated_tau=None,
             weight_bytes=self.llm.models.weight_bytes,
         )  # fmt: skip

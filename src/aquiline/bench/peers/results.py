@@ -16,7 +16,7 @@ from aquiline.bench.integrity import SCHEMA
 from aquiline.bench.intervals import spread
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
 from aquiline.bench.result import ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
-from aquiline.engine.model import cpu_name, geometry
+from aquiline.engine.model import cpu_name
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
 from aquiline.models.config import ModelConfig
 from aquiline.types import storage_dtype
@@ -42,7 +42,9 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
     rates = [run.decode_tokens_per_s for run in runs]
     dtype = peer.dtype
     is_server = spec.kind == "openai"
-    kv_bytes = geometry(model.config).bytes_per_token(storage_dtype(dtype)) if dtype in ("float32", "bfloat16") else 0
+    kv_bytes = (
+        model.config.kv_values_per_token * storage_dtype(dtype).itemsize if dtype in ("float32", "bfloat16") else 0
+    )
     return {
         "schema": SCHEMA,
         "scenario": asdict(scenario) | {"repeated_share": mean([repeated_share(o.token_ids) for o in runs[0].outputs])},

@@ -41,7 +41,7 @@ def teach(llm: LLM, spec: Drafting, batch: list[list[int]], truth: Result) -> No
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 def test_every_drafter_gives_the_texts_that_are_read_at_once(sampling: SamplingParams) -> None:
-    at_once, late = tiny_llm(max_batch=3), tiny_llm(max_batch=3, prefix_cache=True, late_commit=True)
+    at_once, late = tiny_llm(max_batch=3), tiny_llm(max_batch=3, prefix_cache=True, late_reads=True)
     batch = prompts(8)
     expected = at_once.run(batch, sampling, spec=BASELINE)
     assert num_wasted(expected) == 0
@@ -57,7 +57,7 @@ def test_every_drafter_gives_the_texts_that_are_read_at_once(sampling: SamplingP
 @pytest.mark.parametrize("name", ["none", "chain4", "static", "dynamic"])
 def test_one_forward_at_most_goes_to_waste_per_text(name: str) -> None:
     spec = ({"none": BASELINE} | SPECS)[name]
-    at_once, late = (tiny_llm(max_batch=1, late_commit=is_late) for is_late in (False, True))
+    at_once, late = (tiny_llm(max_batch=1, late_reads=is_late) for is_late in (False, True))
     batch = prompts(5)
     truth = at_once.run(batch, GREEDY, spec=BASELINE)
     if name != "none":
@@ -75,14 +75,14 @@ def test_a_step_in_vain_behind_the_last_position(name: str, max_tokens: int) -> 
     batch = [np.random.default_rng(3).integers(1, 96, TINY.max_positions - max_tokens - d).tolist() for d in (0, 1)]
     params = dataclasses.replace(SAMPLINGS["sampled"], max_tokens=max_tokens, ignore_eos=True)
     expected = tiny_llm(max_batch=2).run(batch, params, spec=BASELINE)
-    late = tiny_llm(max_batch=2, late_commit=True)
+    late = tiny_llm(max_batch=2, late_reads=True)
     teach(late, SPECS[name], batch, tiny_llm(max_batch=2).run(batch, params, spec=BASELINE))
     assert tokens(late.run(batch, params, spec=SPECS[name])) == tokens(expected)
 
 
 def test_stop_strings_cut_texts_that_ran_on() -> None:
     loaded = dataclasses.replace(tiny_models(max_batch=2), tokenizer=letters())
-    at_once, late = (LLM.from_models(loaded, engine_config(2, late_commit=is_late)) for is_late in (False, True))
+    at_once, late = (LLM.from_models(loaded, engine_config(2, late_reads=is_late)) for is_late in (False, True))
     batch = prompts(6)
     text = at_once.run(batch, GREEDY, spec=BASELINE).outputs[2].text
     params = dataclasses.replace(GREEDY, stop=(text[5:7], text[9]))
@@ -107,7 +107,7 @@ def add(llm: LLM, number: int, prompt: list[int], name: str = "chain4", priority
 @pytest.mark.parametrize("num_steps", range(1, 7))
 def test_abort_while_an_outcome_is_unread(num_steps: int) -> None:
     """At every stage from the first chunk on; whoever comes next may take the slot, the pages and the number."""
-    llm, batch = tiny_llm(max_batch=2, row_budget=32, late_commit=True, num_pages=16), prompts(6)[3:]
+    llm, batch = tiny_llm(max_batch=2, row_budget=32, late_reads=True, num_pages=16), prompts(6)[3:]
     expected = tokens(tiny_llm(max_batch=2).run(batch, GREEDY, spec=BASELINE))
     first, beside = add(llm, 0, batch[2]), add(llm, 1, batch[1])
     for _ in range(num_steps):
@@ -128,7 +128,7 @@ def test_abort_while_an_outcome_is_unread(num_steps: int) -> None:
 
 
 def test_abort_of_all_that_is_unread_ends_the_engine() -> None:
-    llm = tiny_llm(late_commit=True)
+    llm = tiny_llm(late_reads=True)
     sequence = add(llm, 0, prompts(1)[0])
     llm.engine.step()
     llm.engine.abort(0)
@@ -147,7 +147,7 @@ def test_abort_of_all_that_is_unread_ends_the_engine() -> None:
 def test_preemption_while_an_outcome_is_unread(name: str, prefix_cache: bool, priority: int) -> None:
     """By growth (equal priorities) and by a more urgent request (which comes when the others run): what the unread step
     added is part of the text all the same, and is not computed again."""
-    llm = tiny_llm(max_batch=2, late_commit=True, num_pages=8, prefix_cache=prefix_cache)
+    llm = tiny_llm(max_batch=2, late_reads=True, num_pages=8, prefix_cache=prefix_cache)
     batch = [prompts(8)[4], prompts(8)[7][:40]]
     expected = tiny_llm(max_batch=2).run(batch, GREEDY, spec=BASELINE)
     teach(llm, SPECS[name], batch, expected)
