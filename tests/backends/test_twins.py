@@ -1,4 +1,4 @@
-"""The native backend and its readable twin in torch: the same trees, the same texts, on a pair whose logits lie apart."""
+"""The native backend and its readable twin in torch: the same trees, the same texts, where logits lie apart."""
 
 from __future__ import annotations
 
