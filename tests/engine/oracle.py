@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from aquiline.backends.base import Backend, Pending, StepInput, StepOutput
+from aquiline.engine.llm import LLM, Result
 from aquiline.spec.drafting import Drafting, Proposal, Proposer
 from aquiline.spec.tree import DraftTree, StaticShape, Topology, static_shape
 
@@ -47,26 +48,47 @@ class Known(Drafting):
         return Proposal(tuple(nodes), tuple(2 * level - 1 for level in range(len(ahead)) for _ in range(2)))
 
 
+def known(batch: list[list[int]], truth: Result, num_spec_tokens: int, vocab_size: int, **how: bool) -> Known:
+    """Proposes what the prompts of a batch were answered."""
+    texts = tuple((*p, *o.token_ids) for p, o in zip(batch, truth.outputs, strict=True))
+    return Known(texts, num_spec_tokens, vocab_size, **how)
+
+
 def comb(depth: int) -> StaticShape:
     """Two children per level, the second carrying on."""
     return static_shape(tuple((*(1,) * level, rank) for level in range(depth) for rank in (0, 1)))
+
+
+Pick = Callable[[int, int], int]
+
+
+def fickle(root: int, num_nodes: int) -> int:
+    """Another node with every root."""
+    return root * 7 // 3 % num_nodes
+
+
+def deepest(root: int, num_nodes: int) -> int:
+    """The last node, which in a chain is all of it."""
+    return num_nodes - 1
 
 
 class Taught:
     """A backend whose trees have the truth written over the path to one of their nodes, another with every root: in
     trees of any shape, paths of any length are accepted and dropped, and all of the draft's own rows run.
 
-    truth(slot): prompt and output of the sequence there. on_draft is told the trees that the draft grew."""
+    truth(slot): prompt and output of the sequence there. pick(root, num_nodes): the node whose path is true. grown: the
+    trees of the last step as the draft grew them."""
 
-    def __init__(self, backend: Backend, truth: Callable[[int], list[int]]) -> None:
-        self.inner, self.truth = backend, truth
+    def __init__(self, backend: Backend, truth: Callable[[int], Sequence[int]], pick: Pick = fickle) -> None:
+        self.inner, self.truth, self.pick = backend, truth, pick
         self.roots: dict[int, int] = {}
+        self.grown: DraftTree
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def step(self, step: StepInput) -> Pending:
-        tree = self.inner.draft(step).read()
+        tree = self.grown = self.inner.draft(step).read()
         pending = Read(self.inner.verify(step, self.taught(step, tree) if step.decodes else tree).read())
         for decode, decoded in zip(step.decodes, pending.output.decodes, strict=True):
             self.roots[decode.slot] = decoded.root + len(decoded.kept)
@@ -79,15 +101,29 @@ class Taught:
         for b, decode in enumerate(step.decodes):
             position = self.roots[decode.slot]
             first, end = shape.offsets[b], shape.offsets[b + 1]
-            row = first + position * 7 // 3 % (end - first)
+            row = first + self.pick(position, int(end - first))
             path = shape.paths[row, : shape.depths[row] + 1]
-            ahead = self.truth(decode.slot)[position + 1 : position + 1 + shape.depths[row]]
+            ahead = self.truth(decode.slot)[position + 1 : position + 1 + int(shape.depths[row])]
             for parent, node, token in zip(path, path[1:], ahead, strict=False):
                 siblings = first + np.flatnonzero(shape.parents[first:end] == parent)
                 twin = siblings[(tokens[siblings] == token) & (siblings > first)]
                 tokens[twin] = tokens[first + node]
                 tokens[first + node] = token
         return DraftTree(Topology(shape.parents, shape.depths, shape.offsets), tokens)
+
+
+def teach(llm: LLM, texts: Iterable[Sequence[int]], pick: Pick = fickle) -> Taught:
+    """Let the drafts of sequences that write these texts, prompt and output, be right to varying depths."""
+    known = [tuple(text) for text in texts]
+
+    def truth(slot: int) -> Sequence[int]:
+        sequence = llm.engine.scheduler.running[slot]
+        assert sequence is not None
+        prompt = sequence.request.prompt_ids
+        return next(text for text in known if text[: len(prompt)] == prompt)
+
+    llm.engine.backend = taught = Taught(llm.engine.backend, truth, pick)
+    return taught
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_pair
-from tests.engine.oracle import Oracle
+from tests.engine.oracle import Known
 from tests.engine.test_exact import BASELINE, SPECS
 
 from aquiline.config import Environment, SamplingParams
@@ -106,9 +106,8 @@ def test_what_was_accepted_before_the_bad_logits_is_kept(K: int, is_cut: bool) -
     params = dataclasses.replace(tempted, max_tokens=10 if is_cut else 20)
     plain = outputs(llm, [prompt], "none", [params])[0]
     assert (plain.token_ids, plain.finish_reason) == (truth, "length" if is_cut else "error")
-    spec = SPECS[f"chain{K}"]
-    llm.engine.drafters[spec] = Oracle(K, {0: [*prompt, *truth]}, TINY.vocab_size)
-    found = outputs(llm, [prompt], f"chain{K}", [params])[0]
+    spec = Known(((*prompt, *truth),), K, TINY.vocab_size)
+    found = next(llm.outputs([llm.request(0, prompt, params, spec)]))
     assert (found.finish_reason, found.token_ids, found.error) == (plain.finish_reason, truth, plain.error)
     assert len(found.by_draft) == len(found.token_ids) == found.metrics.num_prefilled + found.metrics.num_committed
 

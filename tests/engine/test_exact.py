@@ -10,8 +10,8 @@ from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import Known
 
 from aquiline.config import SamplingParams
-from aquiline.engine.llm import LLM, Result
-from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+from aquiline.engine.llm import Result
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Static
 
 pytestmark = needs_native
 

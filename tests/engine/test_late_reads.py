@@ -6,16 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from aquiline.spec.drafters import drafter
 from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models
-from tests.engine.oracle import Taught
+from tests.engine.oracle import teach
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 from tests.engine.test_stops import letters
 
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Result
 from aquiline.engine.sequence import Sequence
-from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
@@ -31,12 +29,8 @@ def num_wasted(result: Result) -> int:
     return result.summary.slots.active - result.summary.counters.num_steps
 
 
-def teach(llm: LLM, spec: Drafting, batch: list[list[int]], truth: Result) -> None:
-    """Let drafts of these prompts be right to varying depths."""
-    texts = {tuple(p): p + o.token_ids for p, o in zip(batch, truth.outputs, strict=True)}
-    own, running = drafter(spec), llm.engine.scheduler.running
-    assert own is not None
-    llm.engine.drafters[spec] = Taught(own, lambda slot: texts[running[slot].request.prompt_ids])  # type: ignore[union-attr]
+def texts(batch: list[list[int]], truth: Result) -> list[list[int]]:
+    return [[*p, *o.token_ids] for p, o in zip(batch, truth.outputs, strict=True)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
@@ -62,7 +56,7 @@ def test_one_forward_at_most_goes_to_waste_per_text(name: str) -> None:
     truth = at_once.run(batch, GREEDY, spec=BASELINE)
     if name != "none":
         for llm in (at_once, late):
-            teach(llm, spec, batch, truth)
+            teach(llm, texts(batch, truth))
     expected, result = (llm.run(batch, GREEDY, spec=spec).summary for llm in (at_once, late))
     assert expected.num_decode_steps == expected.counters.num_steps
     assert 0 < result.num_target_forwards - expected.num_target_forwards <= len(batch)
@@ -76,7 +70,7 @@ def test_a_step_in_vain_behind_the_last_position(name: str, max_tokens: int) -> 
     params = dataclasses.replace(SAMPLINGS["sampled"], max_tokens=max_tokens, ignore_eos=True)
     expected = tiny_llm(max_batch=2).run(batch, params, spec=BASELINE)
     late = tiny_llm(max_batch=2, late_reads=True)
-    teach(late, SPECS[name], batch, tiny_llm(max_batch=2).run(batch, params, spec=BASELINE))
+    teach(late, texts(batch, tiny_llm(max_batch=2).run(batch, params, spec=BASELINE)))
     assert tokens(late.run(batch, params, spec=SPECS[name])) == tokens(expected)
 
 
@@ -113,7 +107,7 @@ def test_abort_while_an_outcome_is_unread(num_steps: int) -> None:
     for _ in range(num_steps):
         llm.engine.step()
     last = llm.engine.last
-    assert last is not None and first in {*last.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
+    assert last is not None and first in {*last.plan.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
     output, slot = first.output_ids, first.slot
     delta = llm.engine.abort(0)
     assert (delta.token_ids, delta.finish_reason) == ([], "abort") and not llm.engine.pool.owned[slot]
@@ -150,7 +144,7 @@ def test_preemption_while_an_outcome_is_unread(name: str, prefix_cache: bool, pr
     llm = tiny_llm(max_batch=2, late_reads=True, num_pages=8, prefix_cache=prefix_cache)
     batch = [prompts(8)[4], prompts(8)[7][:40]]
     expected = tiny_llm(max_batch=2).run(batch, GREEDY, spec=BASELINE)
-    teach(llm, SPECS[name], batch, expected)
+    teach(llm, texts(batch, expected))
     victim = add(llm, 1, batch[1], name, priority) if priority else None
     for _ in range(6 if priority else 0):
         llm.engine.step()
@@ -161,7 +155,7 @@ def test_preemption_while_an_outcome_is_unread(name: str, prefix_cache: bool, pr
         unread, before = llm.engine.last, (victim.num_preempted, len(victim.tokens))
         llm.engine.step()
         if victim.num_preempted > before[0]:
-            assert unread is not None and victim in unread.decoding, "it ran in the step before"
+            assert unread is not None and victim in unread.plan.decoding, "it ran in the step before"
             assert victim.slot == -1 and (len(victim.tokens) > before[1] or victim.finish_reason is not None)
             num_lost += 1
     assert num_lost >= 1, "the pool should be too small"

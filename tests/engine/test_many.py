@@ -202,4 +202,4 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
     llm.engine.pool.check()
     assert llm.engine.prefix is not None
     llm.engine.prefix.check()
-    assert llm.engine.meter.counters.num_prefilled == 10_000 and len(llm.engine.drafters) == 3
+    assert llm.engine.meter.counters.num_prefilled == 10_000

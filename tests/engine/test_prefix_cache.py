@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
-import numpy as np
 import pytest
 from tests.conftest import needs_native, tiny_llm
 from tests.engine.driving import words
+from tests.engine.storage import fill
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 
 from aquiline.config import SamplingParams
@@ -27,11 +27,7 @@ def caching_llm(**settings: int) -> LLM:
     """Its storage begins as NaN: what nobody has written must not be read, nor be right by chance."""
     sizes = {"max_batch": 2, "num_pages": 44} | settings
     llm = tiny_llm("float32", prefix_cache=True, **sizes)  # type: ignore[arg-type]
-    stepper = llm.engine.stepper
-    assert stepper.session is not None
-    for storage in (stepper.kv.k, stepper.kv.v, stepper.session.kv.k, stepper.session.kv.v):
-        storage.fill_(float("nan"))
-    stepper.slots.page_features.fill(np.nan)
+    fill(llm, float("nan"))
     return llm
 
 

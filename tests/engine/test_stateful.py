@@ -1,5 +1,4 @@
-"""Random traffic: arrivals, aborts, preemptions, shared prefixes and unlike requests in pools that are too small.from aquiline.spec.drafting import Drafting
-
+"""Random traffic: arrivals, aborts, preemptions, shared prefixes and unlike requests in pools that are too small.
 
 After every step pages, slots and sequences agree (Traffic.check, and the engine's own conservation check), and every
 text, from its first token on, is that of the same request alone without speculation, bit for bit.
@@ -19,6 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.conftest import needs_native
 from tests.engine.traffic import Setup, Traffic
 from tests.engine.wishes import CHAINS, COMB, MAX_BATCH, ROW_BUDGET, STEMS, TREES, Wish, draw_wishes
+
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 

@@ -14,7 +14,7 @@ from tests.engine.test_sampling_apart import NOISY, PLAIN, bundled
 from aquiline.bench.prompts import read_prompts
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import Output
-from aquiline.engine.step import Outcome
+from aquiline.engine.step import Step
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 pytestmark = needs_native
@@ -48,9 +48,9 @@ def speculated(text: Text, num_prompt: int, spec: Drafting) -> tuple[list[bool],
     return by_draft[: len(text.tokens) - num_prompt], trees
 
 
-def paths_of(outcome: Outcome) -> set[Path]:
+def paths_of(step: Step) -> set[Path]:
     """The nodes of the one tree of a step, the root excluded."""
-    tree = outcome.tree
+    tree, _ = step.read().trees()
     shape, tokens = tree.topology, tree.tokens
     return {tuple(tokens[shape.paths[row, 1 : shape.depths[row] + 1]].tolist()) for row in range(1, len(tokens))}
 
@@ -62,7 +62,7 @@ def serve(sampling: str, name: str) -> tuple[Output, list[set[Path]]]:
 
     def listen(_: object) -> None:
         assert llm.engine.last is not None
-        if llm.engine.last.decoding:
+        if llm.engine.last.plan.decoding:
             trees.append(paths_of(llm.engine.last))
 
     return llm.run([prompt()], SAMPLINGS[sampling], spec=SPECS[name], on_delta=listen).outputs[0], trees

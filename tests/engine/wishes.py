@@ -105,7 +105,7 @@ def draw_wishes(choose: Choose, texts: list[tuple[int, ...]]) -> list[Wish]:
 @cache
 def models() -> LoadedModels:
     """The tiny pair with a tokenizer, so that texts and stop strings are at stake too."""
-    return dataclasses.replace(tiny_models(max_batch=MAX_BATCH, row_budget=ROW_BUDGET), tokenizer=letters())
+    return dataclasses.replace(tiny_models(), tokenizer=letters())
 
 
 @cache
