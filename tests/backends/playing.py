@@ -25,6 +25,7 @@ from aquiline.backends.base import (
     StepOutput,
     TokenMasks,
 )
+from aquiline.backends.cpu.backend import CpuBackend
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal, Static
@@ -81,10 +82,8 @@ class Player:
         per_slot = 480 // page_size
         self.pair, self.sizes = pair, Sizes(num_slots, (num_slots + 1) * per_slot, page_size, per_slot, row_budget)
         self.backend = pair.open(self.sizes)
-        self.backend.kv.k.fill_(float("nan")), self.backend.kv.v.fill_(float("nan"))
-        if pair.draft is not None:
-            self.backend.draft_kv.k.fill_(float("nan")), self.backend.draft_kv.v.fill_(float("nan"))
-            self.backend.fused[:] = np.nan
+        if isinstance(self.backend, CpuBackend):
+            poison(self.backend)
         order = np.random.default_rng(1).permutation(self.sizes.num_pages).tolist()
         self.pages = [order[i * per_slot : (i + 1) * per_slot] for i in range(num_slots)]
         self.spare = order[num_slots * per_slot :]
@@ -192,6 +191,16 @@ class Player:
         """Steps until every text has at least `count` output tokens; those that have them stand aside."""
         while left := [text for text in self.texts if len(text.output) < count or not text.decodes]:
             self.step(left, **how)
+
+
+def poison(backend: CpuBackend) -> None:
+    """Storage that nobody has written holds no numbers."""
+    groups = [backend.kv] if backend.draft_kv is None else [backend.kv, backend.draft_kv]
+    for group in groups:
+        group.k.fill_(float("nan"))
+        group.v.fill_(float("nan"))
+    if backend.fused is not None:
+        backend.fused[:] = np.nan
 
 
 def part(tree: DraftTree, result: AcceptResult, b: int) -> tuple[list[int], list[int], list[int]]:
