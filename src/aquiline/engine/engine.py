@@ -116,7 +116,7 @@ class Engine:
         if plan is None:
             return None
         extends, pages = self.committer.take_extends(), self.pool.take_changes()
-        message = message_of(plan, pages, extends, self.pool.page_size, self.models.simulated)
+        message = message_of(plan, pages, extends, self.models.simulated)
         self.last = Step(plan, message, self.backend.step(message))
         return self.last
 

@@ -124,7 +124,8 @@ class Sequence:
     prefill_end: int = 0
     num_planned: int = 0  # tokens of the prefill that are cached or planned
     in_flight: int = 0  # tokens at most that planned steps will add
-    draft_end: int = 0  # KV indices below it have their draft keys
+    first_draft_key: int = 1  # no KV index below it has a draft key that may be read
+    draft_end: int = 0  # KV indices from the first on and below it have their draft keys
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
     is_published: bool = True  # whether further pages may follow them
     by_draft: list[bool] = field(default_factory=list)  # per output token: written by the draft
