@@ -90,7 +90,9 @@ class LLM:
 
     @classmethod
     def from_models(cls, models: LoadedModels, config: EngineConfig, spec: SpecConfig | None = None) -> LLM:
-        """An LLM over models that are already loaded."""
+        """An LLM over models that are already loaded.
+
+        Raises ValueError for a `config` whose steps have more rows than the models were loaded for."""
         llm = cls.__new__(cls)
         llm._start(models, config, spec)
         return llm
@@ -98,9 +100,8 @@ class LLM:
     def _start(self, models: LoadedModels, config: EngineConfig, spec: SpecConfig | None) -> None:
         self.models = models
         self.spec = spec or SpecConfig(drafter="none" if models.draft is None else "chain")
-        if self.spec.drafter != "none":
-            models.check_spec(self.spec)
         self.engine = Engine(models, config)
+        self.engine.check_spec(self.spec)
 
     def generate(
         self, prompts: Prompts, sampling: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
