@@ -129,6 +129,14 @@ class SlotCounters:
         self.num_verify_rows += verify_rows
         self.num_draft_rows += draft_rows
 
+    def merge(self, other: SlotCounters) -> None:
+        """Add the steps that another instance counted."""
+        least = min((c.active_min for c in (self, other) if c.num_steps), default=0)
+        most = max(self.active_max, other.active_max)
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.active_min, self.active_max = least, most
+
     @property
     def active_avg(self) -> float:
         """Mean slots that decoded per decode step."""
@@ -193,6 +201,16 @@ class Meter:
             self.stage_s[stage] += seconds * share
             self.decode_s += seconds * share
             self.prefill_s += seconds * (1 - share)
+
+    def merge(self, other: Meter) -> None:
+        """Add the steps that another meter has seen, but for the laps of its trace."""
+        self.counters.merge(other.counters)
+        self.slots.merge(other.slots)
+        for stage, seconds in other.stage_s.items():
+            self.stage_s[stage] += seconds
+        sums = "prefill_s decode_s num_target_forwards num_decode_steps num_prefill_tokens num_preemptions"
+        for name in sums.split():
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def summary(self) -> RunSummary:
         """The run so far."""

@@ -11,7 +11,7 @@ import itertools
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig, SpecConfig
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
-from aquiline.engine.scheduler import Scheduler, StepPlan
+from aquiline.engine.scheduler import MIN_CHUNK, Scheduler, StepPlan
 from aquiline.engine.sequence import LogitAdjustments, Request, Sequence, TokenDelta
 from aquiline.engine.step import Outcome, Stepper
 from aquiline.kv.pool import PagePool
@@ -28,6 +28,7 @@ class Engine:
     def __init__(self, models: LoadedModels, config: EngineConfig) -> None:
         self.models, self.config = models, config
         self.max_context = context_limit(models, config)
+        self._check_rows(1)
         per_slot = -(-(self.max_context + MAX_NODES + MAX_DEPTH + 2) // config.page_size)
         num_pages = config.num_pages or min(per_slot * config.max_batch, affordable_pages(models, config))
         self.memory = plan_memory(models, config.page_size, num_pages, self.max_context)
@@ -218,9 +219,25 @@ class Engine:
             raise ValueError(f"request {request.id}: token id {beyond[0]}: must be in [0, {models.vocab_size})")
         if sampling.stop and models.tokenizer is None:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
-        if request.spec.drafter != "none":
-            models.check_spec(request.spec)
+        self.check_spec(request.spec)
         self.scheduler.check(request)
+
+    def check_spec(self, spec: SpecConfig) -> None:
+        """Raises ValueError for a way to draft that the models cannot do, or cannot in max_batch slots at once."""
+        if spec.drafter != "none":
+            self.models.check_spec(spec)
+        self._check_rows(max(spec.max_nodes, spec.draft_rows))
+
+    def _check_rows(self, width: int) -> None:
+        """Raises ValueError if a step, each of whose slots runs `width` rows, outgrows what the models were loaded for:
+        trees and the least chunk beside them, or one chunk after the other and each one's row behind a prefix hit."""
+        batch, budget, most = self.config.max_batch, self.config.row_budget, self.models.max_rows
+        rows = max(budget + batch, batch * width + min(budget, MIN_CHUNK))
+        if rows > most:
+            raise ValueError(
+                f"row_budget={budget}, max_batch={batch}: with {width} rows a slot a step may have {rows}, and the "
+                f"models were loaded for {most}; lower one of them, or load the models with this EngineConfig"
+            )
 
 
 def context_limit(models: LoadedModels, config: EngineConfig) -> int:

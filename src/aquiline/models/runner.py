@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 
@@ -23,6 +22,7 @@ from aquiline.ops import cpu, packed, reference
 from aquiline.ops.cycle import DraftSide, NativeFusion
 from aquiline.ops.packed import Arena, PackedLinear
 from aquiline.ops.quantise import quantise, stored_bytes
+from aquiline.ops.threads import usable_cores
 from aquiline.types import Float32, Int32, KVGroup, Logprobs, Rows, RowSampling, TopK
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def use_native(environment: Environment) -> bool:
     reason = "AQUILINE_ISA=off" if environment.isa == "off" else cpu.missing_reason()
     if reason is None:
         cpu.select_isa(environment.isa)
-        cpu.set_threads(environment.num_threads or psutil.cpu_count(logical=False) or 1)
+        cpu.set_threads(environment.num_threads or usable_cores())
         return True
     logger.warning("native CPU library not used (%s): torch runs, slower, and trees are not bit-exact", reason)
     return False
