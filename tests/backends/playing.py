@@ -81,7 +81,7 @@ class Player:
     def __init__(self, pair: CpuPair, num_slots: int = 4, page_size: int = 16, row_budget: int = 48) -> None:
         per_slot = 480 // page_size
         self.pair, self.sizes = pair, Sizes(num_slots, (num_slots + 1) * per_slot, page_size, per_slot, row_budget)
-        self.backend = pair.open(self.sizes)
+        self.backend: Any = pair.open(self.sizes)
         if isinstance(self.backend, CpuBackend):
             poison(self.backend)
         order = np.random.default_rng(1).permutation(self.sizes.num_pages).tolist()

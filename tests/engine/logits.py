@@ -1,0 +1,35 @@
+"""The logits of a target at every token of a text, as the backend of a pair computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from aquiline.backends.base import Pair
+from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.torch.pair import TorchPair
+from aquiline.engine.model import LoadedModels
+from aquiline.engine.score import Scorer
+from aquiline.types import Float32
+
+
+def head_of(pair: Pair, hidden: Float32) -> Float32:
+    """Logits [n, V] of hidden states [n, H]."""
+    if isinstance(pair, CpuPair):
+        return pair.target_model.logits(hidden, np.arange(len(hidden), dtype=np.int32))
+    assert isinstance(pair, TorchPair)
+    with torch.no_grad():
+        return pair.decoder.logits(torch.from_numpy(hidden)).numpy()
+
+
+def logits_of(models: LoadedModels, text: Sequence[int]) -> Float32:
+    """Logits [n, V] behind each token of a text that is run whole."""
+    scored = Scorer(models, max(64, len(text)))([np.array(text, np.int32)])
+    return head_of(models.pair, scored.hidden)
+
+
+def log_laws(models: LoadedModels, text: Sequence[int]) -> torch.Tensor:
+    """The same as log-probabilities in float64."""
+    return torch.from_numpy(logits_of(models, text)).double().log_softmax(-1)
