@@ -82,7 +82,7 @@ def test_stop_strings_cut_texts_that_ran_on() -> None:
     params = dataclasses.replace(GREEDY, stop=(text[5:7], text[9]))
     expected = at_once.run(batch, params, spec=BASELINE)
     assert {*ends(expected)} == {"stop", "length"}
-    teach(late, SPECS["chain4"], batch, at_once.run(batch, GREEDY, spec=BASELINE))
+    teach(late, texts(batch, at_once.run(batch, GREEDY, spec=BASELINE)))
     result = late.run(batch, params, spec=SPECS["chain4"])
     assert [(o.text, o.token_ids) for o in result.outputs] == [(o.text, o.token_ids) for o in expected.outputs]
     assert result.summary.counters.tokens_cut > 0

@@ -57,10 +57,10 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.engine.is_busy and llm.engine.pool.num_available == llm.engine.pool.num_pages
 
 
-@pytest.mark.parametrize(("max_batch", "late_commit"), [(1, True), (3, False)])
-def test_generate_between_two_outputs(max_batch: int, late_commit: bool) -> None:
+@pytest.mark.parametrize(("max_batch", "late_reads"), [(1, True), (3, False)])
+def test_generate_between_two_outputs(max_batch: int, late_reads: bool) -> None:
     """Of more requests than are taken at once; the outer ones have numbers for ids as well."""
-    llm = patient_llm(max_batch=max_batch, late_commit=late_commit)
+    llm = patient_llm(max_batch=max_batch, late_reads=late_reads)
     outer, inner = [], []
     for output in llm.outputs(requests(llm, 26, PARAMS)):
         outer.append(output)
@@ -123,9 +123,9 @@ def test_two_streams_by_turns() -> None:
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("late_commit", [False, True])
-def test_closing_the_inner_stream_keeps_the_outer_one(late_commit: bool) -> None:
-    llm = patient_llm(max_batch=3, late_commit=late_commit)
+@pytest.mark.parametrize("late_reads", [False, True])
+def test_closing_the_inner_stream_keeps_the_outer_one(late_reads: bool) -> None:
+    llm = patient_llm(max_batch=3, late_reads=late_reads)
     outputs = []
     for output in llm.outputs(requests(llm, 6)):
         outputs.append(output)
