@@ -33,8 +33,8 @@ JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps")
 BUDGET = ("steps", "tokens", "minutes", "epochs")
 """A longer or shorter budget is told, not refused: the learning rate follows the new one from where the run stands."""
 FREE = (
-    "out", "init", "resume", "may_differ", "log_every", "eval_every", "features", "keep", "save_every_minutes",
-    "parallel", "attention", "log",
+    "out", "init", "norm_feedback", "resume", "may_differ", "log_every", "eval_every", "features", "keep",
+    "save_every_minutes", "parallel", "attention", "log",
 )  # fmt: skip
 """Nothing the weights depend on, rounding apart: `parallel` and `attention` add in another order."""
 
