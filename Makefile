@@ -1,6 +1,8 @@
 # make demo   the main job on the bundled pair        make test   the tests
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make nightly   all tests, the slow ones too, with random examples; SEED=N repeats those of a run that printed N
+# make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
 #
 # PYTHON picks the interpreter (3.11 or newer), TORCH the build of torch, VENV where everything is installed.
 
@@ -12,7 +14,7 @@ JOBS ?= 2
 
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-.PHONY: demo test lint bench sanitize clean
+.PHONY: demo test lint bench sanitize nightly mutants clean
 
 demo: $(VENV)/run
 	$(BIN)/aquiline demo
@@ -38,6 +40,14 @@ sanitize: $(VENV)/dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib AQUILINE_THREADS=2 OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest tests/ops tests/engine/test_cycle.py $(ARGS)
+
+nightly: $(VENV)/dev
+	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "make nightly SEED=$$seed repeats this run"; \
+	  AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' \
+	  --hypothesis-profile=nightly --hypothesis-seed=$$seed $(ARGS)
+
+mutants: $(VENV)/dev
+	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)
 
 # torch comes first and by itself, so that its build is the one named above.
 $(VENV)/torch:

@@ -41,7 +41,7 @@ def against_transformers(target: Path, prompt_ids: list[int], repeats: int) -> d
     llm = LLM(target, engine=EngineConfig(max_batch=1))
     models = {
         f"transformers {name}": AutoModelForCausalLM.from_pretrained(
-            target, dtype=dtype, attn_implementation="eager"
+            target, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         ).eval()
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     }

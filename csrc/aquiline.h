@@ -165,9 +165,11 @@ typedef struct {
 // One decode cycle of n slots: drafts chains of `depth` tokens (0: none), each drawn as the target's will be, verifies them in one forward, draws at every row,
 // keeps what was drawn, and moves the slots to their next roots; hidden and features keep the verified rows. stages [5]:
 // the seconds of draft, binding, verify, draw and accept, and keep. out [1 + n * (4 + depth)]: the number of draft rows,
-// then of each slot the position of its root, how many drafts were accepted, the bonus, and the tokens of root and chain. A
-// call that fails leaves the slots as they were.
-int aq_cycle(const AqCycle*, const int32_t* slots, int32_t n, int32_t depth, int32_t* out, double* stages);
+// then of each slot the position of its root, how many drafts were accepted, the bonus, and the tokens of root and chain.
+// forced [n]: how many drafts each slot accepts, whatever was drawn, where acceptance is simulated; else NULL. A call that
+// fails leaves the slots as they were.
+int aq_cycle(const AqCycle*, const int32_t* slots, int32_t n, int32_t depth, const int32_t* forced, int32_t* out,
+             double* stages);
 
 // Copies keys and values of every layer from KV index src[i] to dst[i] of slot slots[i], in order.
 int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots,

@@ -181,12 +181,15 @@ class Laps {
 
 }  // namespace
 
-int aq_cycle(const AqCycle* cycle, const int32_t* slots, int32_t n, int32_t depth, int32_t* out, double* stages) {
+int aq_cycle(const AqCycle* cycle, const int32_t* slots, int32_t n, int32_t depth, const int32_t* forced, int32_t* out,
+             double* stages) {
   AQ_TRY(check_pointer("cycle", cycle, alignof(AqCycle)));
   AQ_TRY(check_pointer("out", out, sizeof(int32_t)));
   AQ_TRY(check_pointer("stages", stages, sizeof(double)));
   const AqCycle& c = *cycle;
   AQ_TRY(check_cycle(c, slots, n, depth));
+  for (int b = 0; forced != nullptr && b < n; b++)
+    AQ_REQUIRE(forced[b] >= 0 && forced[b] <= depth, "forced[%d]=%d: must be in [0, %d]", b, forced[b], depth);
   const AqSlots& state = c.slots;
   const int width = depth + 1, num_rows = n * width;
   const auto found = [&](int b) { return out + 1 + (size_t)b * (3 + width); };  // root, num_accepted, bonus, tokens
@@ -219,6 +222,7 @@ int aq_cycle(const AqCycle* cycle, const int32_t* slots, int32_t n, int32_t dept
     const int32_t *chain = found(b) + 3, *own = drawn.data() + b * width;
     int accepted = 0;
     while (accepted < depth && chain[accepted + 1] == own[accepted]) accepted++;
+    if (forced != nullptr) accepted = forced[b];
     found(b)[1] = accepted, found(b)[2] = own[accepted];
   }
   laps.lap(3);

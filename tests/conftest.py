@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import lru_cache
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from tests import skips
 from torch import nn
 
 from aquiline.config import EngineConfig, Environment
@@ -21,8 +22,10 @@ from aquiline.models.eagle import DraftHead
 from aquiline.ops import cpu
 from aquiline.types import storage_dtype
 
-# A busy machine must not fail a property by taking long, nor draw other examples than the last run did.
+# A busy machine must not fail a property by taking long. The default run draws the same examples every time; `make
+# nightly` draws others, which follow from the seed that it prints.
 hypothesis.settings.register_profile("aquiline", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=300, database=None, print_blob=True)
 hypothesis.settings.load_profile("aquiline")
 
 TINY = ModelConfig(
@@ -92,3 +95,30 @@ def tiny_llm(
 def _one_thread_per_worker() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
+
+
+@pytest.fixture(scope="session")
+def run_seed(pytestconfig: pytest.Config) -> int:
+    """What random traffic follows from: the seed of a nightly run, else 0."""
+    return int(pytestconfig.getoption("--hypothesis-seed") or 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail what is skipped for a reason that nobody listed."""
+    return skips.judged((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for modules."""
+    return skips.judged((yield))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was skipped and what would run it, and how to repeat a run of random examples."""
+    lines = skips.summary(terminalreporter.stats.get("skipped", []))
+    if seed := config.getoption("--hypothesis-seed"):
+        lines.append(f"examples of seed {seed}: make nightly SEED={seed}")
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from aquiline.bench.intervals import spread
 from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
 from aquiline.config import EngineConfig, SamplingParams, SpecConfig
 from aquiline.engine.llm import LLM
-from aquiline.metrics import spread
 
 NEW_TOKENS, RUNS = 24, 3
 SETTINGS = {
@@ -20,7 +20,7 @@ SETTINGS = {
     "chain-3": SpecConfig(drafter="chain", num_spec_tokens=3),
 }
 BASELINE, CHAIN = "baseline.json", "chain-3.json"
-NOTHING = {"mean": 0.0, "min": 0.0, "max": 0.0, "values": [0.0] * RUNS}
+NOTHING = spread([0.0] * RUNS)
 
 
 PROMPTS = ("import os\n\ndef main(path):\n", "class Node:\n    def __init__(self", "def test_add():\n", "import sys\n")

@@ -39,6 +39,25 @@ README = Path(__file__).resolve().parents[1] / "README.md"
         ({"stop": "text"}, "stop='text'"),
         ({"stop_token_ids": 5}, "stop_token_ids=5"),
         ({"stop": ("a", "")}, "stop=('a', '')"),
+        ({"stop": ["\ud800"]}, r"stop=('\ud800',)"),
+        ({"stop": [5]}, "stop=(5,)"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids=('a',)"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids=(1.5,)"),
+        ({"stop_token_ids": [True]}, "stop_token_ids=(True,)"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=(-1,)"),
+        ({"max_tokens": True}, "max_tokens=True"),
+        ({"max_tokens": None}, "max_tokens=None"),
+        ({"max_tokens": 5.0}, "max_tokens=5.0"),
+        ({"temperature": "1"}, "temperature='1'"),
+        ({"temperature": True}, "temperature=True"),
+        ({"ignore_eos": "no"}, "ignore_eos='no'"),
+        ({"ignore_eos": 0}, "ignore_eos=0"),
+        ({"seed": True}, "seed=True"),
+        ({"logprobs": True}, "logprobs=True"),
+        ({"top_k": 2.0}, "top_k=2.0"),
+        ({"logit_bias": [1]}, "logit_bias=[1]"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias={'3': 1.0}"),
+        ({"logit_bias": {3: "1"}}, "logit_bias={3: '1'}"),
     ],
 )
 def test_sampling_params_name_what_is_wrong(settings: dict[str, object], named: str) -> None:
@@ -52,6 +71,33 @@ def test_the_ends_of_every_range_are_accepted() -> None:
     SamplingParams(temperature=1e-5)
     SpecConfig(drafter="dynamic", depth=MAX_DEPTH - 1, top_k=2, num_nodes=8)
     SpecConfig(drafter="static", static_paths=tuple((0,) * d for d in range(1, MAX_DEPTH + 1)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"drafter": "tree"},
+        {"drafter": ["chain"]},
+        {"num_spec_tokens": 2.5},
+        {"num_spec_tokens": True},
+        {"depth": 2.0},
+        {"top_k": "2"},
+        {"num_nodes": 6.0},
+        {"static_paths": ((0,), (0, 0.5))},
+        {"static_paths": ((0,), [0, 0])},
+    ],
+)
+def test_spec_config_names_what_is_of_another_kind(settings: dict[str, object]) -> None:
+    """Also a field that the drafter does not read: a setting that is wrong is never passed over."""
+    ((name, value),) = settings.items()
+    for drafter in ("none", "chain", "static", "dynamic"):
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be ")):
+            SpecConfig(**{"drafter": drafter} | settings)  # type: ignore[arg-type]
+
+
+def test_lists_and_whole_numbers_stand_for_tuples_and_floats() -> None:
+    sampling = SamplingParams(stop=["a"], stop_token_ids=[3], temperature=1, logit_bias={3: 2})  # type: ignore[arg-type]
+    assert sampling == SamplingParams(stop=("a",), stop_token_ids=(3,), temperature=1.0, logit_bias={3: 2.0})
 
 
 def test_trees_deeper_than_the_static_buffers_are_refused() -> None:
@@ -72,6 +118,17 @@ def test_trees_deeper_than_the_static_buffers_are_refused() -> None:
         {"cache_fraction": 1.0},
         {"max_context": 1},
         {"row_budget": 0},
+        {"max_batch": 2.5},
+        {"page_size": 16.0},
+        {"num_pages": True},
+        {"cache_fraction": "0.5"},
+        {"cache_fraction": True},
+        {"max_context": float("inf")},
+        {"max_context": 100.5},
+        {"row_budget": "256"},
+        {"prefix_cache": 1},
+        {"late_commit": "no"},
+        {"check": None},
     ],
 )
 def test_engine_config_names_what_is_wrong(settings: dict[str, object]) -> None:
@@ -81,7 +138,8 @@ def test_engine_config_names_what_is_wrong(settings: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("AQUILINE_ISA", "sse"), ("AQUILINE_THREADS", "0"), ("AQUILINE_THREADS", "x")]
+    ("name", "value"),
+    [("AQUILINE_ISA", "sse"), ("AQUILINE_THREADS", "0"), ("AQUILINE_THREADS", "x"), ("AQUILINE_THREADS", "²")],
 )
 def test_environment_names_what_is_wrong(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from aquiline.checks import check_fields, is_unicode
+
 DrafterKind = Literal["none", "chain", "static", "dynamic"]
 DRAFTERS: tuple[DrafterKind, ...] = ("none", "chain", "static", "dynamic")
 
@@ -59,7 +61,7 @@ class SpecConfig:
     static_paths: tuple[tuple[int, ...], ...] = DEFAULT_STATIC_PATHS
 
     def __post_init__(self) -> None:
-        _check(self.drafter in DRAFTERS, "drafter", self.drafter, f"choose one of {', '.join(DRAFTERS)}")
+        check_fields(self)
         if self.drafter == "chain":
             _check(
                 1 <= self.num_spec_tokens <= MAX_CHAIN, "num_spec_tokens", self.num_spec_tokens,
@@ -159,13 +161,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _check(value is None or isinstance(value, int), name, value, "must be a whole number")
-        for name in (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        ):  # fmt: skip
-            _check(isinstance(getattr(self, name), int | float), name, getattr(self, name), "must be a number")
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_fields(self)
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
         ok = self.temperature == 0 or 1 / LARGEST <= self.temperature <= LARGEST
         _check(ok, "temperature", self.temperature, f"must be 0 (greedy) or {1 / LARGEST:g} to {LARGEST:g}")
@@ -184,11 +183,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or value >= 0, name, value, "must be at least 0; None switches them off")
-        _check(not isinstance(self.stop, str), "stop", self.stop, "pass a list of strings, not one string")
-        _check(all(self.stop), "stop", self.stop, "a stop string must not be empty")
-        _check(not isinstance(self.stop_token_ids, int), "stop_token_ids", self.stop_token_ids, "pass a list of ids")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        ok = all(text and is_unicode(text) for text in self.stop)
+        _check(ok, "stop", self.stop, "a stop string must not be empty or hold half a surrogate pair")
+        _check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be ids >= 0")
 
     @property
     def changes_logits(self) -> bool:
@@ -218,6 +215,7 @@ class EngineConfig:
     check: bool = False  # page conservation after every step
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check(self.max_batch >= 1, "max_batch", self.max_batch, "must be at least 1")
         ok = self.page_size >= 16 and self.page_size % 16 == 0
         _check(ok, "page_size", self.page_size, "must be a multiple of 16")
@@ -245,7 +243,9 @@ class Environment:
         choices = ("avx512", "avx2", "portable", "off")
         _check(isa is None or isa in choices, "AQUILINE_ISA", isa, f"choose one of {', '.join(choices)}")
         threads = os.environ.get("AQUILINE_THREADS") or None
-        _check(threads is None or (threads.isdigit() and int(threads) > 0), "AQUILINE_THREADS", threads, "must be >= 1")
+        _check(
+            threads is None or (threads.isdecimal() and int(threads) > 0), "AQUILINE_THREADS", threads, "must be >= 1"
+        )
         return cls(isa, int(threads) if threads else None, os.environ.get("AQUILINE_LLAMA_SERVER") or None)
 
 

@@ -276,11 +276,6 @@ def repeated_share(token_ids: list[int], n: int = 8) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def spread(values: list[float]) -> dict[str, object]:
-    """How results state a quantity that was measured several times."""
-    return {"mean": mean(values), "min": min(values), "max": max(values), "values": values}
-
-
 def mean(values: list[float]) -> float:
     """Arithmetic mean; 0 of nothing."""
     return float(np.mean(values)) if values else 0.0

@@ -87,7 +87,7 @@ class ModelWeights:
     norm_before_residual: bool = False  # draft only: the residual is the normed input
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVGroup:
     """The storage of one model's keys and values, in pages.
 

@@ -37,7 +37,7 @@ def _server() -> Path | None:
 
 
 SERVER = _server()  # before any test hides it
-needs_server = pytest.mark.skipif(SERVER is None, reason=f"no {BINARY}: python benchmarks/llama_server.py")
+needs_server = pytest.mark.skipif(SERVER is None, reason="no llama-server: python benchmarks/llama_server.py")
 
 
 @pytest.fixture(autouse=True)

@@ -119,9 +119,11 @@ def counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     call = NativeCycle.__call__
 
-    def count(self: NativeCycle, slots: list[int], num_spec_tokens: int) -> list[Cycled]:
+    def count(
+        self: NativeCycle, slots: list[int], num_spec_tokens: int, forced: list[int] | None = None
+    ) -> list[Cycled]:
         lengths.append(num_spec_tokens)
-        return call(self, slots, num_spec_tokens)
+        return call(self, slots, num_spec_tokens, forced)
 
     monkeypatch.setattr(NativeCycle, "__call__", count)
     return lengths
@@ -138,7 +140,7 @@ def test_who_runs_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains of two lengths, chunks beside them, changed logits, and an acceptance that is simulated."""
+    """Chains of two lengths, chunks beside them, and changed logits."""
     llm = tiny_llm()
     lengths = counted(llm, monkeypatch)
     add(llm, "a", words(5), PARAMS, SpecConfig(num_spec_tokens=2))
@@ -151,8 +153,41 @@ def test_who_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     add(llm, "c", words(5), dataclasses.replace(PARAMS, presence_penalty=0.5, max_tokens=100), BASELINE)
     finish(llm)
     assert lengths == [3]
-    simulated = dataclasses.replace(tiny_models(), simulated=SimulatedAcceptance(2.0))
-    assert LLM.from_models(simulated, engine_config(2), SpecConfig()).engine.stepper.cycle is None
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.7, 3.0])
+def test_a_simulated_acceptance_runs_the_same_cycles(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step as the single calls would, which the figures of random weights used to time instead."""
+    seen: list[list[tuple[dict[str, object], dict[str, object]]]] = []
+    for one_call in (True, False):
+        models = dataclasses.replace(tiny_models("float32"), simulated=SimulatedAcceptance(tau))
+        llm = LLM.from_models(models, engine_config(2), SpecConfig(num_spec_tokens=3))
+        clean(llm)
+        lengths = counted(llm, monkeypatch)
+        if not one_call:
+            llm.engine.stepper.cycle = None
+        for i, length in enumerate((5, 16)):
+            add(llm, i, words(length, i), dataclasses.replace(PARAMS, max_tokens=12), SpecConfig(num_spec_tokens=3))
+        steps = []
+        while llm.engine.is_busy:
+            llm.engine.step()
+            steps.append((outcome_of(llm.engine), state(llm.engine)))
+        assert bool(lengths) == one_call
+        seen.append(steps)
+    assert seen[0] == seen[1]
+
+
+def test_more_drafts_than_a_chain_has_cannot_be_accepted() -> None:
+    llm = tiny_llm("float32")
+    sequence = add(llm, 0, words(9), PARAMS, SpecConfig(num_spec_tokens=2))
+    while len(sequence.output_ids) < 3:
+        llm.engine.step()
+    cycle, before = llm.engine.stepper.cycle, state(llm.engine)
+    assert cycle is not None
+    for forced in (3, -1):
+        with pytest.raises(NativeError, match=rf"forced\[0\]={forced}: must be in \[0, 2\]"):
+            cycle([0], 2, [forced])
+    assert state(llm.engine) == before
 
 
 def test_a_draft_whose_numbers_are_broken_drafts_tokens_that_exist() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,15 @@ SAMPLINGS = {
     "filtered": SamplingParams(
         max_tokens=32, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True
     ),
-}
+    "penalised": SamplingParams(
+        max_tokens=32, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3,
+        logit_bias={24: -1.5, 7: 2.0}, ignore_eos=True,
+    ),
+    "sampled, penalised": SamplingParams(
+        max_tokens=32, temperature=0.8, seed=3, repetition_penalty=1.1, presence_penalty=-0.2, frequency_penalty=0.1,
+        logit_bias={0: -math.inf, 81: 1.0}, top_k=60, ignore_eos=True,
+    ),
+}  # fmt: skip
 
 
 def integer_weights(module: nn.Module, seed: int) -> None:

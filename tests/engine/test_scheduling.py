@@ -170,3 +170,11 @@ def test_drafting_without_a_draft_is_refused_and_the_off_switch_works() -> None:
         add(llm, 0, words(5), spec=SPECS["chain4"])
     assert not llm.engine.is_busy
     assert tokens(llm.run([words(20)], PARAMS)) == [alone(words(20))]
+
+
+def test_a_prompt_waits_where_it_would_take_the_page_that_another_needs_next() -> None:
+    """Two pages, and two texts that grow into a second one: together, one would only be computed twice."""
+    batch, params = [words(10), words(10, 1)], dataclasses.replace(PARAMS, max_tokens=18)
+    result = tiny_llm(max_batch=2, num_pages=2).run(batch, params, spec=BASELINE)
+    assert result.summary.num_preemptions == 0
+    assert tokens(result) == [alone(prompt, params) for prompt in batch]

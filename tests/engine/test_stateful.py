@@ -24,7 +24,7 @@ from aquiline.config import SpecConfig
 pytestmark = needs_native
 
 
-def walk(setup: Setup, seed: int, num_steps: int) -> Traffic:
+def walk(setup: Setup, seed: int | list[int], num_steps: int) -> Traffic:
     """One long run without hypothesis: the same for the same seed."""
     rng, traffic = np.random.default_rng(seed), Traffic(setup)
 
@@ -68,8 +68,8 @@ def test_a_long_run_meets_everything_there_is(prefix_cache: bool, late_commit: b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_engines_of_many_sizes_run_for_long(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_engines_of_many_sizes_run_for_long(seed: int, run_seed: int) -> None:
+    rng = np.random.default_rng([run_seed, seed])
     for number in range(20):
         setup = Setup(
             num_pages=int(rng.choice((7, 9, 11, 16, 24))),
@@ -79,7 +79,7 @@ def test_engines_of_many_sizes_run_for_long(seed: int) -> None:
             late_commit=bool(rng.integers(2)),
             is_taught=bool(rng.random() < 0.8),
         )
-        walk(setup, 100 * seed + number, num_steps=500)
+        walk(setup, [run_seed, seed, number], num_steps=500)
 
 
 @pytest.mark.parametrize("late_commit", [False, True])

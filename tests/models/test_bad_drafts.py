@@ -122,8 +122,13 @@ def test_layers_and_flags(
         ({"speculators_model_type": "eagle"}, ["speculators_model_type='eagle'"]),
         ({"speculators_model_type": "eagle3"}, ["transformer_layer_config"]),
         ({"hidden_size": None}, ["hidden_size", "missing"]),
-        ({"norm_before_residual": "false"}, ["norm_before_residual='false' must be true or false"]),
-        ({"tie_word_embeddings": 1}, ["tie_word_embeddings=1 must be true or false"]),
+        ({"fc_norm": "false"}, ["fc_norm='false'", "true or false"]),
+        ({"norm_output": "true"}, ["norm_output='true'", "true or false"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings=1", "true or false"]),
+        ({"sliding_window": 6, "use_sliding_window": "false"}, ["use_sliding_window='false'", "true or false"]),
+        ({"norm_before_residual": 1}, ["norm_before_residual=1", "true or false"]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True, 3, 4]}}, ["[True, 3, 4]", "layer numbers"]),
+        ({"rope_theta": 0}, ["rope_theta=0", "number"]),
     ],
 )
 def test_unsupported_configs(change: dict[str, Any], words: list[str], target: Decoder, tmp_path: Path) -> None:

@@ -107,10 +107,11 @@ def test_yarn_of_speculators_is_transformers(target: Decoder, tmp_path: Path) ->
         ("safeailab", {}, 10000.0),
         ("speculators", {}, 500000.0),
         ("specforge", {"rope_theta": 500000.0}, 500000.0),
+        ("specforge", {"rope_theta": None}, 10000.0),
     ],
 )
 def test_the_base_of_a_linearly_scaled_embedding(
-    format: str, inside: dict[str, float], theta: float, target: Decoder, tmp_path: Path
+    format: str, inside: dict[str, float | None], theta: float, target: Decoder, tmp_path: Path
 ) -> None:
     scaling = {"type": "linear", "factor": 2.0} | inside
     write_draft(tmp_path, target.config, format, rope_theta=500000.0, rope_scaling=scaling)

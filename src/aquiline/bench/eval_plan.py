@@ -97,7 +97,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TurnRun:
-    """One setting writing one text once."""
+    """One setting writing one text once, by the wall clock: prefill_ms to its first token, decode_ms from there on."""
 
     text: Text
     setting: str

@@ -8,10 +8,10 @@ eval.json, schema "aquiline.eval/1":
                      chat_template, prompts_sha256 (of the token ids of all first turns)
     plan             lengths, temperatures, repeats, seed, ignore_eos, settings {name: SpecConfig's fields}
     rows             one per temperature, length, question, turn, repeat and setting: these six; question_id,
-                     category, num_prompt_tokens, num_tokens, finish_reason, repeated_share; prefill_ms, decode_ms (the
-                     engine's steps), total_ms (from arrival to end); num_steps, num_draft_tokens,
-                     num_accepted_tokens, num_committed, tokens_cut, num_ge2, accepted_at (steps whose draft at that
-                     place was accepted)
+                     category, num_prompt_tokens, num_tokens, finish_reason, repeated_share; prefill_ms (to the first
+                     token, by the wall clock), decode_ms (from there on), total_ms (from arrival to end);
+                     num_steps, num_draft_tokens, num_accepted_tokens, num_committed, tokens_cut, num_ge2,
+                     accepted_at (steps whose draft at that place was accepted)
     tables           by_length, by_category, overall: per group and setting temperature, length, category (null: all),
                      setting, num_questions, num_texts, num_tokens, seconds_per_text, decode_tokens_per_s, tau,
                      target_calls_per_token, acceptance_rate, per_position, fraction_ge2, repeated_share, speedup and

@@ -1,4 +1,5 @@
-"""Runs scenarios: all settings behind the same prompts, alternated, a result file each; what is there is not run again.
+"""Runs scenarios: all settings behind the same prompts, their order rotated in every round, a result file each; what is
+there is not run again.
 
 A scenario prefills once: its prompts' pages stay in the prefix cache, draft keys included, and every setting's requests
 begin behind them. Decode and prefill are therefore timed apart.
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from aquiline.bench.ceilings import Choice, ceilings_of
 from aquiline.bench.configs import draft_shape_of, shape_of
 from aquiline.bench.integrity import problems
+from aquiline.bench.intervals import LEAST_RUNS, paired, rotated
 from aquiline.bench.prompts import text_prompts
 from aquiline.bench.result import (
     ModelFacts,
@@ -23,6 +25,7 @@ from aquiline.bench.result import (
     Scenario,
     commit,
     describe,
+    is_dirty,
     tokens_sha256,
     write_result,
 )
@@ -49,7 +52,7 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0,)
     micro_steps: int = 128
     warmup_runs: int = 1
-    measurement_runs: int = 3
+    measurement_runs: int = LEAST_RUNS
     seed: int = 0
     text_source: str | None = None
 
@@ -116,25 +119,24 @@ class LoadRun:
         progress.advance()
         measured: dict[str, list[Run]] = {name: [] for name in settings}
         for number in range(runs_each):
-            for name, spec in settings.items():
-                self._simulate(llm, spec)
-                run = self._decode(llm, prompts, spec)
+            for name in rotated(list(settings), number):
+                self._simulate(llm, settings[name])
+                run = self._decode(llm, prompts, settings[name])
                 if number >= plan.warmup_runs:
                     measured[name].append(run)
                 progress.advance()
         progress.start("this machine's ceilings", 1)
         ideal = self._roofline(llm)
-        baseline = 0.0
+        baseline: list[float] = []
         for name, spec in settings.items():
             self._simulate(llm, spec)
             result = describe(scenario, name, spec, self._model(llm, spec), llm, measured[name], prefill)
-            rate, tau = (
-                result["throughput_tokens_per_sec"]["mean"], result["eagle_speculation"]["mean_acceptance_length"],
-            )  # fmt: skip
-            baseline = baseline or rate
+            rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
+            baseline = baseline or rates["values"]
+            speedup = paired(rates["values"], baseline).value
             context = self.load.context + plan.micro_steps // 2
-            result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rate) | {
-                "spec_efficiency": ideal.spec_efficiency(rate / baseline, spec, tau, self.load.batch, context),
+            result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rates["median"]) | {
+                "spec_efficiency": ideal.spec_efficiency(speedup, spec, tau, self.load.batch, context),
                 "notes": ideal.notes(),
             }
             write_result(result, self.file(name))
@@ -214,4 +216,5 @@ class LoadRun:
         model, source = result.get("model", {}), self.source
         is_ours = all(scenario.get(name) == value for name, value in wanted.items())
         is_ours &= model.get("dtype") == source.dtype and source.arithmetic in ("auto", model.get("arithmetic"))
-        return result if is_ours and result.get("commit") == commit() and not problems(result) else None
+        is_ours &= result.get("commit") == commit() and not problems(result)
+        return result if is_ours and not is_dirty(result) else None  # changes differ under one name

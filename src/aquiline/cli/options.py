@@ -3,11 +3,12 @@ with a default command, a console."""
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from aquiline.checks import parse_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,8 +98,8 @@ def template_options_of(text: str | None) -> dict[str, object] | None:
     if text is None:
         return None
     try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
+        options = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"template_options={text!r}: not JSON ({error})") from None
     if not isinstance(options, dict):
         raise ValueError(f"template_options={text!r}: must be a JSON object")

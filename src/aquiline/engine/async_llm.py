@@ -67,7 +67,7 @@ class AsyncLLM:
         """Continue one prompt; deltas as they are computed, the last with a finish_reason.
 
         Closing the iterator, or cancelling whoever waits for it, aborts the request. Raises as LLM.run does, ValueError
-        for a request_id that is in use, EngineStopped once the engine has ended."""
+        for a request_id that is in use or a field of another type, EngineStopped once the engine has ended."""
         chosen = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling or SamplingParams()
         request = await asyncio.to_thread(self.llm.request, chosen, prompt, params, spec, priority, deadline_s)

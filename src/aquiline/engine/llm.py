@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.engine import Engine
@@ -183,7 +185,7 @@ class LLM:
         deadline_s: float | None = None,
     ) -> Request:
         """A request for the engine: the prompt as tokens, the seed resolved, this LLM's `spec` where none is given."""
-        if sampling.seed is None:
+        if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
         return Request(request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text)
@@ -193,7 +195,11 @@ class LLM:
         if isinstance(prompt, int):
             raise ValueError(f"prompts=[{prompt}, ...]: token ids come as a list per prompt; write [[{prompt}, ...]]")
         if not isinstance(prompt, str):
-            return list(prompt)
+            given = list(prompt)
+            bad = [token for token in given if type(token) is bool or not isinstance(token, int | np.integer)]
+            if bad:
+                raise ValueError(f"token_ids: {bad[0]!r} is among them; each must be a whole number")
+            return [int(token) for token in given]
         if not prompt:  # a tokenizer that adds BOS would make a token of it
             raise ValueError("prompt='': is empty; give at least one character, or token ids")
         if self.models.tokenizer is None:

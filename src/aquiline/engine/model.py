@@ -92,7 +92,7 @@ class LoadedModels:
 
     def new_cycle(self, rows: Rows, kv: KVGroup, slots: SlotState, session: DraftSession | None) -> NativeCycle | None:
         """What runs whole cycles in one call over these buffers; None where there is no such thing."""
-        if self.simulated is not None or not isinstance(self.target, NativeTarget):
+        if not isinstance(self.target, NativeTarget):
             return None
         target, draft = Side(self.target.model, kv, rows, self.target.hidden), None
         if session is not None:
@@ -111,6 +111,10 @@ class LoadedModels:
         if self.simulated is not None:
             return self.simulated(tree, drawn)
         return accept_native(tree, drawn) if self.is_native else accept(tree, drawn)
+
+    def forced(self, num_slots: int, depth: int) -> list[int] | None:
+        """How many drafts of its chain each slot accepts in this step where acceptance is simulated; None elsewhere."""
+        return None if self.simulated is None else self.simulated.accepted(num_slots, depth)
 
     def check_spec(self, spec: SpecConfig) -> None:
         """Raises ValueError if there is no draft, or a tree asks for more children than its vocabulary has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +17,19 @@ from aquiline.spec.drafters import Drafter
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason, Float32, Int32
 
+MAX_DEADLINE_S = 1e9
+"""Thirty years: what is longer, NaN and infinity are taken for mistakes."""
+
 
 @dataclass(frozen=True)
 class Request:
     """What a caller asked for; the seed is resolved. prompt: the text that prompt_ids were made from, if any.
 
     priority: lower runs first, and takes room from higher ones. deadline_s: seconds after `arrival` (time.monotonic)
-    at which it ends with what it has."""
+    at which it ends with what it has.
+
+    Raises ValueError naming a field of another type or out of range, since the engine's thread, which serves everybody,
+    trusts every field. Whether the request fits the models is Engine.check's to say."""
 
     id: int | str
     prompt_ids: tuple[int, ...]
@@ -34,8 +41,28 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise ValueError(f"request {self.id}: deadline_s={self.deadline_s!r}: must be above 0; None is no deadline")
+        if not isinstance(self.id, str) and not _is_whole(self.id):
+            raise ValueError(f"request id {self.id!r}: must be a text or a whole number")
+        sampling, spec, deadline_s = self.sampling, self.spec, self.deadline_s
+        self._check(isinstance(sampling, SamplingParams), "sampling", sampling, "must be SamplingParams")
+        self._check(sampling.seed is not None, "sampling.seed", None, "must be a number here; LLM.request draws one")
+        self._check(isinstance(spec, SpecConfig), "spec", spec, "must be a SpecConfig")
+        self._check(_is_whole(self.priority), "priority", self.priority, "must be a whole number; lower runs first")
+        ok = deadline_s is None or (_is_number(deadline_s) and 0 < deadline_s <= MAX_DEADLINE_S)
+        fix = f"must be above 0 and at most {MAX_DEADLINE_S:.0f} seconds; None is no deadline"
+        self._check(ok, "deadline_s", deadline_s, fix)
+        ok = _is_number(self.arrival) and math.isfinite(self.arrival)
+        self._check(ok, "arrival", self.arrival, "must be a time of time.monotonic()")
+        self._check(self.prompt is None or isinstance(self.prompt, str), "prompt", self.prompt, "must be a text")
+        self._check(isinstance(self.prompt_ids, tuple | list), "prompt_ids", self.prompt_ids, "must be a tuple of ids")
+        bad = [token for token in self.prompt_ids if type(token) is not int and not _is_whole(token)]
+        if bad:
+            raise ValueError(f"request {self.id}: prompt token {bad[0]!r}: must be a whole number")
+        object.__setattr__(self, "prompt_ids", tuple(map(int, self.prompt_ids)))
+
+    def _check(self, ok: bool, name: str, value: object, fix: str) -> None:
+        if not ok:
+            raise ValueError(f"request {self.id}: {name}={value!r}: {fix}")
 
     @cached_property
     def max_tokens_total(self) -> int:
@@ -46,6 +73,14 @@ class Request:
     def reach(self) -> int:
         """KV indices it can ever need: a step whose outcome comes late may start behind the last token."""
         return self.max_tokens_total + self.spec.max_depth + 1 + self.spec.lookahead
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

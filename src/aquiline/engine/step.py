@@ -155,7 +155,7 @@ class Stepper:
         self, cycle: NativeCycle, plan: StepPlan, decoding: tuple[Sequence, ...], slots: list[int], length: int
     ) -> Outcome:
         """All of a step's stages in one call, which leaves hidden rows and slots as the single ones do."""
-        cycled = cycle(slots, length)
+        cycled = cycle(slots, length, self.models.forced(len(slots), length))
         if self.session is not None:
             self.session.num_rows += cycle.num_draft_rows
         outcome = Outcome(

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig, default_capture
-from aquiline.models.families import count, eos_ids, geometry, read_model_config, refuse_features
+from aquiline.models.families import EOS, geometry, read_model_config, refuse_features
+from aquiline.models.fields import Raw, count, flag, flag_or_none, nested, token_ids
 from aquiline.models.files import is_gguf, read_json, refuse, resolve
 from aquiline.models.producers import (
     AQUILINE,
     LAYER_IDS,
     SPECULATORS,
     Format,
-    Raw,
     find_format,
     is_windowed,
     trained_rope,
@@ -81,8 +81,8 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
     raw = read_json(file)
     fmt = find_format(raw, file)
     eagle = _eagle_section(raw, file)
-    section = raw.get(fmt.section) if fmt.section else raw
-    if not isinstance(section, dict):
+    section = nested(raw, file, fmt.section) if fmt.section else raw
+    if not section:
         raise CheckpointError(f"{file}: {fmt.section} is missing; a {fmt.name} config has its geometry there")
     refuse_features(section, file)
     problems: list[str] = []
@@ -96,10 +96,10 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
         draft_vocab_size=count(raw, file, "draft_vocab_size", model.vocab_size),
         target_hidden_size=target_hidden,
         capture=layers,
-        norm_before_fc=bool(_flag(raw | eagle, file, "norm_before_fc")),
-        fc_norm=bool(_flag(raw | eagle, file, "fc_norm")),
+        norm_before_fc=flag(raw | eagle, file, "norm_before_fc"),
+        fc_norm=flag(raw | eagle, file, "fc_norm"),
         norm_before_residual=_norm_before_residual(raw, fmt, file),
-        norm_feedback=_norm_feedback(_flag(raw, file, "norm_output"), fmt, overrides.norm_feedback, problems),
+        norm_feedback=_norm_feedback(flag_or_none(raw, file, "norm_output"), fmt, overrides.norm_feedback, problems),
     )
     if config.norm_before_fc and config.fc_norm:
         problems.append("norm_before_fc and fc_norm are both true; a head has one or the other")
@@ -110,8 +110,8 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
         problems.append(f"{name}={target_hidden}, the target has {target.hidden_size}")
     if config.draft_vocab_size > model.vocab_size:
         problems.append(f"draft_vocab_size={config.draft_vocab_size} exceeds vocab_size={model.vocab_size}")
-    is_tied, vocab_is_named = _flag(raw, file, "tie_word_embeddings"), raw.get("draft_vocab_size") is not None
-    return DraftReading(fmt, config, problems, vocab_is_named, bool(is_tied), notices)
+    is_tied, vocab_is_named = flag(raw, file, "tie_word_embeddings"), raw.get("draft_vocab_size") is not None
+    return DraftReading(fmt, config, problems, vocab_is_named, is_tied, notices)
 
 
 def canonical_capture(
@@ -128,7 +128,7 @@ def canonical_capture(
             problems.append(f"{LAYER_IDS} is missing and a target of {num_layers} layers has no default: pass capture=")
             return (0, 1, 2)
         layers = default_capture(num_layers)
-    elif not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+    elif not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         problems.append(f"{LAYER_IDS}={ids!r} must be a list of layer numbers")
         return (0, 1, 2)
     else:
@@ -160,14 +160,14 @@ def _geometry(section: Raw, fmt: Format, file: Path, notices: list[str]) -> Mode
         raise CheckpointError(f"{file}: model_type={section['model_type']!r}; supported draft layers are 'llama'")
     if count(section, file, "num_hidden_layers") != 1:
         raise CheckpointError(f"{file}: num_hidden_layers={section['num_hidden_layers']}; supported is 1")
-    model = replace(geometry(section, file, "llama", eos_ids(section, file)), tied_head=False)
+    model = replace(geometry(section, file, "llama", token_ids(section, file, EOS)), tied_head=False)
     model = replace(model, rope=trained_rope(model.rope, section, fmt, notices))
     window = section.get("sliding_window")
     if is_windowed(section, fmt, file):
         return replace(model, windows=(count(section, file, "sliding_window"),))
-    if window is not None and section.get("use_sliding_window") is not False:
+    if window is not None and flag(section, file, "use_sliding_window", True):
         told = "without layer_types=['sliding_attention']" if fmt is SPECULATORS else "whatever the config says"
-        notices.append(f"sliding_window={window} has no effect: {fmt.name} trains without a window, {told}")
+        notices.append(f"sliding_window={window!r} has no effect: {fmt.name} trains without a window, {told}")
     return model
 
 
@@ -183,43 +183,35 @@ def _layer_ids(raw: Raw, eagle: Raw, problems: list[str]) -> object:
     return outer if inner is None else inner
 
 
-def _flag(raw: Raw, file: Path, name: str) -> bool | None:
-    """A true or false of the config; None where it is absent or null."""
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{file}: {name}={value!r} must be true or false")
-    return value
-
-
 def _eagle_section(raw: Raw, file: Path) -> Raw:
-    eagle = raw.get("eagle_config") or {}
+    eagle = nested(raw, file, "eagle_config")
     unknown = sorted(set(eagle) - _EAGLE_FIELDS)
     if unknown:
         known = ", ".join(sorted(_EAGLE_FIELDS))
         raise CheckpointError(f"{file}: eagle_config has {', '.join(unknown)}; known are {known}")
-    if eagle.get("use_aux_hidden_state", True) is not True:
+    if not flag(eagle, file, "use_aux_hidden_state", True):
         raise CheckpointError(f"{file}: eagle_config.use_aux_hidden_state is off: that is no EAGLE-3 head")
     return eagle
 
 
 def _norm_before_residual(raw: Raw, fmt: Format, file: Path) -> bool:
-    value = _flag(raw, file, "norm_before_residual")
+    value = flag_or_none(raw, file, "norm_before_residual")
     if value is None and fmt is SPECULATORS:  # speculators defaults it to false, vLLM to true
         raise CheckpointError(f"{file}: norm_before_residual is missing; a speculators config must say true or false")
     return bool(value)
 
 
-def _norm_feedback(flag: bool | None, fmt: Format, override: bool | None, problems: list[str]) -> bool:
+def _norm_feedback(said: bool | None, fmt: Format, override: bool | None, problems: list[str]) -> bool:
     """Whether the normed output is fed back. Where SpecForge #879 (2026-09) gave both values another meaning, a config
     that says one needs the override; one that says nothing is plain EAGLE-3 before and after."""
     if override is not None:
         return override
-    if flag is None or fmt.norm_output_is_feedback is not None:
-        return bool(flag)
+    if said is None or fmt.norm_output_is_feedback is not None:
+        return bool(said)
     plain, normed = "norm_feedback=False (--no-norm-feedback)", "norm_feedback=True (--norm-feedback)"
-    before, after = (f"pass {plain}", f"pass {normed}") if flag else (_WITHOUT_FINAL_NORM, f"pass {plain}")
+    before, after = (f"pass {plain}", f"pass {normed}") if said else (_WITHOUT_FINAL_NORM, f"pass {plain}")
     problems.append(
-        f"norm_output={str(flag).lower()} means two things in {fmt.name} checkpoints. Trained before SpecForge #879 "
+        f"norm_output={str(said).lower()} means two things in {fmt.name} checkpoints. Trained before SpecForge #879 "
         f"(2026-09): {before}. Trained after it: {after}"
     )
-    return bool(flag)
+    return said

@@ -27,12 +27,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import RopeConfig
+from aquiline.models.fields import Raw, flag, texts
 
-Raw = dict[str, Any]
 Numbering = Literal["input", "output"]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 PRODUCER = "aquiline"
@@ -71,7 +71,7 @@ FORMATS = (SAFEAILAB, SPECFORGE, AQUILINE, SPECULATORS)
 
 def find_format(raw: Raw, file: Path) -> Format:
     """The producer a config declares: its own mark, else its architecture. Raises CheckpointError if unknown."""
-    architectures = raw.get("architectures") or []
+    architectures = texts(raw, file, "architectures")
     if raw.get("speculators_config") or raw.get("speculators_model_type"):
         kind = raw.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
@@ -90,22 +90,24 @@ def find_format(raw: Raw, file: Path) -> Format:
 def is_windowed(section: Raw, fmt: Format, file: Path) -> bool:
     """Whether the draft layer attends within sliding_window. Raises CheckpointError for other layer types."""
     if fmt.window == "layer_types":
-        types = section.get("layer_types") or ["full_attention"]
+        types = texts(section, file, "layer_types") or ["full_attention"]
         if types not in (["full_attention"], ["sliding_attention"]):
             raise CheckpointError(
                 f"{file}: layer_types={types!r}; supported is one entry, full_attention or sliding_attention"
             )
         return types == ["sliding_attention"]
-    is_off = section.get("sliding_window") is None or section.get("use_sliding_window") is False
+    is_off = section.get("sliding_window") is None or not flag(section, file, "use_sliding_window", True)
     return fmt.window == "sliding_window" and not is_off
 
 
 def trained_rope(rope: RopeConfig, section: Raw, fmt: Format, notices: list[str]) -> RopeConfig:
-    """The rotary embedding as the format's trainer builds it; what has no effect there is added to `notices`."""
+    """The rotary embedding as the format's trainer builds it; what has no effect there is added to `notices`.
+
+    `section` is what `rope` was read from, so its rotary fields are known to be of the right kind."""
     if fmt.scaled_theta is None or rope.kind not in ("linear", "yarn"):
         return rope
-    names_theta = "rope_theta" in (section.get("rope_scaling") or section.get("rope_parameters") or {})
-    if rope.theta != fmt.scaled_theta and not names_theta:
+    scaling: Raw = section.get("rope_scaling") or section.get("rope_parameters") or {}
+    if rope.theta != fmt.scaled_theta and scaling.get("rope_theta") is None:
         notices.append(
             f"rope_theta={rope.theta:g} has no effect: {fmt.name} trains {rope.kind} scaling at base "
             f"{fmt.scaled_theta:g}; for a draft of another trainer write rope_theta into rope_scaling"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ctypes import byref
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -89,8 +90,9 @@ class NativeModel:
         self._library = library()
         self._arena = Arena()
         self._kept: list[Any] = []
-        self._kvs: dict[int, tuple[KVGroup, AqKV]] = {}
-        self._rows: dict[int, tuple[Rows, tuple[Any, ...], AqRows]] = {}
+        # By weak key: caches live as long as their engines do, and a model outlives many of those.
+        self._kvs: WeakKeyDictionary[KVGroup, AqKV] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Rows, tuple[tuple[Any, ...], AqRows]] = WeakKeyDictionary()
         self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
         self.num_capture, self.head_size = len(weights.capture), weights.head.shape[0]
         self.struct = self._describe(weights)
@@ -237,18 +239,18 @@ class NativeModel:
         return address("hidden", hidden, np.float32), address("row_index", row_index, np.int32), n
 
     def _kv_of(self, kv: KVGroup) -> AqKV:
-        entry = self._kvs.get(id(kv))
-        if entry is None:
-            entry = self._kvs[id(kv)] = (kv, describe_kv(kv))
-        return entry[1]
+        struct = self._kvs.get(kv)
+        if struct is None:
+            struct = self._kvs[kv] = describe_kv(kv)
+        return struct
 
     def _rows_of(self, rows: Rows) -> AqRows:
         arrays = tuple(getattr(rows, name) for name in ROWS_ARRAYS)
-        entry = self._rows.get(id(rows))
-        if entry is None or not all(map(is_, arrays, entry[1])):
-            entry = self._rows[id(rows)] = (rows, arrays, describe_rows(rows))
-        entry[2].num_rows = rows.num
-        return entry[2]
+        entry = self._rows.get(rows)
+        if entry is None or not all(map(is_, arrays, entry[0])):
+            entry = self._rows[rows] = (arrays, describe_rows(rows))
+        entry[1].num_rows = rows.num
+        return entry[1]
 
 
 class NativeLinear:

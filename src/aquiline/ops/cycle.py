@@ -93,6 +93,7 @@ class NativeCycle:
         self._library = library()
         self._kept = target, features, state, draft
         self._slots = (c_int32 * len(state.tokens))()
+        self._forced = (c_int32 * len(state.tokens))()
         self._out = (c_int32 * (1 + 4 * target.rows.max_rows))()
         self._stages = (c_double * 5)()
         self.num_draft_rows = 0
@@ -120,11 +121,16 @@ class NativeCycle:
             struct.fusion, struct.norm_feedback = draft.fusion.struct, draft.norm_feedback
         self._cycle_at = byref(struct)
 
-    def __call__(self, slots: list[int], num_spec_tokens: int) -> list[Cycled]:
-        """One cycle of the slots, each with its root; 0 drafts nothing. On failure the slots are as before."""
+    def __call__(self, slots: list[int], num_spec_tokens: int, forced: list[int] | None = None) -> list[Cycled]:
+        """One cycle of the slots, each with its root; 0 drafts nothing. On failure the slots are as before.
+
+        forced: how many drafts each slot accepts, whatever the target drew; for simulated acceptance alone."""
         B, stride = len(slots), num_spec_tokens + 4
         self._slots[:B] = slots  # type: ignore[assignment]
-        self._library.cycle(self._cycle_at, self._slots, B, num_spec_tokens, self._out, self._stages)
+        if forced is not None:
+            self._forced[:B] = forced  # type: ignore[assignment]
+        at = self._forced if forced is not None else None
+        self._library.cycle(self._cycle_at, self._slots, B, num_spec_tokens, at, self._out, self._stages)
         found = self._out[1 : 1 + B * stride]
         self.num_draft_rows = self._out[0]
         starts = range(0, B * stride, stride)

@@ -132,7 +132,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_gumbel": [c_uint64, _I, _I, _P],
     "aq_accept": [_P, _P, _P, _P, _I, _I, _P, _P, _P],
     "aq_fuse": [POINTER(AqFusion), _P, _I, _P],
-    "aq_cycle": [POINTER(AqCycle), _P, _I, _I, _P, _P],
+    "aq_cycle": [POINTER(AqCycle), _P, _I, _I, _P, _P, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""

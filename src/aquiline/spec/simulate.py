@@ -25,18 +25,22 @@ class SimulatedAcceptance:
         self.tau = tau
         self.owed = 0.0  # accepted tokens that rounding still owes
 
+    def accepted(self, num_slots: int, depth: int) -> list[int]:
+        """How many drafts each slot accepts in the next step, of chains of `depth`."""
+        found = []
+        for _ in range(num_slots if depth else 0):
+            self.owed += min(self.tau - 1, depth)
+            found.append(min(int(self.owed + 1e-9), depth))
+            self.owed -= found[-1]
+        return found or [0] * num_slots
+
     def __call__(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
         """AcceptResult of chains; a one-node tree accepts nothing. Raises ValueError for wider trees."""
         shape = tree.topology
         if not shape.is_chain:
             raise ValueError("simulate_tau: acceptance is simulated for chains; use drafter='chain'")
         B, depth = len(shape.offsets) - 1, shape.max_depth
-        accepted = np.zeros(B, np.int32)
-        if depth:
-            for b in range(B):
-                self.owed += min(self.tau - 1, depth)
-                accepted[b] = min(int(self.owed + 1e-9), depth)
-                self.owed -= float(accepted[b])
+        accepted = np.array(self.accepted(B, depth), np.int32)
         levels = np.arange(depth + 1, dtype=np.int32)
         path = np.where(levels <= accepted[:, None], levels, 0).astype(np.int32)
         firsts = shape.offsets[:-1]

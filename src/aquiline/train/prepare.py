@@ -108,6 +108,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     )
     if split.rejects.counts:
         say(f"not used: {split.rejects}")
+    _check_replay(config, split.train, say)
     digest = target_digest(teacher)
     views = Views(teacher.views, _cache(config, teacher, digest))
     head, scale = _begin(config, start, _Source(teacher, split.train, ids), partial(_sample, batches, views), say)
@@ -121,6 +122,19 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     }  # fmt: skip
     settings = settings_of(config, derived)
     return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device, settings)
+
+
+def _check_replay(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> None:
+    """Say what is replayed. Raises ValueError if there is nothing."""
+    num = int((corpus.rejected & corpus.mask).sum())
+    if config.replay == 1:
+        return
+    if not num:
+        raise ValueError(
+            f"replay={config.replay:g}: no row of the data says which tokens a draft missed; write rows that do with "
+            "aquiline regenerate --draft, or drop --replay"
+        )
+    say(f"replay: {num} tokens ({num / corpus.mask.sum():.0%} of those counted) weigh {config.replay:g}")
 
 
 def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:

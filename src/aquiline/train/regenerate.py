@@ -8,6 +8,7 @@ answer is the same in whatever order, batch or continuation of a run it is writt
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections import Counter, deque
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aquiline.checks import check_fields, is_unicode
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.progress import RequestProgress
@@ -59,6 +61,7 @@ class RegenerateConfig:
     limit: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.data:
             raise ValueError("data=(): name at least one file of prompts")
         for temperature in self.temperatures:
@@ -143,7 +146,8 @@ class Regeneration:
         return done
 
     def _settings(self) -> dict[str, Any]:
-        """All that a row of the output depends on, its number apart."""
+        """All that a row of the output depends on, its number apart. Of a draft, only `rejected` depends: a run may be
+        continued with a newer one."""
         config, models = self.config, self.llm.models
         return {
             "target_fingerprint": fingerprint(self.target),
@@ -202,8 +206,13 @@ class Regeneration:
             return None
         assert isinstance(value, dict), "a question is an object"
         labels = {name: value[name] for name in LABELS if name in value}
+        if not is_unicode(json.dumps(labels, ensure_ascii=False)):
+            self._fail(row, f"{', '.join(labels)}: hold half a surrogate pair, which is no text")
+            return None
         temperature, seed = self.config.draw(row)
-        return Conversation(row, question, labels, temperature, seed)
+        spec = self.llm.spec
+        chain = spec.num_spec_tokens if spec.drafter == "chain" else 0
+        return Conversation(row, question, labels, temperature, seed, chain)
 
     def _request(self, conversation: Conversation) -> Request | None:
         """What the engine is to continue; None if there is nothing: the template refuses it, or it is too long."""

@@ -37,12 +37,12 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """Mean throughput over its own engine's without speculation, on the same work."""
+        """Throughput over its own engine's without speculation on the same work, median of the rounds."""
         return self.ratio.value
 
     @property
     def throughput(self) -> dict[str, float]:
-        """Decode tokens per second: mean, min and max of the runs."""
+        """Decode tokens per second: the median of the runs with its interval, min and max."""
         spread: dict[str, float] = self.result["throughput_tokens_per_sec"]
         return spread
 
