@@ -61,7 +61,9 @@ def drafted(models: LoadedModels, tokens: Int32, drafting: Drafting, sampling: S
     """The tokens of the tree that grows below the last of `tokens`, root apart, level after level."""
     backend, root = models.pair.open(Sizes(1, 32, 16, 32, 128)), len(tokens) - 1
     admit = Admit(0, tokens.tolist(), root, sampling, drafts=True)
-    prompt = StepInput(admits=(admit,), pages=(Pages(0, 0, tuple(range(32))),), chunks=(Chunk(0, 0, root, True, False),))
+    prompt = StepInput(
+        admits=(admit,), pages=(Pages(0, 0, tuple(range(32))),), chunks=(Chunk(0, 0, root, True, False),)
+    )
     backend.step(prompt).read()
     return backend.draft(StepInput(decodes=(Decode(0, drafting),))).read().tokens[1:]
 
