@@ -64,6 +64,6 @@ def test_check_notices(damage: str) -> None:
     elif damage == "double":
         pool.is_free[pool.owned[1][0]] = True
     else:
-        pool.owned[1] += [7] * pool.pages_per_slot
+        pool.owned[1] += [6] * pool.pages_per_slot
     with pytest.raises(AssertionError):
         pool.check()
