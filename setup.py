@@ -17,19 +17,25 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
-KERNEL = ["-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
+COMMON += ["-Wno-psabi", "-iquote", str(ROOT / "csrc")]
+KERNEL = ["-fno-exceptions", "-fno-rtti"]
 KERNELS = {
-    "avx512": ["-DAQ_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
-    "avx2": ["-DAQ_AVX2", "-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "portable": [],
 }
-DOT = [*KERNELS["avx512"][1:], "-mavx512bf16"]
+DOT = [*KERNELS["avx512"], "-mavx512bf16"]
 
 
 def accepts(compiler: list[str], flags: list[str]) -> bool:
     """Whether the compiler knows these flags."""
     command = [*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def simd(name: str, header: str) -> list[str]:
+    """The flags by which csrc/simd/simd.h knows its instruction set: a namespace and a header of that folder."""
+    return [f"-DAQ_NAMESPACE={name}", f'-DAQ_SIMD="{header}"']
 
 
 class BuildNative(build_ext):
@@ -57,8 +63,11 @@ class BuildNative(build_ext):
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         units = [(name, f"{name}.cpp", []) for name in ("api", "accept", "check", "cycle", "pack", "pool")]
-        units += [(isa, "kernels.cpp", KERNEL + flags) for isa, flags in KERNELS.items() if x86 or isa == "portable"]
-        units.append(("dot", "dot.cpp", KERNEL + (DOT if x86 and accepts(compiler, DOT) else [])))
+        for isa, flags in KERNELS.items():
+            if x86 or isa == "portable":
+                units.append((isa, "kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
+        dot = DOT if x86 and accepts(compiler, DOT) else []
+        units.append(("dot", "dot.cpp", [*KERNEL, *dot, *simd("dot", "avx512_bf16.h")]))
         extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))
         running = []
         for name, source, flags in units:

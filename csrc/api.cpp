@@ -8,6 +8,7 @@
 
 #include "aquiline.h"
 #include "check.h"
+#include "formats/formats.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -28,10 +29,10 @@ std::vector<Isa> detect() {
   const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  isas.push_back({"avx512", &kAvx512, fma && wide});
-  isas.push_back({"avx2", &kAvx2, fma});
+  isas.push_back({"avx512", &avx512::kKernels, fma && wide});
+  isas.push_back({"avx2", &avx2::kKernels, fma});
 #endif
-  isas.push_back({"portable", &kPortable, true});
+  isas.push_back({"portable", &portable::kKernels, true});
   return isas;
 }
 
@@ -238,7 +239,7 @@ int aq_select_isa(const char* name) {
   return fail("isa=%s: must be one of %s", name, aq_available_isas());
 }
 
-int aq_has_bf16_dot(void) { return has_bf16_dot() ? 1 : 0; }
+int aq_has_bf16_dot(void) { return has_dot() ? 1 : 0; }
 
 int aq_set_threads(int32_t threads) {
   AQ_REQUIRE(threads >= 1 && threads <= 1024, "threads=%d: must be in [1, 1024]", threads);
@@ -342,7 +343,7 @@ int aq_linear(const AqLinear* linear, const float* x, int32_t rows, float* y) {
   AQ_TRY(check_pointer("y", y, sizeof(float)));
   Lock lock(engine().mutex);
   LinearJob job{linear, x, rows, y, nullptr};
-  if (linear->dtype == AQ_BFLOAT16_DOT) AQ_RESERVE(job.rounded, normed, uint16_t, (size_t)rows * linear->k);
+  if (host::takes_rounded(linear->dtype)) AQ_RESERVE(job.rounded, normed, Rounded, (size_t)rows * linear->k);
   run_job<LinearJob, &Kernels::linear>(job);
   return 0;
 }
@@ -423,8 +424,9 @@ int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float*
   AQ_REQUIRE(num_heads > 0 && num_heads % kv->num_kv_heads == 0 && num_heads / kv->num_kv_heads <= kTileQueries,
              "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", num_heads, kTileQueries, kv->num_kv_heads);
   AQ_REQUIRE(window >= 0, "window=%d: must be at least 0 (none)", window);
-  AQ_REQUIRE(arithmetic == AQ_FLOAT32 || (arithmetic == AQ_BFLOAT16_DOT && has_bf16_dot() && kv->dtype == AQ_BFLOAT16),
-             "arithmetic=%d: must be 0 (float32), or 2 (dot product) over keys in bfloat16 where the CPU has it", arithmetic);
+  const bool is_dot = host::takes_rounded(arithmetic);
+  AQ_REQUIRE(is_dot ? has_dot() && host::holds_rounded(kv->dtype) : arithmetic == 0,
+             "arithmetic=%d: must be 0 (float32), or 2 (dot product) over keys in 16 bits where the CPU has it", arithmetic);
   AQ_TRY(check_rows(rows, *kv, 0, true));
   AQ_TRY(check_pointer("q", q, sizeof(float)));
   AQ_TRY(check_pointer("out", out, sizeof(float)));
@@ -433,7 +435,7 @@ int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float*
   AttentionJob job{};
   AQ_TRY(plan_attention(*kv, *rows, num_heads, &job));
   job.q = q, job.q_stride = num_heads * kv->head_dim, job.out = out, job.sinks = sinks;
-  job.layer = layer, job.window = window, job.scale = scale, job.is_dot = arithmetic == AQ_BFLOAT16_DOT;
+  job.layer = layer, job.window = window, job.scale = scale, job.is_dot = is_dot;
   run_job<AttentionJob, &Kernels::attention>(job);
   return 0;
 }
@@ -471,8 +473,7 @@ int aq_move_kv(const AqKV* kv, const int32_t* page_table, int32_t table_stride, 
   }
   for (int i = 0; i < count; i++) {
     const int32_t* table = page_table + (size_t)slots[i] * table_stride;
-    if (kv->dtype == AQ_BFLOAT16) move_keys<uint16_t>(*kv, table, src[i], dst[i]);
-    else move_keys<uint32_t>(*kv, table, src[i], dst[i]);
+    host::with_keys(kv->dtype, [&](auto* element) { move_keys<host::ValueOf<decltype(element)>>(*kv, table, src[i], dst[i]); });
   }
   return 0;
 }

@@ -16,23 +16,10 @@
 extern "C" {
 #endif
 
-enum { AQ_FLOAT32 = 0, AQ_BFLOAT16 = 1, AQ_BFLOAT16_DOT = 2, AQ_INT8 = 3, AQ_INT4 = 4 };
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
-// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). Packed weight: float32 and int8 [ceil(n / 16)][k][16], bfloat16
-// [ceil(n / 16)][k / 2][16][2], zero-padded.
-// AQ_BFLOAT16_DOT, a dtype of linears and of what attention multiplies, is the second arithmetic: bfloat16 weights, keys and
-// values for the CPU's dot instruction (aq_has_bf16_dot), which adds two products at once to the sum, pairs in order. What
-// they are multiplied with (x, queries, softmax weights) is rounded to bfloat16, to nearest even. As exact as the first
-// against rows, threads and chunks.
-//
-// AQ_INT8 and AQ_INT4 are storages of linears alone: codes times scales, multiplied in float32.
-//   int8  w[n, k] = code * scale[n], a float32 scale: the sum runs over x * code in k order and is multiplied by scale[n]
-//         once at its end, before the bias. Packed: the codes as above, then float32 scale[16 * ceil(n / 16)].
-//   int4  w[n, k] = code * scale[n, k / AQ_GROUP], codes -8 .. 7, a bfloat16 scale: each group of AQ_GROUP channels is a sum
-//         over x * code in k order from 0, and y = fma(group sum, scale, y) over the groups in order from 0. k is a
-//         multiple of AQ_GROUP. Packed [ceil(n / 16)][k / AQ_GROUP] of 16 scales and the codes, eight channels to an
-//         uint32 per output.
+// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. Each has a header in formats/, which says
+// how it is packed and in which order it is summed.
 typedef struct {
   const void* weight;
   const float* bias;  // [n] or NULL
@@ -83,12 +70,12 @@ const char* aq_last_error(void);
 const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
 int aq_select_isa(const char* name);         // NULL: the best this CPU has
 const char* aq_available_isas(void);         // comma-separated, best first
-int aq_has_bf16_dot(void);                    // whether this CPU and build have the bfloat16 dot product
+int aq_has_bf16_dot(void);                   // whether this CPU and build have the dot product of the second arithmetic
 int aq_set_threads(int32_t threads);         // >= 1, the calling thread included
 int32_t aq_num_threads(void);
 
 int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype);
-// weight [n, k] of dtype. int8 and int4: weight holds the codes as int8, scales is float [n] or bfloat16 [n, k / AQ_GROUP].
+// weight [n, k] of dtype. Of a quantised format weight holds the codes as int8, and scales is what the format's header says.
 int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_t dtype, void* packed);
 
 // One forward of a decoder: embeds, runs every layer, writes KV, leaves the residual stream of the last layer
@@ -123,7 +110,7 @@ int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y);  // 
 int aq_rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int32_t rows, int32_t heads,
             int32_t head_dim);
 int aq_write_kv(const AqKV*, int32_t layer, const AqRows*, const float* k, const float* v);
-// arithmetic: AQ_FLOAT32 or AQ_BFLOAT16_DOT, which forwards use whose output projection does.
+// arithmetic: 0, float32, or 2, the second arithmetic (formats/bfloat16_dot.h), which forwards use whose output projection does.
 int aq_attention(const AqKV*, int32_t layer, const AqRows*, const float* q, int32_t num_heads, float scale,
                  int32_t window, const float* sinks, int32_t arithmetic, float* out);
 int aq_exp_log(const float* x, int32_t count, float* exps, float* logs);  // logs[i] = 0 where x[i] <= 0

@@ -2,10 +2,13 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+
+#include <string>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
+#include "formats/formats.h"
 #include "kernels.h"
 
 namespace aq {
@@ -14,7 +17,7 @@ namespace {
 thread_local char message[256] = "";
 
 // __builtin_cpu_supports knows whether the operating system keeps 512-bit registers, but not AVX512_BF16 in every compiler.
-bool detect_bf16_dot() {
+bool detect_dot() {
 #if defined(__x86_64__)
   unsigned a = 0, b = 0, c = 0, d = 0;
   __builtin_cpu_init();
@@ -26,12 +29,24 @@ bool detect_bf16_dot() {
 #endif
 }
 
-int check_dtype(const char* name, int dtype) {
-  AQ_REQUIRE(dtype == AQ_FLOAT32 || dtype == AQ_BFLOAT16, "%s=%d: must be 0 (float32) or 1 (bfloat16)", name, dtype);
-  return 0;
+// The codes and names of the formats that is_wanted(format) holds for.
+template <class F>
+std::string codes_of(const F& is_wanted) {
+  std::string codes;
+  for (int code = 0; code < host::kMaxFormats; code++)
+    host::with_format(code, [&](auto format) {
+      if (is_wanted(format)) codes += (codes.empty() ? "" : ", ") + std::to_string(code) + " (" + format.kName + ")";
+    });
+  return codes;
 }
 
-size_t element_size(int dtype) { return dtype == AQ_BFLOAT16 ? 2 : 4; }  // a pair is loaded as one, int8 ends in floats
+int check_element(const char* name, int dtype, const void* pointer) {
+  size_t size = 0;
+  host::with_elements(dtype, [&](auto* element) { size = sizeof *element; });
+  const auto is_wanted = [](auto format) { return !host::kIsSame<typename decltype(format)::Element, void>; };
+  AQ_REQUIRE(size > 0, "%s_dtype=%d: must be one of %s", name, dtype, codes_of(is_wanted).c_str());
+  return check_pointer(name, pointer, size);
+}
 
 int check_floats(const char* name, const float* pointer) { return check_pointer(name, pointer, sizeof(float)); }
 
@@ -83,8 +98,8 @@ int check_context(const AqRows& rows, const AqKV& kv, int begin, int end) {
 
 }  // namespace
 
-bool has_bf16_dot() {
-  static const bool has = detect_bf16_dot();  // asking takes microseconds in a virtual machine, which traps CPUID
+bool has_dot() {
+  static const bool has = detect_dot();  // asking takes microseconds in a virtual machine, which traps CPUID
   return has;
 }
 
@@ -105,17 +120,20 @@ int check_pointer(const char* name, const void* pointer, size_t alignment) {
 }
 
 int check_linear(const char* name, const AqLinear& linear, int n, int k) {
-  if (linear.dtype == AQ_BFLOAT16_DOT) {
-    AQ_REQUIRE(has_bf16_dot(), "%s: arithmetic bfloat16 needs a CPU with AVX512_BF16, use float32", name);
-  } else if (!is_quantised(linear.dtype)) {
-    AQ_TRY(check_dtype(name, linear.dtype));
-  }
-  AQ_TRY(check_pointer(name, linear.weight, element_size(linear.dtype)));
+  const char* format_name = nullptr;
+  int alignment = 0, channels = 0, checked = 0;
+  host::with_format(linear.dtype, [&](auto format) {
+    format_name = format.kName, alignment = format.kAlignment, channels = format.kChannels;
+    checked = format.check_cpu(name);
+  });
+  AQ_REQUIRE(format_name != nullptr, "%s.dtype=%d: must be one of %s", name, linear.dtype, codes_of([](auto) { return true; }).c_str());
+  AQ_TRY(checked);
+  AQ_TRY(check_pointer(name, linear.weight, alignment));
   AQ_TRY(check_optional(name, linear.bias));
   AQ_REQUIRE(linear.n > 0 && (n == 0 || linear.n == n), "%s.n=%d: must be %d", name, linear.n, n);
   AQ_REQUIRE(linear.k > 0 && linear.k % AQ_LANES == 0, "%s.k=%d: must be a positive multiple of 16", name, linear.k);
-  AQ_REQUIRE(linear.dtype != AQ_INT4 || linear.k % AQ_GROUP == 0, "%s.k=%d: must be a multiple of 32 in int4", name,
-             linear.k);
+  AQ_REQUIRE(linear.k % channels == 0, "%s.k=%d: must be a multiple of %d in %s", name, linear.k, channels,
+             format_name);
   AQ_REQUIRE(k == 0 || linear.k == k, "%s.k=%d: must be %d", name, linear.k, k);
   return 0;
 }
@@ -134,8 +152,7 @@ int check_model(const AqModel* model) {
   AQ_REQUIRE(m.num_layers > 0 && (!m.is_draft || m.num_layers == 1), "num_layers=%d: must be positive, 1 for a draft",
              m.num_layers);
   AQ_REQUIRE(m.vocab > 0, "vocab=%d: must be positive", m.vocab);
-  AQ_TRY(check_dtype("embed_dtype", m.embed_dtype));
-  AQ_TRY(check_pointer("embed", m.embed, element_size(m.embed_dtype)));
+  AQ_TRY(check_element("embed", m.embed_dtype, m.embed));
   AQ_TRY(check_floats("inv_freq", m.inv_freq));
   AQ_TRY(check_floats("final_norm", m.final_norm));
   AQ_TRY(check_linear("head", m.head, 0, m.hidden));
@@ -151,9 +168,12 @@ int check_model(const AqModel* model) {
 
 int check_kv(const AqKV* kv, int num_kv_heads, int head_dim) {
   AQ_TRY(check_pointer("kv", kv, alignof(AqKV)));
-  AQ_TRY(check_dtype("kv.dtype", kv->dtype));
-  AQ_TRY(check_pointer("kv.k", kv->k, element_size(kv->dtype)));
-  AQ_TRY(check_pointer("kv.v", kv->v, element_size(kv->dtype)));
+  size_t size = 0;
+  host::with_keys(kv->dtype, [&](auto* element) { size = sizeof *element; });
+  const auto is_wanted = [](auto format) { return decltype(format)::kHoldsKeys; };
+  AQ_REQUIRE(size > 0, "kv.dtype=%d: must be one of %s", kv->dtype, codes_of(is_wanted).c_str());
+  AQ_TRY(check_pointer("kv.k", kv->k, size));
+  AQ_TRY(check_pointer("kv.v", kv->v, size));
   AQ_REQUIRE(kv->num_layers > 0, "kv.num_layers=%d: must be positive", kv->num_layers);
   AQ_REQUIRE(kv->num_pages > 0, "kv.num_pages=%d: must be positive", kv->num_pages);
   AQ_REQUIRE(kv->page_size > 0 && kv->page_size % 16 == 0, "kv.page_size=%d: must be a positive multiple of 16",

@@ -6,7 +6,7 @@
 
 namespace aq {
 
-bool has_bf16_dot();
+bool has_dot();  // whether this CPU and build have the dot product of dot.cpp
 int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 const char* last_error();
 

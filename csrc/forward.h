@@ -29,14 +29,15 @@ static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, i
   const int index = rows.write[row];
   S* k = const_cast<S*>(pages.key_group(index)) + index % 16;
   S* v = const_cast<S*>(pages.value(index));
-  for (int d = 0; d < kv.head_dim; d++) narrow1(key[d], k + d * 16);
-  for (int d = 0; d < kv.head_dim; d++) narrow1(value[d], v + d);
+  for (int d = 0; d < kv.head_dim; d++) narrow(key[d], k + d * 16);
+  for (int d = 0; d < kv.head_dim; d++) narrow(value[d], v + d);
 }
 
 static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key, const float* value) {
   if (rows.write[row] < 0) return;
-  if (kv.dtype == AQ_BFLOAT16) store_key<uint16_t>(kv, layer, head, rows, row, key, value);
-  else store_key<float>(kv, layer, head, rows, row, key, value);
+  with_keys(kv.dtype, [&](auto* element) {
+    store_key<ValueOf<decltype(element)>>(kv, layer, head, rows, row, key, value);
+  });
 }
 
 // The residual stream of one row, and a draft's first input: [norm of the embedding; norm of g], where g may be `hidden`
@@ -68,8 +69,7 @@ static void enter(const Worker& worker, const ForwardJob& job) {
     rope_table(job.rows->positions[i / half], model.inv_freq + i % half, model.rope_scale, 1, job.cosine + i, job.sine + i);
   for (int r = rows.begin; r < rows.end; r++) {
     const size_t token = (size_t)job.rows->tokens[r] * width;
-    if (model.embed_dtype == AQ_BFLOAT16) enter_row(job, r, (const uint16_t*)model.embed + token);
-    else enter_row(job, r, (const float*)model.embed + token);
+    with_elements(model.embed_dtype, [&](auto* element) { enter_row(job, r, (decltype(element))model.embed + token); });
   }
   worker.barrier();
 }
@@ -102,8 +102,7 @@ static void attend_own(const Worker& worker, const ForwardJob& job, const Attent
     for (int h = keys.begin; h < keys.end; h++) finish_head(job, layer, attend.layer, r, h);
   }
   float* workspace = attend.workspace + worker.index * attend.workspace_floats;
-  if (attend.kv->dtype == AQ_BFLOAT16) attend_heads<uint16_t>(attend, mine, workspace);
-  else attend_heads<float>(attend, mine, workspace);
+  with_keys(attend.kv->dtype, [&](auto* element) { attend_heads<ValueOf<decltype(element)>>(attend, mine, workspace); });
 }
 
 static void attend_shared(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, const void* normed) {
@@ -143,8 +142,8 @@ static void forward(const Worker& worker, const ForwardJob& job) {
   for (int index = 0; index < model.num_layers; index++) {
     const AqLayer& layer = model.layers[index];
     attend.layer = index, attend.window = layer.window, attend.sinks = layer.sinks;
-    attend.is_rounded = takes_bfloat16(layer.o);
-    attend.is_dot = attend.is_rounded && job.kv->dtype == AQ_BFLOAT16;
+    attend.is_rounded = takes_rounded(layer.o.dtype);
+    attend.is_dot = attend.is_rounded && holds_rounded(job.kv->dtype);
     const void* normed = job.normed;
     if (!model.is_draft)
       normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.qkv, job.normed);

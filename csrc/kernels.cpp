@@ -1,15 +1,4 @@
-// Compiled once per instruction set, with AQ_AVX512, AQ_AVX2 or neither defined (setup.py).
-#if defined(AQ_AVX512)
-#define AQ_NAMESPACE avx512
-#define AQ_TABLE kAvx512
-#elif defined(AQ_AVX2)
-#define AQ_NAMESPACE avx2
-#define AQ_TABLE kAvx2
-#else
-#define AQ_NAMESPACE portable
-#define AQ_TABLE kPortable
-#endif
-
+// All kernels, compiled once per instruction set (setup.py names it: AQ_NAMESPACE, AQ_SIMD).
 #include "forward.h"
 #include "sample.h"
 
@@ -17,7 +6,7 @@ namespace AQ_NAMESPACE {
 
 static void linear(const Worker& worker, const aq::LinearJob& job) {
   const void* x = job.x;
-  if (takes_bfloat16(*job.linear)) {
+  if (takes_rounded(job.linear->dtype)) {
     const Share mine = share(worker, job.rows * (job.linear->k / 16));
     for (size_t i = mine.begin; i < (size_t)mine.end; i++) store(job.rounded + i * 16, load(job.x + i * 16));
     worker.barrier();
@@ -65,14 +54,8 @@ static void exp_log(const float* x, int count, float* exps, float* logs) {
   for (int i = 0; i < count; i++) exps[i] = exp1(x[i]), logs[i] = x[i] > 0.0f ? log1(x[i]) : 0.0f;
 }
 
+extern const aq::Kernels kKernels;
+const aq::Kernels kKernels = {forward,  attention, linear, head_logits, head_topk,  draw,
+                              rms_norm, swiglu,    rope,   write_kv,    gumbel_row, exp_log};
+
 }  // namespace AQ_NAMESPACE
-
-namespace aq {
-
-const Kernels AQ_TABLE = {
-    AQ_NAMESPACE::forward,     AQ_NAMESPACE::attention, AQ_NAMESPACE::linear, AQ_NAMESPACE::head_logits,
-    AQ_NAMESPACE::head_topk,   AQ_NAMESPACE::draw,      AQ_NAMESPACE::rms_norm, AQ_NAMESPACE::swiglu,
-    AQ_NAMESPACE::rope,        AQ_NAMESPACE::write_kv,  AQ_NAMESPACE::gumbel_row, AQ_NAMESPACE::exp_log,
-};
-
-}  // namespace aq

@@ -1,11 +1,12 @@
 // What the dispatching side (api.cpp) and the kernels, compiled once per instruction set, know of each other.
 //
 // A kernel is called by every worker of the pool at once and divides the work by (index, count); how it divides it
-// never changes a result. Plain data only: see vec.h for why nothing from std:: may appear here.
+// never changes a result. Plain data only: see simd/inline.h for why nothing from std:: may appear here.
 #pragma once
 #include <stddef.h>
 
 #include "aquiline.h"
+#include "simd/types.h"
 
 namespace aq {
 
@@ -24,33 +25,10 @@ constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all 
 // Copies of normed rows that a call needs.
 inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
 
-// Two consecutive channels in bfloat16, the unit of the dot product.
-struct Pair {
-  uint16_t first, second;
-};
-
-// A bfloat16 in memory whose partner in a dot product lies elsewhere.
-struct Unpaired {
-  uint16_t bits;
-};
-
-// AQ_GROUP channels of 16 outputs in int4: channel i of lane l is nibble i % 8 of codes[i / 8][l].
-struct Group {
-  uint16_t scale[16];  // bfloat16
-  uint32_t codes[AQ_GROUP / 8][16];
-};
-
-static inline bool is_quantised(int dtype) { return dtype == AQ_INT8 || dtype == AQ_INT4; }
-
-// [n] what the sums of a linear are multiplied with, behind its codes in int8; NULL for nothing.
-static inline const float* output_scale(const AqLinear& linear) {
-  const size_t num_codes = ((size_t)linear.n + 15) / 16 * 16 * linear.k;
-  return linear.dtype == AQ_INT8 ? (const float*)((const int8_t*)linear.weight + num_codes) : nullptr;
-}
-
-// The row tile of linear.h over pairs, from dot.cpp: the one kernel that needs AVX512_BF16. False: not compiled in.
+// The tiles of a linear and the blocks of attention in the second arithmetic, from dot.cpp: what needs AVX512_BF16. w and x are
+// the steps and inputs of the one format that is apart. False: not compiled in.
 extern const bool kHasDot;
-void dot_tile(int rows, const Pair* w, int num_blocks, int num_pairs, const Pair* x, size_t next, float* sums);
+void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x, size_t next, float* sums);
 
 constexpr int kGroups = AQ_BLOCK / 16;
 
@@ -64,8 +42,8 @@ struct Keys {
   int from, to;
 };
 
-// attention.h's block_update in the second arithmetic; paired holds 32 * dim pairs for each of keys and values. From dot.cpp.
-void dot_block(const Pair* q, int queries, int dim, const Keys<uint16_t>& keys, float scale, Pair* paired, float* maximum,
+// block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values. From dot.cpp.
+void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* paired, float* maximum,
                float* sum, float* accumulator);
 
 struct Tile {
@@ -76,7 +54,7 @@ struct AttentionJob {
   const AqKV* kv;
   const AqRows* rows;
   const float* q;  // [R, q_stride], heads first
-  void* out;       // [R, num_heads * head_dim], float or, if is_rounded, bfloat16
+  void* out;       // [R, num_heads * head_dim], float or, if is_rounded, Rounded
   bool is_rounded, is_dot;  // is_dot: in the second arithmetic
   const float* sinks;
   int layer, num_heads, q_stride, window;
@@ -95,7 +73,7 @@ struct ForwardJob {
   const AqRows* rows;
   const float* g;
   float *hidden, *features;
-  // normed: norm_copies. normed, attended and gate_up hold bfloat16 where the linear that reads them takes it.
+  // normed: norm_copies. normed, attended and gate_up hold Rounded where the linear that reads them takes it.
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
   AttentionJob attention;  // the fields that are the same for every layer
   double* seconds;         // NULL, or where the time of attention and of the MLP is added
@@ -106,7 +84,7 @@ struct LinearJob {
   const float* x;
   int rows;
   float* y;
-  uint16_t* rounded;  // [rows, k]: x for a linear that takes bfloat16
+  Rounded* rounded;  // [rows, k]: x for a linear that takes rounded inputs
 };
 
 // The best score of a row that one worker has seen, per lane.
@@ -164,6 +142,9 @@ struct Kernels {
   void (*exp_log)(const float* x, int count, float* exps, float* logs);
 };
 
-extern const Kernels kAvx512, kAvx2, kPortable;
-
 }  // namespace aq
+
+// One table per instruction set, each from kernels.cpp.
+namespace avx512 { extern const aq::Kernels kKernels; }
+namespace avx2 { extern const aq::Kernels kKernels; }
+namespace portable { extern const aq::Kernels kKernels; }

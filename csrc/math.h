@@ -1,6 +1,6 @@
 // exp, log, sine and cosine as polynomials: no libm, whose results differ between machines.
 #pragma once
-#include "vec.h"
+#include "simd/simd.h"
 
 namespace AQ_NAMESPACE {
 
@@ -89,24 +89,5 @@ AQ_INLINE void cos_sin(float angle, double* cosine, double* sine) {
   *cosine = quadrant == 0 ? c : quadrant == 1 ? -s : quadrant == 2 ? -c : s;
   *sine = quadrant == 0 ? s : quadrant == 1 ? c : quadrant == 2 ? -s : -c;
 }
-
-// Round to nearest, ties to even; a NaN stays one.
-AQ_INLINE uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  if (x != x) return 0x7fc0;
-  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-AQ_INLINE float widen1(float x) { return x; }
-AQ_INLINE float widen1(uint16_t x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &bits, sizeof y);
-  return y;
-}
-
-AQ_INLINE void narrow1(float x, float* y) { *y = x; }
-AQ_INLINE void narrow1(float x, uint16_t* y) { *y = to_bfloat16(x); }
 
 }  // namespace AQ_NAMESPACE
