@@ -5,6 +5,9 @@
 #include <mutex>
 #include <string>
 #include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "aquiline.h"
 #include "check.h"
@@ -26,7 +29,9 @@ std::vector<Isa> detect() {
   std::vector<Isa> isas;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+  const bool fma = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   isas.push_back({"avx512", &avx512::kKernels, fma && wide});

@@ -17,6 +17,9 @@ AQ_INLINE __m256 widen(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 AQ_INLINE Vec load(const int8_t* p) { return Vec{widen(p), widen(p + 8)}; }
+AQ_INLINE Vec load_half(const uint16_t* p) {
+  return Vec{_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
 AQ_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
 AQ_INLINE Vec add(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_add_ps); }
 AQ_INLINE Vec sub(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_sub_ps); }

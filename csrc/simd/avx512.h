@@ -14,6 +14,7 @@ AQ_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 AQ_INLINE Vec load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+AQ_INLINE Vec load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 AQ_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 AQ_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 AQ_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }

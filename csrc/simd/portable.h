@@ -66,6 +66,18 @@ AQ_INLINE Vec nibble(IVec a, int i) { return to_float((IVec)((Mask)(a << (28 - 4
 AQ_INLINE Vec low_halves(const uint32_t* p) { return as_float(shl<16>(iload(p))); }
 AQ_INLINE Vec high_halves(const uint32_t* p) { return as_float(iand(iload(p), iset1(0xffff0000))); }
 
+// By the bits, as F16C does: a NaN becomes quiet and keeps its payload, and subnormal numbers are made of whole ones, so that no
+// setting of the processor can flush them.
+AQ_INLINE Vec load_half(const uint16_t* p) {
+  const IVec bits = iload(p), size = bits & 0x7fff;
+  const uint32_t bias = (127 - 15) << 23;
+  IVec wide = (size << 13) + bias;
+  wide = (Mask)size >= 0x7c00 ? wide + bias : wide;
+  wide = (Mask)size > 0x7c00 ? wide | 0x400000 : wide;
+  wide = (Mask)size < 0x400 ? as_int(mul(to_float(size), set1(0x1p-24f))) : wide;
+  return as_float(wide | (bits & 0x8000) << 16);
+}
+
 AQ_INLINE float sum_lanes(Vec a) {
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] += a[i + half];

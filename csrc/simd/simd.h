@@ -3,6 +3,7 @@
 // Every operation is exact or correctly rounded, so all instruction sets give the same bits. Each header defines
 //   kAccumulators            the Vecs that an inner loop may keep as sums in registers
 //   set1 load store          floats; load also takes 16 signed bytes
+//   load_half                floats of 16 IEEE half-precision numbers (binary16)
 //   add sub mul div fma max  a op b; fma(a, b, c) = a * b + c, rounded once
 //   less is_nan both any select          comparisons and what is done with them
 //   iset1 iload istore       uint32, or 16-bit words in memory (load extends with zeros, store drops the upper half)
