@@ -2,6 +2,7 @@
 #pragma once
 #include "bfloat16.h"
 #include "bfloat16_dot.h"
+#include "float16.h"
 #include "float32.h"
 #include "int4.h"
 #include "int8.h"

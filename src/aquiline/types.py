@@ -186,11 +186,20 @@ class AcceptResult:
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a `dtype` setting, which names how weights and KV are stored.
+    """The torch dtype of the weights under a `dtype` setting. Raises ValueError for an unknown setting.
 
-    int8 and int4 are for linears (ops/quantise.py); what else there is, KV among it, is bfloat16 beside them."""
+    int8 and int4 are for linears (ops/quantise.py); the other weights are bfloat16 beside them."""
     beside = torch.bfloat16
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": beside, "int4": beside}
+    dtypes = {
+        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": beside, "int4": beside,
+    }  # fmt: skip
     if name not in dtypes:
         raise ValueError(f"dtype={name!r}: must be one of {', '.join(dtypes)}")
     return dtypes[name]
+
+
+def kv_dtype(name: str) -> torch.dtype:
+    """The torch dtype of keys and values under a `dtype` setting: float32 beside float32 weights, else bfloat16.
+
+    Keys are bfloat16 beside float16 weights too: a key has no bound that float16's 65504 would be sure to hold."""
+    return torch.float32 if storage_dtype(name) == torch.float32 else torch.bfloat16

@@ -21,6 +21,7 @@ from aquiline.engine.model import from_modules
 from aquiline.models.load import read_model_config
 from aquiline.models.runner import resolve_arithmetic, weight_bytes
 from aquiline.ops import native
+from aquiline.types import storage_dtype
 
 __all__ = ["restored_isa"]
 
@@ -78,7 +79,7 @@ def test_every_path_reproduces_the_golden_run(
 def pair_llm(dtype: str, isa: str | None) -> LLM:
     decoder, head = tiny_pair()
     for module in (decoder, head):
-        round_to(module, torch.bfloat16)
+        round_to(module, storage_dtype(dtype))
     head.embed = decoder.embed
     decoder.head = decoder.embed  # tied: the head is quantised, the embedding is not
     config = engine_config(3)
@@ -161,7 +162,7 @@ def test_what_cannot_be_is_a_value_error(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"arithmetic='bfloat16': needs dtype='bfloat16', and dtype is '{dtype}'"):
             resolve_arithmetic("bfloat16", dtype, True)
     write_target(tmp_path)
-    with pytest.raises(ValueError, match=r"dtype='int3': must be one of float32, bfloat16, int8, int4"):
+    with pytest.raises(ValueError, match=r"dtype='int3': must be one of float32, bfloat16, float16, int8, int4"):
         LLM(tmp_path, dtype="int3")
     with pytest.raises(ValueError, match=r"qkv is \[128, 48\]: dtype='int4' needs a width .* of 32; use 'int8'"):
         LLM(tmp_path, dtype="int4", engine=engine_config(1))

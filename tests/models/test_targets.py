@@ -167,8 +167,8 @@ def test_storage_rounds_once_and_widens_exactly(tmp_path: Path) -> None:
         assert a.equal(b.float()), name
     assert not any(p.requires_grad for p in wide.parameters())
     assert torch.get_default_dtype() == torch.float32
-    with pytest.raises(ValueError, match="float16"):
-        load_target(tmp_path / "bf16", dtype="float16")
+    with pytest.raises(ValueError, match="float64"):
+        load_target(tmp_path / "bf16", dtype="float64")
 
 
 def test_features_are_the_outputs_of_the_captured_layers(tmp_path: Path) -> None:

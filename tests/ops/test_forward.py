@@ -109,15 +109,16 @@ def run(model, kv, rows, width=HIDDEN, features=0, g=None):
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, 140).astype(np.int32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("qwen", [False, True], ids=["llama", "norms-bias-window-sinks"])
 def test_target_matches_reference(dtype, qwen, isa):
     w = random_weights(dtype, qwen=qwen)
-    kv, table = new_kv(w, dtype=dtype)
+    stored = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    kv, table = new_kv(w, dtype=stored)
     num = 100 if isa != "portable" else 20
     hidden, captured = run(cpu.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, num), features=2)
     expected, features = reference_forward(
-        w, TOKENS[:num], np.arange(num), [list(range(i + 1)) for i in range(num)], kv_dtype=dtype
+        w, TOKENS[:num], np.arange(num), [list(range(i + 1)) for i in range(num)], kv_dtype=stored
     )
     # Where a key lands on the other side of a bf16 rounding boundary, the results differ by its share of the attention.
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3

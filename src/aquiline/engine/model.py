@@ -41,7 +41,7 @@ from aquiline.spec.drafters import DraftSession
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.spec.tree import DraftTree
 from aquiline.text.tokenizer import load_tokenizer
-from aquiline.types import AcceptResult, Int32, KVGroup, Rows, storage_dtype
+from aquiline.types import AcceptResult, Int32, KVGroup, Rows, kv_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +193,7 @@ def from_modules(
         tokenizer=tokenizer,
         target_config=decoder.config,
         draft_config=head.config if head is not None else None,
-        dtype=storage_dtype(dtype),
+        dtype=kv_dtype(dtype),
         storage=dtype,
         arithmetic=arithmetic,
         max_rows=max_rows,

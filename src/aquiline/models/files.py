@@ -230,12 +230,20 @@ def check_entries(tensors: TensorSource, entries: Iterable[Entry], is_ignored: C
 
 
 def fill(module: nn.Module, tensors: TensorSource, entries: Iterable[Entry]) -> None:
-    """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time."""
+    """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time.
+
+    Raises CheckpointError for a tensor with values that are finite in the file and infinite in float16."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for entry in entries:
         whole = parameters[entry.target].data
         rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1  # a stack of vectors takes one row each
-        whole.narrow(0, entry.start, rows).view(entry.shape).copy_(tensors.get(entry.source))
+        part, found = whole.narrow(0, entry.start, rows).view(entry.shape), tensors.get(entry.source)
+        part.copy_(found)
+        if part.dtype == torch.float16 and not torch.equal(part.isfinite(), found.isfinite()):
+            largest = float(found[found.isfinite()].abs().max())
+            raise CheckpointError(
+                f"{tensors.path}: {entry.source} holds {largest:g}, and float16 ends at 65504; use dtype='bfloat16'"
+            )
 
 
 def refuse(where: Path | str, problems: list[str]) -> None:

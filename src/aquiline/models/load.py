@@ -81,14 +81,15 @@ def open_tensors(checkpoint: Path) -> TensorSource:
 
 
 def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
-    """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16 or float32),
-    frozen. With int8 and int4 they are bfloat16 here: a runner quantises its linears.
+    """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16, float16
+    or float32), frozen. With int8 and int4 they are bfloat16 here: a runner quantises its linears.
 
     `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
     place, so the peak is the model plus one tensor. float32 files and GGUF's packed blocks round to bfloat16 storage;
     into float32 everything is exact.
-    Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file or
-    unsupported field; ValueError for an unknown dtype or capture layers out of range."""
+    Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file, the
+    unsupported field or the tensor that float16 cannot hold; ValueError for an unknown dtype or capture layers out of
+    range."""
     storage = storage_dtype(dtype)
     checkpoint = resolve(path)
     config = read_model_config(checkpoint)

@@ -17,7 +17,7 @@ from torch import Tensor
 from aquiline.ops import native
 from aquiline.ops.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
 from aquiline.ops.native import AqKV, AqLayer, AqModel, AqRows
-from aquiline.ops.packed import Arena, PackedLinear, dtype_code, interleave, library
+from aquiline.ops.packed import Arena, PackedLinear, interleave, library, weight_code
 from aquiline.types import (
     KEY_GROUP,
     SAMPLING,
@@ -116,7 +116,7 @@ class NativeModel:
             head_dim=weights.head_dim,
             intermediate=weights.intermediate_size,
             vocab=embed.shape[0],
-            embed_dtype=dtype_code("embed", embed),
+            embed_dtype=weight_code("embed", embed),
             is_draft=weights.is_draft,
             norm_before_residual=weights.norm_before_residual,
             num_capture=len(weights.capture),
@@ -252,7 +252,8 @@ class NativeModel:
 
 
 class NativeLinear:
-    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16) or quantised, plus a bias.
+    """x [R, K] float32 times a packed weight [N, K], plus a bias. The weight is stored as given (float32, bfloat16 or
+    float16) or quantised.
 
     `arithmetic` and `dtype` are NativeModel's; num_bytes is what one call reads of the weight."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from aquiline.errors import NativeError
 
-FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4 = range(5)
+FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
 
 LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
 
