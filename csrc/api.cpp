@@ -272,14 +272,14 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.hidden = hidden, job.features = features;
   job.seconds = engine().seconds == nullptr ? nullptr : engine().seconds + parts_of(*model);
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
-  AQ_RESERVE(job.normed, normed, float, norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].qkv.k);
-  AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].qkv.n);
+  AQ_RESERVE(job.normed, normed, float, norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].attention.qkv.k);
+  AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].attention.qkv.n);
   AQ_RESERVE(job.attended, attended, float, n * heads);
   AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
   AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);
   AQ_RESERVE(job.sine, sine, float, n * model->head_dim / 2);
   AQ_TRY(plan_attention(*kv, *rows, model->num_heads, &job.attention));
-  job.attention.q = job.qkv, job.attention.q_stride = model->layers[0].qkv.n;
+  job.attention.q = job.qkv, job.attention.q_stride = model->layers[0].attention.qkv.n;
   job.attention.out = job.attended, job.attention.scale = model->attn_scale;
   run_job<ForwardJob, &Kernels::forward>(job);
   return 0;

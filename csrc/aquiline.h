@@ -27,12 +27,24 @@ typedef struct {
 } AqLinear;
 
 typedef struct {
-  AqLinear qkv, o, gate_up, down;  // gate_up: gate and up rows interleaved in runs of 16
-  const float *input_norm, *post_norm;
-  const float* hidden_norm;        // draft only
+  AqLinear qkv, o;
   const float *q_norm, *k_norm;    // [head_dim] or NULL
   const float* sinks;              // [num_heads] or NULL: a logit that joins the softmax denominator
   int32_t window;                  // 0: none
+} AqAttention;
+
+// kind: AQ_DENSE, silu(gate) * up and a projection down. gate_up: gate and up rows, and their biases, interleaved in runs of 16.
+enum { AQ_DENSE = 0 };
+typedef struct {
+  AqLinear gate_up, down;
+  int32_t kind;
+} AqMlp;
+
+typedef struct {
+  AqAttention attention;
+  AqMlp mlp;
+  const float *input_norm, *post_norm;  // [hidden], before attention and before the MLP
+  const float* hidden_norm;             // draft only
 } AqLayer;
 
 typedef struct {

@@ -54,19 +54,25 @@ int check_optional(const char* name, const float* pointer) {
   return pointer == nullptr ? 0 : check_floats(name, pointer);
 }
 
-int check_layer(const AqModel& m, const AqLayer& layer) {
+int check_attention(const AqModel& m, const AqAttention& attention) {
   const int heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
-  AQ_TRY(check_linear("qkv", layer.qkv, heads, m.is_draft ? 2 * m.hidden : m.hidden));
-  AQ_TRY(check_linear("o", layer.o, m.hidden, m.num_heads * m.head_dim));
-  AQ_TRY(check_linear("gate_up", layer.gate_up, 2 * m.intermediate, m.hidden));
-  AQ_TRY(check_linear("down", layer.down, m.hidden, m.intermediate));
+  AQ_TRY(check_linear("qkv", attention.qkv, heads, m.is_draft ? 2 * m.hidden : m.hidden));
+  AQ_TRY(check_linear("o", attention.o, m.hidden, m.num_heads * m.head_dim));
+  AQ_TRY(check_optional("q_norm", attention.q_norm));
+  AQ_TRY(check_optional("k_norm", attention.k_norm));
+  AQ_TRY(check_optional("sinks", attention.sinks));
+  AQ_REQUIRE(attention.window >= 0, "window=%d: must be at least 0 (none)", attention.window);
+  return 0;
+}
+
+int check_layer(const AqModel& m, const AqLayer& layer) {
+  AQ_TRY(check_attention(m, layer.attention));
+  AQ_REQUIRE(layer.mlp.kind == AQ_DENSE, "mlp.kind=%d: must be 0 (dense)", layer.mlp.kind);
+  AQ_TRY(check_linear("gate_up", layer.mlp.gate_up, 2 * m.intermediate, m.hidden));
+  AQ_TRY(check_linear("down", layer.mlp.down, m.hidden, m.intermediate));
   AQ_TRY(check_floats("input_norm", layer.input_norm));
   AQ_TRY(check_floats("post_norm", layer.post_norm));
   if (m.is_draft) AQ_TRY(check_floats("hidden_norm", layer.hidden_norm));
-  AQ_TRY(check_optional("q_norm", layer.q_norm));
-  AQ_TRY(check_optional("k_norm", layer.k_norm));
-  AQ_TRY(check_optional("sinks", layer.sinks));
-  AQ_REQUIRE(layer.window >= 0, "window=%d: must be at least 0 (none)", layer.window);
   return 0;
 }
 

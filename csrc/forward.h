@@ -54,8 +54,8 @@ static void enter_row(const ForwardJob& job, int row, const E* embedding) {
   }
   const float* g = job.g + (size_t)row * width;
   const size_t at = (size_t)row * 2 * width;
-  norm_into(layer.qkv, job.normed, at, embedding, layer.input_norm, width, model.eps);
-  norm_into(layer.qkv, job.normed, at + width, g, layer.hidden_norm, width, model.eps);
+  norm_into(layer.attention.qkv, job.normed, at, embedding, layer.input_norm, width, model.eps);
+  norm_into(layer.attention.qkv, job.normed, at + width, g, layer.hidden_norm, width, model.eps);
   if (model.norm_before_residual) rms_norm_row(g, layer.hidden_norm, width, model.eps, hidden);
   else memmove(hidden, g, width * sizeof(float));
 }
@@ -78,8 +78,8 @@ static void enter(const Worker& worker, const ForwardJob& job) {
 static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, int row, int head) {
   const AqModel& model = *job.model;
   const int dim = model.head_dim, half = dim / 2, kv_head = head - model.num_heads;
-  float* x = job.qkv + (size_t)row * layer.qkv.n + (size_t)head * dim;
-  const float* norm = kv_head < 0 ? layer.q_norm : layer.k_norm;
+  float* x = job.qkv + (size_t)row * layer.attention.qkv.n + (size_t)head * dim;
+  const float* norm = kv_head < 0 ? layer.attention.q_norm : layer.attention.k_norm;
   if (norm != nullptr) rms_norm_row(x, norm, dim, model.eps, x);
   rotate(x, job.cosine + (size_t)row * half, job.sine + (size_t)row * half, half);
   if (kv_head >= 0) store_key(*job.kv, index, kv_head, *job.rows, row, x, x + (size_t)model.num_kv_heads * dim);
@@ -96,7 +96,7 @@ static void attend_own(const Worker& worker, const ForwardJob& job, const Attent
   const Share values{keys.begin + model.num_kv_heads, keys.end + model.num_kv_heads};
   const Share owned[] = {queries, keys, values};
   for (const Share heads : owned)
-    linear_store(layer.qkv, Share{heads.begin * dim / 16, heads.end * dim / 16}, normed, num_rows, job.qkv);
+    linear_store(layer.attention.qkv, Share{heads.begin * dim / 16, heads.end * dim / 16}, normed, num_rows, job.qkv);
   for (int r = 0; r < num_rows; r++) {
     for (int h = queries.begin; h < queries.end; h++) finish_head(job, layer, attend.layer, r, h);
     for (int h = keys.begin; h < keys.end; h++) finish_head(job, layer, attend.layer, r, h);
@@ -109,7 +109,7 @@ static void attend_shared(const Worker& worker, const ForwardJob& job, const Att
   const AqModel& model = *job.model;
   const AqLayer& layer = model.layers[attend.layer];
   const int num_rows = job.rows->num_rows, num_heads = model.num_heads + model.num_kv_heads;
-  linear_store(layer.qkv, share_blocks(worker, layer.qkv), normed, num_rows, job.qkv);
+  linear_store(layer.attention.qkv, share_blocks(worker, layer.attention.qkv), normed, num_rows, job.qkv);
   worker.barrier();
   const Share heads = share(worker, num_rows * num_heads);
   for (int i = heads.begin; i < heads.end; i++) finish_head(job, layer, attend.layer, i / num_heads, i % num_heads);
@@ -141,22 +141,22 @@ static void forward(const Worker& worker, const ForwardJob& job) {
   };
   for (int index = 0; index < model.num_layers; index++) {
     const AqLayer& layer = model.layers[index];
-    attend.layer = index, attend.window = layer.window, attend.sinks = layer.sinks;
-    attend.is_rounded = takes_rounded(layer.o.dtype);
+    attend.layer = index, attend.window = layer.attention.window, attend.sinks = layer.attention.sinks;
+    attend.is_rounded = takes_rounded(layer.attention.o.dtype);
     attend.is_dot = attend.is_rounded && holds_rounded(job.kv->dtype);
     const void* normed = job.normed;
     if (!model.is_draft)
-      normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.qkv, job.normed);
+      normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.attention.qkv, job.normed);
     if (owns_heads) attend_own(worker, job, attend, share(worker, model.num_kv_heads), normed);
     else attend_shared(worker, job, attend, normed);
     worker.barrier();
-    linear_add(worker, layer.o, job.attended, num_rows, job.hidden);
+    linear_add(worker, layer.attention.o, job.attended, num_rows, job.hidden);
     worker.barrier();
     lap(0);
-    normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.gate_up, job.normed);
-    linear_swiglu(worker, layer.gate_up, normed, num_rows, layer.down, job.gate_up);
+    normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
+    linear_swiglu(worker, layer.mlp.gate_up, normed, num_rows, layer.mlp.down, job.gate_up);
     worker.barrier();
-    linear_add(worker, layer.down, job.gate_up, num_rows, job.hidden, feature_of(job, index), (size_t)model.num_capture * width);
+    linear_add(worker, layer.mlp.down, job.gate_up, num_rows, job.hidden, feature_of(job, index), (size_t)model.num_capture * width);
     worker.barrier();
     lap(1);
   }

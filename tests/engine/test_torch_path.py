@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
+import numpy as np
 import pytest
 import torch
 from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_pair
@@ -51,6 +53,21 @@ def test_text_equals_the_native_paths(torch_llm: LLM, sampling: SamplingParams) 
         assert tokens(torch_llm.run(prompts(5), sampling, spec=spec)) == tokens(
             native.run(prompts(5), sampling, spec=spec)
         )
+
+
+@needs_native
+def test_biases_and_sinks_are_the_native_paths() -> None:
+    """Hidden states of every row within 1e-4 and the same text, of a target with all of both."""
+    target = dataclasses.replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True)
+    config, states, texts = engine_config(4), [], []
+    for isa in (None, "off"):
+        models = from_modules(*tiny_pair(7, target), None, "float32", config, Environment(isa, 1))
+        llm = LLM.from_models(models, config)
+        texts.append(tokens(llm.run(prompts(5), SAMPLED, spec=SPECS["chain4"])))
+        llm.run([prompts(6)[5][:40]], SamplingParams(max_tokens=1), spec=BASELINE)
+        states.append(models.target.hidden[:40].copy())
+    np.testing.assert_allclose(states[0], states[1], rtol=0, atol=1e-4 * np.abs(states[1]).max())
+    assert texts[0] == texts[1], "no near tie in this fixture"
 
 
 @needs_native

@@ -142,15 +142,20 @@ def dequantised(weights, dtype):
     def rounded(weight):
         return quantise("weight", weight, dtype).dequantised()
 
-    names = ("qkv", "o", "gate_up", "down")
-    layers = tuple(replace(la, **{name: rounded(getattr(la, name)) for name in names}) for la in weights.layers)
+    def block(of, *names):
+        return replace(of, **{name: rounded(getattr(of, name)) for name in names})
+
+    layers = tuple(
+        replace(la, attention=block(la.attention, "qkv", "o"), mlp=block(la.mlp, "gate_up", "down"))
+        for la in weights.layers
+    )
     return replace(weights, layers=layers, head=rounded(weights.head))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("is_draft", [False, True], ids=["target", "draft"])
 def test_a_forward_is_that_of_the_dequantised_weights(dtype, is_draft, isa):
-    w = random_weights(torch.bfloat16, 1 if is_draft else 3, draft=is_draft, qwen=not is_draft)
+    w = random_weights(torch.bfloat16, 1 if is_draft else 3, draft=is_draft, extras=not is_draft)
     g = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1)) if is_draft else None
     kv, table = new_kv(w, dtype=torch.float32)
     model = cpu.NativeModel(w, dtype=dtype)
@@ -165,7 +170,7 @@ def test_a_forward_is_that_of_the_dequantised_weights(dtype, is_draft, isa):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("is_draft", [False, True], ids=["target", "draft"])
 def test_forward_bits_do_not_depend_on_chunks_threads_or_isa(dtype, is_draft):
-    w = random_weights(layers=1 if is_draft else 3, draft=is_draft, qwen=not is_draft)
+    w = random_weights(layers=1 if is_draft else 3, draft=is_draft, extras=not is_draft)
     model = cpu.NativeModel(w, dtype=dtype)
     g = np.random.default_rng(0).normal(0, 1, (140, HIDDEN)).astype(np.float32) if is_draft else None
     expected = None

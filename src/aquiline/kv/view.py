@@ -21,7 +21,7 @@ class PagedAttention:
         self.group, self.rows, self.windows = group, rows, windows
         self.scale = head_dim**-0.5
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [R, Hq, Dh], k and v [R, Hkv, Dh] -> [R, Hq * Dh]; stores k and v at the rows' write indices."""
         rows = self.rows
         written = np.flatnonzero(rows.write[: rows.num] >= 0)
@@ -29,9 +29,9 @@ class PagedAttention:
             self.group, layer, *self._places(rows.slots[written], rows.write[written]),
             k[torch.from_numpy(written)], v[torch.from_numpy(written)],
         )  # fmt: skip
-        return torch.stack([self._row(layer, r, q[r]) for r in range(rows.num)])
+        return torch.stack([self._row(layer, r, q[r], sinks) for r in range(rows.num)])
 
-    def _row(self, layer: int, r: int, q: Tensor) -> Tensor:
+    def _row(self, layer: int, r: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         rows = self.rows
         tail = rows.tail[r, : rows.tail_len[r]]
         end = int(rows.context_len[r]) + len(tail)
@@ -40,7 +40,7 @@ class PagedAttention:
         indices = np.concatenate((np.arange(int(rows.context_len[r])), tail))[start:].astype(np.int32)
         slots = np.full(len(indices), rows.slots[r], np.int32)
         k, v = reference.read_kv(self.group, layer, *self._places(slots, indices))
-        return reference.attention(q, k, v, self.scale)
+        return reference.attention(q, k, v, self.scale, sinks)
 
     def _places(self, slots: Int32, indices: Int32) -> tuple[Tensor, Tensor]:
         size = self.group.page_size

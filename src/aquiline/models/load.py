@@ -50,6 +50,16 @@ def layer_entries(config: ModelConfig, source: str, target: str, in_features: in
         entries += [
             Entry(f"{attn}.{name}_proj.bias", f"{target}.qkv_bias", (rows,), start, ROWS) for name, start, rows in parts
         ]
+    if config.o_bias:
+        entries.append(Entry(f"{attn}.o_proj.bias", f"{target}.o_bias", (H,)))
+    if config.mlp_bias:
+        entries += [
+            Entry(f"{mlp}.gate_proj.bias", f"{target}.gate_up_bias", (inner,), 0, ROWS),
+            Entry(f"{mlp}.up_proj.bias", f"{target}.gate_up_bias", (inner,), inner, ROWS),
+            Entry(f"{mlp}.down_proj.bias", f"{target}.down_bias", (H,)),
+        ]
+    if config.sinks:
+        entries.append(Entry(f"{attn}.sinks", f"{target}.sinks", (config.num_heads,), 0, ROWS))
     if config.qk_norm:
         entries += [Entry(f"{attn}.{name}_norm.weight", f"{target}.{name}_norm", (Dh,)) for name in "qk"]
     return [

@@ -16,6 +16,7 @@ from typing import Any
 from aquiline.errors import NativeError
 
 FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
+DENSE = 0
 
 LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
 
@@ -26,13 +27,30 @@ class AqLinear(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32), ("dtype", c_int32)]
 
 
+class AqAttention(Structure):
+    """The attention of one layer."""
+
+    _fields_ = [
+        ("qkv", AqLinear),
+        ("o", AqLinear),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks")),
+        ("window", c_int32),
+    ]
+
+
+class AqMlp(Structure):
+    """The MLP of one layer; kind is DENSE."""
+
+    _fields_ = [("gate_up", AqLinear), ("down", AqLinear), ("kind", c_int32)]
+
+
 class AqLayer(Structure):
     """One decoder layer."""
 
     _fields_ = [
-        *((name, AqLinear) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")),
-        ("window", c_int32),
+        ("attention", AqAttention),
+        ("mlp", AqMlp),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "hidden_norm")),
     ]
 
 
