@@ -62,7 +62,7 @@ class BuildNative(build_ext):
     def _compile(self, objects: Path, target: Path) -> None:
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        units = [(name, f"{name}.cpp", []) for name in ("api", "accept", "check", "cycle", "pack", "pool")]
+        units = [(name, f"{name}.cpp", []) for name in ("abi", "accept", "api", "check", "cycle", "pack", "pool")]
         for isa, flags in KERNELS.items():
             if x86 or isa == "portable":
                 units.append((isa, "kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))

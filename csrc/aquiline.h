@@ -16,6 +16,10 @@
 extern "C" {
 #endif
 
+// Changes with every struct and signature: ops/native.py computes it from its mirror of them, and tests/ops/test_abi.py says
+// what it should be.
+#define AQ_ABI 0xdde3700cu
+
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
 // y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. Each has a header in formats/, which says
@@ -79,6 +83,9 @@ typedef struct {
 } AqSampling;
 
 const char* aq_last_error(void);
+// What the library was built as. NULL: AQ_ABI; the name of a struct of this file: its size; -1 for another name.
+int64_t aq_abi(const char* name);
+const char* aq_format_name(int32_t code);    // of a storage format (formats/); NULL where no format has that code
 const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
 int aq_select_isa(const char* name);         // NULL: the best this CPU has
 const char* aq_available_isas(void);         // comma-separated, best first

@@ -1,4 +1,5 @@
-"""The ctypes mirror of csrc/aquiline.h: structs, signatures, loading. Knows nothing of models or the engine.
+"""The ctypes mirror of csrc/aquiline.h: structs, signatures, loading. A library that was built from other
+structs or signatures is refused with the fix when it is loaded. Knows nothing of models or the engine.
 
 Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
 behind it alive.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,10 @@ from typing import Any
 
 from aquiline.errors import NativeError
 
-FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
+FORMATS = ("float32", "bfloat16", "bfloat16_dot", "int8", "int4", "float16")
+"""Storage formats, each at the place that is its code."""
+
+FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(len(FORMATS))
 DENSE = 0
 
 LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
@@ -90,6 +95,16 @@ class AqRows(Structure):
     ]
 
 
+class AqSampling(Structure):
+    """How a row is drawn: types.SAMPLING."""
+
+    _fields_ = [
+        *((n, c_float) for n in ("temperature", "top_p", "min_p")),
+        *((n, c_int32) for n in ("top_k", "position")),
+        ("seed", c_uint64),
+    ]
+
+
 class AqFusion(Structure):
     """How target features become a draft's input."""
 
@@ -126,6 +141,10 @@ class AqCycle(Structure):
     ]
 
 
+STRUCTS: tuple[type[Structure], ...] = (
+    AqLinear, AqAttention, AqMlp, AqLayer, AqModel, AqKV, AqRows, AqSampling, AqFusion, AqSlots, AqCycle,
+)  # fmt: skip
+
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
 _P, _I, _F = c_void_p, c_int32, c_float
 
@@ -154,6 +173,28 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""
+
+
+def abi() -> int:
+    """A hash of this mirror, structs and signatures: AQ_ABI of the aquiline.h that it mirrors."""
+    fields = [(struct.__name__, [(name, kind.__name__) for name, kind, *_ in struct._fields_]) for struct in STRUCTS]
+    signatures = [(name, [kind.__name__ for kind in kinds]) for name, kinds in _CHECKED.items()]
+    return zlib.crc32(repr((fields, signatures)).encode())
+
+
+def mismatch(dll: ctypes.CDLL) -> str | None:
+    """How a library differs from what this mirror says of it; None if it does not."""
+    dll.aq_abi.restype, dll.aq_abi.argtypes = c_int64, [c_char_p]
+    dll.aq_format_name.restype, dll.aq_format_name.argtypes = c_char_p, [c_int32]
+    for struct in STRUCTS:
+        found, expected = dll.aq_abi(struct.__name__.encode()), ctypes.sizeof(struct)
+        if found != expected:
+            return f"{struct.__name__} takes {found} bytes there and {expected} here"
+    for code, expected_name in enumerate((*FORMATS, None)):
+        name = dll.aq_format_name(code)
+        if (name.decode() if name else None) != expected_name:
+            return f"storage format {code} is {name!r} there and {expected_name!r} here"
+    return None if dll.aq_abi(None) == abi() else f"its interface is {dll.aq_abi(None):#010x}, and {abi():#010x} here"
 
 
 class Library:
@@ -195,8 +236,11 @@ class Library:
         return bool(self._dll.aq_has_bf16_dot())
 
     def packed_bytes(self, n: int, k: int, dtype: int) -> int:
-        """Size of a packed weight."""
-        return int(self._dll.aq_packed_bytes(n, k, dtype))
+        """Size of a packed weight. Raises NativeError for a dtype that no format has."""
+        num_bytes = int(self._dll.aq_packed_bytes(n, k, dtype))
+        if num_bytes < 0:
+            raise NativeError(f"aq_packed_bytes: {self._dll.aq_last_error().decode()}")
+        return num_bytes
 
 
 @dataclass(frozen=True)
@@ -213,7 +257,11 @@ def load_from(path: Path) -> Loaded:
     if not path.exists():
         return Loaded(None, f"{path} does not exist: it is built by `pip install .` where a C++17 compiler is present")
     try:
-        return Loaded(Library(ctypes.CDLL(str(path))), None)
+        dll = ctypes.CDLL(str(path))
+        found = mismatch(dll)
+        if found is not None:
+            return Loaded(None, f"{path} was built from another version: {found}; reinstall aquiline to rebuild it")
+        return Loaded(Library(dll), None)
     except (OSError, AttributeError) as error:
         return Loaded(None, f"{path} cannot be loaded: {error}; reinstall aquiline to rebuild it")
 
