@@ -6,8 +6,14 @@
 
 int64_t aq_abi(const char* name) {
   if (name == nullptr) return AQ_ABI;
-#define AQ_SIZE(type) {#type, sizeof(type)}
-  static const struct { const char* name; size_t size; } structs[] = {
+#define AQ_SIZE(type)   \
+  {                     \
+    #type, sizeof(type) \
+  }
+  static const struct {
+    const char* name;
+    size_t size;
+  } structs[] = {
       AQ_SIZE(AqLinear), AQ_SIZE(AqAttention), AQ_SIZE(AqMlp),    AQ_SIZE(AqLayer), AQ_SIZE(AqModel), AQ_SIZE(AqKV),
       AQ_SIZE(AqRows),   AQ_SIZE(AqSampling),  AQ_SIZE(AqFusion), AQ_SIZE(AqSlots), AQ_SIZE(AqCycle),
   };

@@ -12,7 +12,8 @@ int check_tree(const int32_t* parents, const int32_t* offsets, int num_slots) {
     const int first = offsets[b], end = offsets[b + 1];
     AQ_REQUIRE(end > first, "offsets[%d]=%d: must exceed %d, every slot has a root", b + 1, end, first);
     for (int i = first + 1; i < end; i++)
-      AQ_REQUIRE(parents[i] >= 0 && parents[i] < i - first, "parents[%d]=%d: must be in [0, %d)", i, parents[i], i - first);
+      AQ_REQUIRE(parents[i] >= 0 && parents[i] < i - first, "parents[%d]=%d: must be in [0, %d)", i, parents[i],
+                 i - first);
   }
   return 0;
 }
@@ -23,9 +24,12 @@ int aq_accept(const int32_t* tokens, const int32_t* drawn, const int32_t* parent
               int32_t num_slots, int32_t max_depth, int32_t* num_accepted, int32_t* path, int32_t* kept) {
   AQ_REQUIRE(num_slots >= 0, "num_slots=%d: must be at least 0", num_slots);
   AQ_REQUIRE(max_depth >= 0, "max_depth=%d: must be at least 0", max_depth);
-  const struct { const char* name; const int32_t* pointer; } arrays[] = {
-      {"tokens", tokens}, {"drawn", drawn}, {"parents", parents}, {"offsets", offsets},
-      {"num_accepted", num_accepted}, {"path", path}, {"kept", kept},
+  const struct {
+    const char* name;
+    const int32_t* pointer;
+  } arrays[] = {
+      {"tokens", tokens}, {"drawn", drawn}, {"parents", parents}, {"offsets", offsets}, {"num_accepted", num_accepted},
+      {"path", path},     {"kept", kept},
   };
   for (const auto& array : arrays) AQ_TRY(check_pointer(array.name, array.pointer, sizeof(int32_t)));
   AQ_TRY(check_tree(parents, offsets, num_slots));

@@ -166,11 +166,11 @@ int draw(DrawJob job) {
   const size_t width = padded_vocab(job.vocab), threads = num_threads();
   if (job.model != nullptr) {
     AQ_RESERVE(job.normed, normed, float, norm_copies(job.n, threads) * job.n * job.model->hidden);
-    AQ_RESERVE(job.logits, logits, float, job.n * width);
+    AQ_RESERVE(job.logits, logits, float, job.n* width);
   }
   AQ_RESERVE(job.best, best, Best, threads * job.n);
   job.workspace_floats = 6 * width;
-  AQ_RESERVE(job.workspace, workspace, float, threads * job.workspace_floats);
+  AQ_RESERVE(job.workspace, workspace, float, threads* job.workspace_floats);
   run_head<DrawJob, &Kernels::draw>(job);
   return 0;
 }
@@ -182,12 +182,13 @@ int head_topk(TopKJob job) {
   AQ_TRY(check_pointer("ids", job.ids, sizeof(int32_t)));
   AQ_TRY(check_pointer("logprobs", job.logprobs, sizeof(float)));
   for (int i = 0; job.chosen != nullptr && i < job.n; i++)
-    AQ_REQUIRE(job.chosen[i] >= 0 && job.chosen[i] < vocab, "chosen[%d]=%d: must be in [0, %d)", i, job.chosen[i], vocab);
+    AQ_REQUIRE(job.chosen[i] >= 0 && job.chosen[i] < vocab, "chosen[%d]=%d: must be in [0, %d)", i, job.chosen[i],
+               vocab);
   if (job.n == 0) return 0;
   Lock lock(engine().mutex);
   const size_t width = padded_vocab(vocab);
   AQ_RESERVE(job.normed, normed, float, norm_copies(job.n, num_threads()) * job.n * job.model->hidden);
-  AQ_RESERVE(job.logits, logits, float, job.n * width);
+  AQ_RESERVE(job.logits, logits, float, job.n* width);
   job.workspace_floats = 3 * width;
   AQ_RESERVE(job.workspace, workspace, float, num_threads() * job.workspace_floats);
   run_head<TopKJob, &Kernels::head_topk>(job);
@@ -258,10 +259,12 @@ int32_t aq_num_threads(void) {
   return num_threads();
 }
 
-int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, float* hidden, float* features) {
+int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, float* hidden,
+               float* features) {
   AQ_TRY(check_model(model));
   AQ_TRY(check_kv(kv, model->num_kv_heads, model->head_dim));
-  AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers, model->num_layers);
+  AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers,
+             model->num_layers);
   AQ_TRY(check_rows(rows, *kv, model->vocab, true));
   AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
   if (model->is_draft) AQ_TRY(check_pointer("g", g, sizeof(float)));
@@ -272,9 +275,10 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.hidden = hidden, job.features = features;
   job.seconds = engine().seconds == nullptr ? nullptr : engine().seconds + parts_of(*model);
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
-  AQ_RESERVE(job.normed, normed, float, norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].attention.qkv.k);
+  AQ_RESERVE(job.normed, normed, float,
+             norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].attention.qkv.k);
   AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].attention.qkv.n);
-  AQ_RESERVE(job.attended, attended, float, n * heads);
+  AQ_RESERVE(job.attended, attended, float, n* heads);
   AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
   AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);
   AQ_RESERVE(job.sine, sine, float, n * model->head_dim / 2);
@@ -373,7 +377,8 @@ int aq_fuse(const AqFusion* fusion, const float* features, int32_t rows, float* 
   std::vector<float> normed;
   const auto norm = [&](const float* weight, int at, int count) {
     for (int r = 0; r < rows; r++)
-      kernels().rms_norm(features + (size_t)r * width + at, weight, 1, count, fusion->eps, normed.data() + (size_t)r * width + at);
+      kernels().rms_norm(features + (size_t)r * width + at, weight, 1, count, fusion->eps,
+                         normed.data() + (size_t)r * width + at);
   };
   if (fusion->norm != nullptr || fusion->part_norms != nullptr) normed.resize((size_t)rows * width);
   if (fusion->norm != nullptr) {
@@ -383,7 +388,8 @@ int aq_fuse(const AqFusion* fusion, const float* features, int32_t rows, float* 
   }
   if (fusion->part_norms != nullptr) {
     AQ_TRY(check_pointer("part_norms", fusion->part_norms, sizeof(float)));
-    AQ_REQUIRE(parts > 0 && width % (16 * parts) == 0, "num_parts=%d: must divide fc.k=%d into multiples of 16", parts, width);
+    AQ_REQUIRE(parts > 0 && width % (16 * parts) == 0, "num_parts=%d: must divide fc.k=%d into multiples of 16", parts,
+               width);
     for (int i = 0; i < parts; i++) norm(fusion->part_norms + i * (width / parts), i * (width / parts), width / parts);
     features = normed.data();
   }
@@ -427,11 +433,13 @@ int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float*
   AQ_TRY(check_kv(kv, 0, 0));
   AQ_REQUIRE(layer >= 0 && layer < kv->num_layers, "layer=%d: must be in [0, %d)", layer, kv->num_layers);
   AQ_REQUIRE(num_heads > 0 && num_heads % kv->num_kv_heads == 0 && num_heads / kv->num_kv_heads <= kTileQueries,
-             "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", num_heads, kTileQueries, kv->num_kv_heads);
+             "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", num_heads, kTileQueries,
+             kv->num_kv_heads);
   AQ_REQUIRE(window >= 0, "window=%d: must be at least 0 (none)", window);
   const bool is_dot = host::takes_rounded(arithmetic);
   AQ_REQUIRE(is_dot ? has_dot() && host::holds_rounded(kv->dtype) : arithmetic == 0,
-             "arithmetic=%d: must be 0 (float32), or 2 (dot product) over keys in 16 bits where the CPU has it", arithmetic);
+             "arithmetic=%d: must be 0 (float32), or 2 (dot product) over keys in 16 bits where the CPU has it",
+             arithmetic);
   AQ_TRY(check_rows(rows, *kv, 0, true));
   AQ_TRY(check_pointer("q", q, sizeof(float)));
   AQ_TRY(check_pointer("out", out, sizeof(float)));
@@ -461,8 +469,8 @@ int aq_gumbel(uint64_t seed, int32_t position, int32_t count, float* noise) {
   return 0;
 }
 
-int aq_move_kv(const AqKV* kv, const int32_t* page_table, int32_t table_stride, const int32_t* slots, const int32_t* src,
-               const int32_t* dst, int32_t count) {
+int aq_move_kv(const AqKV* kv, const int32_t* page_table, int32_t table_stride, const int32_t* slots,
+               const int32_t* src, const int32_t* dst, int32_t count) {
   AQ_TRY(check_kv(kv, 0, 0));
   AQ_REQUIRE(count >= 0, "count=%d: must be at least 0", count);
   AQ_REQUIRE(table_stride > 0, "table_stride=%d: must be positive", table_stride);
@@ -478,7 +486,8 @@ int aq_move_kv(const AqKV* kv, const int32_t* page_table, int32_t table_stride, 
   }
   for (int i = 0; i < count; i++) {
     const int32_t* table = page_table + (size_t)slots[i] * table_stride;
-    host::with_keys(kv->dtype, [&](auto* element) { move_keys<host::ValueOf<decltype(element)>>(*kv, table, src[i], dst[i]); });
+    host::with_keys(kv->dtype,
+                    [&](auto* element) { move_keys<host::ValueOf<decltype(element)>>(*kv, table, src[i], dst[i]); });
   }
   return 0;
 }

@@ -16,14 +16,14 @@
 extern "C" {
 #endif
 
-// Changes with every struct and signature: ops/native.py computes it from its mirror of them, and tests/ops/test_abi.py says
-// what it should be.
+// Changes with every struct and signature: ops/native.py computes it from its mirror of them, and tests/test_abi.py
+// says what it should be.
 #define AQ_ABI 0xdde3700cu
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
-// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. Each has a header in formats/, which says
-// how it is packed and in which order it is summed.
+// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. Each has a header in formats/,
+// which says how it is packed and in which order it is summed.
 typedef struct {
   const void* weight;
   const float* bias;  // [n] or NULL
@@ -37,7 +37,8 @@ typedef struct {
   int32_t window;                  // 0: none
 } AqAttention;
 
-// kind: AQ_DENSE, silu(gate) * up and a projection down. gate_up: gate and up rows, and their biases, interleaved in runs of 16.
+// kind: AQ_DENSE, silu(gate) * up and a projection down. gate_up: gate and up rows, and their biases, interleaved in
+// runs of 16.
 enum { AQ_DENSE = 0 };
 typedef struct {
   AqLinear gate_up, down;
@@ -89,12 +90,13 @@ const char* aq_format_name(int32_t code);    // of a storage format (formats/); 
 const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
 int aq_select_isa(const char* name);         // NULL: the best this CPU has
 const char* aq_available_isas(void);         // comma-separated, best first
-int aq_has_bf16_dot(void);                   // whether this CPU and build have the dot product of the second arithmetic
-int aq_set_threads(int32_t threads);         // >= 1, the calling thread included
+int aq_has_bf16_dot(void);  // whether this CPU and build have the dot product of the second arithmetic
+int aq_set_threads(int32_t threads);  // >= 1, the calling thread included
 int32_t aq_num_threads(void);
 
 int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype);
-// weight [n, k] of dtype. Of a quantised format weight holds the codes as int8, and scales is what the format's header says.
+// weight [n, k] of dtype. Of a quantised format weight holds the codes as int8, and scales is what the format's header
+// says.
 int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_t dtype, void* packed);
 
 // One forward of a decoder: embeds, runs every layer, writes KV, leaves the residual stream of the last layer
@@ -102,22 +104,24 @@ int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_
 // (NULL: not wanted). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, float* hidden, float* features);
 
-// From now on every call adds to seconds[7] what its parts took: the target's attention (norm to output projection), its
-// MLP and its head, the same three of a draft, and fusion; NULL stops that.
+// From now on every call adds to seconds[7] what its parts took: the target's attention (norm to output projection),
+// its MLP and its head, the same three of a draft, and fusion; NULL stops that.
 int aq_time_parts(double* seconds);
 
 // Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
 int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, float* logits);
-// Draws without writing logits to the caller, row i by the i-th AqSampling; tokens[i] = -1 where a logit is NaN or none is finite.
-// d2t [head.n], of a draft: what to add to its ids, so that target ids are drawn, each with the noise the target gives it.
+// Draws without writing logits to the caller, row i by the i-th AqSampling; tokens[i] = -1 where a logit is NaN or none
+// is finite. d2t [head.n], of a draft: what to add to its ids, so that target ids are drawn, each with the noise the
+// target gives it.
 int aq_head_draw(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
                  const int32_t* d2t, int32_t* tokens);
 // The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. These are NaN
-// where a logit is NaN or +inf or none is finite; which ids the row then gets means nothing. With an AqSampling per row and a
-// temperature above 0, "logits" are those over the temperature plus the noise of a draw. d2t as above.
-int aq_head_topk(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k,
-                 const AqSampling*, const int32_t* d2t, int32_t* ids, float* logprobs);
-// The k best by the logits as they are and, of token chosen[i] of row i, the log-probability and the rank in that order, counted from 1.
+// where a logit is NaN or +inf or none is finite; which ids the row then gets means nothing. With an AqSampling per row
+// and a temperature above 0, "logits" are those over the temperature plus the noise of a draw. d2t as above.
+int aq_head_topk(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, const AqSampling*,
+                 const int32_t* d2t, int32_t* ids, float* logprobs);
+// The k best by the logits as they are and, of token chosen[i] of row i, the log-probability and the rank in that
+// order, counted from 1.
 int aq_head_logprobs(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
                      float* logprobs, const int32_t* chosen, float* chosen_logprobs, int32_t* ranks);
 int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling*, int32_t* tokens);
@@ -129,7 +133,7 @@ int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y);  // 
 int aq_rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int32_t rows, int32_t heads,
             int32_t head_dim);
 int aq_write_kv(const AqKV*, int32_t layer, const AqRows*, const float* k, const float* v);
-// arithmetic: 0, float32, or 2, the second arithmetic (formats/bfloat16_dot.h), which forwards use whose output projection does.
+// arithmetic: 0, float32, or 2, the second arithmetic, which forwards use whose output projection does.
 int aq_attention(const AqKV*, int32_t layer, const AqRows*, const float* q, int32_t num_heads, float scale,
                  int32_t window, const float* sinks, int32_t arithmetic, float* out);
 int aq_exp_log(const float* x, int32_t count, float* exps, float* logs);  // logs[i] = 0 where x[i] <= 0
@@ -147,16 +151,16 @@ int aq_fuse(const AqFusion*, const float* features, int32_t rows, float* g);  //
 
 // The running batch's state per slot, which cycles read and advance: engine/slots.py.
 typedef struct {
-  int32_t *tokens, *positions;                          // [num_slots]: the root
-  const int32_t* first_draft_key;                       // [num_slots]
-  int32_t *num_carried, *carried_tokens;                // [num_slots], [num_slots, max_carry]
-  float *carried, *page_features;                       // [num_slots, max_carry, width], [pages, width]
-  const AqSampling* settings;                           // [num_slots], positions apart
+  int32_t *tokens, *positions;  // [num_slots]: the root
+  const int32_t* first_draft_key;  // [num_slots]
+  int32_t *num_carried, *carried_tokens;  // [num_slots], [num_slots, max_carry]
+  float *carried, *page_features;  // [num_slots, max_carry, width], [pages, width]
+  const AqSampling* settings;  // [num_slots], positions apart
   int32_t num_slots, max_carry, width;
 } AqSlots;
 
-// All that a cycle works on. rows and draft_rows are buffers of max_rows rows, as are hidden, features and draft_hidden;
-// without a draft those of the draft are NULL.
+// All that a cycle works on. rows and draft_rows are buffers of max_rows rows, as are hidden, features and
+// draft_hidden; without a draft those of the draft are NULL.
 typedef struct {
   const AqModel *target, *draft;
   const AqKV *target_kv, *draft_kv;
@@ -168,20 +172,21 @@ typedef struct {
   int32_t max_rows, norm_feedback;
 } AqCycle;
 
-// One decode cycle of n slots: drafts chains of `depth` tokens (0: none), each drawn as the target's will be, verifies them in one forward, draws at every row,
-// keeps what was drawn, and moves the slots to their next roots; hidden and features keep the verified rows. stages [5]:
-// the seconds of draft, binding, verify, draw and accept, and keep. out [1 + n * (4 + depth)]: the number of draft rows,
-// then of each slot the position of its root, how many drafts were accepted, the bonus, and the tokens of root and chain. A
-// call that fails leaves the slots as they were.
+// One decode cycle of n slots: drafts chains of `depth` tokens (0: none), each drawn as the target's will be, verifies
+// them in one forward, draws at every row, keeps what was drawn, and moves the slots to their next roots; hidden and
+// features keep the verified rows. stages [5]: the seconds of draft, binding, verify, draw and accept, and keep. out [1
+// + n * (4 + depth)]: the number of draft rows, then of each slot the position of its root, how many drafts were
+// accepted, the bonus, and the tokens of root and chain. A call that fails leaves the slots as they were.
 int aq_cycle(const AqCycle*, const int32_t* slots, int32_t n, int32_t depth, int32_t* out, double* stages);
 
 // Copies keys and values of every layer from KV index src[i] to dst[i] of slot slots[i], in order.
-int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots,
-               const int32_t* src, const int32_t* dst, int32_t count);
+int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots, const int32_t* src,
+               const int32_t* dst, int32_t count);
 
 // Follows the drawn tokens down the tree of each slot, whose rows are offsets[b] .. offsets[b + 1] - 1; parents [R] are
-// slot-local and stand before their children, siblings differ. num_accepted [B]; path [B, max_depth + 1]: slot-local nodes,
-// 0 past the end; kept [B, max_depth + 1]: the accepted tokens, the bonus, then -1. Levels past max_depth are not entered.
+// slot-local and stand before their children, siblings differ. num_accepted [B]; path [B, max_depth + 1]: slot-local
+// nodes, 0 past the end; kept [B, max_depth + 1]: the accepted tokens, the bonus, then -1. Levels past max_depth are
+// not entered.
 int aq_accept(const int32_t* tokens, const int32_t* drawn, const int32_t* parents, const int32_t* offsets,
               int32_t num_slots, int32_t max_depth, int32_t* num_accepted, int32_t* path, int32_t* kept);
 

@@ -59,7 +59,9 @@ struct Pages {
   size_t page_stride;
 
   Pages(const AqKV& kv, int layer, int head, const int32_t* page_table)
-      : table(page_table), page_size(kv.page_size), dim(kv.head_dim),
+      : table(page_table),
+        page_size(kv.page_size),
+        dim(kv.head_dim),
         page_stride((size_t)kv.num_kv_heads * kv.page_size * kv.head_dim) {
     const size_t base = (size_t)layer * kv.num_pages * page_stride + (size_t)head * page_size * dim;
     k = (const S*)kv.k + base, v = (const S*)kv.v + base;
@@ -75,7 +77,9 @@ struct Path {
   const int32_t* tail;
 
   Path(const AqRows& rows, int row, int window)
-      : low(rows.key_start[row]), high(rows.context_len[row] + rows.tail_len[row]), context_len(rows.context_len[row]),
+      : low(rows.key_start[row]),
+        high(rows.context_len[row] + rows.tail_len[row]),
+        context_len(rows.context_len[row]),
         tail(rows.tail + (size_t)row * rows.tail_stride) {
     if (window > 0 && low < high - window) low = high - window;
   }
@@ -140,7 +144,11 @@ struct TileWork {
   State span_state, total;
 
   TileWork(const AttentionJob& j, const aq::Tile& t, int kv_head, float* workspace)
-      : job(j), tile(t), head(kv_head), dim(j.kv->head_dim), group(j.num_heads / j.kv->num_kv_heads),
+      : job(j),
+        tile(t),
+        head(kv_head),
+        dim(j.kv->head_dim),
+        group(j.num_heads / j.kv->num_kv_heads),
         queries(t.num_rows * group),
         pages(*j.kv, j.layer, kv_head, j.rows->page_table + (size_t)j.rows->slots[t.row] * j.rows->table_stride) {
     q = workspace;
@@ -192,7 +200,8 @@ struct TileWork {
   void dot_update(const Pair* from, int count, const Keys<Rounded>& keys, State s) {
     aq::dot_block(from, count, dim, keys, job.scale, paired, s.maximum, s.sum, s.accumulator);
   }
-  template <class T> void dot_update(const Pair*, int, const Keys<T>&, State) {}  // not reached: is_dot has rounded keys
+  template <class T> void dot_update(const Pair*, int, const Keys<T>&, State) {
+  }  // not reached: is_dot has rounded keys
 
   void run_span(int span, int low, int high) {
     reset(span_state, queries, dim);

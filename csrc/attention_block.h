@@ -1,7 +1,7 @@
 // One block of attention: the softmax state of some queries, and how 64 positions of keys and values join it.
 //
-// S says how keys are stored and met. In the second arithmetic queries and weights are pairs, channels for the scores and
-// positions for the values; a position that is not seen counts as 0 (dot.cpp).
+// S says how keys are stored and met. In the second arithmetic queries and weights are pairs, channels for the scores
+// and positions for the values; a position that is not seen counts as 0 (dot.cpp).
 #pragma once
 #include "kernels.h"
 #include "math.h"
@@ -13,7 +13,8 @@ using aq::Keys;
 using aq::kGroups;
 using aq::Unpaired;
 
-// What keys stored as S are multiplied with, how many channels or positions that takes at once, and how many S these are.
+// What keys stored as S are multiplied with, how many channels or positions that takes at once, and how many S these
+// are.
 template <class S> struct Factor {
   using type = float;
   static constexpr int kCount = 1, kElements = 1;
@@ -83,7 +84,8 @@ AQ_INLINE void weigh_values(const FactorOf<S>* p, const Keys<S>& keys, int first
     const S* next = keys.next_v[j / kGroupSteps] + (j % kGroupSteps * dim + first_dim) * kElements;
     decltype(values_at(keys, j, 0)) value[DIMS];
 #pragma GCC unroll 8
-    for (int d = 0; d < DIMS; d++) value[d] = values_at(keys, j, first_dim + d * 16), prefetch(next + d * 16 * kElements);
+    for (int d = 0; d < DIMS; d++)
+      value[d] = values_at(keys, j, first_dim + d * 16), prefetch(next + d * 16 * kElements);
 #pragma GCC unroll 8
     for (int m = 0; m < QUERIES; m++) {
       const auto weight = set1(p[m * kSteps + j]);
@@ -100,8 +102,8 @@ AQ_INLINE void weigh_values(const FactorOf<S>* p, const Keys<S>& keys, int first
     }
 }
 
-// Scales the raw scores of one query and returns their maximum; lanes outside [from, to) become -inf whatever they held. In
-// pairs only the maximum is scaled.
+// Scales the raw scores of one query and returns their maximum; lanes outside [from, to) become -inf whatever they
+// held. In pairs only the maximum is scaled.
 template <class S>
 static float mask_scores(float* p, int from, int to, float scale) {
   constexpr bool kScales = Factor<S>::kCount == 1;
@@ -134,15 +136,18 @@ AQ_INLINE float weigh_scores(float* p, float maximum, float, float* weights) {
 
 // Folds one block into the state of QUERIES queries q [QUERIES][dim] that see the same keys.
 template <class S, int QUERIES>
-static __attribute__((noinline)) void block_tile(const FactorOf<S>* q, int dim, const Keys<S>& keys, float scale, State s) {
+static __attribute__((noinline)) void block_tile(const FactorOf<S>* q, int dim, const Keys<S>& keys, float scale,
+                                                 State s) {
   constexpr int kWide = blocks_for(QUERIES);
   alignas(64) float p[QUERIES * AQ_BLOCK];
   const int steps = dim / Factor<S>::kCount;
   const int last_group = (keys.to + 15) / 16;
   for (int g = keys.from / 16; g < last_group;) {
     const int left = last_group - g;
-    if (kWide >= 4 && left >= 4) score_groups<S, QUERIES, kWide >= 4 ? 4 : 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 4;
-    else if (kWide >= 2 && left >= 2) score_groups<S, QUERIES, kWide >= 2 ? 2 : 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 2;
+    if (kWide >= 4 && left >= 4)
+      score_groups<S, QUERIES, kWide >= 4 ? 4 : 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 4;
+    else if (kWide >= 2 && left >= 2)
+      score_groups<S, QUERIES, kWide >= 2 ? 2 : 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 2;
     else score_groups<S, QUERIES, 1>(q, steps, keys.k + g, keys.next_k + g, p + g * 16), g += 1;
   }
   // One lane per query; lanes from QUERIES on hold values that nobody reads.
@@ -161,11 +166,12 @@ static __attribute__((noinline)) void block_tile(const FactorOf<S>* q, int dim, 
   for (int d = 0; d < dim;) {
     const int left = (dim - d) / 16;
     if (kWide >= 4 && left >= 4)
-      weigh_values<S, QUERIES, kWide >= 4 ? 4 : 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator), d += 64;
+      weigh_values<S, QUERIES, kWide >= 4 ? 4 : 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator),
+          d += 64;
     else if (kWide >= 2 && left >= 2)
-      weigh_values<S, QUERIES, kWide >= 2 ? 2 : 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator), d += 32;
-    else
-      weigh_values<S, QUERIES, 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator), d += 16;
+      weigh_values<S, QUERIES, kWide >= 2 ? 2 : 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator),
+          d += 32;
+    else weigh_values<S, QUERIES, 1>(weights, keys, d, dim, old_weight, new_weight, s.accumulator), d += 16;
   }
 }
 

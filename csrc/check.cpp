@@ -16,7 +16,8 @@ namespace {
 
 thread_local char message[256] = "";
 
-// __builtin_cpu_supports knows whether the operating system keeps 512-bit registers, but not AVX512_BF16 in every compiler.
+// __builtin_cpu_supports knows whether the operating system keeps 512-bit registers, but not AVX512_BF16 in every
+// compiler.
 bool detect_dot() {
 #if defined(__x86_64__)
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -86,8 +87,8 @@ int check_context(const AqRows& rows, const AqKV& kv, int begin, int end) {
     AQ_REQUIRE(start >= 0, "key_start[%d]=%d: must be at least 0", r, start);
     AQ_REQUIRE(length >= 0, "context_len[%d]=%d: must be at least 0", r, length);
     AQ_REQUIRE(tail >= 0 && tail <= rows.tail_stride, "tail_len[%d]=%d: must be in [0, %d]", r, tail, rows.tail_stride);
-    AQ_REQUIRE((int64_t)length + tail > start, "row %d sees no key: key_start=%d, context_len=%d, tail_len=%d", r, start,
-               length, tail);
+    AQ_REQUIRE((int64_t)length + tail > start, "row %d sees no key: key_start=%d, context_len=%d, tail_len=%d", r,
+               start, length, tail);
     if (start < length) low = start < low ? start : low, high = length > high ? length : high;
   }
   const int32_t* table = rows.page_table + (size_t)slot * rows.table_stride;
@@ -132,7 +133,8 @@ int check_linear(const char* name, const AqLinear& linear, int n, int k) {
     format_name = format.kName, alignment = format.kAlignment, channels = format.kChannels;
     checked = format.check_cpu(name);
   });
-  AQ_REQUIRE(format_name != nullptr, "%s.dtype=%d: must be one of %s", name, linear.dtype, codes_of([](auto) { return true; }).c_str());
+  AQ_REQUIRE(format_name != nullptr, "%s.dtype=%d: must be one of %s", name, linear.dtype,
+             codes_of([](auto) { return true; }).c_str());
   AQ_TRY(checked);
   AQ_TRY(check_pointer(name, linear.weight, alignment));
   AQ_TRY(check_optional(name, linear.bias));
@@ -154,7 +156,8 @@ int check_model(const AqModel* model) {
              "head_dim=%d: must be a positive multiple of 16 up to %d", m.head_dim, kMaxHeadDim);
   AQ_REQUIRE(m.num_kv_heads > 0 && m.num_heads > 0 && m.num_heads % m.num_kv_heads == 0 &&
                  m.num_heads / m.num_kv_heads <= kTileQueries,
-             "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", m.num_heads, kTileQueries, m.num_kv_heads);
+             "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", m.num_heads, kTileQueries,
+             m.num_kv_heads);
   AQ_REQUIRE(m.num_layers > 0 && (!m.is_draft || m.num_layers == 1), "num_layers=%d: must be positive, 1 for a draft",
              m.num_layers);
   AQ_REQUIRE(m.vocab > 0, "vocab=%d: must be positive", m.vocab);
@@ -208,12 +211,20 @@ int check_rows(const AqRows* rows, const AqKV& kv, int vocab, bool reads) {
   AQ_REQUIRE(rows->num_slots > 0, "num_slots=%d: must be positive", rows->num_slots);
   AQ_REQUIRE(rows->table_stride > 0, "table_stride=%d: must be positive", rows->table_stride);
   AQ_REQUIRE(rows->tail_stride >= 0, "tail_stride=%d: must be at least 0", rows->tail_stride);
-  const struct { const char* name; const int32_t* pointer; bool needed; } arrays[] = {
-      {"slots", rows->slots, true},           {"write", rows->write, true},
-      {"page_table", rows->page_table, true}, {"key_start", rows->key_start, reads},
-      {"tail_len", rows->tail_len, reads},    {"context_len", rows->context_len, reads},
+  const struct {
+    const char* name;
+    const int32_t* pointer;
+    bool needed;
+  } arrays[] = {
+      {"slots", rows->slots, true},
+      {"write", rows->write, true},
+      {"page_table", rows->page_table, true},
+      {"key_start", rows->key_start, reads},
+      {"tail_len", rows->tail_len, reads},
+      {"context_len", rows->context_len, reads},
       {"tail", rows->tail, reads && rows->tail_stride > 0},
-      {"tokens", rows->tokens, vocab > 0},    {"positions", rows->positions, vocab > 0},
+      {"tokens", rows->tokens, vocab > 0},
+      {"positions", rows->positions, vocab > 0},
   };
   for (const auto& array : arrays)
     if (array.needed) AQ_TRY(check_pointer(array.name, array.pointer, sizeof(int32_t)));
@@ -221,8 +232,8 @@ int check_rows(const AqRows* rows, const AqKV& kv, int vocab, bool reads) {
     const int slot = rows->slots[r];
     AQ_REQUIRE(slot >= 0 && slot < rows->num_slots, "slots[%d]=%d: must be in [0, %d)", r, slot, rows->num_slots);
     if (vocab > 0) {
-      AQ_REQUIRE(rows->tokens[r] >= 0 && rows->tokens[r] < vocab, "tokens[%d]=%d: must be in [0, %d)", r, rows->tokens[r],
-                 vocab);
+      AQ_REQUIRE(rows->tokens[r] >= 0 && rows->tokens[r] < vocab, "tokens[%d]=%d: must be in [0, %d)", r,
+                 rows->tokens[r], vocab);
       AQ_REQUIRE(rows->positions[r] >= 0, "positions[%d]=%d: must be at least 0", r, rows->positions[r]);
     }
     AQ_REQUIRE(rows->write[r] >= -1, "write[%d]=%d: must be at least -1 (nothing)", r, rows->write[r]);

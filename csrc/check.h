@@ -20,11 +20,11 @@ int check_index(const char* name, int row, int index, const AqKV& kv, const int3
 
 }  // namespace aq
 
-#define AQ_REQUIRE(condition, ...) \
-  do {                             \
+#define AQ_REQUIRE(condition, ...)                    \
+  do {                                                \
     if (!(condition)) return ::aq::fail(__VA_ARGS__); \
   } while (0)
-#define AQ_TRY(call)           \
-  do {                         \
+#define AQ_TRY(call)            \
+  do {                          \
     if ((call) != 0) return -1; \
   } while (0)

@@ -1,5 +1,5 @@
-// Whole decode cycles in one call: draft chains, verify, draw, accept, keep. Nothing here that the single calls would not
-// do; it spares the caller a dozen round trips, which for a small model cost as much as its draft.
+// Whole decode cycles in one call: draft chains, verify, draw, accept, keep. Nothing here that the single calls would
+// not do; it spares the caller a dozen round trips, which for a small model cost as much as its draft.
 #include <string.h>
 
 #include <algorithm>
@@ -56,7 +56,8 @@ int check_rows_buffers(const char* name, const AqRows* rows) {
 int check_cycle(const AqCycle& c, const int32_t* slots, int n, int depth) {
   const AqSlots& state = c.slots;
   AQ_REQUIRE(n >= 1, "n=%d: must be at least 1", n);
-  AQ_REQUIRE(depth >= 0 && (depth == 0 || c.draft != nullptr), "depth=%d: must be at least 0, and 0 without a draft", depth);
+  AQ_REQUIRE(depth >= 0 && (depth == 0 || c.draft != nullptr), "depth=%d: must be at least 0, and 0 without a draft",
+             depth);
   AQ_REQUIRE((int64_t)n * (depth + 1) <= c.max_rows, "n=%d, depth=%d: there is room for %d rows", n, depth, c.max_rows);
   AQ_TRY(check_model(c.target));
   AQ_TRY(check_kv(c.target_kv, 0, 0));
@@ -81,8 +82,8 @@ int check_cycle(const AqCycle& c, const int32_t* slots, int n, int depth) {
   }
   for (int b = 0; b < n; b++) {
     const int slot = slots[b];
-    AQ_REQUIRE(slot >= 0 && slot < state.num_slots && slot < c.rows->num_slots, "slots[%d]=%d: must be in [0, %d)", b, slot,
-               state.num_slots);
+    AQ_REQUIRE(slot >= 0 && slot < state.num_slots && slot < c.rows->num_slots, "slots[%d]=%d: must be in [0, %d)", b,
+               slot, state.num_slots);
     AQ_REQUIRE(state.positions[slot] >= 0, "positions[%d]=%d: must be at least 0", slot, state.positions[slot]);
     if (depth > 0)
       AQ_REQUIRE(state.num_carried[slot] >= 1 && state.num_carried[slot] <= state.max_carry,
@@ -94,7 +95,8 @@ int check_cycle(const AqCycle& c, const int32_t* slots, int n, int depth) {
 // What the next pass reads of the last one: its rows, normed where the draft feeds back normed states.
 int take_states(const AqCycle& c, const std::vector<int32_t>& source, float* g) {
   const int width = c.draft->hidden, n = (int)source.size();
-  for (int i = 0; i < n; i++) memcpy(g + (size_t)i * width, c.draft_hidden + (size_t)source[i] * width, width * sizeof(float));
+  for (int i = 0; i < n; i++)
+    memcpy(g + (size_t)i * width, c.draft_hidden + (size_t)source[i] * width, width * sizeof(float));
   return c.norm_feedback ? aq_rms_norm(g, c.draft->final_norm, n, width, c.draft->eps, g) : 0;
 }
 
@@ -105,8 +107,8 @@ AqSampling sampling_of(const AqSlots& state, int slot, int level) {
   return sampling;
 }
 
-// The extend pass over what the slots carry, then chains below their roots: each token drawn as the target draws it, from the
-// draft's logits. drafted [n, depth].
+// The extend pass over what the slots carry, then chains below their roots: each token drawn as the target draws it,
+// from the draft's logits. drafted [n, depth].
 int draft(const AqCycle& c, const int32_t* slots, int n, int depth, int32_t* drafted, int32_t* num_rows) {
   const AqSlots& state = c.slots;
   Writer extend(*c.draft_rows, state, c.max_rows);
@@ -144,8 +146,8 @@ int draft(const AqCycle& c, const int32_t* slots, int n, int depth, int32_t* dra
   return 0;
 }
 
-// Keeps what the next cycle reads: the features of the accepted path, root included, beside the tokens that follow them, and
-// the new root. chain: the tokens of root and drafts.
+// Keeps what the next cycle reads: the features of the accepted path, root included, beside the tokens that follow
+// them, and the new root. chain: the tokens of root and drafts.
 void keep(const AqCycle& c, int slot, const float* features, const int32_t* chain, int num_accepted, int bonus) {
   const AqSlots& state = c.slots;
   const int root = state.positions[slot], page_size = c.target_kv->page_size;

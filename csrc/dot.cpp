@@ -1,8 +1,8 @@
-// The second arithmetic, compiled for CPUs with AVX512_BF16 (setup.py): the tiles of linears and the blocks of attention that
-// multiply pairs. A compiler or a processor without it leaves them out.
+// The second arithmetic, compiled for CPUs with AVX512_BF16 (setup.py): the tiles of linears and the blocks of
+// attention that multiply pairs. A compiler or a processor without it leaves them out.
 #if defined(__AVX512BF16__)
-#include "math.h"
 #include "kernels.h"
+#include "math.h"
 #include "simd/types.h"
 
 namespace AQ_NAMESPACE {
@@ -48,7 +48,7 @@ namespace aq {
 const bool kHasDot = true;
 
 void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x, size_t next, float* sums) {
-  using Format = dot::Bfloat16Dot;
+  using Format = dot::DotFormat;
   dot::any_tile<Format>(rows, (const Format::Step*)w, num_blocks, steps, x, next, sums);
 }
 
@@ -68,8 +68,8 @@ void pair_positions(const Unpaired* first, const Unpaired* second, int dim, Pair
 
 }  // namespace
 
-void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& stored, float scale, Pair* paired, float* maximum,
-               float* sum, float* accumulator) {
+void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& stored, float scale, Pair* paired,
+               float* maximum, float* sum, float* accumulator) {
   const dot::State state{maximum, sum, accumulator};
   Keys<Unpaired> keys;
   keys.from = stored.from, keys.to = stored.to;
@@ -82,7 +82,8 @@ void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& stored,
 
   Keys<Pair> pairs;
   pairs.from = keys.from, pairs.to = keys.to;
-  for (int g = 0; g < kGroups; g++) pairs.next_k[g] = (const Pair*)keys.next_k[g], pairs.next_v[g] = (const Pair*)keys.next_v[g];
+  for (int g = 0; g < kGroups; g++)
+    pairs.next_k[g] = (const Pair*)keys.next_k[g], pairs.next_v[g] = (const Pair*)keys.next_v[g];
   for (int g = keys.from / 16; g * 16 < keys.to; g++) {
     Pair* to = paired + (size_t)g * 8 * dim;
     pair_channels(keys.k[g], dim, to);

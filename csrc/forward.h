@@ -1,5 +1,5 @@
-// A whole decoder forward as one call of the pool: every worker walks all layers, meeting the others at barriers. For few
-// rows a barrier costs as much as a small linear, so there are four a layer: after attention, o, gate_up and down.
+// A whole decoder forward as one call of the pool: every worker walks all layers, meeting the others at barriers. For
+// few rows a barrier costs as much as a small linear, so there are four a layer: after attention, o, gate_up and down.
 #pragma once
 #include "attention.h"
 
@@ -24,7 +24,8 @@ static void rotate(float* x, const float* cosine, const float* sine, int half) {
 }
 
 template <class S>
-static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key, const float* value) {
+static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key,
+                      const float* value) {
   const Pages<S> pages(kv, layer, head, rows.page_table + (size_t)rows.slots[row] * rows.table_stride);
   const int index = rows.write[row];
   S* k = const_cast<S*>(pages.key_group(index)) + index % 16;
@@ -33,15 +34,15 @@ static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, i
   for (int d = 0; d < kv.head_dim; d++) narrow(value[d], v + d);
 }
 
-static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key, const float* value) {
+static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key,
+                      const float* value) {
   if (rows.write[row] < 0) return;
-  with_keys(kv.dtype, [&](auto* element) {
-    store_key<ValueOf<decltype(element)>>(kv, layer, head, rows, row, key, value);
-  });
+  with_keys(kv.dtype,
+            [&](auto* element) { store_key<ValueOf<decltype(element)>>(kv, layer, head, rows, row, key, value); });
 }
 
-// The residual stream of one row, and a draft's first input: [norm of the embedding; norm of g], where g may be `hidden`
-// itself, since a draft feeds back its own output.
+// The residual stream of one row, and a draft's first input: [norm of the embedding; norm of g], where g may be
+// `hidden` itself, since a draft feeds back its own output.
 template <class E>
 static void enter_row(const ForwardJob& job, int row, const E* embedding) {
   const AqModel& model = *job.model;
@@ -66,7 +67,8 @@ static void enter(const Worker& worker, const ForwardJob& job) {
   const int width = model.hidden, half = model.head_dim / 2, num_rows = job.rows->num_rows;
   const Share angles = share(worker, num_rows * half), rows = share(worker, num_rows);
   for (int i = angles.begin; i < angles.end; i++)
-    rope_table(job.rows->positions[i / half], model.inv_freq + i % half, model.rope_scale, 1, job.cosine + i, job.sine + i);
+    rope_table(job.rows->positions[i / half], model.inv_freq + i % half, model.rope_scale, 1, job.cosine + i,
+               job.sine + i);
   for (int r = rows.begin; r < rows.end; r++) {
     const size_t token = (size_t)job.rows->tokens[r] * width;
     with_elements(model.embed_dtype, [&](auto* element) { enter_row(job, r, (decltype(element))model.embed + token); });
@@ -102,7 +104,8 @@ static void attend_own(const Worker& worker, const ForwardJob& job, const Attent
     for (int h = keys.begin; h < keys.end; h++) finish_head(job, layer, attend.layer, r, h);
   }
   float* workspace = attend.workspace + worker.index * attend.workspace_floats;
-  with_keys(attend.kv->dtype, [&](auto* element) { attend_heads<ValueOf<decltype(element)>>(attend, mine, workspace); });
+  with_keys(attend.kv->dtype,
+            [&](auto* element) { attend_heads<ValueOf<decltype(element)>>(attend, mine, workspace); });
 }
 
 static void attend_shared(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, const void* normed) {
@@ -146,17 +149,20 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     attend.is_dot = attend.is_rounded && holds_rounded(job.kv->dtype);
     const void* normed = job.normed;
     if (!model.is_draft)
-      normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.attention.qkv, job.normed);
+      normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.attention.qkv,
+                         job.normed);
     if (owns_heads) attend_own(worker, job, attend, share(worker, model.num_kv_heads), normed);
     else attend_shared(worker, job, attend, normed);
     worker.barrier();
     linear_add(worker, layer.attention.o, job.attended, num_rows, job.hidden);
     worker.barrier();
     lap(0);
-    normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
+    normed =
+        norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
     linear_swiglu(worker, layer.mlp.gate_up, normed, num_rows, layer.mlp.down, job.gate_up);
     worker.barrier();
-    linear_add(worker, layer.mlp.down, job.gate_up, num_rows, job.hidden, feature_of(job, index), (size_t)model.num_capture * width);
+    linear_add(worker, layer.mlp.down, job.gate_up, num_rows, job.hidden, feature_of(job, index),
+               (size_t)model.num_capture * width);
     worker.barrier();
     lap(1);
   }

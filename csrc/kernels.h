@@ -25,8 +25,8 @@ constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all 
 // Copies of normed rows that a call needs.
 inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
 
-// The tiles of a linear and the blocks of attention in the second arithmetic, from dot.cpp: what needs AVX512_BF16. w and x are
-// the steps and inputs of the one format that is apart. False: not compiled in.
+// The tiles of a linear and the blocks of attention in the second arithmetic, from dot.cpp: what needs AVX512_BF16. w
+// and x are the steps and inputs of the one format that is apart. False: not compiled in.
 extern const bool kHasDot;
 void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x, size_t next, float* sums);
 
@@ -42,9 +42,10 @@ struct Keys {
   int from, to;
 };
 
-// block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values. From dot.cpp.
-void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* paired, float* maximum,
-               float* sum, float* accumulator);
+// block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values.
+// From dot.cpp.
+void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* paired,
+               float* maximum, float* sum, float* accumulator);
 
 struct Tile {
   int32_t row, num_rows;  // consecutive rows of one slot
@@ -145,6 +146,12 @@ struct Kernels {
 }  // namespace aq
 
 // One table per instruction set, each from kernels.cpp.
-namespace avx512 { extern const aq::Kernels kKernels; }
-namespace avx2 { extern const aq::Kernels kKernels; }
-namespace portable { extern const aq::Kernels kKernels; }
+namespace avx512 {
+extern const aq::Kernels kKernels;
+}
+namespace avx2 {
+extern const aq::Kernels kKernels;
+}
+namespace portable {
+extern const aq::Kernels kKernels;
+}

@@ -34,7 +34,8 @@ static void panels(const AqLinear& linear, Share mine, const typename F::Input* 
     for (int t = 0; t < num_tiles; t++) {  // balanced: 8 rows by 6 are 4 + 4, not 6 + 2
       const int first = (int)((int64_t)rows * t / num_tiles), last = (int)((int64_t)rows * (t + 1) / num_tiles);
       alignas(64) float sums[kRows * kPanelWidth];
-      // The first tile streams the panel from memory, the second the next panel into L2: no tile has to wait for all of it.
+      // The first tile streams the panel from memory, the second the next panel into L2: no tile has to wait for all of
+      // it.
       const size_t next = t == 1 ? (size_t)kPanel * steps : 0;
       if constexpr (F::kIsApart) aq::dot_tile(last - first, w, blocks, steps, x + first * stride, next, sums);
       else any_tile<F>(last - first, w, blocks, steps, x + first * stride, next, sums);
@@ -73,8 +74,8 @@ static void linear_store(const AqLinear& linear, Share mine, const void* x, int 
 }
 
 // y += x w^T, for the residual stream; `copy` (or NULL) also gets the new values, its rows copy_stride apart.
-static void linear_add(const Worker& worker, const AqLinear& linear, const void* x, int rows, float* y, float* copy = nullptr,
-                       size_t copy_stride = 0) {
+static void linear_add(const Worker& worker, const AqLinear& linear, const void* x, int rows, float* y,
+                       float* copy = nullptr, size_t copy_stride = 0) {
   linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
     float* to = y + (size_t)row * linear.n + column;
     for (int i = 0; i < width; i++) to[i] += sums[i];
@@ -88,7 +89,8 @@ AQ_INLINE void swiglu_run(const float* gate_up, Y* y) {
 }
 
 // y [rows, n / 2] = silu(gate) * up, as `next` takes it, for a weight whose gate and up rows alternate in runs of 16.
-static void linear_swiglu(const Worker& worker, const AqLinear& linear, const void* x, int rows, const AqLinear& next, void* y) {
+static void linear_swiglu(const Worker& worker, const AqLinear& linear, const void* x, int rows, const AqLinear& next,
+                          void* y) {
   const bool is_rounded = takes_rounded(next.dtype);
   linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
     const size_t at = ((size_t)row * linear.n + column) / 2;
@@ -114,10 +116,10 @@ static void norm_into(const AqLinear& next, void* y, size_t at, const X* x, cons
   else rms_norm_row(x, weight, width, eps, (float*)y + at);
 }
 
-// The normed rows of x [*, next.k] (those that row_index names, if given) for this worker to hand to `next`. Few rows are
-// normed by every worker into a copy of its own, the same bits: that takes less time than meeting.
-static const void* norm_rows(const Worker& worker, const float* x, const int32_t* row_index, int rows, const float* weight,
-                             float eps, const AqLinear& next, float* normed) {
+// The normed rows of x [*, next.k] (those that row_index names, if given) for this worker to hand to `next`. Few rows
+// are normed by every worker into a copy of its own, the same bits: that takes less time than meeting.
+static const void* norm_rows(const Worker& worker, const float* x, const int32_t* row_index, int rows,
+                             const float* weight, float eps, const AqLinear& next, float* normed) {
   const bool is_own = rows <= aq::kOwnRows;
   const size_t width = next.k;
   if (is_own) normed += worker.index * rows * width;

@@ -52,8 +52,8 @@ static void clear(Best* best) {
   best->has_nan = best->has_finite = 0;
 }
 
-// Scores the logits of columns first .. first + width - 1, whose ids are the columns or, of a draft, those plus d2t, and keeps
-// the best per lane. Columns must ascend from call to call.
+// Scores the logits of columns first .. first + width - 1, whose ids are the columns or, of a draft, those plus d2t,
+// and keeps the best per lane. Columns must ascend from call to call.
 static void take(Best* best, const float* logits, int first, int width, const int32_t* d2t, float temperature,
                  const Noise& noise) {
   Vec score = load(best->score);
@@ -301,9 +301,9 @@ static void draw(const Worker& worker, const DrawJob& job) {
   worker.barrier();
   for (int i = worker.index; i < job.n; i += worker.count) {
     const float* logits = job.model != nullptr ? job.logits + i * width : job.given_logits + (size_t)i * job.vocab;
-    job.tokens[i] = has_filter(s, i, job.vocab)
-                        ? draw_filtered(logits, job.vocab, job.d2t, s, i, job.workspace + worker.index * job.workspace_floats)
-                        : settle(job.best + i, worker.count, job.n);
+    job.tokens[i] = has_filter(s, i, job.vocab) ? draw_filtered(logits, job.vocab, job.d2t, s, i,
+                                                                job.workspace + worker.index * job.workspace_floats)
+                                                : settle(job.best + i, worker.count, job.n);
   }
 }
 
@@ -338,7 +338,9 @@ static void head_topk(const Worker& worker, const TopKJob& job) {
     ranking.scan();
     // NaN, the same bits on every CPU, where a logit is NaN or +inf or none is finite: then the mass is not a number.
     const float mass = ranking.mass(), normalizer = log1(mass);
-    const auto logprob = [&](float score) { return mass != mass ? __builtin_nanf("") : score - ranking.top - normalizer; };
+    const auto logprob = [&](float score) {
+      return mass != mass ? __builtin_nanf("") : score - ranking.top - normalizer;
+    };
     if (job.chosen != nullptr) {
       job.chosen_logprobs[i] = logprob(logits[job.chosen[i]]);
       job.ranks[i] = ranking.rank(job.chosen[i]);

@@ -11,7 +11,9 @@ namespace AQ_NAMESPACE {
 constexpr int kTileRows = Format::kRows;
 constexpr int kPrefetchBytes = 8192;  // ahead, over all blocks of a tile: a stream alone needs more
 
-constexpr int blocks_for(int rows) { return rows * 4 <= kAccumulators || rows == 1 ? 4 : rows * 2 <= kAccumulators ? 2 : 1; }
+constexpr int blocks_for(int rows) {
+  return rows * 4 <= kAccumulators || rows == 1 ? 4 : rows * 2 <= kAccumulators ? 2 : 1;
+}
 
 // Where step i of a block, of `steps`, lies behind its first. Past the end of its block a stream continues in the next
 // panel, not in its neighbour.
@@ -19,12 +21,12 @@ template <int BLOCKS> constexpr size_t ahead_of(int i, int steps) {
   return (size_t)i + (i < steps ? 0 : (size_t)(BLOCKS - 1) * steps);
 }
 
-// sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks. next: how many steps behind each step the
-// one lies that is to be fetched meanwhile; 0 for what this tile itself reads a little later.
-// The loops over rows and blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
+// sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks. next: how many steps behind each
+// step the one lies that is to be fetched meanwhile; 0 for what this tile itself reads a little later. The loops over
+// rows and blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
 template <class F, int ROWS, int BLOCKS>
-static __attribute__((noinline)) void tile(const typename F::Step* w, int steps, const typename F::Input* x, size_t next,
-                                           float* sums) {
+static __attribute__((noinline)) void tile(const typename F::Step* w, int steps, const typename F::Input* x,
+                                           size_t next, float* sums) {
   using Step = typename F::Step;
   constexpr int kAhead = kPrefetchBytes / BLOCKS / (int)sizeof(Step);
   constexpr int kUnits = F::kParts * F::kUnits, kInputs = kUnits * F::kRun;
@@ -52,7 +54,8 @@ static __attribute__((noinline)) void tile(const typename F::Step* w, int steps,
           for (int b = 0; b < BLOCKS; b++) {
             const auto weight = F::weight(unit[b], j);
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) sum[r][b] = fma(set1(x[r * stride + i * kInputs + index * F::kRun + j]), weight, sum[r][b]);
+            for (int r = 0; r < ROWS; r++)
+              sum[r][b] = fma(set1(x[r * stride + i * kInputs + index * F::kRun + j]), weight, sum[r][b]);
           }
         }
       }
@@ -64,7 +67,8 @@ static __attribute__((noinline)) void tile(const typename F::Step* w, int steps,
 
 // ROWS rows by num_blocks <= kPanel blocks, in the widest tiles that fit the registers.
 template <class F, int ROWS>
-static void row_tile(const typename F::Step* w, int num_blocks, int steps, const typename F::Input* x, size_t next, float* sums) {
+static void row_tile(const typename F::Step* w, int num_blocks, int steps, const typename F::Input* x, size_t next,
+                     float* sums) {
   constexpr int kBlocks = blocks_for(ROWS);
   for (int b = 0; b < num_blocks;) {
     const typename F::Step* from = w + (size_t)b * steps;
@@ -80,8 +84,8 @@ static void row_tile(const typename F::Step* w, int num_blocks, int steps, const
 }
 
 template <class F>
-static void any_tile(int rows, const typename F::Step* w, int num_blocks, int steps, const typename F::Input* x, size_t next,
-                     float* sums) {
+static void any_tile(int rows, const typename F::Step* w, int num_blocks, int steps, const typename F::Input* x,
+                     size_t next, float* sums) {
   constexpr int kRows = F::kRows;
   switch (rows) {
     case 1: row_tile<F, 1>(w, num_blocks, steps, x, next, sums); break;

@@ -1,5 +1,6 @@
-// bfloat16: the upper half of a float32, rounded to nearest even. Weights lie in pairs of channels, so that one word of 32 bits
-// becomes two weights by one operation each, and so that the dot product (bfloat16_dot.h) can read the same layout.
+// bfloat16: the upper half of a float32, rounded to nearest even. Weights lie in pairs of channels, so that one word of
+// 32 bits becomes two weights by one operation each, and so that the dot product (bfloat16_dot.h) can read the same
+// layout.
 #pragma once
 #include "format.h"
 #include "simd/types.h"

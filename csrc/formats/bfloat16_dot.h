@@ -1,6 +1,6 @@
-// The second arithmetic over bfloat16 weights: the CPU's dot product adds two products at once to a sum, pairs in order. What the
-// weights multiply (inputs, and in attention queries and softmax weights) is rounded to bfloat16, to nearest even. As exact as
-// float32 arithmetic against rows, threads and chunks. The layout is that of bfloat16.h.
+// The second arithmetic over bfloat16 weights: the CPU's dot product adds two products at once to a sum, pairs in
+// order. What the weights multiply (inputs, and in attention queries and softmax weights) is rounded to bfloat16, to
+// nearest even. As exact as float32 arithmetic against rows, threads and chunks. The layout is that of bfloat16.h.
 #pragma once
 #include "bfloat16.h"
 
@@ -28,5 +28,7 @@ struct Bfloat16Dot : Format {
   }
 };
 AQ_FORMAT(2, Bfloat16Dot)
+
+using DotFormat = Bfloat16Dot;  // what dot.cpp compiles
 
 }  // namespace AQ_NAMESPACE

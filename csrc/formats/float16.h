@@ -1,4 +1,4 @@
-// float16: IEEE half precision, eleven bits of mantissa where bfloat16 has eight, up to 65504. Weights are multiplied in float32.
+// float16: IEEE half precision, eleven bits of mantissa, up to 65504. Weights are multiplied in float32.
 #pragma once
 #include "format.h"
 

@@ -1,13 +1,13 @@
-// What a storage format says of itself. Each header of this folder defines one, a struct derived from Format, and gives it a
-// code by AQ_FORMAT; formats.h lists them, and every switch over formats comes from that list.
+// What a storage format says of itself. Each header of this folder defines one, a struct derived from Format, and gives
+// it a code by AQ_FORMAT; formats.h lists them, and every switch over formats comes from that list.
 //
-// A linear weight [n, k] is packed in blocks of 16 outputs, zero-padded. A block is a run of steps, each the weights of
-// kChannels channels; of the 16 outputs of one channel, or of kRun of them, a step has units, which the tile reads one after
-// the other. A format defines
+// A linear weight [n, k] is packed in blocks of 16 outputs, zero-padded. A block is a run of steps. A step holds the
+// weights of kChannels channels in units, which the tile reads one after the other. A unit holds what 16 outputs
+// multiply kRun inputs with. A format defines
 //   kName                   as Python names it
 //   Step, kChannels         the packed layout
-//   kParts, kUnits, kRun    units of a step, kParts * kUnits, of which kUnits are unrolled; inputs that meet a unit
-//   unit(step, i)           what is kept of unit i in hand
+//   kParts, kUnits, kRun    a step has kParts * kUnits units, and the tile unrolls kUnits of them; inputs of a unit
+//   unit(step, i)           unit i: its address, or its words in a register
 //   weight(unit, j)         its 16 weights for input j, as a Vec
 //   kAlignment              of a packed weight
 //   kSourceBytes            of one weight before it is packed; aq_pack's weight is aligned to it
@@ -15,7 +15,8 @@
 // and where they differ from below
 //   Sum                     how products become sums (sums.h)
 //   Input                   what the weights multiply
-//   Element                 one number, where numbers are stored so row by row (embeddings), with load(const Element*); void: linears only
+//   Element                 one number, where rows of numbers (embeddings) are stored so: load(const Element*) exists;
+//                           void for linears only
 //   kHoldsKeys              keys and values may be stored so: store(Element*, Vec) and narrow(float, Element*) exist
 #pragma once
 #include "aquiline.h"
@@ -36,10 +37,10 @@ struct Format {
   using Element = void;
   static constexpr bool kHoldsKeys = false;
   static constexpr int kParts = 1;
-  static constexpr int kRows = 6;             // rows of a tile
-  static constexpr int kScaleBytes = 0;       // per output, behind all steps
-  static constexpr size_t kUnitsFrom = 0;     // bytes of a step before its units
-  static constexpr bool kIsApart = false;     // its tiles need instructions of their own: dot.cpp
+  static constexpr int kRows = 6;  // rows of a tile
+  static constexpr int kScaleBytes = 0;  // per output, behind all steps
+  static constexpr size_t kUnitsFrom = 0;  // bytes of a step before its units
+  static constexpr bool kIsApart = false;  // its tiles need instructions of their own: dot.cpp
   // What the sums are multiplied with, [n]; NULL for nothing.
   AQ_INLINE const float* output_scale(const AqLinear&) { return nullptr; }
   // Whether this CPU can compute with it: 0, or -1 after fail(). `name` is the linear's.
@@ -68,9 +69,9 @@ constexpr int kMaxFormats = 16;  // codes are below
 template <int code> struct FormatOf {
   using Type = void;
 };
-#define AQ_FORMAT(code, type)            \
-  template <> struct FormatOf<code> {    \
-    using Type = type;                   \
+#define AQ_FORMAT(code, type)         \
+  template <> struct FormatOf<code> { \
+    using Type = type;                \
   };
 
 }  // namespace AQ_NAMESPACE

@@ -1,5 +1,6 @@
-// int4: w[n, k] = code * scale[n, k / 32], codes -8 .. 7, scales as bfloat16.h stores them. Each group of 32 channels is a sum over
-// x * code in k order from 0, and y = fma(group sum, scale, y) over the groups in order from 0. k is a multiple of 32.
+// int4: w[n, k] = code * scale[n, k / 32], codes -8 .. 7, scales as bfloat16.h stores them. Each group of 32 channels
+// is a sum over x * code in k order from 0, and y = fma(group sum, scale, y) over the groups in order from 0. k is a
+// multiple of 32.
 #pragma once
 #include "bfloat16.h"
 

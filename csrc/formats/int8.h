@@ -1,5 +1,5 @@
-// int8: w[n, k] = code * scale[n]. A sum runs over x * code in k order and is multiplied by the float32 scale[n] once at its end,
-// before the bias. The scales, float32 [16 * ceil(n / 16)], lie behind the codes.
+// int8: w[n, k] = code * scale[n]. A sum runs over x * code in k order and is multiplied by the float32 scale[n] once
+// at its end, before the bias. The scales, float32 [16 * ceil(n / 16)], lie behind the codes.
 #pragma once
 #include "format.h"
 

@@ -1,5 +1,5 @@
-// Accumulators: what becomes of the products of a tile, ROWS rows by BLOCKS blocks of 16 outputs. The tile (tile.h) keeps one
-// Vec of sums per row and block in registers and writes sums [ROWS][kPanelWidth].
+// Accumulators: what becomes of the products of a tile, ROWS rows by BLOCKS blocks of 16 outputs. The tile (tile.h)
+// keeps one Vec of sums per row and block in registers and writes sums [ROWS][kPanelWidth].
 //
 // The loops carry an unroll pragma because GCC otherwise keeps the registers in memory.
 #pragma once
@@ -31,8 +31,8 @@ struct InOrder {
   }
 };
 
-// Every step is a chain of its own, from zero; sum = fma(chain, scale_of(step), sum) over the steps in order. The chain stays
-// in registers, and what it is added to in memory.
+// Every step is a chain of its own, from zero; sum = fma(chain, scale_of(step), sum) over the steps in order. The chain
+// stays in registers, and what it is added to in memory.
 struct InGroups {
   template <int ROWS, int BLOCKS> AQ_INLINE void start(Vec (&)[ROWS][BLOCKS], float* sums) {
     for (int r = 0; r < ROWS; r++) memset(sums + r * kPanelWidth, 0, BLOCKS * 16 * sizeof(float));

@@ -5,20 +5,32 @@
 namespace AQ_NAMESPACE {
 
 constexpr int kAccumulators = 5;  // with 6 in two blocks, GCC keeps one of them in memory
-struct Vec { __m256 lo, hi; };
-struct IVec { __m256i lo, hi; };
-struct Mask { __m256 lo, hi; };
+struct Vec {
+  __m256 lo, hi;
+};
+struct IVec {
+  __m256i lo, hi;
+};
+struct Mask {
+  __m256 lo, hi;
+};
 
-#define AQ_BOTH(type, op, ...) return type{op((a).lo, ##__VA_ARGS__), op((a).hi, ##__VA_ARGS__)}
-#define AQ_PAIR(type, op) return type{op(a.lo, b.lo), op(a.hi, b.hi)}
-AQ_INLINE Vec set1(float x) { const __m256 v = _mm256_set1_ps(x); return Vec{v, v}; }
+#define AQ_BOTH(type, op, ...) \
+  return type { op((a).lo, ##__VA_ARGS__), op((a).hi, ##__VA_ARGS__) }
+#define AQ_PAIR(type, op) \
+  return type { op(a.lo, b.lo), op(a.hi, b.hi) }
+AQ_INLINE Vec set1(float x) {
+  const __m256 v = _mm256_set1_ps(x);
+  return Vec{v, v};
+}
 AQ_INLINE Vec load(const float* p) { return Vec{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 AQ_INLINE __m256 widen(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 AQ_INLINE Vec load(const int8_t* p) { return Vec{widen(p), widen(p + 8)}; }
 AQ_INLINE Vec load_half(const uint16_t* p) {
-  return Vec{_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  return Vec{_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 AQ_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
 AQ_INLINE Vec add(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_add_ps); }
@@ -41,7 +53,10 @@ AQ_INLINE Vec select(Mask m, Vec yes, Vec no) {
   return Vec{_mm256_blendv_ps(no.lo, yes.lo, m.lo), _mm256_blendv_ps(no.hi, yes.hi, m.hi)};
 }
 
-AQ_INLINE IVec iset1(uint32_t x) { const __m256i v = _mm256_set1_epi32((int)x); return IVec{v, v}; }
+AQ_INLINE IVec iset1(uint32_t x) {
+  const __m256i v = _mm256_set1_epi32((int)x);
+  return IVec{v, v};
+}
 AQ_INLINE IVec iload(const uint32_t* p) {
   return IVec{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
 }

@@ -13,7 +13,11 @@ typedef uint32_t IVec __attribute__((vector_size(64)));
 typedef int32_t Mask __attribute__((vector_size(64)));
 
 AQ_INLINE Vec set1(float x) { return Vec{} + x; }
-AQ_INLINE Vec load(const float* p) { Vec a; memcpy(&a, p, sizeof a); return a; }
+AQ_INLINE Vec load(const float* p) {
+  Vec a;
+  memcpy(&a, p, sizeof a);
+  return a;
+}
 AQ_INLINE Vec load(const int8_t* p) {
   Vec a;
   for (int i = 0; i < 16; i++) a[i] = p[i];
@@ -40,7 +44,11 @@ AQ_INLINE bool any(Mask a) {
 AQ_INLINE Vec select(Mask m, Vec yes, Vec no) { return m ? yes : no; }
 
 AQ_INLINE IVec iset1(uint32_t x) { return IVec{} + x; }
-AQ_INLINE IVec iload(const uint32_t* p) { IVec a; memcpy(&a, p, sizeof a); return a; }
+AQ_INLINE IVec iload(const uint32_t* p) {
+  IVec a;
+  memcpy(&a, p, sizeof a);
+  return a;
+}
 AQ_INLINE void istore(uint32_t* p, IVec a) { memcpy(p, &a, sizeof a); }
 AQ_INLINE IVec iload(const uint16_t* p) {
   IVec a;
@@ -66,8 +74,8 @@ AQ_INLINE Vec nibble(IVec a, int i) { return to_float((IVec)((Mask)(a << (28 - 4
 AQ_INLINE Vec low_halves(const uint32_t* p) { return as_float(shl<16>(iload(p))); }
 AQ_INLINE Vec high_halves(const uint32_t* p) { return as_float(iand(iload(p), iset1(0xffff0000))); }
 
-// By the bits, as F16C does: a NaN becomes quiet and keeps its payload, and subnormal numbers are made of whole ones, so that no
-// setting of the processor can flush them.
+// By the bits, as F16C does: a NaN becomes quiet and keeps its payload, and subnormal numbers are made of whole ones,
+// so that no setting of the processor can flush them.
 AQ_INLINE Vec load_half(const uint16_t* p) {
   const IVec bits = iload(p), size = bits & 0x7fff;
   const uint32_t bias = (127 - 15) << 23;

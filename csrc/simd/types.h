@@ -1,4 +1,5 @@
-// Numbers in memory that the dot product of simd/avx512_bf16.h multiplies. Plain data: both sides of the library know them.
+// Numbers in memory that the dot product of simd/avx512_bf16.h multiplies. Plain data: both sides of the library know
+// them.
 #pragma once
 #include <stdint.h>
 
