@@ -13,7 +13,7 @@ JOBS ?= 2
 
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 
 .PHONY: demo test format lint bench sanitize clean
 

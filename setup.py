@@ -1,8 +1,8 @@
 """Builds the native CPU library, aquiline/_native.so: a plain shared library that ops/native.py loads with ctypes.
 
-kernels.cpp is compiled once per instruction set, each with its own flags; the rest is baseline code. CXX, CXXFLAGS and
-LDFLAGS are heeded. Without a working
-compiler the package still installs, says so, and runs on its slower torch path.
+csrc/kernels/kernels.cpp is compiled once per instruction set, each with its own flags, csrc/api as baseline code. CXX,
+CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and runs on its slower
+torch path.
 """
 
 import os
@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
-COMMON += ["-Wno-psabi", "-iquote", str(ROOT / "csrc")]
+COMMON += ["-Wno-psabi", "-iquote", str(ROOT / "csrc")]  # vectors are passed between inlined functions only
 KERNEL = ["-fno-exceptions", "-fno-rtti"]
 KERNELS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
@@ -62,12 +62,12 @@ class BuildNative(build_ext):
     def _compile(self, objects: Path, target: Path) -> None:
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        units = [(name, f"{name}.cpp", []) for name in ("abi", "accept", "api", "check", "cycle", "pack", "pool")]
+        units = [(file.stem, f"api/{file.name}", []) for file in sorted((ROOT / "csrc/api").glob("*.cpp"))]
         for isa, flags in KERNELS.items():
             if x86 or isa == "portable":
-                units.append((isa, "kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
+                units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
         dot = DOT if x86 and accepts(compiler, DOT) else []
-        units.append(("dot", "dot.cpp", [*KERNEL, *dot, *simd("dot", "avx512_bf16.h")]))
+        units.append(("dot", "kernels/dot.cpp", [*KERNEL, *dot, *simd("dot", "avx512_bf16.h")]))
         extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))
         running = []
         for name, source, flags in units:
@@ -89,6 +89,6 @@ class BuildNative(build_ext):
 
 
 setup(
-    ext_modules=[Extension("aquiline._native", sources=["csrc/api.cpp"])],
+    ext_modules=[Extension("aquiline._native", sources=["csrc/api/api.cpp"])],
     cmdclass={"build_ext": BuildNative},
 )

@@ -19,8 +19,8 @@
 //                           void for linears only
 //   kHoldsKeys              keys and values may be stored so: store(Element*, Vec) and narrow(float, Element*) exist
 #pragma once
-#include "aquiline.h"
-#include "check.h"
+#include "api/aquiline.h"
+#include "api/check.h"
 #include "sums.h"
 
 namespace AQ_NAMESPACE {

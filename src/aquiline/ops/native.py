@@ -1,4 +1,4 @@
-"""The ctypes mirror of csrc/aquiline.h: structs, signatures, loading. A library that was built from other
+"""The ctypes mirror of csrc/api/aquiline.h: structs, signatures, loading. A library that was built from other
 structs or signatures is refused with the fix when it is loaded. Knows nothing of models or the engine.
 
 Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays

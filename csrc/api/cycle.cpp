@@ -7,7 +7,7 @@
 
 #include "aquiline.h"
 #include "check.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // The persistent worker threads. The calling thread is worker 0.
 #pragma once
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace aq {
 

@@ -5,7 +5,7 @@
 #pragma once
 #include <stddef.h>
 
-#include "aquiline.h"
+#include "api/aquiline.h"
 #include "simd/types.h"
 
 namespace aq {
@@ -23,7 +23,7 @@ constexpr int kTileQueries = 128;  // attention reads a block of keys once for t
 constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all of them for itself
 
 // Copies of normed rows that a call needs.
-inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
+static inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
 
 // The tiles of a linear and the blocks of attention in the second arithmetic, from dot.cpp: what needs AVX512_BF16. w
 // and x are the steps and inputs of the one format that is apart. False: not compiled in.

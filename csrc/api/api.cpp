@@ -12,7 +12,7 @@
 #include "aquiline.h"
 #include "check.h"
 #include "formats/formats.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 #include "pool.h"
 
 namespace {

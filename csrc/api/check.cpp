@@ -9,7 +9,7 @@
 #endif
 
 #include "formats/formats.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace aq {
 namespace {
