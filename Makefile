@@ -2,6 +2,8 @@
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
 # make format  Python and C++ in the format that lint checks
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make nightly   all tests, the slow ones too, with random examples; SEED=N repeats those of a run that printed N
+# make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
 #
 # PYTHON picks the interpreter (3.11 or newer), TORCH the build of torch, VENV where everything is installed.
 
@@ -15,7 +17,7 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 
-.PHONY: demo test format lint bench sanitize clean
+.PHONY: demo test format lint bench sanitize nightly mutants clean
 
 demo: $(VENV)/run
 	$(BIN)/aquiline demo
@@ -45,7 +47,15 @@ sanitize: $(VENV)/dev
 	  $(BIN)/python setup.py -q build --build-base build/sanitize --build-lib build/sanitize/lib
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib AQUILINE_THREADS=2 OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest tests/ops tests/engine/test_cycle.py $(ARGS)
+	  $(BIN)/python -m pytest tests/ops tests/backends $(ARGS)
+
+nightly: $(VENV)/dev
+	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "make nightly SEED=$$seed repeats this run"; \
+	  AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' \
+	  --hypothesis-profile=nightly --hypothesis-seed=$$seed $(ARGS)
+
+mutants: $(VENV)/dev
+	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)
 
 # torch comes first and by itself, so that its build is the one named above.
 $(VENV)/torch:

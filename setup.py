@@ -1,8 +1,9 @@
-"""Builds the native CPU library, aquiline/_native.so: a plain shared library that ops/native.py loads with ctypes.
+"""Builds the native CPU library, aquiline/_native.so: a plain shared library that backends/cpu/native.py loads with
+ctypes.
 
-csrc/kernels/kernels.cpp is compiled once per instruction set, each with its own flags, csrc/api as baseline code. CXX,
-CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and runs on its slower
-torch path.
+csrc/kernels/kernels.cpp is compiled once per instruction set, each with its own flags, csrc/api and csrc/stages as
+baseline code. CXX, CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and
+runs on its slower torch path.
 """
 
 import os
@@ -62,7 +63,8 @@ class BuildNative(build_ext):
     def _compile(self, objects: Path, target: Path) -> None:
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        units = [(file.stem, f"api/{file.name}", []) for file in sorted((ROOT / "csrc/api").glob("*.cpp"))]
+        host = [file for folder in ("api", "stages") for file in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+        units: list[tuple[str, str, list[str]]] = [(file.stem, f"{file.parent.name}/{file.name}", []) for file in host]
         for isa, flags in KERNELS.items():
             if x86 or isa == "portable":
                 units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))

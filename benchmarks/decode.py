@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from aquiline.bench.prompts import read_prompts
-from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules, geometry
+from aquiline.engine.model import Loading, from_modules, geometry
 from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
+from aquiline.spec.drafting import NoDraft
 from aquiline.types import Rows
 
 NEW_TOKENS = 128
@@ -41,7 +42,7 @@ def against_transformers(target: Path, prompt_ids: list[int], repeats: int) -> d
     llm = LLM(target, engine=EngineConfig(max_batch=1))
     models = {
         f"transformers {name}": AutoModelForCausalLM.from_pretrained(
-            target, dtype=dtype, attn_implementation="eager"
+            target, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         ).eval()
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     }
@@ -49,7 +50,7 @@ def against_transformers(target: Path, prompt_ids: list[int], repeats: int) -> d
     rates: dict[str, list[float]] = {"aquiline": [], **{name: [] for name in models}}
     sampling = SamplingParams(max_tokens=NEW_TOKENS + 1, ignore_eos=True)
     for _ in range(repeats + 1):  # the first round warms up
-        summary = llm.run([prompt_ids], sampling, spec=SpecConfig(drafter="none")).summary
+        summary = llm.run([prompt_ids], sampling, spec=NoDraft()).summary
         rates["aquiline"].append(summary.decode_tokens_per_s)
         for name, model in models.items():
             seconds = []
@@ -81,7 +82,7 @@ def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, fl
     for weight in decoder.parameters():
         weight.data = (torch.randn(weight.shape) * 0.02).to(torch.bfloat16)
     config = EngineConfig(max_batch=1)
-    models = from_modules(decoder, None, None, "bfloat16", config, Environment.read())
+    models = from_modules(decoder, None, None, Loading("bfloat16"), Environment.read())
     pages = RANDOM_TARGET.max_positions // config.page_size
     kv = models.new_target_kv(pages, config.page_size)
     kv.k.normal_()

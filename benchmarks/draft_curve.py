@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from aquiline.bench.datasets import load_questions
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.models.draft_config import read_draft_config
 from aquiline.models.files import resolve
 from aquiline.models.formats import head_rows, load_draft
+from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 from aquiline.train.batches import Assembler
 from aquiline.train.evaluate import HeldOut, Text
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    spec = SpecConfig(drafter="chain", num_spec_tokens=args.num_spec_tokens)
+    spec = Chain(args.num_spec_tokens)
     points: list[Point] = []
     written: dict[tuple[str, float], list[list[int]]] = {}
     for name, draft in args.drafts:

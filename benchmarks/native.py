@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from aquiline.ops import buffers, cpu, native, packed
+from aquiline.backends.cpu import buffers, calls, native, packed
 from aquiline.ops.quantise import QUANTISED
 from aquiline.types import (
     SAMPLING,
@@ -62,9 +62,9 @@ def read_bandwidth() -> float:
 def bench_linear(n: int, k: int, dtype: str) -> dict[str, dict[str, float]]:
     """GB/s, GFLOP/s and microseconds of one linear stored as `dtype`, weights from memory."""
     weight, quantised = torch.randn(n, k).to(storage_dtype(dtype)), dtype if dtype in QUANTISED else None
-    linears = [cpu.NativeLinear(weight, dtype=quantised)]
+    linears = [calls.NativeLinear(weight, dtype=quantised)]
     num_bytes = linears[0].num_bytes
-    linears += [cpu.NativeLinear(weight, dtype=quantised) for _ in range(max(1, CACHE_BYTES // num_bytes))]
+    linears += [calls.NativeLinear(weight, dtype=quantised) for _ in range(max(1, CACHE_BYTES // num_bytes))]
     results = {}
     for rows in ROW_COUNTS:
         x = np.random.default_rng(0).standard_normal((rows, k), np.float32)
@@ -131,7 +131,7 @@ def bench_forward(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of one forward of m tree rows at a context, medians of rounds over the row counts; what verifying
     costs is the ratio to one row."""
-    model = cpu.NativeModel(weights, arithmetic)
+    model = calls.NativeModel(weights, arithmetic)
     kv, table = new_kv(weights, context + 64)
     runs = {}
     for num in row_counts:
@@ -192,7 +192,7 @@ def bench_attention(context: int, arithmetic: str) -> dict[str, dict[str, float]
 
         code = native.BFLOAT16_DOT if arithmetic == "bfloat16" else native.FLOAT32
         arguments = (ctypes.byref(struct), q.ctypes.data, heads, 0.125, 0, None, code, out.ctypes.data)
-        attend = partial(cpu.library().attention, ctypes.byref(described))
+        attend = partial(calls.library().attention, ctypes.byref(described))
         seconds = quick_seconds([partial(attend, layer, *arguments) for layer in range(layers)])
         results[str(num)] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9}
         print(f"  m={num:3d}  {seconds * 1e6:8.1f} us  {num_bytes / seconds / 1e9:6.1f} GB/s of keys and values")
@@ -202,7 +202,7 @@ def bench_attention(context: int, arithmetic: str) -> dict[str, dict[str, float]
 def bench_head(vocab: int, hidden: int) -> dict[str, float]:
     """Microseconds of a draw and of a top-k from the head, one row."""
     weights = random_model(hidden, 1, hidden // 64, 1, 64, vocab)
-    model, state = cpu.NativeModel(weights), np.random.default_rng(0).standard_normal((1, hidden), np.float32)
+    model, state = calls.NativeModel(weights), np.random.default_rng(0).standard_normal((1, hidden), np.float32)
     index = np.zeros(1, np.int32)
 
     def sampling(temperature: float, top_p: float) -> RowSampling:
@@ -229,9 +229,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape of linear only")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    cpu.set_threads(args.threads)
-    cpu.select_isa(args.isa)
-    report: dict[str, object] = {"machine": platform.processor() or platform.machine(), **cpu.system()}
+    calls.set_threads(args.threads)
+    calls.select_isa(args.isa)
+    report: dict[str, object] = {"machine": platform.processor() or platform.machine(), **calls.system()}
     report["read_gb_s"] = read_bandwidth()
     print(f"{report}")
     shapes = [(2816, 1024, dtype) for dtype in ("bfloat16", "int8", "int4")]

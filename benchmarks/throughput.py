@@ -16,14 +16,15 @@ import time
 import numpy as np
 
 from aquiline.bench.prompts import read_prompts
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM
 from aquiline.metrics import RunSummary, repeated_share
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
 
 NEW_TOKENS = 128
 PROMPT_TOKENS = 192
-BASELINE = SpecConfig(drafter="none")
+BASELINE = NoDraft()
 
 
 def step_costs(llm: LLM, batches: list[int], nodes: int) -> dict[int, float]:
@@ -51,7 +52,7 @@ def step_costs(llm: LLM, batches: list[int], nodes: int) -> dict[int, float]:
 
 
 def measure(
-    llm: LLM, prompts: list[list[int]], specs: dict[str, SpecConfig], temperature: float, repeats: int
+    llm: LLM, prompts: list[list[int]], specs: dict[str, Drafting], temperature: float, repeats: int
 ) -> dict[str, list[RunSummary]]:
     """Alternated runs of every setting over one batch; the first round warms up."""
     sampling = [
@@ -80,9 +81,7 @@ def main() -> None:
     parser.add_argument("--arithmetic", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    specs = {"baseline": BASELINE} | {
-        f"chain K={k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in args.num_spec_tokens
-    }
+    specs = {"baseline": BASELINE} | {f"chain K={k}": Chain(k) for k in args.num_spec_tokens}
     table: list[dict[str, object]] = []
     for batch in args.batches:
         config = EngineConfig(max_batch=batch, prefix_cache=False, max_context=1024)

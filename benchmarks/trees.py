@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-
 from aquiline.spec.drafters import depths_of
+
 from aquiline.spec.tree import ancestor_masks
 
 NODES = (59, 127, 255)

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import lru_cache
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from tests import skips
 from torch import nn
 
+from aquiline.backends.cpu import calls
 from aquiline.config import EngineConfig, Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.ops import cpu
 from aquiline.types import storage_dtype
 
-# A busy machine must not fail a property by taking long, nor draw other examples than the last run did.
+# A busy machine must not fail a property by taking long. The default run draws the same examples every time; `make
+# nightly` draws others, which follow from the seed that it prints.
 hypothesis.settings.register_profile("aquiline", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=300, database=None, print_blob=True)
 hypothesis.settings.load_profile("aquiline")
 
 TINY = ModelConfig(
@@ -34,7 +37,9 @@ TINY_DRAFT = DraftConfig(
     model=dataclasses.replace(TINY, num_layers=1), draft_vocab_size=48, target_hidden_size=64, capture=TINY_CAPTURE
 )
 
-needs_native = pytest.mark.skipif(cpu.missing_reason() is not None, reason=f"native library: {cpu.missing_reason()}")
+needs_native = pytest.mark.skipif(
+    calls.missing_reason() is not None, reason=f"native library: {calls.missing_reason()}"
+)
 
 
 def init_random(module: nn.Module, seed: int, scale: float = 0.15) -> None:
@@ -65,12 +70,12 @@ def tiny_pair(seed: int = 0, config: ModelConfig = TINY, draft: DraftConfig = TI
 
 
 @lru_cache
-def tiny_models(dtype: str = "bfloat16", seed: int = 0, max_batch: int = 8, row_budget: int = 48) -> LoadedModels:
-    """A tiny pair in the runners this machine has."""
+def tiny_models(dtype: str = "bfloat16", seed: int = 0) -> LoadedModels:
+    """A tiny pair in the backend this machine has."""
     decoder, head = tiny_pair(seed)
     for module in (decoder, head):
         round_to(module, storage_dtype(dtype))
-    return from_modules(decoder, head, None, dtype, engine_config(max_batch, row_budget), Environment.read())
+    return from_modules(decoder, head, None, Loading(dtype), Environment.read())
 
 
 def engine_config(max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any) -> EngineConfig:
@@ -84,11 +89,37 @@ def tiny_llm(
     dtype: str = "bfloat16", max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any
 ) -> LLM:
     """An LLM over a tiny pair; settings are EngineConfig's."""
-    models = tiny_models(dtype, max_batch=max_batch, row_budget=row_budget)
-    return LLM.from_models(models, engine_config(max_batch, row_budget, page_size, **settings))
+    return LLM.from_models(tiny_models(dtype), engine_config(max_batch, row_budget, page_size, **settings))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread_per_worker() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
+
+
+@pytest.fixture(scope="session")
+def run_seed(pytestconfig: pytest.Config) -> int:
+    """What random traffic follows from: the seed of a nightly run, else 0."""
+    return int(pytestconfig.getoption("--hypothesis-seed") or 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail what is skipped for a reason that nobody listed."""
+    return skips.judged((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for modules."""
+    return skips.judged((yield))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was skipped and what would run it, and how to repeat a run of random examples."""
+    lines = skips.summary(terminalreporter.stats.get("skipped", []))
+    if seed := config.getoption("--hypothesis-seed"):
+        lines.append(f"examples of seed {seed}: make nightly SEED={seed}")
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -8,19 +8,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from aquiline.bench.intervals import spread
 from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.metrics import spread
+from aquiline.spec.drafting import Chain, NoDraft
 
 NEW_TOKENS, RUNS = 24, 3
 SETTINGS = {
-    "baseline": SpecConfig(drafter="none"),
-    "chain-2": SpecConfig(drafter="chain", num_spec_tokens=2),
-    "chain-3": SpecConfig(drafter="chain", num_spec_tokens=3),
+    "baseline": NoDraft(),
+    "chain-2": Chain(2),
+    "chain-3": Chain(3),
 }
 BASELINE, CHAIN = "baseline.json", "chain-3.json"
-NOTHING = {"mean": 0.0, "min": 0.0, "max": 0.0, "values": [0.0] * RUNS}
+NOTHING = spread([0.0] * RUNS)
 
 
 PROMPTS = ("import os\n\ndef main(path):\n", "class Node:\n    def __init__(self", "def test_add():\n", "import sys\n")

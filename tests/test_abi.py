@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import needs_native
 
-from aquiline.ops import native
+from aquiline.backends.cpu import native
 from aquiline.types import SAMPLING
 
 CSRC = Path(__file__).parents[1] / "csrc"

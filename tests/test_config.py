@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams, SpecConfig
+from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static, drafting
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -39,6 +40,25 @@ README = Path(__file__).resolve().parents[1] / "README.md"
         ({"stop": "text"}, "stop='text'"),
         ({"stop_token_ids": 5}, "stop_token_ids=5"),
         ({"stop": ("a", "")}, "stop=('a', '')"),
+        ({"stop": ["\ud800"]}, r"stop=('\ud800',)"),
+        ({"stop": [5]}, "stop=(5,)"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids=('a',)"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids=(1.5,)"),
+        ({"stop_token_ids": [True]}, "stop_token_ids=(True,)"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=(-1,)"),
+        ({"max_tokens": True}, "max_tokens=True"),
+        ({"max_tokens": None}, "max_tokens=None"),
+        ({"max_tokens": 5.0}, "max_tokens=5.0"),
+        ({"temperature": "1"}, "temperature='1'"),
+        ({"temperature": True}, "temperature=True"),
+        ({"ignore_eos": "no"}, "ignore_eos='no'"),
+        ({"ignore_eos": 0}, "ignore_eos=0"),
+        ({"seed": True}, "seed=True"),
+        ({"logprobs": True}, "logprobs=True"),
+        ({"top_k": 2.0}, "top_k=2.0"),
+        ({"logit_bias": [1]}, "logit_bias=[1]"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias={'3': 1.0}"),
+        ({"logit_bias": {3: "1"}}, "logit_bias={3: '1'}"),
     ],
 )
 def test_sampling_params_name_what_is_wrong(settings: dict[str, object], named: str) -> None:
@@ -50,15 +70,42 @@ def test_the_ends_of_every_range_are_accepted() -> None:
     forbidden = {7: float("-inf")}  # -inf forbids a token
     SamplingParams(max_tokens=1, top_k=2**31 - 1, top_p=1.0, min_p=1.0, seed=2**64 - 1, logit_bias=forbidden)
     SamplingParams(temperature=1e-5)
-    SpecConfig(drafter="dynamic", depth=MAX_DEPTH - 1, top_k=2, num_nodes=8)
-    SpecConfig(drafter="static", static_paths=tuple((0,) * d for d in range(1, MAX_DEPTH + 1)))
+    Dynamic(depth=MAX_DEPTH - 1, top_k=2, num_nodes=8)
+    Static(tuple((0,) * d for d in range(1, MAX_DEPTH + 1)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"drafter": "tree"},
+        {"drafter": ["chain"]},
+        {"num_spec_tokens": 2.5},
+        {"num_spec_tokens": True},
+        {"depth": 2.0},
+        {"top_k": "2"},
+        {"num_nodes": 6.0},
+        {"static_paths": ((0,), (0, 0.5))},
+        {"static_paths": ((0,), [0, 0])},
+    ],
+)
+def test_spec_config_names_what_is_of_another_kind(settings: dict[str, object]) -> None:
+    """Also a field that the drafter does not read: a setting that is wrong is never passed over."""
+    ((name, value),) = settings.items()
+    for drafter in ("none", "chain", "static", "dynamic"):
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be ")):
+            drafting(**{"drafter": drafter} | settings)  # type: ignore[arg-type]
+
+
+def test_lists_and_whole_numbers_stand_for_tuples_and_floats() -> None:
+    sampling = SamplingParams(stop=["a"], stop_token_ids=[3], temperature=1, logit_bias={3: 2})  # type: ignore[arg-type]
+    assert sampling == SamplingParams(stop=("a",), stop_token_ids=(3,), temperature=1.0, logit_bias={3: 2.0})
 
 
 def test_trees_deeper_than_the_static_buffers_are_refused() -> None:
     with pytest.raises(ValueError, match=f"depth={MAX_DEPTH}: "):
-        SpecConfig(drafter="dynamic", depth=MAX_DEPTH, top_k=2, num_nodes=8)  # few nodes, yet as many passes
+        Dynamic(depth=MAX_DEPTH, top_k=2, num_nodes=8)  # few nodes, yet as many passes
     with pytest.raises(ValueError, match="static_paths="):
-        SpecConfig(drafter="static", static_paths=tuple((0,) * d for d in range(1, MAX_DEPTH + 2)))
+        Static(tuple((0,) * d for d in range(1, MAX_DEPTH + 2)))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +119,17 @@ def test_trees_deeper_than_the_static_buffers_are_refused() -> None:
         {"cache_fraction": 1.0},
         {"max_context": 1},
         {"row_budget": 0},
+        {"max_batch": 2.5},
+        {"page_size": 16.0},
+        {"num_pages": True},
+        {"cache_fraction": "0.5"},
+        {"cache_fraction": True},
+        {"max_context": float("inf")},
+        {"max_context": 100.5},
+        {"row_budget": "256"},
+        {"prefix_cache": 1},
+        {"late_reads": "no"},
+        {"check": None},
     ],
 )
 def test_engine_config_names_what_is_wrong(settings: dict[str, object]) -> None:
@@ -81,7 +139,8 @@ def test_engine_config_names_what_is_wrong(settings: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("AQUILINE_ISA", "sse"), ("AQUILINE_THREADS", "0"), ("AQUILINE_THREADS", "x")]
+    ("name", "value"),
+    [("AQUILINE_ISA", "sse"), ("AQUILINE_THREADS", "0"), ("AQUILINE_THREADS", "x"), ("AQUILINE_THREADS", "²")],
 )
 def test_environment_names_what_is_wrong(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
@@ -92,24 +151,24 @@ def test_environment_names_what_is_wrong(name: str, value: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("spec", "nodes", "depth", "rows"),
     [
-        (SpecConfig(drafter="none"), 1, 0, 0),
-        (SpecConfig(drafter="chain", num_spec_tokens=4), 5, 4, 3),
-        (SpecConfig(drafter="dynamic", depth=5, top_k=10, num_nodes=60), 60, 6, 50),
-        (SpecConfig(drafter="dynamic", depth=5, top_k=2, num_nodes=3), 3, 2, 10),
-        (SpecConfig(drafter="static", static_paths=((0,), (1,), (0, 0), (0, 0, 0))), 5, 3, 2),
+        (NoDraft(), 1, 0, 0),
+        (Chain(4), 5, 4, 3),
+        (Dynamic(depth=5, top_k=10, num_nodes=60), 60, 6, 50),
+        (Dynamic(depth=5, top_k=2, num_nodes=3), 3, 2, 10),
+        (Static(((0,), (1,), (0, 0), (0, 0, 0))), 5, 3, 2),
     ],
 )
-def test_sizes_that_buffers_are_made_for(spec: SpecConfig, nodes: int, depth: int, rows: int) -> None:
+def test_sizes_that_buffers_are_made_for(spec: Drafting, nodes: int, depth: int, rows: int) -> None:
     assert (spec.max_nodes, spec.max_depth, spec.draft_rows) == (nodes, depth, rows)
 
 
 def test_the_readmes_table_says_what_spec_config_has() -> None:
     rows = re.findall(r"^\|([^|]*)\| `(\w+)` \|([^|]*)\|", README.read_text(encoding="utf-8"), re.MULTILINE)
     table = {name: (flag.strip(" `"), default.strip()) for flag, name, default in rows}
-    assert list(table) == [f.name for f in fields(SpecConfig)]
+    assert list(table) == [f.name for f in fields(Drafting)]
     flags = {"drafter": "--drafter", "top_k": "--draft-top-k", "static_paths": ""}
-    for f in fields(SpecConfig):
+    for f in fields(Drafting):
         flag, default = table[f.name]
         assert flag == flags.get(f.name, f"--{f.name.replace('_', '-')}")
         if isinstance(f.default, int):
-            assert default == str(f.default), f"README says {f.name} is {default}, SpecConfig {f.default}"
+            assert default == str(f.default), f"README says {f.name} is {default}, Drafting {f.default}"

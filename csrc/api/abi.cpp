@@ -1,8 +1,9 @@
-// What a caller compares its mirror of aquiline.h with before it calls anything else.
+// What a caller compares its mirror of aquiline.h and stages.h with before it calls anything else.
 #include <string.h>
 
 #include "aquiline.h"
 #include "formats/formats.h"
+#include "stages/stages.h"
 
 int64_t aq_abi(const char* name) {
   if (name == nullptr) return AQ_ABI;
@@ -14,8 +15,9 @@ int64_t aq_abi(const char* name) {
     const char* name;
     size_t size;
   } structs[] = {
-      AQ_SIZE(AqLinear), AQ_SIZE(AqAttention), AQ_SIZE(AqMlp),    AQ_SIZE(AqLayer), AQ_SIZE(AqModel), AQ_SIZE(AqKV),
-      AQ_SIZE(AqRows),   AQ_SIZE(AqSampling),  AQ_SIZE(AqFusion), AQ_SIZE(AqSlots), AQ_SIZE(AqCycle),
+      AQ_SIZE(AqLinear), AQ_SIZE(AqAttention),   AQ_SIZE(AqMlp),   AQ_SIZE(AqLayer),
+      AQ_SIZE(AqModel),  AQ_SIZE(AqKV),          AQ_SIZE(AqRows),  AQ_SIZE(AqSampling),
+      AQ_SIZE(AqFusion), AQ_SIZE(AqBatchConfig), AQ_SIZE(AqAdmit), AQ_SIZE(AqShape),
   };
 #undef AQ_SIZE
   for (const auto& entry : structs)

@@ -1,4 +1,5 @@
 // The C interface: validates, chooses the kernels, owns scratch memory, and hands jobs to the pool.
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -73,6 +74,8 @@ class Buffer {
 
 // One call at a time: the pool and the scratch are shared. Never destroyed, like the pool.
 struct Engine {
+  Engine();
+
   std::mutex mutex;
   const Isa* isa = best_isa();
   std::vector<Tile> tiles;
@@ -83,6 +86,16 @@ struct Engine {
 Engine& engine() {
   static Engine* const e = new Engine;
   return *e;
+}
+
+// A fork waits until no thread is in a call: a child that inherits the lock from a thread that it does not have would
+// wait for ever, and its scratch and workers would be half way through that call.
+Engine::Engine() {
+  pthread_atfork([] { engine().mutex.lock(); }, [] { engine().mutex.unlock(); },
+                 [] {
+                   forget_workers();
+                   engine().mutex.unlock();
+                 });
 }
 
 const Kernels& kernels() { return *engine().isa->kernels; }

@@ -1,4 +1,4 @@
-// The C interface of the native CPU library. Plain structs of raw pointers, mirrored by ops/native.py.
+// The C interface of the native CPU library. Plain structs of raw pointers, mirrored by backends/cpu/native.py.
 //
 // Every function returns 0, or -1 after setting aq_last_error(): a null or misaligned pointer, a shape, dtype or
 // index out of range. Nothing is read or written in that case. All arrays are C-contiguous.
@@ -16,9 +16,9 @@
 extern "C" {
 #endif
 
-// Changes with every struct and signature: ops/native.py computes it from its mirror of them, and tests/test_abi.py
-// says what it should be.
-#define AQ_ABI 0xdde3700cu
+// Changes with every struct and signature, those of stages/stages.h too: backends/cpu/native.py computes it from its
+// mirror of them, and tests/test_abi.py says what it should be.
+#define AQ_ABI 0x76f84a09u
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -84,7 +84,8 @@ typedef struct {
 } AqSampling;
 
 const char* aq_last_error(void);
-// What the library was built as. NULL: AQ_ABI; the name of a struct of this file: its size; -1 for another name.
+// What the library was built as. NULL: AQ_ABI; the name of a struct of this file or stages.h: its size; -1 for another
+// name.
 int64_t aq_abi(const char* name);
 const char* aq_format_name(int32_t code);    // of a storage format (formats/); NULL where no format has that code
 const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
@@ -149,46 +150,9 @@ typedef struct {
 } AqFusion;
 int aq_fuse(const AqFusion*, const float* features, int32_t rows, float* g);  // [rows, fc.k] to [rows, fc.n]
 
-// The running batch's state per slot, which cycles read and advance: engine/slots.py.
-typedef struct {
-  int32_t *tokens, *positions;  // [num_slots]: the root
-  const int32_t* first_draft_key;  // [num_slots]
-  int32_t *num_carried, *carried_tokens;  // [num_slots], [num_slots, max_carry]
-  float *carried, *page_features;  // [num_slots, max_carry, width], [pages, width]
-  const AqSampling* settings;  // [num_slots], positions apart
-  int32_t num_slots, max_carry, width;
-} AqSlots;
-
-// All that a cycle works on. rows and draft_rows are buffers of max_rows rows, as are hidden, features and
-// draft_hidden; without a draft those of the draft are NULL.
-typedef struct {
-  const AqModel *target, *draft;
-  const AqKV *target_kv, *draft_kv;
-  const AqRows *rows, *draft_rows;
-  float *hidden, *features, *draft_hidden;
-  const int32_t* d2t;
-  AqFusion fusion;
-  AqSlots slots;
-  int32_t max_rows, norm_feedback;
-} AqCycle;
-
-// One decode cycle of n slots: drafts chains of `depth` tokens (0: none), each drawn as the target's will be, verifies
-// them in one forward, draws at every row, keeps what was drawn, and moves the slots to their next roots; hidden and
-// features keep the verified rows. stages [5]: the seconds of draft, binding, verify, draw and accept, and keep. out [1
-// + n * (4 + depth)]: the number of draft rows, then of each slot the position of its root, how many drafts were
-// accepted, the bonus, and the tokens of root and chain. A call that fails leaves the slots as they were.
-int aq_cycle(const AqCycle*, const int32_t* slots, int32_t n, int32_t depth, int32_t* out, double* stages);
-
 // Copies keys and values of every layer from KV index src[i] to dst[i] of slot slots[i], in order.
 int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots, const int32_t* src,
                const int32_t* dst, int32_t count);
-
-// Follows the drawn tokens down the tree of each slot, whose rows are offsets[b] .. offsets[b + 1] - 1; parents [R] are
-// slot-local and stand before their children, siblings differ. num_accepted [B]; path [B, max_depth + 1]: slot-local
-// nodes, 0 past the end; kept [B, max_depth + 1]: the accepted tokens, the bonus, then -1. Levels past max_depth are
-// not entered.
-int aq_accept(const int32_t* tokens, const int32_t* drawn, const int32_t* parents, const int32_t* offsets,
-              int32_t num_slots, int32_t max_depth, int32_t* num_accepted, int32_t* path, int32_t* kept);
 
 #ifdef __cplusplus
 }

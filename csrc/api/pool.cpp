@@ -1,7 +1,5 @@
 #include "pool.h"
 
-#include <pthread.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -123,17 +121,10 @@ class Pool {
 
 // Never destroyed at exit: a worker may be inside a wait, and joining it from a static destructor can deadlock.
 Pool* pool = nullptr;
-
-// A forked child has no worker threads: it abandons the parent's pool and computes alone until set_threads.
-void forget_pool_in_child() {
-  if (pool != nullptr) pool = new Pool(1);
-}
+int wanted = 1;
 
 Pool& get() {
-  if (pool == nullptr) {
-    pool = new Pool(1);
-    pthread_atfork(nullptr, nullptr, forget_pool_in_child);
-  }
+  if (pool == nullptr) pool = new Pool(wanted);
   return *pool;
 }
 
@@ -144,11 +135,14 @@ void Worker::barrier() const { pool->barrier(); }
 void run(void (*fn)(const Worker&, const void*), const void* argument) { get().run(fn, argument); }
 
 void set_threads(int threads) {
-  if (threads == get().threads()) return;
+  if (threads == wanted) return;
   delete pool;
-  pool = new Pool(threads);
+  pool = nullptr;
+  wanted = threads;
 }
 
-int num_threads() { return get().threads(); }
+int num_threads() { return wanted; }
+
+void forget_workers() { pool = nullptr; }
 
 }  // namespace aq

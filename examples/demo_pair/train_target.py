@@ -77,7 +77,11 @@ def main() -> None:
         _muon._zeropower_via_newtonschulz = newton_schulz_float32
     torch.manual_seed(0)
     train, held_out = (np.memmap(args.corpus / f"{s}.bin", dtype=np.uint16, mode="r") for s in ("train", "held_out"))
-    model = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32) if args.init else new_model()
+    model = (
+        LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32, trust_remote_code=False)
+        if args.init
+        else new_model()
+    )
     model.to(DEVICE).train()
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -95,7 +99,7 @@ def main() -> None:
 
     def save() -> None:
         model.save_pretrained(args.out)
-        saved = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16)
+        saved = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16, trust_remote_code=False)
         saved.save_pretrained(args.out)
         (args.out / "tokenizer.json").write_bytes(args.tokenizer.read_bytes())
 

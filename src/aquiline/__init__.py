@@ -1,4 +1,5 @@
-"""aquiline: EAGLE-3 speculative decoding, exact and fast.
+"""aquiline: EAGLE-3 speculative decoding, exact and fast.from aquiline.spec.drafting import Drafting
+
 
 The names below load on first use, so that `aquiline --help` does not wait for torch.
 """
@@ -9,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+    from aquiline.config import EngineConfig, SamplingParams
     from aquiline.engine.async_llm import AsyncLLM
     from aquiline.engine.llm import LLM, Output
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "Output", "SamplingParams", "SpecConfig", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Drafting", "EngineConfig", "Output", "SamplingParams", "__version__"]
 
 _HOMES = {
     "AsyncLLM": "aquiline.engine.async_llm",
@@ -22,7 +23,7 @@ _HOMES = {
     "Output": "aquiline.engine.llm",
     "EngineConfig": "aquiline.config",
     "SamplingParams": "aquiline.config",
-    "SpecConfig": "aquiline.config",
+    "Drafting": "aquiline.config",
 }
 
 

@@ -12,12 +12,20 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
 
 STAGES = ("draft", "masks", "verify", "accept", "commit", "host")
+"""Where the time of a step goes: drafting; filling the rows of the verify pass; the target's forward; drawing tokens
+and choosing paths; making slots ready for the next step; everything else, which is the host's."""
+
+PARTS = (
+    "target_attention", "target_mlp", "target_head", "draft_attention", "draft_mlp", "draft_head", "draft_fusion",
+)  # fmt: skip
+"""What stages consist of: attention (from the input norm to the output projection), MLP (to the end of the layer) and
+head (final norm, logits, what is drawn or chosen) of either model, and the fusion of features for the draft."""
 
 
 @dataclass
@@ -57,6 +65,13 @@ class Counters:
         self.accepted_at.extend([0] * (width - len(self.accepted_at)))
         for position, count in enumerate(other.accepted_at):
             self.accepted_at[position] += count
+
+    def minus(self, earlier: Counters) -> Counters:
+        """What was counted since `earlier`, a copy of the same counters."""
+        names = [f.name for f in fields(self) if f.name != "accepted_at"]
+        values = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        before = earlier.accepted_at + [0] * (len(self.accepted_at) - len(earlier.accepted_at))
+        return Counters(**values, accepted_at=[now - then for now, then in zip(self.accepted_at, before, strict=True)])
 
     @property
     def tau(self) -> float:
@@ -107,10 +122,7 @@ class SlotCounters:
     """How many of the batch's slots decoded, summed over decode steps. A slot that does not is disabled: for want of a
     request (finished), or for any other reason, which must not happen; prefilling ones are counted apart."""
 
-    num_steps: int = 0
-    active: int = 0
-    active_min: int = 0
-    active_max: int = 0
+    steps_by_active: dict[int, int] = field(default_factory=dict)  # decode steps by how many slots decoded
     prefilling: int = 0
     disabled_finished: int = 0
     disabled_other: int = 0
@@ -119,20 +131,50 @@ class SlotCounters:
 
     def add(self, num_slots: int, active: int, prefilling: int, empty: int, verify_rows: int, draft_rows: int) -> None:
         """Record one decode step."""
-        self.active_min = min(active, self.active_min) if self.num_steps else active
-        self.active_max = max(active, self.active_max)
-        self.num_steps += 1
-        self.active += active
+        self.steps_by_active[active] = self.steps_by_active.get(active, 0) + 1
         self.prefilling += prefilling
         self.disabled_finished += empty
         self.disabled_other += num_slots - active - prefilling - empty
         self.num_verify_rows += verify_rows
         self.num_draft_rows += draft_rows
 
+    def minus(self, earlier: SlotCounters) -> SlotCounters:
+        """What was counted since `earlier`, a copy of the same counters."""
+        names = [f.name for f in fields(self) if f.name != "steps_by_active"]
+        values = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        steps = {n: count - earlier.steps_by_active.get(n, 0) for n, count in self.steps_by_active.items()}
+        return SlotCounters(steps_by_active={n: count for n, count in steps.items() if count}, **values)
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps."""
+        return sum(self.steps_by_active.values())
+
+    @property
+    def active(self) -> int:
+        """Slots that decoded, summed over steps."""
+        return sum(n * count for n, count in self.steps_by_active.items())
+
+    @property
+    def active_min(self) -> int:
+        """Fewest slots that decoded in a step."""
+        return min(self.steps_by_active, default=0)
+
+    @property
+    def active_max(self) -> int:
+        """Most slots that decoded in a step."""
+        return max(self.steps_by_active, default=0)
+
     @property
     def active_avg(self) -> float:
         """Mean slots that decoded per decode step."""
         return self.active / self.num_steps if self.num_steps else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """The `slots` object of a JSON result."""
+        names = ("num_steps", "active", "active_min", "active_max", "prefilling", "disabled_finished", "disabled_other")
+        more = ("num_verify_rows", "num_draft_rows", "active_avg")
+        return {name: getattr(self, name) for name in (*names, *more)}
 
 
 class Lap(NamedTuple):
@@ -143,13 +185,31 @@ class Lap(NamedTuple):
     seconds: float
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What a Meter had counted at one moment."""
+
+    counters: Counters
+    slots: SlotCounters
+    stage_s: dict[str, float]
+    part_s: dict[str, float]
+    numbers: dict[str, float]
+    at_s: float
+
+
 class Meter:
-    """Times the stages of each step and counts its forwards; `counters` sums the requests that have finished."""
+    """Times the stages of each step and counts its forwards, from the engine's start on; `counters` sums the requests
+    that have ended. Nobody resets it: a run takes the difference between two moments."""
+
+    _NUMBERS = (
+        "prefill_s", "decode_s", "num_target_forwards", "num_decode_steps", "num_prefill_tokens", "num_preemptions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.slots = SlotCounters()
         self.stage_s = dict.fromkeys(STAGES, 0.0)
+        self.part_s = dict.fromkeys(PARTS, 0.0)
         self.prefill_s = 0.0
         self.decode_s = 0.0
         self.num_target_forwards = 0
@@ -157,57 +217,69 @@ class Meter:
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
         self.laps: list[Lap] | None = None  # every lap, where somebody wants a trace
-        self.began_s = self._last = time.perf_counter()
-        self._laps = dict.fromkeys(STAGES, 0.0)
+        self._last = time.perf_counter()
+        self._share = 1.0  # of the last step that was decoding
 
     def begin(self) -> None:
-        """A step begins."""
+        """The engine begins a step; what was before it is nobody's time."""
         self._last = time.perf_counter()
-        self._laps = dict.fromkeys(STAGES, 0.0)
 
-    def lap(self, stage: str) -> None:
-        """The time since the last call belongs to this stage."""
-        now = time.perf_counter()
-        self._laps[stage] += now - self._last
-        if self.laps is not None:
-            self.laps.append(Lap(stage, self._last, now - self._last))
-        self._last = now
-
-    def split(self, seconds: list[float]) -> None:
-        """The time since the last call went to the first of STAGES, so many seconds each, and what is left to the
-        host."""
-        for stage, each in zip(STAGES, seconds, strict=False):
-            self._laps[stage] += each
-            if self.laps is not None:
-                self.laps.append(Lap(stage, self._last, each))
-            self._last += each
-        self.lap("host")
-
-    def end(self, num_decode_rows: int, num_chunk_rows: int) -> None:
-        """A step ends, in which so many rows decoded and so many prefilled."""
+    def add_step(
+        self, seconds: dict[str, float], parts: dict[str, float], num_decode_rows: int, num_chunk_rows: int
+    ) -> None:
+        """A step was read, in which so many rows decoded and so many prefilled. seconds: its stages, as the backend
+        timed them; the rest of the time since the last call is the host's."""
         self.num_target_forwards += 1
         self.num_prefill_tokens += num_chunk_rows
         self.num_decode_steps += num_decode_rows > 0
-        share = num_decode_rows / (num_decode_rows + num_chunk_rows)
-        for stage, seconds in self._laps.items():
-            self.stage_s[stage] += seconds * share
-            self.decode_s += seconds * share
-            self.prefill_s += seconds * (1 - share)
+        self._share = num_decode_rows / (num_decode_rows + num_chunk_rows)
+        now = time.perf_counter()
+        host = max(0.0, now - self._last - sum(seconds.values()))
+        for stage, each in (*seconds.items(), ("host", host)):
+            self._lap(stage, each)
+        self._last = now
+        for part, each in parts.items():
+            self.part_s[part] += each * self._share
 
-    def summary(self) -> RunSummary:
-        """The run so far."""
+    def end_step(self) -> None:
+        """The engine ends a step."""
+        now = time.perf_counter()
+        self._lap("host", now - self._last)
+        self._last = now
+
+    def _lap(self, stage: str, seconds: float) -> None:
+        if self.laps is not None:
+            began = self.laps[-1].began_s + self.laps[-1].seconds if self.laps else self._last
+            self.laps.append(Lap(stage, max(began, self._last), seconds))
+        self.stage_s[stage] += seconds * self._share
+        self.decode_s += seconds * self._share
+        self.prefill_s += seconds * (1 - self._share)
+
+    def mark(self) -> Mark:
+        """This moment, to count from."""
+        return Mark(
+            counters=self.counters.minus(Counters()), slots=self.slots.minus(SlotCounters()),
+            stage_s=dict(self.stage_s), part_s=dict(self.part_s),
+            numbers={name: getattr(self, name) for name in self._NUMBERS}, at_s=time.perf_counter(),
+        )  # fmt: skip
+
+    def since(self, mark: Mark) -> RunSummary:
+        """What was counted since a moment."""
+        numbers = {name: getattr(self, name) - mark.numbers[name] for name in self._NUMBERS}
         return RunSummary(
-            counters=self.counters, slots=self.slots, prefill_ms=self.prefill_s * 1e3, decode_ms=self.decode_s * 1e3,
-            wall_ms=(time.perf_counter() - self.began_s) * 1e3, num_target_forwards=self.num_target_forwards,
-            num_decode_steps=self.num_decode_steps, num_prefill_tokens=self.num_prefill_tokens,
-            num_preemptions=self.num_preemptions,
-            stage_ms={name: seconds * 1e3 for name, seconds in self.stage_s.items()},
+            counters=self.counters.minus(mark.counters), slots=self.slots.minus(mark.slots),
+            prefill_ms=numbers["prefill_s"] * 1e3, decode_ms=numbers["decode_s"] * 1e3,
+            wall_ms=(time.perf_counter() - mark.at_s) * 1e3, num_target_forwards=int(numbers["num_target_forwards"]),
+            num_decode_steps=int(numbers["num_decode_steps"]), num_prefill_tokens=int(numbers["num_prefill_tokens"]),
+            num_preemptions=int(numbers["num_preemptions"]),
+            stage_ms={name: (self.stage_s[name] - mark.stage_s[name]) * 1e3 for name in STAGES},
+            part_ms={name: (self.part_s[name] - mark.part_s[name]) * 1e3 for name in PARTS},
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run's figures; results and benchmarks read nothing else. stage_ms are those of decode steps."""
+    """One run's figures; results and benchmarks read nothing else. stage_ms and part_ms are those of decode steps."""
 
     counters: Counters
     slots: SlotCounters
@@ -219,6 +291,7 @@ class RunSummary:
     num_prefill_tokens: int
     num_preemptions: int
     stage_ms: dict[str, float]
+    part_ms: dict[str, float]
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -259,7 +332,7 @@ class RunSummary:
             "num_decode_steps": self.num_decode_steps,
             "num_prefill_tokens": self.num_prefill_tokens,
             "num_preemptions": self.num_preemptions,
-            "slots": asdict(self.slots) | {"active_avg": self.slots.active_avg},
+            "slots": self.slots.as_dict(),
             "stage_ms": self.stage_ms,
             "peak_memory_bytes": peak_memory_bytes(),
         }
@@ -274,11 +347,6 @@ def repeated_share(token_ids: list[int], n: int = 8) -> float:
     """Share of n-grams that stood earlier in the same text: a small model's loops, which flatter every drafter."""
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def spread(values: list[float]) -> dict[str, object]:
-    """How results state a quantity that was measured several times."""
-    return {"mean": mean(values), "min": min(values), "max": max(values), "values": values}
 
 
 def mean(values: list[float]) -> float:

@@ -106,7 +106,7 @@ class ModelWeights:
     norm_before_residual: bool = False  # draft only: the residual is the normed input
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVGroup:
     """The storage of one model's keys and values, in pages.
 
@@ -192,6 +192,16 @@ class Logprobs:
     top: TopK
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One token's log-probability and rank (1 is the most probable), and the best ids at its place, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
 @dataclass(frozen=True, eq=False)
 class AcceptResult:
     """What a step decided for each of B slots.
@@ -215,10 +225,3 @@ def storage_dtype(name: str) -> torch.dtype:
     if name not in dtypes:
         raise ValueError(f"dtype={name!r}: must be one of {', '.join(dtypes)}")
     return dtypes[name]
-
-
-def kv_dtype(name: str) -> torch.dtype:
-    """The torch dtype of keys and values under a `dtype` setting: float32 beside float32 weights, else bfloat16.
-
-    Keys are bfloat16 beside float16 weights too: a key has no bound that float16's 65504 would be sure to hold."""
-    return torch.float32 if storage_dtype(name) == torch.float32 else torch.bfloat16

@@ -10,14 +10,16 @@ from html.parser import HTMLParser
 import pytest
 from tests.conftest import tiny_llm
 
+from aquiline.bench.intervals import spread
 from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft
 
 SETTINGS = {
-    "baseline": SpecConfig(drafter="none"),
-    "chain-2": SpecConfig(drafter="chain", num_spec_tokens=2),
-    "chain-3": SpecConfig(drafter="chain", num_spec_tokens=3),
-    "tree": SpecConfig(drafter="dynamic"),
+    "baseline": NoDraft(),
+    "chain-2": Chain(2),
+    "chain-3": Chain(3),
+    "tree": Dynamic(),
 }
 Results = dict[str, Result]
 THROUGHPUT, SPEEDUP, ACCEPTANCE, STAGES, LATENCY, FACTS = range(6)
@@ -102,7 +104,6 @@ class Page(HTMLParser):
 def peer_of(result: Result, engine: str = "llama.cpp", share: float = 0.5) -> Result:
     """The same work by another engine, so much slower."""
     peer = copy.deepcopy(result)
-    spread = peer["throughput_tokens_per_sec"]
-    spread["values"] = [share * value for value in spread["values"]]
-    peer["throughput_tokens_per_sec"] |= {name: share * spread[name] for name in ("mean", "min", "max")}
+    values = result["throughput_tokens_per_sec"]["values"]
+    peer["throughput_tokens_per_sec"] = spread([share * value for value in values])
     return peer | {"engine": engine, "stage_ms": {}, "system": {n: result["system"][n] for n in ("cpu", "threads")}}

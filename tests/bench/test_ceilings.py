@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from aquiline.backends.cpu import calls, packed
 from aquiline.bench import ceilings, measure
 from aquiline.bench.ceilings import Choice, ceilings_of
 from aquiline.bench.device import DATASHEETS, Ceilings, datasheet_ceilings
 from aquiline.bench.measure import Machine, best_of, last_level_cache, measure_ceilings, this_machine
 from aquiline.config import cache_directory
-from aquiline.ops import cpu, packed
 
 STAGES = ["read-only stream", "copy", "float32 GEMM"]
-HAS_DOT = cpu.missing_reason() is None and packed.has_bf16_dot()
+HAS_DOT = calls.missing_reason() is None and packed.has_bf16_dot()
 KNOWN: dict[str, Any] = {
     "date": "2026-01-31", "load": 0.0, "read": {"per_s": 5e10, "by": "a"}, "copy": {"per_s": 4e10, "by": "b"},
     "float32": {"per_s": 2e11, "by": "c"}, "bfloat16": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.bench.published import (
     GPT_OSS_20B,
     GPT_OSS_120B,
@@ -21,6 +24,7 @@ from tests.bench.published import (
 )
 from tests.checkpoints import SMALL, write_draft, write_target
 from tests.conftest import TINY, TINY_DRAFT, tiny_pair
+from tests.json_values import ANY_JSON
 
 from aquiline.bench.configs import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.bench.shapes import Matrix, Storage, precision_of
@@ -250,6 +254,29 @@ def test_a_file_will_do(tmp_path: Path) -> None:
 def test_what_cannot_be_counted_is_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, ValueError), match=named):
         read_shape(write_config(tmp_path, LLAMA_8B | change))
+
+
+SHAPE_FIELDS = (
+    "text_config", "model_type", "kv_lora_rank", "num_hidden_layers", "num_local_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "layer_types",
+    "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers", "torch_dtype",
+    "quantization_config", "attention_bias", "mlp_bias", "tie_word_embeddings", "max_position_embeddings",
+    "transformer_layer_config", "eagle_config", "draft_vocab_size", "norm_before_fc", "n_shared_experts",
+)  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(fields=st.dictionaries(st.sampled_from(SHAPE_FIELDS), ANY_JSON, min_size=1, max_size=3))
+@example({"num_hidden_layers": 2**31 - 1})
+@example({"quantization_config": {"quant_method": "awq", "bits": True}})
+@example({"num_local_experts": "8"})
+@example({"eagle_config": [1]})
+def test_any_fields_are_counted_or_refused(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any]) -> None:
+    target = read_shape(write_config(tmp_path_factory.getbasetemp() / "plain", LLAMA_8B))
+    place = write_config(tmp_path_factory.getbasetemp() / "any", LLAMA_8B | {"num_hidden_layers": 1} | fields)
+    for read in (read_shape, lambda file: read_draft_shape(file, target)):
+        with contextlib.suppress(CheckpointError, ValueError):  # a dtype is a setting too
+            read(place)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from aquiline.bench.eval_figures import tables
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, settings_of
 from aquiline.bench.eval_report import EvalFacts, as_document, as_markdown, model_facts, notes
 from aquiline.bench.evaluate import Evaluation
-from aquiline.config import EngineConfig, SpecConfig
+from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.errors import ResultError
+from aquiline.spec.drafting import Chain, drafting
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.questions import Question
@@ -35,7 +36,7 @@ PLAN = EvalPlan(SETTINGS, lengths=(6, 12), temperatures=(0.0, 0.9), repeats=2)
 
 
 def tiny(config: EngineConfig | None = None, **replaced: Any) -> LLM:
-    loaded: LoadedModels = dataclasses.replace(tiny_models(max_batch=1), tokenizer=LETTERS, **replaced)
+    loaded: LoadedModels = dataclasses.replace(tiny_models(), tokenizer=LETTERS, **replaced)
     return LLM.from_models(loaded, config or engine_config(1))
 
 
@@ -200,8 +201,8 @@ def test_texts_of_one_token_have_no_speed() -> None:
         ({"lengths": ()}, "lengths="), ({"lengths": (6, 6)}, r"lengths=\[6, 6\]: give each value once"),
         ({"lengths": (50, 1)}, "lengths=1: must be at least 2"), ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"temperatures": (0.0, 0.0)}, "temperatures="), ({"repeats": 0}, "repeats=0"), ({"seed": -1}, "seed=-1"),
-        ({"settings": {"chain": SpecConfig()}}, r"settings=\['chain'\]: needs the baseline first"),
-        ({"settings": {"baseline": SpecConfig("none")}}, "at least one that drafts"),
+        ({"settings": {"chain": Chain()}}, r"settings=\['chain'\]: needs the baseline first"),
+        ({"settings": {"baseline": drafting("none")}}, "at least one that drafts"),
     ],
     ids=str,
 )  # fmt: skip
@@ -212,11 +213,11 @@ def test_plans_that_cannot_be(changed: dict[str, Any], named: str) -> None:
 
 def test_settings_by_name() -> None:
     assert list(settings_of()) == ["baseline", "chain-3", "tree-2x2x6"]
-    assert settings_of()["tree-2x2x6"] == SpecConfig("dynamic")
+    assert settings_of()["tree-2x2x6"] == drafting("dynamic")
     assert list(settings_of((5, 1))) == ["baseline", "chain-5", "chain-1"]
     assert settings_of((), ("4x8x32", "static")) == {
-        "baseline": SpecConfig("none"), "tree-4x8x32": SpecConfig("dynamic", depth=4, top_k=8, num_nodes=32),
-        "tree-static": SpecConfig("static"),
+        "baseline": drafting("none"), "tree-4x8x32": Chain("dynamic", depth=4, top_k=8, num_nodes=32),
+        "tree-static": drafting("static"),
     }  # fmt: skip
 
 

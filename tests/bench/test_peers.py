@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_target
 from transformers import AutoModelForCausalLM
 
 from aquiline.bench.integrity import differences, problems
-from aquiline.bench.peers.base import ALL_PEERS, KINDS, PeerOutput, PeerRun, PeerSpec, Place, parse_peer, require
+from aquiline.bench.peers.base import (
+    ALL_PEERS,
+    KINDS,
+    Ngram,
+    PeerOutput,
+    PeerRun,
+    PeerSpec,
+    Place,
+    parse_peer,
+    parse_peers,
+    require,
+)
+from aquiline.bench.peers.check import check, unlike
 from aquiline.bench.peers.results import PeerModel, agreement, result_of
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.result import Scenario
+from aquiline.config import EngineConfig
+from aquiline.engine.llm import LLM
 from aquiline.models.load import read_model_config, target_entries
 
 PROMPTS = [[5, 9, 33, 7, 12, 80, 80, 41], [11, 3, 150, 6, 77, 20, 9, 2]]
@@ -36,7 +52,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
     """The argmax continuation, one whole forward per token."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False)
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -49,18 +65,28 @@ def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
     [
         ("transformers", PeerSpec("transformers")),
         ("transformers:bf16:lookup", PeerSpec("transformers", "bfloat16", lookup=4)),
+        ("openvino:sdpa:samekv", PeerSpec("openvino", flags=("sdpa", "samekv"))),
+        (
+            "llamacpp:ngram-simple=3x8:noflash",
+            PeerSpec("llamacpp", ngram=Ngram("ngram-simple", 3, 8), flags=("noflash",)),
+        ),
+        ("llamacpp:ngram-cache", PeerSpec("llamacpp", ngram=Ngram("ngram-cache"))),
+        ("llamacpp:server", PeerSpec("llamacpp", flags=("server",))),
         ("transformers:eager:f32", PeerSpec("transformers", "float32", flags=("eager",))),
         ("openvino:int8", PeerSpec("openvino", "int8")),
         ("openvino:eagle=5:bfloat16", PeerSpec("openvino", "bfloat16", eagle=5)),
         ("openvino:/some/DIR:sdpa", PeerSpec("openvino", flags=("sdpa",), where="/some/DIR")),
-        ("llamacpp:eagle=2:flash", PeerSpec("llamacpp", eagle=2, flags=("flash",))),
-        ("llamacpp:q8_0:lookup=8:flash", PeerSpec("llamacpp", "int8", lookup=8, flags=("flash",))),
+        ("llamacpp:eagle=2:noflash", PeerSpec("llamacpp", eagle=2, flags=("noflash",))),
+        ("llamacpp:q8_0:noflash", PeerSpec("llamacpp", "int8", flags=("noflash",))),
         ("openai:http://h:8000/v1#a/b", PeerSpec("openai", where="http://h:8000/v1#a/b")),
     ],
 )
 def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> None:
     assert parse_peer(text) == expected
-    assert parse_peer(text).is_speculative == (expected.lookup is not None or expected.eagle is not None)
+    drafts = any(option in text for option in ("lookup", "eagle", "ngram"))
+    assert parse_peer(text).is_speculative == drafts
+    assert not parse_peer(text).plain.is_speculative and parse_peer(text).plain.dtype == "float32"
+    assert parse_peer(text).is_served == (expected.kind == "openai" or "server" in text or ("llama" in text and drafts))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +98,13 @@ def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> N
         ("transformers:eagle", "unknown option 'eagle'; transformers has float32"),
         ("llamacpp:sdpa", "unknown option 'sdpa'"),
         ("openvino:f32:bf16", "says dtype twice"),
+        ("openvino:sdpa:sdpa", "says flags twice"),
+        ("llamacpp:lookup", "unknown option 'lookup'; llamacpp has"),
+        ("llamacpp:flash", "unknown option 'flash'"),
+        ("llamacpp:ngram-cache=3x8", "ngram-cache takes no sizes"),
+        ("llamacpp:ngram-mod=3", "ngram-mod takes NxK, of 1 to 64 each"),
+        ("llamacpp:ngram-simple=3x65", "ngram-simple takes NxK"),
+        ("llamacpp:ngram-simple:eagle", "eagle and ngram are two ways"),
         ("openvino:lookup:eagle", "choose one"),
         ("openvino:lookup=0", "lookup must be 1 to 16 tokens"),
         ("openvino:lookup=x", "lookup must be 1 to 16 tokens"),
@@ -83,6 +116,35 @@ def test_a_peer_that_cannot_be_is_refused_by_name(text: str, named: str) -> None
     with pytest.raises(ValueError) as caught:
         parse_peer(text)
     assert str(caught.value).startswith(f"peer={text!r}: ") and named in str(caught.value)
+
+
+def test_peers_with_the_draft_may_choose_from_the_same_chains() -> None:
+    """Our best of three lengths beside their one would say little."""
+    found = parse_peers(
+        ["openvino:eagle:samekv", "llamacpp:eagle=4", "openai:http://h/v1#eagle", "llamacpp"], (3, 4, 5)
+    )
+    assert [spec.eagle for spec in found] == [3, 4, 5, 4, None, None]
+    assert [spec.label for spec in found][:2] == ["openvino eagle=3 samekv", "openvino eagle=4 samekv"]
+    assert parse_peers(["llamacpp:eagle", "llamacpp:eagle=3"], (3,)) == (parse_peer("llamacpp:eagle=3"),)
+    with pytest.raises(ValueError, match="must begin with one of"):
+        parse_peers(["vllm:eagle"], (3,))
+
+
+def test_every_prompt_must_be_ours() -> None:
+    assert unlike([16, 8, 11]) == []
+    assert unlike([16, 16, 7]) == ["its first tokens in float32 are not ours: 16, 16, 7 of 16 agree"]
+
+
+def test_a_model_that_is_ours_on_some_prompts_alone_is_another(target: Path, tmp_path: Path) -> None:
+    """One embedding of another model: a prompt without that token cannot tell."""
+    llm = LLM(target, dtype="float32", engine=EngineConfig(max_batch=1, prefix_cache=False))
+    assert check(llm, PeerSpec("transformers"), Place(target, None, 1, 64), PROMPTS) == [16, 16]
+    shutil.copytree(target, tmp_path / "other")
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][PROMPTS[1][0]] += 3
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    found = check(llm, PeerSpec("transformers"), Place(tmp_path / "other", None, 1, 64), PROMPTS)
+    assert found[0] >= 8 > found[1] and unlike(found)
 
 
 def test_a_label_shows_options_but_no_paths() -> None:
@@ -129,7 +191,8 @@ def test_transformers_runs_a_batch_at_once_and_draws(target: Path) -> None:
     peer = parse_peer("transformers:f32").open(Place(target, None, 1, 64))
     run = peer.generate(PROMPTS, 12, 0.0)
     assert [o.token_ids for o in run.outputs] == [greedy(target, prompt, 12) for prompt in PROMPTS]
-    assert run.decode_tokens_per_s == pytest.approx(22 / run.decode_s)
+    seconds = (max(o.total_ms for o in run.outputs) - min(o.ttft_ms for o in run.outputs)) / 1e3
+    assert run.decode_tokens_per_s == pytest.approx(22 / seconds)
     torch.manual_seed(0)
     drawn = {tuple(peer.generate(PROMPTS[:1], 12, 1.5).outputs[0].token_ids) for _ in range(4)}
     assert len(drawn) == 4, "the checkpoint's top_k=3 or greedy decoding was used"
@@ -165,7 +228,7 @@ def test_results_hold_up_and_compare(target: Path) -> None:
     assert plain["eagle_speculation"]["mean_acceptance_length"] == 1.0
     steps = sum(run.outputs[0].num_steps for run in drafted)
     assert lookup["eagle_speculation"]["mean_acceptance_length"] == pytest.approx(30 / steps)
-    sizes = [p.numel() for p in AutoModelForCausalLM.from_pretrained(target).parameters()]
+    sizes = [p.numel() for p in AutoModelForCausalLM.from_pretrained(target, trust_remote_code=False).parameters()]
     assert plain["model"]["weight_bytes"] == 4 * sum(sizes)
 
 
@@ -195,7 +258,8 @@ def test_agreement_counts_leading_tokens_or_their_text() -> None:
 def row(label: str, rate: float, **fields: object) -> Row:
     defaults = {"engine": label.split()[0], "weights": "bfloat16", "arithmetic": "bfloat16", "is_speculative": False,
                 "ttft_ms": 1.0, "tau": 1.0, "agreed": 1.0, "void": ""}  # fmt: skip
-    return Row(label=label, tokens_per_s=[rate / 2, rate, rate * 9], **(defaults | fields))  # type: ignore[arg-type]
+    rates = [rate / 2, rate, rate, rate, rate * 1.1, rate * 9]
+    return Row(label=label, tokens_per_s=rates, **(defaults | fields))  # type: ignore[arg-type]
 
 
 def test_the_verdict_takes_medians_of_settings_that_count() -> None:
@@ -206,11 +270,16 @@ def test_the_verdict_takes_medians_of_settings_that_count() -> None:
         row("aquiline baseline in int8", 330, weights="int8"), row("llamacpp int4", 500, weights="int4"),
     ]  # fmt: skip
     assert Comparison(rows, [], {}, {}).verdict == [
-        "aquiline baseline is 1.25x the fastest peer without speculation, llamacpp (80 tok/s)",
-        "aquiline chain-3 is 1.50x the fastest peer setting, openvino lookup (140 tok/s)",
-        "aquiline baseline in int8 is 1.10x the fastest peer on int8 weights, llamacpp int8 (300 tok/s)",
+        "without drafting: aquiline baseline (100 [50, 900] tok/s) is 1.25x [1.25, 1.25] the fastest of 1 peer "
+        "settings, llamacpp (80 [40, 720] tok/s)",
+        "of all: aquiline chain-3 (210 [105, 1890] tok/s) is 1.50x [1.50, 1.50] the fastest of 2 peer settings, "
+        "openvino lookup (140 [70, 1260] tok/s)",
+        "on int8 weights: aquiline baseline in int8 (330 [165, 2970] tok/s) is 1.10x [1.10, 1.10] the fastest of 1 "
+        "peer settings, llamacpp int8 (300 [150, 2700] tok/s)",
     ]
+    both = [*rows, row("aquiline tree", 190, is_speculative=True)]
+    assert "aquiline chain-3 (the fastest of 2 settings, 210" in Comparison(both, [], {}, {}).verdict[1]
     assert Comparison(rows[:1] + rows[3:4], [], {}, {}).verdict == ["no peer to compare with"]
-    data = Comparison(rows, [], {"llamacpp": 16}, {"openai x": "no server"}).as_dict()
-    assert [r["over_baseline"] for r in data["rows"]] == pytest.approx([1, 2.1, 0.8, 9, 1.4, 3, 3.3, 5])  # type: ignore[attr-defined]
+    data = Comparison(rows, [], {"llamacpp": [16, 16, 9]}, {"openai x": "no server"}).as_dict()
+    assert [r["over_baseline"]["value"] for r in data["rows"]] == pytest.approx([1, 2.1, 0.8, 9, 1.4, 3, 3.3, 5])  # type: ignore[attr-defined]
     json.dumps(data)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from aquiline.ops.cpu import PartTimes
 from tests.conftest import engine_config, needs_native, tiny_models
 from tests.engine.test_exact import BASELINE, SPECS, prompts
 from typer.testing import CliRunner
@@ -14,7 +15,6 @@ from typer.testing import CliRunner
 from aquiline.bench.profile import PARTS, RANGES, profile
 from aquiline.cli.main import app
 from aquiline.config import SamplingParams
-from aquiline.ops.cpu import PartTimes
 
 pytestmark = needs_native
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -27,10 +27,11 @@ from aquiline.bench.configs import draft_shape_of, read_draft_shape, read_shape,
 from aquiline.bench.device import Ceilings, Figure
 from aquiline.bench.roofline import Cost, Roofline, Rows, draft_rows, forward_cost, keys_read, keys_seen
 from aquiline.bench.shapes import expected_experts, precision_of
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 WINDOWED = dataclasses.replace(TINY, windows=(8, 0, 30, 0), qkv_bias=True, qk_norm=True)
 H100 = Ceilings("H100 as measured", None, *(Figure(rate, "given") for rate in (3.0e12, 800e12, 800e12)))
@@ -118,7 +119,7 @@ def test_a_cycle_costs_what_its_forwards_touch(batch: int) -> None:
     target = shape_of(TINY, "float32")
     roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), precision_of("float32"), H100)
     context, tau = 40, 3
-    cycle = roofline.cycle(SpecConfig(num_spec_tokens=4), tau, batch, context)
+    cycle = roofline.cycle(Chain(4), tau, batch, context)
     passes = draft_forward(head, batch, context, tau, 1, fuse=True)
     for level in range(3):
         passes += draft_forward(head, batch, context + tau + level, 1, 1, fuse=False)
@@ -212,7 +213,7 @@ def test_ideal_speedups_equal_those_of_an_independent_model(
     shape = read_shape(write_config(tmp_path / "target", target))
     draft = read_draft_shape(write_config(tmp_path / "head", head), shape)
     roofline = Roofline(shape, draft, precision_of("bfloat16"), H100)
-    chain = SpecConfig(num_spec_tokens=3)
+    chain = Chain(3)
     found = [roofline.speedup(chain, tau, batch, context) for tau in (2.2, 3.0, 4.0)]
     assert found == pytest.approx(speedups, abs=0.0051)
     assert roofline.spec_efficiency(found[1] / 2, chain, 3.0, batch, context) == pytest.approx(0.5)
@@ -221,12 +222,12 @@ def test_ideal_speedups_equal_those_of_an_independent_model(
 def test_speedup_is_the_ratio_of_the_ideals(tmp_path: Path) -> None:
     target = shape_of(TINY)
     roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), precision_of("bfloat16"), H100)
-    for spec in (SpecConfig(num_spec_tokens=2), SpecConfig(drafter="dynamic"), SpecConfig(drafter="static")):
+    for spec in (Chain(2), Dynamic(), Static()):
         fast, slow = roofline.tokens_per_s(spec, 2.0, 3, 100), 3 / roofline.step(3, 100).seconds
         assert roofline.speedup(spec, 2.0, 3, 100) == pytest.approx(fast / slow)
         report = roofline.report(spec, 2.0, 3, 100, fast / 4)
         assert report["percent_of_ideal"] == pytest.approx(25) and report["ideal_tokens_per_s"] == pytest.approx(fast)
-    none = SpecConfig(drafter="none")
+    none = NoDraft()
     assert roofline.speedup(none, 1.0, 3, 100) == 1.0 and roofline.cycle(none, 1.0, 3, 100).draft.cost == Cost()
 
 
@@ -242,14 +243,14 @@ def test_each_phase_takes_the_longer_of_its_two_times() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        SpecConfig(num_spec_tokens=1),
-        SpecConfig(num_spec_tokens=4),
-        SpecConfig(drafter="dynamic", depth=3, top_k=2, num_nodes=7),
-        SpecConfig(drafter="static"),
+        Chain(1),
+        Chain(4),
+        Dynamic(depth=3, top_k=2, num_nodes=7),
+        Static(),
     ],
     ids=lambda spec: f"{spec.drafter} {spec.max_nodes}",
 )
-def test_a_cycle_has_the_forwards_that_the_engine_makes(spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cycle_has_the_forwards_that_the_engine_makes(spec: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny_llm(max_batch=1)
     calls: list[tuple[str, int]] = []
     for name in ("target", "draft"):
@@ -278,10 +279,10 @@ def test_a_tau_that_cannot_be_is_refused() -> None:
     roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), precision_of("bfloat16"), H100)
     for tau in (0.9, 4.1, float("nan")):
         with pytest.raises(ValueError, match=r"tau=.*must be between 1 and 4"):
-            roofline.cycle(SpecConfig(num_spec_tokens=3), tau, 1, 10)
+            roofline.cycle(Chain(3), tau, 1, 10)
     alone = dataclasses.replace(roofline, draft=None)
     with pytest.raises(ValueError, match=r"drafter='chain': no draft is named"):
-        alone.cycle(SpecConfig(), 2.0, 1, 10)
+        alone.cycle(Chain(), 2.0, 1, 10)
 
 
 def test_a_model_that_a_cache_holds_is_noted(tmp_path: Path) -> None:

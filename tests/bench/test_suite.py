@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from aquiline.bench import result as results_module
+from aquiline.bench import suite
 from aquiline.bench.integrity import differences, problems, recomputed_tau
 from aquiline.bench.result import read_results
 from aquiline.bench.scenarios import CPU, RANDOM, Load, Source
 from aquiline.bench.suite import Plan, Progress, run_suite
+from aquiline.bench.table import markdown
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
+from aquiline.engine.llm import LLM
+from aquiline.engine.llm import Result as Run
+from aquiline.spec.drafting import Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
@@ -29,9 +36,18 @@ def plan(*loads: Load, **settings: object) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def committed() -> Iterator[pytest.MonkeyPatch]:
+    """These tests may run on source that is in no commit, whose results are measured anew each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, committed: pytest.MonkeyPatch) -> Path:
     """Bundled and random loads of every kind, at two temperatures."""
     out = tmp_path_factory.mktemp("results")
+    for module in (suite, results_module):
+        committed.setattr(module, "commit", lambda: "0123456789ab")
     loads = (Load("baseline", 128, 1), Load("batch", 64, 3), Load("long", 512, 1, True), Load("long", 192, 2, True))
     progress = Progress()
     assert len(list(run_suite(plan(*loads, temperatures=(0.0, 0.8)), Source(), TINY_RANDOM, out, progress))) == 18
@@ -46,7 +62,7 @@ def test_every_result_is_whole_and_tau_follows_from_output_lengths(results: Path
         assert problems(result) == [], name
         assert recomputed_tau(result) == pytest.approx(result["eagle_speculation"]["mean_acceptance_length"], abs=1e-12)
         assert set(result["output"]["num_tokens"]) == {25}
-        assert result["prefill_tokens_per_sec"]["mean"] > 0 and result["ttft_ms"]["mean"] > 0
+        assert result["prefill_tokens_per_sec"]["median"] > 0 and result["ttft_ms"]["median"] > 0
 
 
 def test_settings_compare_with_their_baseline(results: Path) -> None:
@@ -74,6 +90,45 @@ def test_what_is_there_is_not_run_again(results: Path) -> None:
     torn.write_text(torn.read_text()[:100])
     again = list(run_suite(plan(load), Source(), TINY_RANDOM, results, Progress()))
     assert len(again) == 3 and problems(json.loads(torn.read_text())) == []
+
+
+def test_results_of_uncommitted_changes_are_measured_again(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (suite, results_module):
+        monkeypatch.setattr(module, "commit", lambda: "0123456789ab-dirty")
+    load = Load("baseline", 32, 1)
+    for _ in range(2):
+        list(run_suite(plan(load, micro_steps=4), Source(), TINY_RANDOM, tmp_path, Progress()))
+        (file,) = tmp_path.glob("*-baseline.json")
+        file.write_text(file.read_text().replace('"date": "', '"date": "noted, '))
+    assert file.read_text().count("noted") == 1, "taken over from the run before"
+    assert "UNCOMMITTED CHANGES" in markdown(read_results(tmp_path))
+    assert "UNCOMMITTED" not in markdown(read_results(results))
+
+
+def test_every_round_begins_with_another_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+    decode = suite.LoadRun._decode
+
+    def noted(self: suite.LoadRun, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
+        order.append(0 if spec.drafter == "none" else spec.num_spec_tokens)
+        return decode(self, llm, prompts, spec)
+
+    monkeypatch.setattr(suite.LoadRun, "_decode", noted)
+    list(run_suite(plan(Load("small", 32, 1), micro_steps=4), Source(), TINY_RANDOM, tmp_path, Progress()))
+    assert order == [0, 1, 3, 1, 3, 0, 3, 0, 1], "one warm-up round and two that are measured"
+
+
+def test_speed_is_the_wall_clocks(results: Path) -> None:
+    """Sequences of n tokens each: batch * (n - 1) tokens between the first of all and the last."""
+    for name, found in read_results(results).items():
+        batch, rates = found["scenario"]["batch"], found["throughput_tokens_per_sec"]["values"]
+        for rate, between in zip(rates, found["itl_ms"]["values"], strict=True):
+            if batch == 1:
+                assert rate == pytest.approx(1e3 / between), name
+            else:
+                assert rate <= batch / between * 1e3, "the batch's span holds each sequence's"
 
 
 def test_what_cannot_run_is_named_and_the_rest_runs(tmp_path: Path) -> None:

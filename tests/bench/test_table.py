@@ -42,14 +42,13 @@ def test_a_row_says_what_was_measured() -> None:
     found, result = rows(steady()), steady()[CHAIN]
     assert list(found) == ["baseline", "chain-2", "chain-3"], "the baseline comes first"
     spec, cells = result["eagle_speculation"], found["chain-3"].cells
-    assert cells["tok/s"] == "200 (198-202)" and cells["speedup"] == "2.00x"
+    assert cells["tok/s"] == "200 (3 runs)" and cells["speedup"] == "2.00x"
     assert cells["tau"] == f"{spec['mean_acceptance_length']:.2f}"
     assert cells["accepted"] == f"{spec['mean_acceptance_rate']:.0%}"
     assert cells["by position"] == " ".join(f"{p:.2f}" for p in spec["per_position"])
     assert cells["repeated"] == f"{result['scenario']['repeated_share']:.0%}"
-    assert (
-        cells["TTFT ms"] == f"{result['ttft_ms']['mean']:.0f}" and cells["ITL ms"] == f"{result['itl_ms']['mean']:.2f}"
-    )
+    assert cells["TTFT ms"] == f"{result['ttft_ms']['median']:.0f}"
+    assert cells["ITL ms"] == f"{result['itl_ms']['median']:.2f}"
     assert cells["peak MB"] == f"{result['memory']['peak_bytes'] / 1e6:.0f}"
     assert found["baseline"].cells["speedup"] == "baseline" and found["baseline"].cells["accepted"] == "-"
     assert not any(row.notes for row in found.values())
@@ -147,7 +146,7 @@ def test_a_broken_result_is_refused_on_either_side(reason: str) -> None:
 
 
 def test_a_broken_file_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    write_all(steady() | {CHAIN: {"schema": "aquiline.result/1"}}, tmp_path)
+    write_all(steady() | {CHAIN: {"schema": "aquiline.result/2"}}, tmp_path)
     with pytest.raises(ResultError, match=r"chain-3\.json: result: 'scenario' is a required property"):
         markdown(read_results(tmp_path))
 

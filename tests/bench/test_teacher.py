@@ -11,17 +11,18 @@ from tests.engine.oracle import Oracle
 
 from aquiline.bench.prompts import read_prompts
 from aquiline.bench.teacher import Guesses, accuracy, guess, teacher
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM
 from aquiline.metrics import Counters
+from aquiline.spec.drafting import Chain, Drafting
 
 PROMPT = [5, 6, 7, 8, 9]
 SAMPLINGS = [SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_tokens=40, temperature=0.9, seed=3)]
 
 
-def chain(length: int) -> SpecConfig:
-    return SpecConfig(drafter="chain", num_spec_tokens=length)
+def chain(length: int) -> Drafting:
+    return Chain(length)
 
 
 def real_counters(llm: LLM, prompts: list[list[int]], sampling: SamplingParams, length: int) -> Counters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
-from aquiline.bench.prompts import TokenPrompt, text_prompts
+from aquiline.bench.prompts import TokenPrompt, read_prompts, text_prompts
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.metrics import repeated_share
 
@@ -98,3 +99,13 @@ def test_tokens_that_a_tokenizer_puts_behind_a_text_stay_out(tmp_path: Path) -> 
     first = both.encode((tmp_path / "t.txt").read_text(), add_special_tokens=False).ids
     assert windows(text_prompts(5, 1, both, tmp_path / "t.txt")) == [[0, *first[:4]]]
     assert windows(text_prompts(5, 1, none, tmp_path / "t.txt")) == [first[:5]]
+
+
+def test_prompts_of_a_file_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    rows = [{"source": "a", "text": "x\u2028y\x85z"}, {"source": "b", "text": "w"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n")
+    assert [(p.source, p.text) for p in read_prompts(tmp_path / "p.jsonl")] == [(r["source"], r["text"]) for r in rows]
+    for broken in ('{"source": "a"}', "[" * 5000, "\udcff", "7"):
+        (tmp_path / "p.jsonl").write_text(broken, errors="surrogateescape")
+        with pytest.raises(ValueError, match=r"p\.jsonl line 1: needs an object with source and text"):
+            read_prompts(tmp_path / "p.jsonl")

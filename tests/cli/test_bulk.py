@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from tests.checkpoints import edit_json, write_draft, write_target
 from tests.conftest import engine_config, tiny_models
 from tests.engine.test_stops import letters
 from typer.testing import CliRunner
@@ -14,6 +19,9 @@ from aquiline.cli.main import app
 from aquiline.config import SamplingParams
 from aquiline.engine.bulk import BulkRun
 from aquiline.engine.llm import LLM
+from aquiline.models.families import read_model_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 ROWS = [
     {"prompt": "abcdefgh", "id": "first", "max_tokens": 12},
@@ -121,6 +129,55 @@ def test_killed_in_the_middle_loses_no_line(
     before = out.read_text()
     run(llm, rows, out, long).run()
     assert before and out.read_text().startswith(before) and len(read(out)) == len(ROWS)
+
+
+def test_no_kill_loses_a_line(llm: LLM, rows: Path, tmp_path: Path) -> None:
+    """Real signals: one in the middle of a run, then one while the next run drops the line that was cut."""
+    long, whole, out = SamplingParams(max_tokens=30, ignore_eos=True), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run(llm, rows, whole, long).run()
+    assert killed_at("25", rows, out) == -signal.SIGKILL
+    kept = out.read_bytes()
+    assert kept and len(kept) < whole.stat().st_size and whole.read_bytes().startswith(kept)
+    out.write_bytes(kept + b'{"index": ')
+    assert killed_at("write", rows, out) == -signal.SIGXFSZ
+    assert out.read_bytes().startswith(kept)
+    run(llm, rows, out, long).run()
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def killed_at(moment: str, rows: Path, out: Path) -> int:
+    paths = [str(ROOT), *sys.path]
+    command = [sys.executable, str(ROOT / "tests/cli/bulk_process.py"), str(rows), str(out), moment]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=120).returncode
+
+
+CHECKPOINT_CHANGES = {
+    "target": lambda target, draft: edit_json(target / "generation_config.json", lambda c: c.update(top_k=7)),
+    "weights": lambda target, draft: write_target(target, seed=5),
+    "draft": lambda target, draft: write_draft(draft, read_model_config(target), seed=9),
+}
+
+
+@pytest.mark.parametrize("changed", CHECKPOINT_CHANGES)
+def test_results_of_other_checkpoints_of_the_same_name_are_not_mixed(changed: str, tmp_path: Path) -> None:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    write_target(target)
+    write_draft(draft, read_model_config(target))
+    (tmp_path / "rows.jsonl").write_text('{"token_ids": [5, 6]}\n')
+    args = ["generate", "--target", str(target), "--draft", str(draft), "--prompts-file", str(tmp_path / "rows.jsonl")]
+    args += ["--out", str(tmp_path / "out.jsonl"), "--max-tokens", "4"]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    target.rename(tmp_path / "moved")
+    args[2] = str(tmp_path / "moved")
+    again = CliRunner().invoke(app, args)
+    assert again.exit_code == 0 and "1 were there" in again.stderr, "a checkpoint is what it holds, not where it lies"
+    for other in (["--dtype", "float32"], ["--num-spec-tokens", "2"], ["--drafter", "none"]):
+        assert "under these settings and checkpoints" in CliRunner().invoke(app, [*args, *other]).stderr
+    CHECKPOINT_CHANGES[changed](tmp_path / "moved", draft)
+    refused = CliRunner().invoke(app, args)
+    assert refused.exit_code == 2 and "line 1 is not a result of the same line" in refused.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import numpy as np
 from tests.conftest import TINY, tiny_llm
 from tests.engine.test_exact import BASELINE, tokens
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence, TokenDelta
+from aquiline.spec.drafting import Drafting
 
 MANY = 5000
 """Steps that no test here needs."""
@@ -22,7 +23,7 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 def add(
-    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, spec: SpecConfig = BASELINE,
+    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, spec: Drafting = BASELINE,
     priority: int = 0,
 ) -> Sequence:  # fmt: skip
     """Queue a request."""
@@ -30,7 +31,7 @@ def add(
 
 
 def started(
-    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, spec: SpecConfig = BASELINE,
+    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, spec: Drafting = BASELINE,
     priority: int = 0,
 ) -> Sequence:  # fmt: skip
     """A request that decodes: it has its first token."""

@@ -5,35 +5,36 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from tests.engine.test_draft_state import stored
+from tests.engine.storage import draft_stored, settle, target_stored
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.engine import Engine
 from aquiline.engine.sequence import Request, Sequence
 from aquiline.kv.prefix import Node
+from aquiline.spec.drafting import Chain
 
-CHAIN = SpecConfig(drafter="chain", num_spec_tokens=1)
+CHAIN = Chain(1)
 
 
 def unread_sequences(engine: Engine) -> set[Sequence]:
     """Those that ran in the last step, where its outcome has not been read yet."""
     last = engine.last
-    if last is None or not engine.config.late_commit:
+    if last is None or not engine.config.late_reads:
         return set()
-    return {*last.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
+    return {*last.plan.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
 
 
 def check_sequences(engine: Engine) -> None:
     """Every request waits or runs, and those that run agree with their slots and pages."""
-    scheduler, pool, slots = engine.scheduler, engine.pool, engine.stepper.slots
+    scheduler, pool = engine.scheduler, engine.pool
     waiting = [entry[2] for entry in scheduler.waiting]
     running = [s for s in scheduler.running if s is not None]
     assert len(waiting) + len(running) == len(engine.sequences)
     assert {*waiting, *running} == {*engine.sequences.values()}
     assert all(s.slot == -1 and not s.nodes and s.finish_reason is None for s in waiting)
     last, in_flight = engine.last, Counter[Sequence]()
-    if last is not None and engine.config.late_commit:
-        in_flight.update({s: s.request.spec.max_depth + 1 for s in last.decoding})
+    if last is not None and engine.config.late_reads:
+        in_flight.update({s: s.request.spec.max_depth + 1 for s in last.plan.decoding})
         in_flight.update({chunk.sequence: 1 for chunk in last.plan.chunks if chunk.draws})
     for slot, sequence in enumerate(scheduler.running):
         pages = pool.owned[slot]
@@ -48,8 +49,7 @@ def check_sequences(engine: Engine) -> None:
         own = pages[len(sequence.nodes) :]
         assert (pool.refcount[own] == 1).all() and pool.cached.isdisjoint(own), "what it writes is its own"
         assert sequence.in_flight == in_flight[sequence]
-        if not engine.config.late_commit and not sequence.is_prefilling:
-            assert (slots.tokens[slot], slots.positions[slot]) == (sequence.tokens[-1], len(sequence.tokens) - 1)
+        if not engine.config.late_reads and not sequence.is_prefilling:
             assert sequence.num_cached == len(sequence.tokens) - 1
 
 
@@ -59,16 +59,16 @@ def check_outcome(engine: Engine) -> None:
     assert engine.meter.slots.disabled_other == 0
     if last is None:
         return
-    assert len(last.decoding) == len(last.plan.decoding) and {*last.decoding} == {*last.plan.decoding}
-    found, shape = last.by_slot(num_slots), last.tree.topology
-    dead = np.setdiff1d(np.arange(num_slots), last.slots)
-    assert len(dead) == num_slots - len(last.decoding)
+    found, (tree, result) = last.by_slot(num_slots), last.read().trees()
+    shape, slots = tree.topology, [decode.slot for decode in last.message.decodes]
+    dead = np.setdiff1d(np.arange(num_slots), slots)
+    assert len(dead) == num_slots - len(slots)
     assert not found["accepted"][dead].any() and not found["mask"][dead].any() and (found["draft"][dead] < 0).all()
     assert (found["draft"] >= -1).all()
-    for b, (slot, sequence) in enumerate(zip(last.slots, last.decoding, strict=True)):
+    for b, (slot, sequence) in enumerate(zip(slots, last.plan.decoding, strict=True)):
         rows, num_nodes = slice(shape.offsets[b], shape.offsets[b + 1]), sequence.request.spec.max_nodes
-        assert found["accepted"][slot] == last.result.num_accepted[b] <= sequence.request.spec.max_depth
-        assert found["draft"][slot, 1:num_nodes].tolist() == last.tree.tokens[rows].tolist()[1:]
+        assert found["accepted"][slot] == result.num_accepted[b] <= sequence.request.spec.max_depth
+        assert found["draft"][slot, 1:num_nodes].tolist() == tree.tokens[rows].tolist()[1:]
         assert (found["draft"][slot, num_nodes:] == -1).all()
         assert np.array_equal(found["mask"][slot, :num_nodes], shape.ancestors[rows])
         assert not found["mask"][slot, num_nodes:].any()
@@ -76,9 +76,11 @@ def check_outcome(engine: Engine) -> None:
 
 def check_cached_pages(engine: Engine, other: Engine) -> int:
     """Cached pages hold what a fresh prefill of their tokens by an idle engine writes, whoever wrote them and however:
-    keys and values of the target and, where they are said to be there, the draft's, and the feature at their end.
+    keys and values of the target and, where they are said to be there, the draft's and its features.
     Returns the number of pages with draft keys."""
-    return _check_below(engine, other, engine.prefix.root, []) if engine.prefix is not None else 0
+    settle(engine)
+    roots = engine.prefix.roots.values() if engine.prefix is not None else ()
+    return sum(_check_below(engine, other, root, []) for root in roots)
 
 
 def _check_below(engine: Engine, other: Engine, node: Node, tokens: list[int]) -> int:
@@ -99,14 +101,10 @@ def _check_below(engine: Engine, other: Engine, node: Node, tokens: list[int]) -
 
 
 def _check_page(engine: Engine, node: Node, index: int, other: Engine, fresh: int) -> None:
-    ours, theirs, size = engine.stepper, other.stepper, engine.pool.page_size
-    assert ours.session is not None and theirs.session is not None
-    kinds = [("target", ours.kv, theirs.kv, 0)]
+    size = engine.pool.page_size
+    found, wanted = target_stored(engine, [node.page], size), target_stored(other, [fresh], size)
+    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)), f"target's keys of page {index}"
     if node.has_draft:
-        kinds.append(("draft", ours.session.kv, theirs.session.kv, int(index == 0)))  # draft row j stands at j + 1
-    for name, kv, true, first in kinds:
-        found = stored(kv, np.array([[node.page]], np.int32), 0, first, size)
-        wanted = stored(true, np.array([[fresh]], np.int32), 0, first, size)
-        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)), f"{name} keys of page {index}"
-    features = ours.slots.page_features[node.page], theirs.slots.page_features[fresh]
-    assert np.array_equal(*features), f"the feature at the end of page {index}"
+        first = int(index == 0)  # draft row j stands at j + 1
+        found, wanted = (draft_stored(e, [p], first, size) for e, p in ((engine, node.page), (other, fresh)))
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)), f"draft's keys of page {index}"

@@ -1,48 +1,57 @@
-"""Drafters that know the answer, or are sure not to: the two ends every acceptance lies between."""
+"""Drafts that know the answer, or are sure not to: the two ends every acceptance lies between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
-from aquiline.spec.drafters import Drafter, DraftSession, Pending, Roots
-from aquiline.spec.tree import DraftTree, StaticShape, chain_topology, static_shape, static_topology
+from aquiline.backends.base import Backend, Pending, StepInput, StepOutput
+from aquiline.engine.llm import LLM, Result
+from aquiline.spec.drafting import Drafting, Proposal, Proposer
+from aquiline.spec.tree import DraftTree, StaticShape, Topology, static_shape
 
 
-class Oracle:
-    """Drafts the true continuation of every sequence; `truth[slot]` holds prompt and output by position.
+@dataclass(frozen=True)
+class Known(Drafting):
+    """Proposes how one of `texts` (prompt and output) goes on: num_spec_tokens of its tokens, or wrong ones. As a comb,
+    each level also has a decoy before the true node, so that every accepted node has to be moved."""
 
-    With static paths the truth hangs on the path of last choices, so that every accepted node has to be moved."""
+    name: ClassVar[str] = "known"
+    needs_draft_model: ClassVar[bool] = False
+    texts: tuple[tuple[int, ...], ...]
+    num_spec_tokens: int
+    vocab_size: int
+    is_wrong: bool = False
+    is_comb: bool = False
 
-    def __init__(self, num_spec_tokens: int, truth: dict[int, list[int]], vocab_size: int, wrong: bool = False) -> None:
-        self.K, self.truth, self.vocab_size, self.wrong = num_spec_tokens, truth, vocab_size, wrong
+    @property
+    def max_nodes(self) -> int:
+        return 1 + self.num_spec_tokens * (2 if self.is_comb else 1)
 
-    def next_tokens(self, roots: Roots) -> np.ndarray:
-        rows = []
-        for slot, position in zip(roots.slots.tolist(), roots.positions.tolist(), strict=True):
-            ahead = (self.truth[slot] + [0] * (self.K + 1))[position + 1 : position + 1 + self.K]
-            rows.append([(t + self.wrong) % self.vocab_size for t in ahead])
-        return np.array(rows, np.int32)
+    @property
+    def max_depth(self) -> int:
+        return self.num_spec_tokens
 
-    def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:
-        session.extend(pending, roots)
-        tokens = np.concatenate((roots.tokens[:, None], self.next_tokens(roots)), axis=1)
-        return DraftTree(chain_topology(len(roots.slots), self.K + 1), tokens.astype(np.int32).ravel())
+    def proposer(self) -> Proposer:
+        return self
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
+        text = next(text for text in self.texts if list(text[: len(tokens)]) == list(tokens))
+        ahead = (*text[len(tokens) :], *[0] * max_tokens)[:max_tokens]
+        ahead = tuple((token + self.is_wrong) % self.vocab_size for token in ahead)
+        if not self.is_comb:
+            return Proposal(ahead)
+        nodes = [node for token in ahead for node in ((token + 1) % self.vocab_size, token)]
+        return Proposal(tuple(nodes), tuple(2 * level - 1 for level in range(len(ahead)) for _ in range(2)))
 
 
-class TreeOracle(Oracle):
-    """The truth below decoys: each level's first node is wrong and childless, its second is true."""
-
-    def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:
-        session.extend(pending, roots)
-        shape = comb(self.K)
-        true = self.next_tokens(roots)
-        depths, ranks = np.array(shape.depths), np.array(shape.ranks)
-        tokens = np.empty((len(roots.slots), len(depths)), np.int32)
-        tokens[:, 0] = roots.tokens
-        tokens[:, 1:] = (true[:, depths[1:] - 1] + (ranks[1:] == 0)) % self.vocab_size
-        return DraftTree(static_topology(len(roots.slots), shape), tokens.ravel())
+def known(batch: list[list[int]], truth: Result, num_spec_tokens: int, vocab_size: int, **how: bool) -> Known:
+    """Proposes what the prompts of a batch were answered."""
+    texts = tuple((*p, *o.token_ids) for p, o in zip(batch, truth.outputs, strict=True))
+    return Known(texts, num_spec_tokens, vocab_size, **how)
 
 
 def comb(depth: int) -> StaticShape:
@@ -50,24 +59,78 @@ def comb(depth: int) -> StaticShape:
     return static_shape(tuple((*(1,) * level, rank) for level in range(depth) for rank in (0, 1)))
 
 
+Pick = Callable[[int, int], int]
+
+
+def fickle(root: int, num_nodes: int) -> int:
+    """Another node with every root."""
+    return (root * 40503 >> 5) % num_nodes
+
+
+def deepest(root: int, num_nodes: int) -> int:
+    """The last node, which in a chain is all of it."""
+    return num_nodes - 1
+
+
 class Taught:
-    """A drafter whose trees have the truth written over the path to one of their nodes, another with every root: in
-    trees of any shape, paths of any length are accepted and dropped, and all of the drafter's own rows run."""
+    """A backend whose trees have the truth written over the path to one of their nodes, another with every root: in
+    trees of any shape, paths of any length are accepted and dropped, and all of the draft's own rows run.
 
-    def __init__(self, drafter: Drafter, truth: Callable[[int], list[int]]) -> None:
-        self.drafter, self.truth = drafter, truth  # truth(slot): prompt and output of the sequence there
+    truth(slot): prompt and output of the sequence there. pick(root, num_nodes): the node whose path is true. grown: the
+    trees of the last step as the draft grew them."""
 
-    def propose(self, session: DraftSession, pending: Pending, roots: Roots) -> DraftTree:
-        tree = self.drafter.propose(session, pending, roots)
+    def __init__(self, backend: Backend, truth: Callable[[int], Sequence[int]], pick: Pick = fickle) -> None:
+        self.inner, self.truth, self.pick = backend, truth, pick
+        self.roots: dict[int, int] = {}
+        self.grown: DraftTree
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, step: StepInput) -> Pending:
+        tree = self.grown = self.inner.draft(step).read()
+        pending = Read(self.inner.verify(step, self.taught(step, tree) if step.decodes else tree).read())
+        for decode, decoded in zip(step.decodes, pending.output.decodes, strict=True):
+            self.roots[decode.slot] = decoded.root + len(decoded.kept)
+        for chunk in step.chunks:
+            self.roots[chunk.slot] = chunk.end
+        return pending
+
+    def taught(self, step: StepInput, tree: DraftTree) -> DraftTree:
         shape, tokens = tree.topology, tree.tokens.copy()
-        for b, (slot, position) in enumerate(zip(roots.slots.tolist(), roots.positions.tolist(), strict=True)):
+        for b, decode in enumerate(step.decodes):
+            position = self.roots[decode.slot]
             first, end = shape.offsets[b], shape.offsets[b + 1]
-            row = first + position * 7 // 3 % (end - first)
+            row = first + self.pick(position, int(end - first))
             path = shape.paths[row, : shape.depths[row] + 1]
-            ahead = self.truth(slot)[position + 1 : position + 1 + shape.depths[row]]
+            ahead = self.truth(decode.slot)[position + 1 : position + 1 + int(shape.depths[row])]
             for parent, node, token in zip(path, path[1:], ahead, strict=False):
                 siblings = first + np.flatnonzero(shape.parents[first:end] == parent)
                 twin = siblings[(tokens[siblings] == token) & (siblings > first)]
                 tokens[twin] = tokens[first + node]
                 tokens[first + node] = token
-        return DraftTree(shape, tokens)
+        return DraftTree(Topology(shape.parents, shape.depths, shape.offsets), tokens)
+
+
+def teach(llm: LLM, texts: Iterable[Sequence[int]], pick: Pick = fickle) -> Taught:
+    """Let the drafts of sequences that write these texts, prompt and output, be right to varying depths."""
+    known = [tuple(text) for text in texts]
+
+    def truth(slot: int) -> Sequence[int]:
+        sequence = llm.engine.scheduler.running[slot]
+        assert sequence is not None
+        prompt = sequence.request.prompt_ids
+        return next(text for text in known if text[: len(prompt)] == prompt)
+
+    llm.engine.backend = taught = Taught(llm.engine.backend, truth, pick)
+    return taught
+
+
+@dataclass(frozen=True)
+class Read:
+    """An outcome that is there already."""
+
+    output: StepOutput
+
+    def read(self) -> StepOutput:
+        return self.output

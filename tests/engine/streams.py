@@ -11,13 +11,11 @@ from typing import Any
 from tests.conftest import engine_config, tiny_models
 from tests.engine.test_stops import letters
 
+from aquiline.backends.base import Pending, StepInput
 from aquiline.config import SamplingParams
 from aquiline.engine.async_llm import AsyncLLM
 from aquiline.engine.llm import LLM
-from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import TokenDelta
-from aquiline.engine.step import Outcome
-from aquiline.metrics import Meter
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
 LONG = dataclasses.replace(PARAMS, max_tokens=300)
@@ -26,7 +24,7 @@ PATIENCE_S = 60
 
 
 def lettered_llm(max_batch: int = 3, **settings: Any) -> LLM:
-    loaded = dataclasses.replace(tiny_models(max_batch=max_batch), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     return LLM.from_models(loaded, engine_config(max_batch, **settings))
 
 
@@ -50,18 +48,20 @@ class Gate:
 def gated_llm(gate: Gate, max_batch: int = 2, fatal_token: int = -1, **settings: Any) -> LLM:
     """An LLM with letters for tokens; a step that decodes a sequence whose root is fatal_token raises."""
 
-    loaded = dataclasses.replace(tiny_models(max_batch=max_batch), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     llm = LLM.from_models(loaded, engine_config(max_batch, **settings))
-    stepper, run = llm.engine.stepper, llm.engine.stepper.run
+    engine = llm.engine
+    step = engine.backend.step
 
-    def gated(plan: StepPlan, meter: Meter) -> Outcome:
-        if plan.decoding:
+    def gated(message: StepInput) -> Pending:
+        if message.decodes:
             gate.hold()
-            if any(stepper.slots.tokens[s.slot] == fatal_token for s in plan.decoding):
+            running = [engine.scheduler.running[decode.slot] for decode in message.decodes]
+            if any(sequence is not None and sequence.tokens[-1] == fatal_token for sequence in running):
                 raise ZeroDivisionError("broken on purpose")
-        return run(plan, meter)
+        return step(message)
 
-    stepper.run = gated  # type: ignore[method-assign]
+    engine.backend.step = gated  # type: ignore[method-assign]
     return llm
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +74,26 @@ def test_bad_requests_are_raised_to_their_caller_alone() -> None:
                 with pytest.raises(error, match=named):
                     await read(engine.generate(prompt, params, **settings))  # type: ignore[arg-type]
             assert said(await good) == expected
+            await nothing_left(engine)
+
+    run(main())
+
+
+@pytest.mark.parametrize("priority", ["1", None, math.nan, True, math.inf])
+def test_a_priority_of_another_type_ends_nobody_else(priority: Any) -> None:
+    """The queue compares priorities: one that cannot be compared would end the engine's thread, as soon as another
+    request waits beside it."""
+    params = dataclasses.replace(PARAMS, max_tokens=80)
+    expected = tokens(tiny_llm().run([words(9)], params))[0]
+
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm(max_batch=1)) as engine:
+            good = [asyncio.create_task(read(engine.generate(words(9), params))) for _ in range(2)]
+            named = re.escape(f"request bad: priority={priority!r}: must be a whole number")
+            with pytest.raises(ValueError, match=named):
+                await read(engine.generate(words(9), params, priority=priority, request_id="bad"))
+            good += [asyncio.create_task(read(engine.generate(words(9), params))) for _ in range(2)]
+            assert [said(deltas) for deltas in await asyncio.gather(*good)] == 4 * [expected]
             await nothing_left(engine)
 
     run(main())

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_pair
-from tests.engine.oracle import Oracle
+from tests.engine.oracle import Known
 from tests.engine.test_exact import BASELINE, SPECS
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM, Output
-from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.errors import NumericalError
 
 pytestmark = needs_native
@@ -32,7 +32,7 @@ def poisoned_models() -> LoadedModels:
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
         module.embed.data[POISON] = float("nan")
-    return from_modules(decoder, head, None, "bfloat16", engine_config(), Environment.read())
+    return from_modules(decoder, head, None, Loading("bfloat16"), Environment.read())
 
 
 def poisoned_llm(max_batch: int = 4, prefix_cache: bool = False) -> LLM:
@@ -106,9 +106,8 @@ def test_what_was_accepted_before_the_bad_logits_is_kept(K: int, is_cut: bool) -
     params = dataclasses.replace(tempted, max_tokens=10 if is_cut else 20)
     plain = outputs(llm, [prompt], "none", [params])[0]
     assert (plain.token_ids, plain.finish_reason) == (truth, "length" if is_cut else "error")
-    spec = SPECS[f"chain{K}"]
-    llm.engine.drafters[spec] = Oracle(K, {0: [*prompt, *truth]}, TINY.vocab_size)
-    found = outputs(llm, [prompt], f"chain{K}", [params])[0]
+    spec = Known(((*prompt, *truth),), K, TINY.vocab_size)
+    found = next(llm.outputs([llm.request(0, prompt, params, spec)]))
     assert (found.finish_reason, found.token_ids, found.error) == (plain.finish_reason, truth, plain.error)
     assert len(found.by_draft) == len(found.token_ids) == found.metrics.num_prefilled + found.metrics.num_committed
 

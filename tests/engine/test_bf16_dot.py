@@ -6,14 +6,14 @@ from functools import lru_cache
 
 import pytest
 import torch
+from aquiline.models.runner import resolve_arithmetic
 from tests.conftest import engine_config, needs_native, round_to, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 
+from aquiline.backends.cpu import packed
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
-from aquiline.models.runner import resolve_arithmetic
-from aquiline.ops import packed
+from aquiline.engine.model import Loading, from_modules
 
 pytestmark = needs_native
 
@@ -26,7 +26,7 @@ def llm_in(arithmetic: str, max_batch: int = 3, row_budget: int = 48) -> LLM:
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
     config = engine_config(max_batch, row_budget)
-    models = from_modules(decoder, head, None, "bfloat16", config, Environment.read(), arithmetic)
+    models = from_modules(decoder, head, None, Loading("bfloat16", arithmetic), Environment.read())
     return LLM.from_models(models, config)
 
 

@@ -9,9 +9,10 @@ import pytest
 from tests.conftest import engine_config, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.chat import ChatSession, Piece, user_prompt
 from aquiline.engine.llm import LLM
+from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 
 END = "<E>"
@@ -28,7 +29,7 @@ SHORT = SamplingParams(max_tokens=8, temperature=0.9, seed=1, ignore_eos=True)
 
 
 def session(sampling: SamplingParams = SHORT, source: str | None = SOURCE, **settings: Any) -> ChatSession:
-    loaded = dataclasses.replace(tiny_models(max_batch=1), tokenizer=LETTERS)
+    loaded = dataclasses.replace(tiny_models(), tokenizer=LETTERS)
     llm = LLM.from_models(loaded, engine_config(1, prefix_cache=True, **settings))
     return ChatSession(llm, ChatTemplate(source, {}, LETTERS), sampling)
 
@@ -47,7 +48,7 @@ def test_an_answer_joins_the_history_the_next_one_is_asked_with() -> None:
 
 
 def test_pieces_are_the_text_and_say_who_wrote_it() -> None:
-    llm = LLM(spec=SpecConfig(num_spec_tokens=3), engine=EngineConfig(max_batch=1, max_context=300))
+    llm = LLM(spec=Chain(3), engine=EngineConfig(max_batch=1, max_context=300))
     chat = ChatSession(llm, ChatTemplate(None, {}, llm.models.tokenizer), SamplingParams(max_tokens=60))
     pieces: list[Piece] = []
     answer = chat.ask('def greet(name):\n    """Grüße é"""\n', pieces.append)

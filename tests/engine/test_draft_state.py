@@ -7,48 +7,22 @@ import dataclasses
 import numpy as np
 import pytest
 from tests.conftest import TINY, needs_native, tiny_llm
-from tests.engine.oracle import Oracle, TreeOracle
-from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, run_with, tokens
+from tests.engine.oracle import teach
+from tests.engine.storage import draft_stored, target_stored
+from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, tokens
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence
-from aquiline.spec.drafters import Roots
-from aquiline.types import Int32, KVGroup
+from aquiline.spec.drafting import Drafting, Dynamic, Static
 
 pytestmark = needs_native
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0.8, seed=9, ignore_eos=True)
-COMB = SpecConfig(drafter="static", static_paths=tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
+COMB = Static(tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
 
 
-class Fickle:
-    """Right up to a level that changes from step to step, wrong below: every length of path is accepted and dropped."""
-
-    def next_tokens(self, roots: Roots) -> np.ndarray:
-        drafts = super().next_tokens(roots)  # type: ignore[misc]
-        wrong_from = (roots.positions * 7 // 3) % (drafts.shape[1] + 1)
-        levels = np.arange(drafts.shape[1])
-        return np.where(levels >= wrong_from[:, None], (drafts + 1) % TINY.vocab_size, drafts).astype(np.int32)
-
-
-class FickleChain(Fickle, Oracle):
-    pass
-
-
-class FickleTree(Fickle, TreeOracle):
-    pass
-
-
-def stored(kv: KVGroup, table: Int32, slot: int, first: int, end: int) -> list[np.ndarray]:
-    """Keys and values of KV indices [first, end) of one slot."""
-    index = np.arange(first, end)
-    pages, place = table[slot, index // kv.page_size], index % kv.page_size
-    keys = kv.k[:, pages, :, place // 16, :, place % 16]
-    return [t.float().numpy() for t in (keys, kv.v[:, pages, :, place])]
-
-
-def fresh(llm: LLM, spec: SpecConfig, prompt: list[int]) -> Sequence:
+def fresh(llm: LLM, spec: Drafting, prompt: list[int]) -> Sequence:
     """Prefill a prompt and stop before its first decode step."""
     sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
     while len(sequence.tokens) == len(prompt):
@@ -56,52 +30,44 @@ def fresh(llm: LLM, spec: SpecConfig, prompt: list[int]) -> Sequence:
     return sequence
 
 
-@pytest.mark.parametrize("kind", [FickleChain, FickleTree])
-def test_state_after_many_steps_equals_a_fresh_prefill(kind: type[Oracle]) -> None:
-    spec = COMB if kind is FickleTree else SPECS["chain4"]
+@pytest.mark.parametrize("spec", [SPECS["chain4"], COMB], ids=["chain", "tree"])
+def test_state_after_many_steps_equals_a_fresh_prefill(spec: Drafting) -> None:
     llm, other = tiny_llm("float32"), tiny_llm("float32")
     prompt = np.random.default_rng(1).integers(1, TINY.vocab_size, 21).tolist()
     truth = [*prompt, *llm.run([prompt], PARAMS, spec=BASELINE).outputs[0].token_ids]
-    llm.engine.drafters[spec] = kind(4, {0: truth}, TINY.vocab_size)
+    taught = teach(llm, [truth])
     ours = fresh(llm, spec, prompt)
-    accepted = []
+    accepted, expected_tree = [], None
     while llm.engine.is_busy:
         accepted += [delta.num_accepted for delta in llm.engine.step()]
+        if expected_tree is not None:
+            assert taught.grown.tokens.tolist() == expected_tree, f"what is drafted behind {len(ours.tokens)} tokens"
         if ours.finish_reason is not None:
             break
         theirs = fresh(other, spec, ours.tokens[:-1])
         assert theirs.tokens == ours.tokens == truth[: len(ours.tokens)]
-        n = ours.num_cached
-        best = []
-        for engine, sequence in ((llm.engine, ours), (other.engine, theirs)):
-            session, slots = engine.stepper.session, engine.stepper.slots
-            assert session is not None
-            roots = slots.roots(np.array([sequence.slot], np.int32))
-            session.extend(slots.pending(roots), roots)
-            best.append(session.children(5))
-        assert best[0].ids.tolist() == best[1].ids.tolist(), f"proposals after {n} tokens"
-        assert best[0].logprobs.tobytes() == best[1].logprobs.tobytes()
-        for name, first, end in (("target", 0, n), ("draft", 1, n + 1)):  # draft row j stands at j + 1
-            steppers = (llm.engine.stepper, other.engine.stepper)
-            kvs = [s.kv if name == "target" else s.session.kv for s in steppers]  # type: ignore[union-attr]
-            slots = (ours.slot, theirs.slot)
-            pools = (llm.engine.pool, other.engine.pool)
-            a, b = (stored(kv, p.table, s, first, end) for kv, p, s in zip(kvs, pools, slots, strict=True))
-            assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), f"{name} KV after {n} tokens"
+        pages = [one.engine.pool.owned[s.slot] for one, s in ((llm, ours), (other, theirs))]
+        a, b = (target_stored(one.engine, p, ours.num_cached) for one, p in zip((llm, other), pages, strict=True))
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), f"target KV of {ours.num_cached} tokens"
+        a, b = (draft_stored(one.engine, p, 1, ours.draft_end) for one, p in zip((llm, other), pages, strict=True))
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), f"draft KV of {ours.draft_end} tokens"
+        other.engine.step()
+        assert other.engine.last is not None
+        expected_tree = other.engine.last.read().trees()[0].tokens.tolist()
         other.engine.reset()
-    assert set(accepted) >= {0, 1, 2, 3, 4}, "the drafter should be right to every depth"
+    assert set(accepted) >= {0, 1, 2, 3, 4}, "the drafts should be right to every depth"
 
 
-@pytest.mark.parametrize("kind", [FickleChain, FickleTree])
-def test_rollback_at_every_offset_of_a_page(kind: type[Oracle]) -> None:
-    spec = COMB if kind is FickleTree else SPECS["chain4"]
+@pytest.mark.parametrize("spec", [SPECS["chain4"], COMB], ids=["chain", "tree"])
+def test_rollback_at_every_offset_of_a_page(spec: Drafting) -> None:
     params = dataclasses.replace(SAMPLINGS["sampled"], max_tokens=12, ignore_eos=True)
     rng = np.random.default_rng(2)
-    llm = tiny_llm()
     for first in range(1, 34, 8):  # roots at every offset of two pages of 16
+        llm = tiny_llm()
         batch = [rng.integers(1, TINY.vocab_size, n).tolist() for n in range(first, first + 8)]
         expected = llm.run(batch, params, spec=BASELINE)
-        result = run_with(llm, lambda truth: kind(4, truth, TINY.vocab_size), batch, expected, params, spec)
+        teach(llm, [[*p, *o.token_ids] for p, o in zip(batch, expected.outputs, strict=True)])
+        result = llm.run(batch, params, spec=spec)
         assert tokens(result) == tokens(expected), f"prompts of {first} to {first + 7} tokens"
         assert 0 < result.summary.counters.acceptance_rate < 1
 
@@ -121,7 +87,7 @@ def test_trees_at_the_last_position(name: str, max_tokens: int) -> None:
 
 def test_the_deepest_tree_the_buffers_hold() -> None:
     llm = tiny_llm(max_batch=1)
-    deep = SpecConfig(drafter="dynamic", depth=31, top_k=2, num_nodes=100)
+    deep = Dynamic(depth=31, top_k=2, num_nodes=100)
     params = dataclasses.replace(SAMPLINGS["greedy"], max_tokens=8, ignore_eos=True)
     batch = [[5, 6, 7]]
     assert tokens(llm.run(batch, params, spec=deep)) == tokens(llm.run(batch, params, spec=BASELINE))

@@ -11,8 +11,9 @@ from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import Oracle, TreeOracle
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, run_with
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Result
+from aquiline.spec.drafting import Static
 
 pytestmark = needs_native
 
@@ -33,7 +34,7 @@ def test_the_same_bits_with_every_drafter_and_chunk(sampling: SamplingParams) ->
     params = dataclasses.replace(sampling, max_tokens=20, logprobs=3, prompt_logprobs=2)
     expected = logprobs(tiny_llm(max_batch=3).run(prompts(5), params, spec=BASELINE))
     for row_budget, late in ((48, False), (7, True)):
-        llm = tiny_llm(max_batch=2, row_budget=row_budget, late_commit=late, prefix_cache=True)
+        llm = tiny_llm(max_batch=2, row_budget=row_budget, late_reads=late, prefix_cache=True)
         for name in ("chain4", "static", "dynamic"):
             assert logprobs(llm.run(prompts(5), params, spec=SPECS[name])) == expected, f"{name}, late={late}"
 
@@ -44,7 +45,7 @@ def test_the_same_bits_for_accepted_tokens(kind: type[Oracle]) -> None:
     params = SamplingParams(max_tokens=21, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
     batch = prompts(4)
     expected = llm.run(batch, params, spec=BASELINE)
-    spec = SpecConfig(drafter="static", static_paths=tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
+    spec = Static(tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
     result = run_with(llm, lambda truth: kind(4, truth, TINY.vocab_size), batch, expected, params, spec)
     assert result.summary.counters.tau > 4
     assert logprobs(result) == logprobs(expected)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tests.conftest import TINY, needs_native, tiny_llm
-from tests.engine.oracle import Oracle, TreeOracle
+from tests.engine.oracle import Known
 
-from aquiline.config import SamplingParams, SpecConfig
-from aquiline.engine.llm import LLM, Result
-from aquiline.spec.drafters import Drafter
+from aquiline.config import SamplingParams
+from aquiline.engine.llm import Result
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Static
 
 pytestmark = needs_native
 
 NEW_TOKENS = 40
-BASELINE = SpecConfig(drafter="none")
+BASELINE = NoDraft()
 SPECS = {
-    **{f"chain{k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in range(1, 9)},
-    "static": SpecConfig(drafter="static"),
-    "dynamic": SpecConfig(drafter="dynamic", depth=3, top_k=3, num_nodes=12),
-    "dynamic-60-5-10": SpecConfig(drafter="dynamic", depth=5, top_k=10, num_nodes=60),
+    **{f"chain{k}": Chain(k) for k in range(1, 9)},
+    "static": Static(),
+    "dynamic": Dynamic(depth=3, top_k=3, num_nodes=12),
+    "dynamic-60-5-10": Dynamic(depth=5, top_k=10, num_nodes=60),
 }
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=NEW_TOKENS),
@@ -84,18 +83,6 @@ def test_batch_chunks_and_pages_change_nothing(max_batch: int, page_size: int) -
             assert got == [o.token_ids for o in alone], f"{name}, batch {max_batch}, chunks of {row_budget}"
 
 
-def run_with(llm: LLM, make: Callable[[dict[int, list[int]]], Drafter], batch: list[list[int]], truth: Result,
-             sampling: SamplingParams, spec: SpecConfig) -> Result:  # fmt: skip
-    """Run a batch that fits the slots, so that slot i holds prompt i, with a drafter that may know the outputs."""
-    assert len(batch) <= llm.engine.config.max_batch
-    full = {i: p + o.token_ids for i, (p, o) in enumerate(zip(batch, truth.outputs, strict=True))}
-    llm.engine.drafters[spec] = make(full)
-    try:
-        return llm.run(batch, sampling, spec=spec)
-    finally:
-        del llm.engine.drafters[spec]
-
-
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("K", [1, 3, 8])
 def test_oracle_commits_all_and_adversary_one(K: int, sampling: str) -> None:
@@ -103,18 +90,16 @@ def test_oracle_commits_all_and_adversary_one(K: int, sampling: str) -> None:
     params = dataclasses.replace(SAMPLINGS[sampling], ignore_eos=True)
     batch = prompts(8)
     expected = llm.run(batch, params, spec=BASELINE)
-    chain = SpecConfig(drafter="chain", num_spec_tokens=K)
-    tree = SpecConfig(drafter="static", static_paths=tuple((*(1,) * d, r) for d in range(K) for r in (0, 1)))
-    V = TINY.vocab_size
-    for kind, spec in ((Oracle, chain), (TreeOracle, tree)):
-        result = run_with(llm, lambda truth, kind=kind: kind(K, truth, V), batch, expected, params, spec)
-        assert tokens(result) == tokens(expected), f"{kind.__name__} K={K}"
+    texts = tuple((*p, *o.token_ids) for p, o in zip(batch, expected.outputs, strict=True))
+    for is_comb in (False, True):
+        result = llm.run(batch, params, spec=Known(texts, K, TINY.vocab_size, is_comb=is_comb))
+        assert tokens(result) == tokens(expected), f"comb {is_comb} K={K}"
         check_accounting(result)
         # K + 1 tokens a step until the length limit cuts the last block
         steps = sum(-(-(len(o.token_ids) - 1) // (K + 1)) for o in result.outputs)
         assert result.summary.counters.num_steps == steps
         assert all(o.by_draft[1 : K + 1] == [True] * K for o in result.outputs)
-    result = run_with(llm, lambda truth: Oracle(K, truth, V, wrong=True), batch, expected, params, chain)
+    result = llm.run(batch, params, spec=Known(texts, K, TINY.vocab_size, is_wrong=True))
     assert tokens(result) == tokens(expected)
     assert result.summary.counters.tau == 1.0 and result.summary.counters.num_accepted_tokens == 0
 

@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_draft, write_target
 from tests.conftest import engine_config, needs_native, tiny_llm
+from tests.engine import storage
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 from tests.engine.test_golden import observe, restored_isa
 from tests.engine.test_quantised import pair_llm
 
+from aquiline.backends.cpu import native
+from aquiline.backends.cpu.pair import resolve_arithmetic
 from aquiline.engine.llm import LLM
 from aquiline.errors import CheckpointError
 from aquiline.models.load import load_target, read_model_config
-from aquiline.models.runner import resolve_arithmetic
-from aquiline.ops import native
 
 __all__ = ["restored_isa"]
 
@@ -31,7 +32,7 @@ def test_every_drafter_gives_the_baseline(sampling: str) -> None:
         result = llm.run(prompts(8), SAMPLINGS[sampling], spec=spec)
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in float16"
         check_accounting(result)
-    assert llm.models.system()["dtype"] == "float16" and llm.engine.stepper.kv.k.dtype == torch.bfloat16
+    assert llm.models.system()["dtype"] == "float16" and storage.native(llm.engine).kv.k.dtype == torch.bfloat16
 
 
 @needs_native
@@ -74,4 +75,4 @@ def test_what_float16_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds 70144, .* 65504; use dtype='bfloat16'"):
         load_target(tmp_path, dtype="float16")
     with pytest.raises(ValueError, match="needs dtype='bfloat16', and dtype is 'float16'"):
-        resolve_arithmetic("bfloat16", "float16", True)
+        resolve_arithmetic("bfloat16", "float16")

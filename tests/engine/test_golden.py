@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import torch
 from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
 from torch import nn
 
-from aquiline.config import Environment, SamplingParams, SpecConfig
+from aquiline.backends.cpu import calls, native
+from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.ops import cpu, native
+from aquiline.spec.drafting import Chain, NoDraft
 
 pytestmark = needs_native
 
@@ -31,7 +33,15 @@ SAMPLINGS = {
     "filtered": SamplingParams(
         max_tokens=32, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True
     ),
-}
+    "penalised": SamplingParams(
+        max_tokens=32, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3,
+        logit_bias={24: -1.5, 7: 2.0}, ignore_eos=True,
+    ),
+    "sampled, penalised": SamplingParams(
+        max_tokens=32, temperature=0.8, seed=3, repetition_penalty=1.1, presence_penalty=-0.2, frequency_penalty=0.1,
+        logit_bias={0: -math.inf, 81: 1.0}, top_k=60, ignore_eos=True,
+    ),
+}  # fmt: skip
 
 
 def integer_weights(module: nn.Module, seed: int) -> None:
@@ -48,7 +58,7 @@ def golden_llm(dtype: str) -> LLM:
     integer_weights(head, 1)
     head.d2t.copy_(torch.arange(TINY_DRAFT.draft_vocab_size))
     head.embed.data = decoder.embed.data
-    models = from_modules(decoder, head, None, dtype, engine_config(4), Environment.read())
+    models = from_modules(decoder, head, None, Loading(dtype), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 
@@ -58,10 +68,11 @@ def observe(dtype: str = "bfloat16") -> dict[str, object]:
     prompts = [rng.integers(1, TINY.vocab_size, n).tolist() for n in (70, 3)]
     found: dict[str, object] = {}
     for name, sampling in SAMPLINGS.items():
-        result = llm.run(prompts, sampling, spec=SpecConfig(drafter="chain", num_spec_tokens=3))
+        result = llm.run(prompts, sampling, spec=Chain(3))
         found[name] = [o.token_ids for o in result.outputs]
-    llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=SpecConfig(drafter="none"))
-    logits = llm.models.target.logits(np.array([llm.engine.stepper.rows.num - 1], np.int32))
+    llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=NoDraft())
+    backend, model = llm.engine.backend, llm.models.pair.target_model
+    logits = model.logits(backend._hidden, np.array([len(prompts[0]) % llm.engine.config.row_budget - 1], np.int32))
     found["logits_sha256"] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()
     return found
 
@@ -69,7 +80,7 @@ def observe(dtype: str = "bfloat16") -> dict[str, object]:
 @pytest.fixture
 def restored_isa() -> Iterator[None]:
     yield
-    cpu.select_isa(Environment.read().isa)
+    calls.select_isa(Environment.read().isa)
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])

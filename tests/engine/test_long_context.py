@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, round_to, tiny_pair
-from tests.engine.test_draft_state import FickleChain, FickleTree
-from tests.engine.test_exact import BASELINE, SPECS, check_accounting, run_with, tokens
+from tests.engine.oracle import teach
+from tests.engine.test_exact import BASELINE, SPECS, check_accounting, tokens
 
-from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.models.config import DraftConfig
+from aquiline.spec.drafting import Static
 
 pytestmark = needs_native
 
@@ -38,7 +39,7 @@ def models() -> LoadedModels:
     decoder, head = tiny_pair(0, LONG, LONG_DRAFT)
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
-    return from_modules(decoder, head, None, "bfloat16", engine_config(2, 512), Environment.read())
+    return from_modules(decoder, head, None, Loading("bfloat16"), Environment.read())
 
 
 def text(context: int) -> list[int]:
@@ -96,16 +97,15 @@ def test_rollbacks_of_every_length_across_the_ends_of_pages(context: int, num_dr
     llm = read_llm(context, 0.75)
     lengths = sorted(expected(context))
     paths = tuple((*(1,) * level, rank) for level in range(num_drafts) for rank in (0, 1))
-    tree = SpecConfig(drafter="static", static_paths=paths)
-    for kind, spec in ((FickleChain, SPECS[f"chain{num_drafts}"]), (FickleTree, tree)):
+    tree = Static(paths)
+    teach(llm, [[*text(context)[:length], *expected(context)[length]] for length in lengths])
+    for spec in (SPECS[f"chain{num_drafts}"], tree):
         for pair in (lengths[:2], lengths[2:]):
             batch = [text(context)[:length] for length in pair]
-            truth = llm.run(batch, PARAMS, spec=BASELINE)
-            assert tokens(truth) == [expected(context)[length] for length in pair]
-            result = run_with(
-                llm, lambda full, kind=kind: kind(num_drafts, full, TINY.vocab_size), batch, truth, PARAMS, spec
+            result = llm.run(batch, PARAMS, spec=spec)
+            assert tokens(result) == [expected(context)[length] for length in pair], (
+                f"{spec.label} behind {pair} tokens"
             )
-            assert tokens(result) == tokens(truth), f"{kind.__name__} of depth {num_drafts} behind {pair} tokens"
             assert 0 < result.summary.counters.acceptance_rate < 1
             check_accounting(result)
 

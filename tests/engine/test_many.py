@@ -18,10 +18,11 @@ from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.driving import words
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request, TokenDelta
+from aquiline.spec.drafting import Drafting
 
 pytestmark = [needs_native, pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")]
 
@@ -171,7 +172,7 @@ def test_an_id_that_stands_twice_is_refused() -> None:
 def small_requests(llm: LLM, count: int) -> Iterator[Request]:
     """One page of one of seven system prompts, a few tokens of their own; unlike parameters, and drafters by turns."""
     starts = [words(16, i) for i in range(7)]
-    specs: list[SpecConfig] = [SPECS["chain2"], BASELINE, SPECS["dynamic"], BASELINE, SPECS["chain2"]]
+    specs: list[Drafting] = [SPECS["chain2"], BASELINE, SPECS["dynamic"], BASELINE, SPECS["chain2"]]
     rng = np.random.default_rng(1)
     for number in range(count):
         own = rng.integers(1, TINY.vocab_size, 1 + number % 9).tolist()
@@ -201,4 +202,4 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
     llm.engine.pool.check()
     assert llm.engine.prefix is not None
     llm.engine.prefix.check()
-    assert llm.engine.meter.counters.num_prefilled == 10_000 and len(llm.engine.drafters) == 3
+    assert llm.engine.meter.counters.num_prefilled == 10_000

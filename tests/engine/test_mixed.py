@@ -10,7 +10,7 @@ from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
 
 pytestmark = needs_native
 
@@ -29,7 +29,7 @@ def test_every_family_gives_the_baseline(family: str) -> None:
     draft = dataclasses.replace(TINY_DRAFT, model=layer, fc_norm=True, norm_feedback=True)
     config = engine_config(4)
     llm = LLM.from_models(
-        from_modules(*tiny_pair(3, target, draft), None, "float32", config, Environment.read()), config
+        from_modules(*tiny_pair(3, target, draft), None, Loading("float32"), Environment.read()), config
     )
     plain = tiny_llm("float32", max_batch=4)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):

@@ -26,7 +26,7 @@ PAGES = 10
 
 @lru_cache
 def lettered(num_pages: int | None, prefix_cache: bool) -> LLM:
-    loaded = dataclasses.replace(tiny_models(max_batch=5), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     return LLM.from_models(loaded, engine_config(5, num_pages=num_pages, prefix_cache=prefix_cache))
 
 
@@ -116,8 +116,8 @@ def test_a_prompt_that_gives_way_between_its_chunks_begins_again() -> None:
     llm = tiny_llm(max_batch=2, row_budget=2, num_pages=13)
     params = dataclasses.replace(SAMPLINGS["sampled"], max_tokens=80, ignore_eos=True)
     long_prompt = np.random.default_rng(9).integers(1, TINY.vocab_size, 120).tolist()
-    few = dataclasses.replace(params, max_tokens=20)
-    expected = tokens(tiny_llm().run([BATCH[3], long_prompt], [params, few], spec=BASELINE))
+    few = dataclasses.replace(params, max_tokens=20, prompt_logprobs=1)
+    truth = tiny_llm().run([BATCH[3], long_prompt], [params, few], spec=BASELINE)
     first = llm.engine.add(llm.request("first", BATCH[3], params, BASELINE))
     while not first.output_ids:
         llm.engine.step()
@@ -130,4 +130,17 @@ def test_a_prompt_that_gives_way_between_its_chunks_begins_again() -> None:
     lost = [a for a, b in itertools.pairwise(num_cached) if b < a]
     assert len(lost) == 1 and 60 < lost[0] < 120
     finish(llm)
-    assert [first.output_ids, second.output_ids] == expected
+    assert [first.output_ids, second.output_ids] == tokens(truth)
+    assert second.prompt_logprobs == truth.outputs[1].prompt_logprobs, "no row is told of twice"
+
+
+@pytest.mark.parametrize("name", ["none", "chain4"])
+def test_prompt_logprobs_are_read_once(name: str) -> None:
+    """Whoever gives way computes its prompt again; what was said of it stands."""
+    spec = BASELINE if name == "none" else SPECS[name]
+    params = dataclasses.replace(SAMPLINGS["sampled"], prompt_logprobs=2, logprobs=1, ignore_eos=True)
+    expected = tiny_llm(max_batch=5).run(BATCH, params, spec=BASELINE).outputs
+    result = tiny_llm(max_batch=5, num_pages=PAGES).run(BATCH, params, spec=spec)
+    assert result.summary.num_preemptions > 0
+    for ours, theirs in zip(result.outputs, expected, strict=True):
+        assert ours.prompt_logprobs == theirs.prompt_logprobs and ours.logprobs == theirs.logprobs

@@ -6,14 +6,15 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
-import numpy as np
 import pytest
 from tests.conftest import needs_native, tiny_llm
 from tests.engine.driving import words
+from tests.engine.storage import fill
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
@@ -26,11 +27,7 @@ def caching_llm(**settings: int) -> LLM:
     """Its storage begins as NaN: what nobody has written must not be read, nor be right by chance."""
     sizes = {"max_batch": 2, "num_pages": 44} | settings
     llm = tiny_llm("float32", prefix_cache=True, **sizes)  # type: ignore[arg-type]
-    stepper = llm.engine.stepper
-    assert stepper.session is not None
-    for storage in (stepper.kv.k, stepper.kv.v, stepper.session.kv.k, stepper.session.kv.v):
-        storage.fill_(float("nan"))
-    stepper.slots.page_features.fill(np.nan)
+    fill(llm, float("nan"))
     return llm
 
 
@@ -38,7 +35,7 @@ ROOMY = 400
 """Pages that hold all that the conversations say: what is dropped for want of room depends on how far steps reach."""
 
 
-def chat(llm: LLM, spec: SpecConfig, lengths: tuple[int, ...], sampling: SamplingParams) -> list[list[Output]]:
+def chat(llm: LLM, spec: Drafting, lengths: tuple[int, ...], sampling: SamplingParams) -> list[list[Output]]:
     """Conversations that share a system prompt, one per length of first message; each turn's prompt is all that was
     said before and a few new tokens. Outputs per turn."""
     texts = [[*words(37), *words(length, length)] for length in lengths]

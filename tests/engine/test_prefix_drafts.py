@@ -7,40 +7,42 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.conftest import TINY, needs_native, tiny_llm
+from tests.conftest import needs_native, tiny_llm
 from tests.engine.driving import words
-from tests.engine.oracle import Oracle
-from tests.engine.test_draft_state import COMB, FickleChain, FickleTree, stored
+from tests.engine.oracle import deepest, teach
+from tests.engine.storage import draft_stored, first_draft_key, native, settle, target_stored
+from tests.engine.test_draft_state import COMB
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 from tests.engine.test_prefix_cache import NAMES, PAGE, PARAMS, caching_llm
 
-from aquiline.config import SpecConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
 
-def until_decoding(llm: LLM, prompt: list[int], spec: SpecConfig) -> Sequence:
+def until_decoding(llm: LLM, prompt: list[int], spec: Drafting) -> Sequence:
     sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
     while not sequence.output_ids:
         llm.engine.step()
     return sequence
 
 
-def keys_and_values(llm: LLM, sequence: Sequence, first_draft_key: int, end: int) -> list[np.ndarray]:
-    """The target's of the first `end` tokens, and the draft's: row j stands at j + 1, and what the last step accepted
-    is written at the start of the next one."""
-    stepper, table = llm.engine.stepper, llm.engine.pool.table
-    assert stepper.session is not None
-    draft = stored(stepper.session.kv, table, sequence.slot, first_draft_key, sequence.draft_end)
-    return [*stored(stepper.kv, table, sequence.slot, 0, end), *draft]
+def all_stored(llm: LLM, sequence: Sequence, first_draft_key: int, end: int) -> list[np.ndarray]:
+    """The target's keys and values of the first `end` tokens, and the draft's: row j stands at j + 1, and what the last
+    step accepted is written at the start of the next one."""
+    pages = llm.engine.pool.owned[sequence.slot]
+    return [
+        *target_stored(llm.engine, pages, end),
+        *draft_stored(llm.engine, pages, first_draft_key, sequence.draft_end),
+    ]
 
 
 def assert_same_state(one: LLM, ours: Sequence, other: LLM, theirs: Sequence, end: int, first_key: int = 1) -> None:
     """The same keys and values, bit for bit, of `end` tokens; the draft's from first_key on."""
     assert ours.draft_end == theirs.draft_end > first_key
-    a, b = (keys_and_values(llm, s, first_key, end) for llm, s in ((one, ours), (other, theirs)))
+    a, b = (all_stored(llm, s, first_key, end) for llm, s in ((one, ours), (other, theirs)))
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), f"keys or values of {end} tokens"
 
 
@@ -49,15 +51,14 @@ def assert_same_state(one: LLM, ours: Sequence, other: LLM, theirs: Sequence, en
 def test_drafts_resume_as_after_a_full_prefill(name: str, extra: int) -> None:
     """The pages that are hit were written partly by a prefill, partly by speculation that was right to every depth and
     moved what it accepted; `extra` new tokens follow a whole number of pages."""
-    kind, spec = (FickleChain, SPECS["chain4"]) if name == "chain4" else (FickleTree, COMB)
+    spec = SPECS["chain4"] if name == "chain4" else COMB
     llm, other = caching_llm(), tiny_llm("float32")
     prompt = words(21)
     truth = [*prompt, *other.run([prompt], PARAMS, spec=BASELINE).outputs[0].token_ids]
-    llm.engine.drafters[spec] = kind(4, {0: truth}, TINY.vocab_size)
+    taught = teach(llm, [truth])
     filling = llm.run([prompt], PARAMS, spec=spec)
     assert 0 < filling.summary.counters.acceptance_rate < 1 and tokens(filling)[0] == truth[21:]
-    if name == "chain4":
-        del llm.engine.drafters[spec]
+    llm.engine.backend = taught.inner
     again = [*truth[:48], *words(extra, 5)]
     ours, theirs = (until_decoding(one, again, SPECS[name]) for one in (llm, other))
     assert (ours.num_hit, theirs.num_hit) == (48, 0)
@@ -68,7 +69,8 @@ def test_drafts_resume_as_after_a_full_prefill(name: str, extra: int) -> None:
             one.engine.step()
         a, b = llm.engine.last, other.engine.last
         assert a is not None and b is not None
-        assert a.tree.tokens.tolist() == b.tree.tokens.tolist(), f"proposals of step {num_steps}"
+        trees = [step.read().trees()[0].tokens.tolist() for step in (a, b)]
+        assert trees[0] == trees[1], f"proposals of step {num_steps}"
         assert ours.tokens == theirs.tokens
         num_steps += 1
     assert num_steps >= 8 and not other.engine.is_busy
@@ -76,16 +78,16 @@ def test_drafts_resume_as_after_a_full_prefill(name: str, extra: int) -> None:
 
 def assert_published_pages(llm: LLM, said: list[int], other: LLM, fresh: Sequence) -> None:
     """Every page the cache has of a text holds what a sequence of another engine, which begins with it, has there."""
-    assert llm.engine.prefix is not None and llm.engine.stepper.session is not None
-    assert other.engine.stepper.session is not None
-    nodes = llm.engine.prefix.match(said)
+    settle(llm.engine)
+    assert llm.engine.prefix is not None
+    nodes = llm.engine.prefix.match(None, said)
     assert all(node.has_draft for node in nodes)
-    end, pages = len(nodes) * PAGE, np.array([[node.page for node in nodes]], np.int32)
-    for ours, theirs, first in (
-        (llm.engine.stepper.kv, other.engine.stepper.kv, 0),
-        (llm.engine.stepper.session.kv, other.engine.stepper.session.kv, 1),
+    end, pages = len(nodes) * PAGE, [node.page for node in nodes]
+    theirs = other.engine.pool.owned[fresh.slot]
+    for a, b in (
+        (target_stored(llm.engine, pages, end), target_stored(other.engine, theirs, end)),
+        (draft_stored(llm.engine, pages, 1, end), draft_stored(other.engine, theirs, 1, end)),
     ):
-        a, b = stored(ours, pages, 0, first, end), stored(theirs, other.engine.pool.table, fresh.slot, first, end)
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), f"pages of {len(said)} tokens"
 
 
@@ -100,10 +102,10 @@ def test_pages_of_a_sequence_that_ends_around_a_page_s_end_have_draft_keys(num_p
     fresh = until_decoding(other, truth[:50], spec)
     for end in range(30, 37):
         llm = caching_llm()
-        llm.engine.drafters[spec] = Oracle(num_drafts, {0: truth}, TINY.vocab_size)
+        teach(llm, [truth], deepest)
         llm.run([prompt], dataclasses.replace(PARAMS, max_tokens=end - num_prompt), spec=spec)
         assert llm.engine.prefix is not None
-        assert len(llm.engine.prefix.match(truth[:end])) == (end - 1) // PAGE
+        assert len(llm.engine.prefix.match(None, truth[:end])) == (end - 1) // PAGE
         assert_published_pages(llm, truth[:end], other, fresh)
 
 
@@ -117,14 +119,14 @@ def test_pages_of_a_sequence_that_is_aborted_have_all_keys_they_promise(num_prom
     fresh = until_decoding(other, truth[:50], spec)
     for num_steps in range(1, 3 + 18 // (num_drafts + 1)):
         llm = caching_llm()
-        llm.engine.drafters[spec] = Oracle(num_drafts, {0: truth}, TINY.vocab_size)
+        teach(llm, [truth], deepest)
         sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
         for _ in range(num_steps):
             llm.engine.step()
         llm.engine.abort(0)
         assert sequence.tokens == truth[: len(sequence.tokens)]
         assert_published_pages(llm, sequence.tokens, other, fresh)
-    assert llm.engine.prefix is not None and len(llm.engine.prefix.match(truth)) == 2
+    assert llm.engine.prefix is not None and len(llm.engine.prefix.match(None, truth)) == 2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,10 +140,11 @@ def test_pages_computed_without_speculation_are_hit_and_drafts_start_behind_them
     first = llm.run([words(num_prompt)], PARAMS, spec=BASELINE).outputs[0]
     prompt = [*first.prompt_ids, *first.token_ids][:48] + words(extra, 5)
     ours, theirs = (until_decoding(one, prompt, SPECS[name]) for one in (llm, other))
-    assert ours.num_hit == 48 and llm.engine.stepper.slots.first_draft_key[ours.slot] == 48
+    first_key = min(48, len(prompt) - 1) + 1  # behind the first feature: that of a row that was computed
+    assert ours.num_hit == 48 and first_draft_key(llm, ours.slot) == first_key
     for one in (llm, other):
         one.engine.step()
-    assert_same_state(llm, ours, other, theirs, len(prompt), first_key=48)
+    assert_same_state(llm, ours, other, theirs, len(prompt), first_key=first_key)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,16 +153,17 @@ def test_drafts_read_no_key_that_no_draft_has_written(name: str) -> None:
     for garbage in (0.0, 1e4, float("nan")):
         llm = caching_llm()
         llm.run([prompt[:48]], dataclasses.replace(PARAMS, max_tokens=1), spec=BASELINE)
-        assert llm.engine.stepper.session is not None
-        for storage in (llm.engine.stepper.session.kv.k, llm.engine.stepper.session.kv.v):
+        backend = native(llm.engine)
+        for storage in (backend.draft_kv.k, backend.draft_kv.v):
             storage.fill_(garbage)
+        backend.fused.fill(garbage)
         sequence = until_decoding(llm, prompt, SPECS[name])
         assert sequence.num_hit == 48
         seen = []
         while llm.engine.is_busy:
             llm.engine.step()
             assert llm.engine.last is not None
-            seen.append(llm.engine.last.tree.tokens.tolist())
+            seen.append(llm.engine.last.read().trees()[0].tokens.tolist())
         proposals.append(seen)
     assert proposals[0] == proposals[1] == proposals[2]
 
@@ -170,12 +174,12 @@ def test_drafts_start_behind_the_last_page_that_has_no_draft_keys() -> None:
     for end, spec in ((32, SPECS["chain4"]), (64, BASELINE), (96, SPECS["chain4"])):
         llm.run([text[:end]], dataclasses.replace(PARAMS, max_tokens=1), spec=spec)
     assert llm.engine.prefix is not None
-    nodes = llm.engine.prefix.match(text)
+    nodes = llm.engine.prefix.match(None, text)
     assert [node.has_draft for node in nodes] == [True, True, False, False, True, True]
     other = tiny_llm("float32")
     ours, theirs = (until_decoding(one, [*text, 5], SPECS["chain4"]) for one in (llm, other))
-    assert llm.engine.stepper.slots.first_draft_key[ours.slot] == 64
-    assert_same_state(llm, ours, other, theirs, 97, first_key=64)
+    assert first_draft_key(llm, ours.slot) == 65, "its feature stands behind the last page without draft keys"
+    assert_same_state(llm, ours, other, theirs, 97, first_key=65)
 
 
 @pytest.mark.parametrize("drafts_first", [True, False])
@@ -188,7 +192,7 @@ def test_of_two_that_compute_the_same_pages_the_one_with_draft_keys_is_kept(draf
     while llm.engine.is_busy:
         llm.engine.step()
     assert llm.engine.prefix is not None
-    assert [node.has_draft for node in llm.engine.prefix.match(words(20))] == [True]
+    assert [node.has_draft for node in llm.engine.prefix.match(None, words(20))] == [True]
     assert len(llm.engine.pool.idle) == 1, "the other's page is free"
     again = until_decoding(llm, words(20), SPECS["chain4"])
-    assert again.num_hit == 16 and llm.engine.stepper.slots.first_draft_key[again.slot] == 1
+    assert again.num_hit == 16 and first_draft_key(llm, again.slot) == 1

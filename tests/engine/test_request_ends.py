@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.conftest import needs_native, tiny_llm
 from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 
-from aquiline.config import SpecConfig
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
@@ -63,13 +66,13 @@ def test_a_deadline_that_is_met_changes_nothing() -> None:
     assert (sequence.finish_reason, sequence.output_ids) == ("length", alone(words(20)))
     assert not llm.engine.scheduler.due
     for wrong in (0, -1.0):
-        with pytest.raises(ValueError, match=f"request x: deadline_s={wrong}: must be above 0; None is no deadline"):
+        with pytest.raises(ValueError, match=f"request x: deadline_s={wrong}: must be above 0 and at most"):
             llm.request("x", words(2), PARAMS, BASELINE, deadline_s=wrong)
 
 
 @pytest.mark.parametrize("spec", [BASELINE, SPECS["chain4"]], ids=["none", "chain4"])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
-def test_an_abort_frees_slot_and_pages_wherever_the_request_stands(spec: SpecConfig, num_steps: int) -> None:
+def test_an_abort_frees_slot_and_pages_wherever_the_request_stands(spec: Drafting, num_steps: int) -> None:
     """It waits; its prompt is cut in chunks (24 rows a step); it decodes."""
     llm = tiny_llm(max_batch=2, row_budget=24)
     doomed = add(llm, "doomed", words(40), LONG, spec)
@@ -144,3 +147,47 @@ def test_a_run_refuses_before_it_computes() -> None:
     with pytest.raises(ValueError, match=r"request 0: prompt=\[\]: must hold at least one token"):
         llm.run([[]], PARAMS)
     assert llm.engine.meter.num_target_forwards == 0 and not llm.engine.is_busy
+
+
+NOT_WHOLE = ["1", None, math.nan, math.inf, True, 1.5, [1]]
+WRONG = [
+    *(("priority", value, "priority") for value in NOT_WHOLE),
+    *(("deadline_s", value, "deadline_s") for value in ("1", math.nan, math.inf, True, 0, -1.0, 10**400, [1])),
+    *(("request_id", value, "request id") for value in (1.5, math.nan, True, ("a",), ["a"], b"a")),
+    *(("prompt", [5, value], "whole number") for value in (*NOT_WHOLE, 5.0)),
+    *(("sampling", value, "sampling") for value in ({"max_tokens": 3}, "greedy", 3)),
+    *(("spec", value, "spec") for value in ("chain", {"drafter": "none"}, 3)),
+]
+"""A field, a value it must not have, and what the error names."""
+
+
+@pytest.mark.parametrize(("name", "value", "named"), WRONG, ids=[f"{name}={value!r:.9}" for name, value, _ in WRONG])
+def test_a_field_of_another_type_is_refused_where_it_enters(name: str, value: object, named: str) -> None:
+    """By LLM.request, which AsyncLLM and bulk use, and for requests made by hand; what runs goes on."""
+    llm = tiny_llm(max_batch=1)
+    running, _ = started(llm, "running", words(20)), add(llm, "waiting", words(9))
+    fields: dict[str, Any] = {
+        "request_id": "new", "prompt": words(5), "sampling": PARAMS, "spec": BASELINE, "priority": 0, name: value
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=named):
+        llm.engine.add(llm.request(**fields))
+    fields["id"], fields["prompt_ids"] = fields.pop("request_id"), tuple(fields.pop("prompt"))
+    with pytest.raises(ValueError, match=named):
+        llm.engine.add(Request(**fields))
+    assert ended(finish(llm)) == ["running", "waiting"] and running.output_ids == alone(words(20))
+
+
+def test_a_request_without_a_seed_is_refused() -> None:
+    unseeded = dataclasses.replace(PARAMS, seed=None)
+    with pytest.raises(ValueError, match=r"request a: sampling\.seed=None: must be a number"):
+        Request("a", (1,), unseeded, BASELINE)
+    assert tiny_llm().request("a", [1], unseeded, BASELINE).sampling.seed is not None
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    llm = tiny_llm(max_batch=1)
+    prompt = np.array(words(20))
+    llm.engine.add(llm.request(np.int64(3), prompt, PARAMS, BASELINE, np.int32(1), np.float32(1e6)))  # type: ignore[arg-type]
+    (sequence,) = llm.engine.sequences.values()
+    assert ended(finish(llm)) == [3] and sequence.output_ids == alone(words(20))
+    assert {type(token) for token in sequence.tokens} == {int}

@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models
+from tests.conftest import engine_config, needs_native, tiny_llm, tiny_pair
 from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
-from aquiline.config import SamplingParams
+from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.engine.model import Loading, from_modules
 from aquiline.engine.scheduler import MIN_CHUNK
 
 pytestmark = needs_native
@@ -36,7 +36,7 @@ def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budg
         assert len(deltas["first"].token_ids) >= 1, "who decodes waits for no prompt"
         assert meter.num_target_forwards == forwards + 1
         assert engine.last is not None
-        num_decode_rows, num_chunks = len(engine.last.tree.tokens), engine.last.plan.num_chunk_rows
+        num_decode_rows, num_chunks = engine.last.num_decode_rows, engine.last.plan.num_chunk_rows
         assert num_decode_rows == spec.max_nodes
         assert num_decode_rows + num_chunks <= max(row_budget, num_decode_rows + MIN_CHUNK)
         num_chunk_rows.append(num_chunks)
@@ -62,10 +62,11 @@ def test_prompts_share_a_step_s_rows_in_the_order_they_came() -> None:
 
 def test_time_and_rows_of_a_mixed_step_are_shared_out() -> None:
     llm = tiny_llm(max_batch=2, row_budget=24)
+    began = llm.engine.meter.mark()
     started(llm, "first", words(5))
     add(llm, "second", words(40, 1))
     finish(llm)
-    summary = llm.engine.meter.summary()
+    summary = llm.engine.meter.since(began)
     assert summary.num_prefill_tokens == 45
     assert summary.prefill_ms > 0 and summary.decode_ms > 0
     assert summary.prefill_ms + summary.decode_ms <= summary.wall_ms
@@ -152,8 +153,8 @@ def test_other_drafters_and_none_side_by_side(sampling: SamplingParams) -> None:
         assert llm.engine.meter.num_target_forwards == forwards + 1
         last = llm.engine.last
         assert last is not None
-        num_nodes = np.diff(last.tree.topology.offsets).tolist()
-        assert num_nodes == [sequence.request.spec.max_nodes for sequence in last.decoding]
+        num_nodes = [decoded.num_drafted + 1 for decoded in last.decodes]
+        assert num_nodes == [sequence.request.spec.max_nodes for sequence in last.plan.decoding]
         num_together += len(num_nodes) == 6
     assert num_together > 5
     for sequence, prompt, name in zip(sequences, prompts(6), names, strict=True):
@@ -163,10 +164,28 @@ def test_other_drafters_and_none_side_by_side(sampling: SamplingParams) -> None:
 
 
 def test_drafting_without_a_draft_is_refused_and_the_off_switch_works() -> None:
-    models = dataclasses.replace(tiny_models(), draft=None, draft_config=None)
+    models = from_modules(tiny_pair()[0], None, None, Loading("float32"), Environment.read())
     llm = LLM.from_models(models, engine_config())
-    assert llm.spec.drafter == "none"
+    assert llm.spec == BASELINE
     with pytest.raises(ValueError, match="drafter='chain': no draft model is loaded; pass one or use drafter='none'"):
         add(llm, 0, words(5), spec=SPECS["chain4"])
     assert not llm.engine.is_busy
     assert tokens(llm.run([words(20)], PARAMS)) == [alone(words(20))]
+
+
+def test_a_prompt_waits_where_it_would_take_the_page_that_another_needs_next() -> None:
+    """Two pages, and two texts that grow into a second one: together, one would only be computed twice."""
+    batch, params = [words(10), words(10, 1)], dataclasses.replace(PARAMS, max_tokens=18)
+    result = tiny_llm(max_batch=2, num_pages=2).run(batch, params, spec=BASELINE)
+    assert result.summary.num_preemptions == 0
+    assert tokens(result) == [alone(prompt, params) for prompt in batch]
+
+
+@pytest.mark.parametrize("gone", "abcdef")
+def test_who_leaves_the_queue_leaves_the_others_in_their_order(gone: str) -> None:
+    llm, few = tiny_llm(max_batch=1), dataclasses.replace(PARAMS, max_tokens=2)
+    started(llm, "runs", words(5), few)
+    for name, priority in zip("abcdef", (3, 1, 4, 1, 5, 2), strict=True):
+        add(llm, name, words(5), few, priority=priority)
+    llm.engine.abort(gone)
+    assert ended(finish(llm)) == ["runs", *(name for name in "bdface" if name != gone)]

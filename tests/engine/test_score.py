@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 from tests.conftest import engine_config, needs_native, tiny_models
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.score import Scorer
+from aquiline.spec.drafting import NoDraft
 
 
 @needs_native
@@ -34,9 +35,7 @@ def test_scores_are_what_decoding_computed() -> None:
     def read(delta: object) -> None:
         seen.append(models.target.features[0].copy())
 
-    output = llm.run(
-        [[5, 6, 7]], SamplingParams(max_tokens=20), spec=SpecConfig(drafter="none"), on_delta=read
-    ).outputs[0]
+    output = llm.run([[5, 6, 7]], SamplingParams(max_tokens=20), spec=NoDraft(), on_delta=read).outputs[0]
     scored = Scorer(models, 64)([np.array(output.prompt_ids + output.token_ids, np.int32)])
     decoded = np.stack(seen[1:])  # the first delta comes with the prompt's chunk
     assert (scored.features[3 : 3 + len(decoded)] == decoded).all()

@@ -19,12 +19,12 @@ from tests.conftest import needs_native
 from tests.engine.traffic import Setup, Traffic
 from tests.engine.wishes import CHAINS, COMB, MAX_BATCH, ROW_BUDGET, STEMS, TREES, Wish, draw_wishes
 
-from aquiline.config import SpecConfig
+from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
 
 
-def walk(setup: Setup, seed: int, num_steps: int) -> Traffic:
+def walk(setup: Setup, seed: int | list[int], num_steps: int) -> Traffic:
     """One long run without hypothesis: the same for the same seed."""
     rng, traffic = np.random.default_rng(seed), Traffic(setup)
 
@@ -57,50 +57,50 @@ CACHED = (
 LATE = ("preempted unread", "aborted unread")
 
 
-@pytest.mark.parametrize("late_commit", [False, True])
+@pytest.mark.parametrize("late_reads", [False, True])
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_long_run_meets_everything_there_is(prefix_cache: bool, late_commit: bool) -> None:
-    setup = Setup(prefix_cache=prefix_cache, late_commit=late_commit)
+def test_a_long_run_meets_everything_there_is(prefix_cache: bool, late_reads: bool) -> None:
+    setup = Setup(prefix_cache=prefix_cache, late_reads=late_reads)
     seen = walk(setup, seed=7, num_steps=800).seen
-    wanted = ALWAYS + CACHED * prefix_cache + LATE * late_commit
+    wanted = ALWAYS + CACHED * prefix_cache + LATE * late_reads
     assert not [what for what in wanted if seen[what] == 0], f"never happened: {dict(seen)}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_engines_of_many_sizes_run_for_long(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_engines_of_many_sizes_run_for_long(seed: int, run_seed: int) -> None:
+    rng = np.random.default_rng([run_seed, seed])
     for number in range(20):
         setup = Setup(
             num_pages=int(rng.choice((7, 9, 11, 16, 24))),
             max_batch=int(rng.integers(1, MAX_BATCH + 1)),
             row_budget=int(rng.choice((1, 5, 16, ROW_BUDGET))),
             prefix_cache=bool(rng.random() < 0.8),
-            late_commit=bool(rng.integers(2)),
+            late_reads=bool(rng.integers(2)),
             is_taught=bool(rng.random() < 0.8),
         )
-        walk(setup, 100 * seed + number, num_steps=500)
+        walk(setup, [run_seed, seed, number], num_steps=500)
 
 
-@pytest.mark.parametrize("late_commit", [False, True])
+@pytest.mark.parametrize("late_reads", [False, True])
 @pytest.mark.parametrize("spec", [CHAINS[4], COMB, TREES[-1]], ids=["chain", "static", "dynamic"])
-def test_pages_of_texts_that_end_have_their_draft_keys(spec: SpecConfig, late_commit: bool) -> None:
+def test_pages_of_texts_that_end_have_their_draft_keys(spec: Drafting, late_reads: bool) -> None:
     """Texts end at every offset of a page, and whichever step completes a page: the next step would have written the
     draft's keys of the last tokens, and there is none."""
-    traffic = Traffic(Setup(num_pages=200, row_budget=ROW_BUDGET, late_commit=late_commit))
+    traffic = Traffic(Setup(num_pages=200, row_budget=ROW_BUDGET, late_reads=late_reads))
     prompt = STEMS[0] + STEMS[1]
     for length, max_tokens in itertools.product(range(1, 34), (5, 12)):
         traffic.add(Wish(prompt[length:0:-1], "sampled", max_tokens, spec, 0))
     traffic.drain()
     assert traffic.seen["accepted"] and traffic.seen["draft pages checked"] > 20
     assert not traffic.undrafted, "everyone drafts"
-    if not late_commit:
+    if not late_reads:
         assert traffic.seen["drafts completed"]
 
 
-@pytest.mark.parametrize("late_commit", [False, True])
-def test_the_cache_may_be_cleared_while_its_pages_are_in_use(late_commit: bool) -> None:
-    traffic = Traffic(Setup(num_pages=24, row_budget=ROW_BUDGET, late_commit=late_commit))
+@pytest.mark.parametrize("late_reads", [False, True])
+def test_the_cache_may_be_cleared_while_its_pages_are_in_use(late_reads: bool) -> None:
+    traffic = Traffic(Setup(num_pages=24, row_budget=ROW_BUDGET, late_reads=late_reads))
     for _ in range(2):
         traffic.add(Wish(STEMS[0][:40], "sampled", 40, CHAINS[2], 0))
     for _ in range(5):
@@ -116,7 +116,7 @@ SETUPS = st.builds(
     max_batch=st.integers(3, MAX_BATCH),
     row_budget=st.sampled_from((1, 7, 16, ROW_BUDGET)),
     prefix_cache=st.booleans(),
-    late_commit=st.booleans(),
+    late_reads=st.booleans(),
     is_taught=st.booleans(),
 )
 

@@ -7,17 +7,18 @@ import dataclasses
 import numpy as np
 import pytest
 from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models
-from tests.engine.oracle import Oracle
-from tests.engine.test_exact import BASELINE, check_accounting, prompts, run_with, tokens
+from tests.engine.oracle import known
+from tests.engine.test_exact import BASELINE, check_accounting, prompts, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.spec.drafting import Chain
 from aquiline.text.detokenizer import Detokenizer
 
 pytestmark = needs_native
 
-CHAIN = SpecConfig(drafter="chain", num_spec_tokens=5)
+CHAIN = Chain(5)
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 EMPTY = np.zeros(0, np.int32)
 
@@ -32,7 +33,7 @@ def letters() -> Tokenizer:
 
 
 def lettered_llm(max_batch: int = 8) -> LLM:
-    loaded = dataclasses.replace(tiny_models(max_batch=max_batch), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     return LLM.from_models(loaded, engine_config(max_batch))
 
 
@@ -42,7 +43,7 @@ def test_max_tokens_at_every_place_of_a_block(limit: int) -> None:
     batch = prompts(4)
     full = llm.run(batch, GREEDY, spec=BASELINE)
     params = dataclasses.replace(GREEDY, max_tokens=limit)
-    result = run_with(llm, lambda truth: Oracle(5, truth, TINY.vocab_size), batch, full, params, CHAIN)
+    result = llm.run(batch, params, spec=known(batch, full, 5, TINY.vocab_size))
     assert tokens(result) == [t[:limit] for t in tokens(full)]
     assert {o.finish_reason for o in result.outputs} == {"length"}
     check_accounting(result)
@@ -55,7 +56,7 @@ def test_a_stop_token_anywhere_in_a_block_ends_the_text_there(place: int) -> Non
     full = llm.run(batch, GREEDY, spec=BASELINE)
     out = tokens(full)[0]
     params = dataclasses.replace(GREEDY, stop_token_ids=(out[place], 95))
-    result = run_with(llm, lambda truth: Oracle(5, truth, TINY.vocab_size), batch, full, params, CHAIN)
+    result = llm.run(batch, params, spec=known(batch, full, 5, TINY.vocab_size))
     assert tokens(result)[0] == out[: out.index(out[place]) + 1]
     assert result.outputs[0].finish_reason == "stop"
     assert tokens(llm.run(batch, params, spec=BASELINE)) == tokens(result)
@@ -87,7 +88,7 @@ def test_stop_strings_across_blocks_cut_the_text_before_them(start: int, width: 
     stop = text[start : start + width]
     at = text.index(stop)
     params = dataclasses.replace(GREEDY, stop=(stop, "no such text"))
-    result = run_with(llm, lambda truth: Oracle(5, truth, TINY.vocab_size), batch, full, params, CHAIN)
+    result = llm.run(batch, params, spec=known(batch, full, 5, TINY.vocab_size))
     assert result.outputs[0].text == text[:at]
     assert tokens(result)[0] == tokens(full)[0][: at + width]
     assert result.outputs[0].finish_reason == "stop"

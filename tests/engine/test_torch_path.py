@@ -8,13 +8,14 @@ import logging
 import numpy as np
 import pytest
 import torch
+from aquiline.spec.drafters import drafter
 from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_pair
 from tests.engine.test_exact import BASELINE, SPECS, check_accounting, prompts, tokens
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
-from aquiline.spec.drafters import drafter
+from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.score import Scorer
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -24,14 +25,14 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 def torch_llm() -> LLM:
     config = engine_config(4)
     decoder, head = tiny_pair()
-    return LLM.from_models(from_modules(decoder, head, None, "float32", config, Environment("off", 1)), config)
+    return LLM.from_models(from_modules(decoder, head, None, Loading("float32"), Environment("off", 1)), config)
 
 
 def test_results_say_what_ran(torch_llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     system = torch_llm.models.system()
     assert (system["path"], system["isa"], system["exact_trees"]) == ("torch", "torch", False)
     with caplog.at_level(logging.WARNING, logger="aquiline"):
-        from_modules(*tiny_pair(), None, "float32", engine_config(1), Environment("off", 1))
+        from_modules(*tiny_pair(), None, Loading("float32"), Environment("off", 1))
     assert "AQUILINE_ISA=off" in caplog.text and "not bit-exact" in caplog.text
 
 
@@ -61,11 +62,10 @@ def test_biases_and_sinks_are_the_native_paths() -> None:
     target = dataclasses.replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True)
     config, states, texts = engine_config(4), [], []
     for isa in (None, "off"):
-        models = from_modules(*tiny_pair(7, target), None, "float32", config, Environment(isa, 1))
+        models = from_modules(*tiny_pair(7, target), None, Loading("float32"), Environment(isa, 1))
         llm = LLM.from_models(models, config)
         texts.append(tokens(llm.run(prompts(5), SAMPLED, spec=SPECS["chain4"])))
-        llm.run([prompts(6)[5][:40]], SamplingParams(max_tokens=1), spec=BASELINE)
-        states.append(models.target.hidden[:40].copy())
+        states.append(Scorer(models, 64)([np.array(prompts(6)[5][:40], np.int32)]).hidden.copy())
     np.testing.assert_allclose(states[0], states[1], rtol=0, atol=1e-4 * np.abs(states[1]).max())
     assert texts[0] == texts[1], "no near tie in this fixture"
 

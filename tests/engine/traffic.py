@@ -6,23 +6,19 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 from tests.conftest import engine_config
 from tests.engine.invariants import check_cached_pages, check_outcome, check_sequences, unread_sequences
 from tests.engine.oracle import Taught
-from tests.engine.wishes import PAGE, SPECS, Wish, alone, lone_llm, models
+from tests.engine.storage import native
+from tests.engine.wishes import PAGE, Wish, alone, lone_llm, models
 
 from aquiline.config import LARGEST
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import OutOfPages
 from aquiline.kv.prefix import Node
-from aquiline.spec.drafters import drafter
-from aquiline.types import Int32, TopK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Setup:
     max_batch: int = 4
     row_budget: int = 16
     prefix_cache: bool = True
-    late_commit: bool = False
+    late_reads: bool = False
     is_taught: bool = True
 
 
@@ -43,7 +39,7 @@ class Traffic:
     def __init__(self, setup: Setup) -> None:
         config = engine_config(
             setup.max_batch, setup.row_budget, PAGE, num_pages=setup.num_pages, prefix_cache=setup.prefix_cache,
-            late_commit=setup.late_commit,
+            late_reads=setup.late_reads,
         )  # fmt: skip
         self.engine = LLM.from_models(models(), config).engine
         self.live: dict[int | str, Sequence] = {}
@@ -55,9 +51,8 @@ class Traffic:
         self.undrafted: dict[Node, int] = {}  # cached pages without draft keys
         self._watch()
         self._poison()
-        for spec in SPECS:
-            own = drafter(spec)
-            self.engine.drafters[spec] = Taught(own, self._text_in) if own is not None and setup.is_taught else own
+        if setup.is_taught:
+            self.engine.backend = Taught(self.engine.backend, self._text_in)
 
     def add(self, wish: Wish) -> None:
         """Submit a request under a number that nobody has at this moment; what can never fit must be refused."""
@@ -174,58 +169,41 @@ class Traffic:
 
     def _watch(self) -> None:
         """Count what leaves no trace."""
-        stepper, pool = self.engine.stepper, self.engine.pool
-        complete, evicted = stepper.complete_draft, pool.evicted
-
-        def counted_complete(sequence: Sequence) -> None:
-            self.seen["drafts completed"] += 1
-            complete(sequence)
+        pool = self.engine.pool
+        evicted = pool.evicted
 
         def counted_evicted(page: int) -> None:
             self.seen["evicted"] += 1
             evicted(page)
 
-        stepper.complete_draft, pool.evicted = counted_complete, counted_evicted  # type: ignore[method-assign]
+        pool.evicted = counted_evicted
 
     def _poison(self) -> None:
         """Make every page that is handed out hold NaN, so that no result can come from keys that nobody wrote."""
-        pool, stepper, session = self.engine.pool, self.engine.stepper, self.engine.stepper.session
-        assert session is not None
-        take, top_ks = pool._take, {name: getattr(session, name) for name in ("children", "expand")}
-        chain = session.chain
+        pool, backend = self.engine.pool, native(self.engine)
+        take = pool._take
 
         def taken(last: int, count: int) -> int:
             page = take(last, count)
-            for kv in (stepper.kv, session.kv):
+            for kv in (backend.kv, backend.draft_kv):
                 kv.k[:, page] = kv.v[:, page] = math.nan
-            stepper.slots.page_features[page] = math.nan
+            backend.fused[page] = math.nan
             return page
 
-        def checked(name: str, *args: Any) -> TopK:
-            best: TopK = top_ks[name](*args)
-            assert np.isfinite(best.logprobs).all(), f"a draft's {name} pass read what nobody wrote"
-            return best
-
-        def checked_chain(depth: int) -> Int32:
-            session.children(1)
-            tokens = chain(depth)
-            assert np.isfinite(session.runner.hidden[: session.rows.num]).all(), "a chain read what nobody wrote"
-            return tokens
-
         pool._take = taken  # type: ignore[method-assign]
-        session.chain = checked_chain  # type: ignore[method-assign]
-        for name in top_ks:
-            setattr(session, name, partial(checked, name))
 
     def _look(self) -> None:
         """Count what the step did."""
-        plan, slots = self.engine.last and self.engine.last.plan, self.engine.stepper.slots
-        if plan is not None:
+        if self.engine.last is not None:
+            plan, message = self.engine.last.plan, self.engine.last.message
             first = [chunk for chunk in plan.chunks if chunk.start <= chunk.sequence.num_hit]
             self.seen["whole hits"] += sum(chunk.start < chunk.sequence.num_hit for chunk in first)
             self.seen["resumed"] += sum(chunk.sequence.num_preempted > 0 for chunk in first)
             self.seen["resumed on a hit"] += sum(c.sequence.num_preempted * c.sequence.num_hit > 0 for c in first)
-            self.seen["drafted behind undrafted pages"] += sum(int(slots.first_draft_key[c.slot]) > 1 for c in first)
+            self.seen["drafts completed"] += len(message.extends)
+            self.seen["drafted behind undrafted pages"] += sum(
+                a.drafts and a.first_draft_key > 1 for a in message.admits
+            )
             self.seen["mixed drafters"] += len({s.request.spec for s in plan.decoding}) > 1
             self.seen["mixed with prefill"] += bool(plan.decoding and plan.chunks)
         if self.engine.prefix is not None:

@@ -11,24 +11,25 @@ import numpy as np
 from tests.conftest import TINY, engine_config, tiny_models
 from tests.engine.test_stops import letters
 
-from aquiline.config import LARGEST, SamplingParams, SpecConfig
+from aquiline.config import LARGEST, SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.model import LoadedModels
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 Choose = Callable[[Sequence[Any]], Any]
 """Picks one of several: hypothesis, or a random generator."""
 
 PAGE = 16
 MAX_BATCH, ROW_BUDGET = 4, 64  # of the loaded models: the most that an engine may use of them
-BASELINE = SpecConfig(drafter="none")
-CHAINS = tuple(SpecConfig(drafter="chain", num_spec_tokens=k) for k in range(1, 6))
-COMB = SpecConfig(drafter="static", static_paths=tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
+BASELINE = NoDraft()
+CHAINS = tuple(Chain(k) for k in range(1, 6))
+COMB = Static(tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
 TREES = (
-    SpecConfig(drafter="static"),
+    Static(),
     COMB,
-    SpecConfig(drafter="dynamic", depth=0, top_k=2, num_nodes=3),
-    SpecConfig(drafter="dynamic", depth=3, top_k=2, num_nodes=8),
-    SpecConfig(drafter="dynamic", depth=4, top_k=4, num_nodes=24),
+    Dynamic(depth=0, top_k=2, num_nodes=3),
+    Dynamic(depth=3, top_k=2, num_nodes=8),
+    Dynamic(depth=4, top_k=4, num_nodes=24),
 )
 SPECS = (BASELINE, *CHAINS, *TREES)
 SAMPLINGS = {
@@ -73,7 +74,7 @@ class Wish:
     prompt: tuple[int, ...]
     sampling: str
     max_tokens: int
-    spec: SpecConfig
+    spec: Drafting
     priority: int
 
     @property
@@ -104,7 +105,7 @@ def draw_wishes(choose: Choose, texts: list[tuple[int, ...]]) -> list[Wish]:
 @cache
 def models() -> LoadedModels:
     """The tiny pair with a tokenizer, so that texts and stop strings are at stake too."""
-    return dataclasses.replace(tiny_models(max_batch=MAX_BATCH, row_budget=ROW_BUDGET), tokenizer=letters())
+    return dataclasses.replace(tiny_models(), tokenizer=letters())
 
 
 @cache

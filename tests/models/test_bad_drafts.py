@@ -119,6 +119,10 @@ def test_layers_and_flags(
         ({"speculators_model_type": "eagle"}, ["speculators_model_type='eagle'"]),
         ({"speculators_model_type": "eagle3"}, ["transformer_layer_config"]),
         ({"hidden_size": None}, ["hidden_size", "missing"]),
+        ({"fc_norm": "false"}, ["fc_norm='false'", "true or false"]),
+        ({"norm_before_residual": 1}, ["norm_before_residual=1", "true or false"]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True, 3, 4]}}, ["[True, 3, 4]", "layer numbers"]),
+        ({"rope_theta": 0}, ["rope_theta=0", "number"]),
     ],
 )
 def test_unsupported_configs(change: dict[str, Any], words: list[str], target: Decoder, tmp_path: Path) -> None:

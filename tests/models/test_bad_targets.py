@@ -51,6 +51,28 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"hidden_size": "big"}, ["hidden_size", "big"]),
     ({"vocab_size": None}, ["vocab_size", "missing"]),
     ({"eos_token_id": "two"}, ["eos_token_id", "two"]),
+    ({"eos_token_id": True}, ["eos_token_id=True", "token id"]),
+    ({"bos_token_id": "<s>"}, ["bos_token_id='<s>'", "token id"]),
+    ({"hidden_size": 48.0}, ["hidden_size=48.0", "integer"]),
+    ({"num_hidden_layers": 2**31 - 1}, ["num_hidden_layers=2147483647", "at most 4096"]),
+    ({"tie_word_embeddings": "false"}, ["tie_word_embeddings='false'", "true or false"]),
+    ({"attention_bias": "false"}, ["attention_bias='false'", "true or false"]),
+    ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan"]),
+    ({"rms_norm_eps": -1e-6}, ["rms_norm_eps=-1e-06"]),
+    ({"quantization_config": "awq"}, ["quantization_config='awq'", "object"]),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ["rope_theta=0", "number"]),
+    ({"rope_parameters": None, "rope_theta": -1e4}, ["rope_theta=-10000.0", "number"]),
+    ({"rope_parameters": None, "rope_theta": True}, ["rope_theta=True", "number"]),
+    ({"rope_parameters": None, "rope_theta": float("inf")}, ["rope_theta=inf", "number"]),
+    ({"rope_parameters": None, "rope_theta": 0.5}, ["rope_theta=0.5", "above 1"]),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ["factor=0", "number"]),
+    ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, ["factor=-2.0", "number"]),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 0.5}}, ["truncate=0.5", "true or false"]),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+        ["low_freq_factor=4", "below high_freq_factor=4"],
+    ),
+    ({"rope_parameters": False}, ["rope_parameters=False", "object"]),
 ]
 
 

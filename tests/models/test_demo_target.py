@@ -19,7 +19,9 @@ def test_trained_target_equals_transformers() -> None:
         pytest.skip("set AQUILINE_TEST_TARGET to a checkpoint directory")
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    ).eval()
     model = load_target(Path(directory), dtype="float32")
     tokens = torch.randint(model.config.vocab_size, (1, 200), generator=torch.Generator().manual_seed(0))
     ours = model.logits(model(tokens, torch.arange(200)[None], DenseAttention(model.config)).hidden)

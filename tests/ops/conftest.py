@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from native_calls import ISAS, LOADED
 
-from aquiline.ops import cpu
+from aquiline.backends.cpu import calls
 
 
 def pytest_collection_modifyitems(items):
@@ -11,21 +11,21 @@ def pytest_collection_modifyitems(items):
         return
     for item in items:
         if "/ops/" in str(item.path):
-            item.add_marker(pytest.mark.skip(reason=f"no native library: {cpu.missing_reason()}"))
+            item.add_marker(pytest.mark.skip(reason=f"no native library: {calls.missing_reason()}"))
 
 
 @pytest.fixture(autouse=True)
 def two_threads():
     if LOADED is not None:
-        cpu.set_threads(2)
-        cpu.select_isa(None)
+        calls.set_threads(2)
+        calls.select_isa(None)
     yield
     if LOADED is not None:
-        cpu.set_threads(1)
-        cpu.select_isa(None)
+        calls.set_threads(1)
+        calls.select_isa(None)
 
 
 @pytest.fixture(params=ISAS)
 def isa(request):
-    cpu.select_isa(request.param)
+    calls.select_isa(request.param)
     return request.param

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aquiline.ops import buffers, native
+from aquiline.backends.cpu import buffers, native
+from aquiline.config import MAX_DEPTH
 from aquiline.ops import reference as ref
-from aquiline.types import KVGroup, Rows
+from aquiline.types import AcceptResult, KVGroup, Rows
 
 LOADED = native.load()
 ISAS = LOADED.available_isas() if LOADED is not None else []
@@ -38,6 +39,49 @@ def rope(x, positions, inv_freq, scale):
     out = x.copy()
     LOADED.rope(at(out), at(positions), at(inv_freq), scale, *x.shape)
     return out
+
+
+def rms_norm(x, weight, eps):
+    y = np.empty_like(x)
+    LOADED.rms_norm(at(x), at(weight), *x.shape, eps, at(y))
+    return y
+
+
+def draw(logits, sampling):
+    """A token from each row of logits [n, V]."""
+    tokens = np.empty(len(logits), np.int32)
+    assert len(sampling) == len(logits)
+    LOADED.draw(at(logits), *logits.shape, at(sampling), at(tokens))
+    return tokens
+
+
+def move_kv(kv, page_table, slots, src, dst):
+    struct = buffers.describe_kv(kv)
+    LOADED.move_kv(ctypes.byref(struct), at(page_table), page_table.shape[1], at(slots), at(src), at(dst), len(slots))
+
+
+def accept(tree, drawn, num_forced=-1):
+    """AcceptResult of whole forests by the library's law for one tree."""
+    shape, width = tree.topology, tree.topology.max_depth + 1
+    B = len(shape.offsets) - 1
+    path, kept = np.zeros((B, width), np.int32), np.full((B, width), -1, np.int32)
+    accepted = np.zeros(B, np.int32)
+    for b in range(B):
+        rows = slice(int(shape.offsets[b]), int(shape.offsets[b + 1]))
+        tokens, parents, own = (np.ascontiguousarray(a[rows], np.int32) for a in (tree.tokens, shape.parents, drawn))
+        found, length = np.zeros(MAX_DEPTH + 1, np.int32), ctypes.c_int32()
+        LOADED.accept(at(tokens), at(parents), at(own), len(tokens), num_forced, at(found), ctypes.addressof(length))
+        n = length.value
+        path[b, :n], accepted[b] = found[:n], n - 1
+        kept[b, :n] = [*tokens[found[1:n]], own[found[n - 1]]]
+    return AcceptResult(path=path, tokens=kept, num_accepted=accepted)
+
+
+def select(scores, parents, num_nodes):
+    """The chosen candidates [num_nodes - 1] and the nodes' parents [num_nodes]."""
+    chosen, node_parents = np.zeros(num_nodes - 1, np.int32), np.zeros(num_nodes, np.int32)
+    LOADED.select(at(scores), at(parents), len(scores), num_nodes, at(chosen), at(node_parents))
+    return chosen, node_parents
 
 
 def exp_log(x):

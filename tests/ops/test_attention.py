@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_calls import ISAS, Cache, Row, attention, bits, reference_attention
 
-from aquiline.ops import cpu, native, packed
+from aquiline.backends.cpu import calls, native, packed
 
 DTYPES = [torch.float32, torch.bfloat16]
 STORED = {
@@ -46,8 +46,8 @@ def some_rows(draw, dtype):
     """Mixed rows of two slots (chunk rows, tree nodes, key_start) over page sizes, groups, windows, sinks."""
     page_size, group = draw(st.sampled_from([16, 32, 64])), draw(st.sampled_from([1, 3, 4, 8]))
     kv_heads, dim = draw(st.sampled_from([1, 2])), draw(st.sampled_from([16, 48, 64, 128]))
-    cpu.select_isa(draw(st.sampled_from([isa for isa in ISAS if isa != "portable"] or ISAS)))
-    cpu.set_threads(draw(st.sampled_from([1, 2])))
+    calls.select_isa(draw(st.sampled_from([isa for isa in ISAS if isa != "portable"] or ISAS)))
+    calls.set_threads(draw(st.sampled_from([1, 2])))
     cache = Cache.new(800, kv_heads, dim, page_size, dtype, slots=2)
     lengths = [draw(st.integers(1, 780)) for _ in range(2)]
     specs = []
@@ -123,8 +123,8 @@ def test_bits_do_not_depend_on_chunks_threads_pages_or_isa(group, storage):
         ):
             cache = Cache.new(length, kv_heads, dim, page_size)
             fill(cache, length)
-            cpu.select_isa(isa)
-            cpu.set_threads(threads)
+            calls.select_isa(isa)
+            calls.set_threads(threads)
             parts = range(0, 150, chunk)
             got = [
                 attention(cache, specs[i : i + chunk], q[i : i + chunk], 0.2, window, sinks, arithmetic) for i in parts
@@ -143,7 +143,7 @@ def test_spans_computed_by_several_threads_fold_to_the_same_bits(storage):
     check(cache, specs, q)
     results = []
     for threads in (1, 2, 3):
-        cpu.set_threads(threads)
+        calls.set_threads(threads)
         results.append(bits(attention(cache, specs, q, 0.125, arithmetic=arithmetic)))
     assert all(np.array_equal(result, results[0]) for result in results)
 

@@ -11,8 +11,8 @@ from native_calls import ISAS, LOADED, bits
 from test_forward import HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, run
 from test_linear import SHAPES, inputs
 
+from aquiline.backends.cpu import calls, packed
 from aquiline.errors import NativeError
-from aquiline.ops import cpu, packed
 
 needs_dot = pytest.mark.skipif(LOADED is None or not LOADED.has_bf16_dot(), reason="this CPU has no AVX512_BF16")
 
@@ -24,7 +24,7 @@ def test_matches_double_over_rounded_inputs(shape):
     rounded = torch.as_tensor(x).bfloat16().double()
     exact = rounded @ weight.double().T + bias.double()
     bound = (rounded.abs() @ weight.double().abs().T + bias.abs()) * shape[1] * 2**-23 + 1e-7
-    y = cpu.NativeLinear(weight, bias, "bfloat16")(x)
+    y = calls.NativeLinear(weight, bias, "bfloat16")(x)
     assert ((torch.as_tensor(y).double() - exact).abs() <= bound).all()
 
 
@@ -32,10 +32,10 @@ def test_matches_double_over_rounded_inputs(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_do_not_depend_on_rows_or_threads(shape):
     weight, x, bias = inputs(*shape, 64, torch.bfloat16)
-    linear = cpu.NativeLinear(weight, bias, "bfloat16")
+    linear = calls.NativeLinear(weight, bias, "bfloat16")
     expected = bits(linear(x))
     for threads in (1, 2, 3):
-        cpu.set_threads(threads)
+        calls.set_threads(threads)
         for rows in range(1, 65):
             assert np.array_equal(bits(linear(x[:rows])), expected[:rows]), (shape, threads, rows)
 
@@ -46,7 +46,7 @@ def test_rounds_to_nearest_even_and_keeps_what_is_no_number(isa):
     weight[:, 3] = 1
     x = np.zeros((6, 16), np.float32)
     x[:, 3] = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, np.inf, -(2.0**100), np.nan]
-    y = cpu.NativeLinear(weight, None, "bfloat16")(x)[:, 0]
+    y = calls.NativeLinear(weight, None, "bfloat16")(x)[:, 0]
     assert y[:3].tolist() == [1, 1 + 2**-6, 1 + 2**-7] and y[4] == torch.tensor(-(2.0**100)).bfloat16()
     assert not np.isfinite(y[[3, 5]]).any()
 
@@ -56,13 +56,13 @@ def test_rounds_to_nearest_even_and_keeps_what_is_no_number(isa):
 def test_forward_does_not_depend_on_chunks_threads_or_isa(is_draft):
     w = random_weights(extras=not is_draft, draft=is_draft, layers=1 if is_draft else 3)
     w = replace(w, norm_before_residual=is_draft)
-    model, exact = cpu.NativeModel(w, "bfloat16"), cpu.NativeModel(w)
+    model, exact = calls.NativeModel(w, "bfloat16"), calls.NativeModel(w)
     g = np.random.default_rng(0).normal(0, 1, (140, HIDDEN)).astype(np.float32) if is_draft else None
     expected = None
     for isa, threads, sizes in ((ISAS[0], 1, [140]), (ISAS[0], 2, [1] * 140), (ISAS[0], 3, [64, 7, 69]),
                                 (ISAS[-1], 2, [17, 123])):  # fmt: skip
-        cpu.select_isa(isa)
-        cpu.set_threads(threads)
+        calls.select_isa(isa)
+        calls.set_threads(threads)
         kv, table = new_kv(w)
         starts = np.cumsum([0, *sizes[:-1]])
         parts = []
@@ -82,9 +82,9 @@ def test_forward_does_not_depend_on_chunks_threads_or_isa(is_draft):
 def test_what_it_needs_is_named(monkeypatch):
     weight = torch.zeros(16, 16)
     with pytest.raises(ValueError, match="arithmetic='float16'"):
-        cpu.NativeLinear(weight, None, "float16")
+        calls.NativeLinear(weight, None, "float16")
     with pytest.raises(ValueError, match="weights stored in bfloat16"):
-        cpu.NativeLinear(weight, None, "bfloat16")
+        calls.NativeLinear(weight, None, "bfloat16")
     monkeypatch.setattr(packed, "has_bf16_dot", lambda: False)
     with pytest.raises(NativeError, match=r"AVX512_BF16.*use 'float32'"):
-        cpu.NativeLinear(weight.bfloat16(), None, "bfloat16")
+        calls.NativeLinear(weight.bfloat16(), None, "bfloat16")

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_calls import ISAS, bits
+from native_calls import ISAS, bits, draw, move_kv
 from test_sampling import reference_draws, sampling
 
-from aquiline.ops import cpu
+from aquiline.backends.cpu import calls
 from aquiline.ops import reference as ref
 from aquiline.types import AttentionWeights, DenseWeights, KVGroup, LayerWeights, ModelWeights, Rows
 
@@ -124,7 +124,7 @@ def test_target_matches_reference(dtype, extras, isa):
     stored = torch.float32 if dtype == torch.float32 else torch.bfloat16
     kv, table = new_kv(w, dtype=stored)
     num = 100 if isa != "portable" else 20
-    hidden, captured = run(cpu.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, num), features=2)
+    hidden, captured = run(calls.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, num), features=2)
     expected, features = reference_forward(
         w, TOKENS[:num], np.arange(num), [list(range(i + 1)) for i in range(num)], kv_dtype=stored
     )
@@ -144,7 +144,7 @@ def test_draft_matches_reference_and_feeds_back_in_place(norm_before_residual, i
     expected, _ = reference_forward(
         w, rows.tokens, np.arange(20), [list(range(i + 1)) for i in range(20)], torch.as_tensor(g), torch.float32
     )
-    model = cpu.NativeModel(w)
+    model = calls.NativeModel(w)
     hidden, _ = run(model, kv, rows, g=g)
     np.testing.assert_allclose(hidden, expected, atol=2e-5 * float(expected.abs().max()))
     model.forward(kv, rows, g, None, g)
@@ -153,7 +153,7 @@ def test_draft_matches_reference_and_feeds_back_in_place(norm_before_residual, i
 
 def test_bits_do_not_depend_on_chunks_threads_or_isa():
     w = random_weights(extras=True)
-    model = cpu.NativeModel(w)
+    model = calls.NativeModel(w)
     expected = None
     for isa, threads, sizes in (
         (ISAS[0], 1, [140]),
@@ -162,8 +162,8 @@ def test_bits_do_not_depend_on_chunks_threads_or_isa():
         (ISAS[len(ISAS) // 2], 2, [13, 127]),
         (ISAS[-1], 2, [100, 40]),
     ):
-        cpu.select_isa(isa)
-        cpu.set_threads(threads)
+        calls.select_isa(isa)
+        calls.set_threads(threads)
         kv, table = new_kv(w)
         starts = np.cumsum([0, *sizes[:-1]])
         parts = [
@@ -178,7 +178,7 @@ def test_bits_do_not_depend_on_chunks_threads_or_isa():
 def test_tree_equals_sequences_decoded_alone_and_moving_its_path_keeps_them_equal(root):
     """A root with two children and a grandchild below the second; then the winning path made contiguous."""
     w = random_weights(extras=True)
-    model = cpu.NativeModel(w)
+    model = calls.NativeModel(w)
     kv, table = new_kv(w)
     run(model, kv, chunk_rows(table, TOKENS, 0, root))
     tokens = np.array([TOKENS[root], 7, 8, 9, 10], np.int32)
@@ -195,14 +195,14 @@ def test_tree_equals_sequences_decoded_alone_and_moving_its_path_keeps_them_equa
     decoded = [run(model, alone, chunk_rows(alone_table, sequence, root + i, 1))[0][0] for i in range(4)]
     assert np.array_equal(bits(tree[[0, 2, 3]]), bits(np.stack(decoded[:3])))
     slots, src, dst = (np.array(a, np.int32) for a in ([0, 0], [root + 2, root + 3], [root + 1, root + 2]))
-    cpu.move_kv(kv, table, slots, src, dst)
+    move_kv(kv, table, slots, src, dst)
     after, _ = run(model, kv, chunk_rows(table, sequence, root + 3, 1))
     assert np.array_equal(bits(after[0]), bits(decoded[3]))
 
 
 def test_head_draws_what_its_logits_say():
     w = random_weights()
-    model = cpu.NativeModel(w)
+    model = calls.NativeModel(w)
     hidden = np.random.default_rng(2).normal(0, 1, (40, HIDDEN)).astype(np.float32)
     index = np.random.default_rng(4).permutation(40)[:30].astype(np.int32)
     s = sampling(30, 0.9, seed=5)
@@ -212,11 +212,11 @@ def test_head_draws_what_its_logits_say():
     exact = ref.linear(ref.rms_norm(torch.as_tensor(hidden[index]), w.final_norm, w.rms_norm_eps), w.head)
     results = []
     for isa in ISAS:
-        cpu.select_isa(isa)
+        calls.select_isa(isa)
         for threads in (1, 2):
-            cpu.set_threads(threads)
+            calls.set_threads(threads)
             logits = model.logits(hidden, index)
-            assert model.draw(hidden, index, s).tolist() == cpu.draw(logits, s).tolist() == reference_draws(logits, s)
+            assert model.draw(hidden, index, s).tolist() == draw(logits, s).tolist() == reference_draws(logits, s)
             drafted = model.draw(hidden, index, s, d2t).tolist()
             assert drafted == reference_draws(logits, s, ids) and set(drafted) <= set(ids.tolist())
             results.append(bits(logits))
@@ -228,7 +228,7 @@ def test_head_draws_what_its_logits_say():
 def test_top_k_by_what_a_draw_prefers_begins_with_the_draw(k, isa):
     """And its log-probabilities are those of the logits over the temperature plus the noise of the target's ids."""
     w = random_weights()
-    model = cpu.NativeModel(w)
+    model = calls.NativeModel(w)
     hidden = np.random.default_rng(k).normal(0, 1, (9, HIDDEN)).astype(np.float32)
     index, s = np.arange(9, dtype=np.int32), sampling(9, 0.7, seed=3)
     s["temperature"][:2] = 0.0
@@ -251,7 +251,7 @@ def test_top_k_takes_ties_in_id_order(k, isa):
     w = random_weights(torch.float32)
     head = w.head.clone()
     head[[5, 77, 130]] = head[11].clone()  # equal logits
-    model = cpu.NativeModel(replace(w, head=head))
+    model = calls.NativeModel(replace(w, head=head))
     hidden = np.random.default_rng(k).normal(0, 1, (9, HIDDEN)).astype(np.float32)
     hidden[0] = 0  # every logit is equal
     index = np.arange(9, dtype=np.int32)

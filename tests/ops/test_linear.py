@@ -5,7 +5,7 @@ import pytest
 import torch
 from native_calls import ISAS, bits
 
-from aquiline.ops import cpu
+from aquiline.backends.cpu import calls
 
 # n: one block, a partial block, odd block counts, several panels. k: one unroll step up to several cache lines.
 SHAPES = [(16, 16), (1, 32), (17, 48), (48, 64), (100, 128), (144, 96), (336, 160)]
@@ -25,7 +25,7 @@ def test_matches_double(shape, dtype, isa):
     exact = torch.as_tensor(x).double() @ weight.double().T
     bound = (torch.as_tensor(x).double().abs() @ weight.double().abs().T + bias.abs()) * shape[1] * 2**-24 + 1e-7
     for offset, used in ((0.0, None), (bias.double(), bias)):
-        y = cpu.NativeLinear(weight, used)(x)
+        y = calls.NativeLinear(weight, used)(x)
         assert ((torch.as_tensor(y).double() - exact - offset).abs() <= bound).all(), (shape, dtype, isa)
 
 
@@ -33,12 +33,12 @@ def test_matches_double(shape, dtype, isa):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_do_not_depend_on_rows_threads_or_isa(shape, dtype):
     weight, x, bias = inputs(*shape, 64, dtype)
-    linear = cpu.NativeLinear(weight, bias)
+    linear = calls.NativeLinear(weight, bias)
     expected = bits(linear(x))
     for isa in ISAS:
-        cpu.select_isa(isa)
+        calls.select_isa(isa)
         for threads in (1, 2, 3):
-            cpu.set_threads(threads)
+            calls.set_threads(threads)
             for rows in range(1, 65) if threads == 2 or isa == ISAS[0] else (1, 7, 64):
                 got = bits(linear(x[:rows]))
                 assert np.array_equal(got, expected[:rows]), (shape, dtype, isa, threads, rows)
@@ -49,9 +49,9 @@ def test_sums_run_in_k_order():
     weight = torch.ones(1, 16)
     x = np.zeros((1, 16), np.float32)
     x[0, [0, 1, 8]] = 2.0**24, 1.0, -(2.0**24)
-    assert cpu.NativeLinear(weight)(x)[0, 0] == 0.0
+    assert calls.NativeLinear(weight)(x)[0, 0] == 0.0
     x[0, [0, 1, 8]] = 2.0**24, -(2.0**24), 1.0
-    assert cpu.NativeLinear(weight)(x)[0, 0] == 1.0
+    assert calls.NativeLinear(weight)(x)[0, 0] == 1.0
 
 
 def test_every_half_precision_number_is_read_as_it_is():
@@ -61,11 +61,11 @@ def test_every_half_precision_number_is_read_as_it_is():
     weight[:, 0] = halves
     x, found = np.eye(1, 16, dtype=np.float32), {}
     for isa in ISAS:
-        cpu.select_isa(isa)
-        found[isa] = cpu.NativeLinear(weight)(x)[0]
+        calls.select_isa(isa)
+        found[isa] = calls.NativeLinear(weight)(x)[0]
         assert np.array_equal(found[isa], halves.float().numpy(), equal_nan=True), isa
         assert np.array_equal(bits(found[isa]), bits(found[ISAS[0]])), isa
 
 
 def test_no_rows():
-    assert cpu.NativeLinear(torch.ones(16, 16))(np.empty((0, 16), np.float32)).shape == (0, 16)
+    assert calls.NativeLinear(torch.ones(16, 16))(np.empty((0, 16), np.float32)).shape == (0, 16)

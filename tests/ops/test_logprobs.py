@@ -8,7 +8,7 @@ import torch
 from native_calls import ISAS, LOADED, bits
 from test_forward import HIDDEN, random_weights
 
-from aquiline.ops import cpu
+from aquiline.backends.cpu import calls
 from aquiline.ops import reference as ref
 
 EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 8192, 50_003]
@@ -22,7 +22,7 @@ def new_model(vocab, arithmetic="float32", edit=None):
     head[vocab // 2 :: 7] = head[vocab // 3].clone()
     if edit is not None:
         edit(head)
-    return cpu.NativeModel(replace(random_weights(), head=head.bfloat16()), arithmetic)
+    return calls.NativeModel(replace(random_weights(), head=head.bfloat16()), arithmetic)
 
 
 def new_hidden(rows, seed=0):
@@ -75,9 +75,9 @@ def test_a_row_has_the_same_bits_alone_among_others_on_every_thread_and_isa(voca
     expected = flat(model.logprobs(hidden, indices(40), chosen, 9))
     order = np.random.default_rng(2).permutation(40).astype(np.int32)
     for isa in ISAS:
-        cpu.select_isa(isa)
+        calls.select_isa(isa)
         for threads in (1, 2, 3):
-            cpu.set_threads(threads)
+            calls.set_threads(threads)
             for size in (1, 3, 16, 17, 40):
                 for rows in np.split(order, range(size, 40, size)):
                     got = flat(model.logprobs(hidden, rows, chosen[rows], 9))
@@ -123,7 +123,7 @@ def test_logits_that_are_not_numbers(vocab):
     assert np.isnan(logits[0, 0]) and logits[1:4, 0].tolist() == [np.inf, -np.inf, np.inf] and np.isnan(logits[4]).all()
     results = []
     for isa in ISAS:
-        cpu.select_isa(isa)
+        calls.select_isa(isa)
         for k in (vocab, 0, 1):
             got = model.logprobs(hidden, indices(5), chosen, k)
             lost = [0, 1, 3, 4] if vocab > 1 else [0, 1, 2, 3, 4]  # alone, -inf leaves nothing finite

@@ -12,9 +12,9 @@ from native_calls import ISAS, LOADED, at, bits
 from test_forward import HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, reference_forward, run
 from test_linear import inputs
 
+from aquiline.backends.cpu import buffers, calls, native
+from aquiline.backends.cpu.native import AqLinear
 from aquiline.errors import NativeError
-from aquiline.ops import buffers, cpu, native
-from aquiline.ops.native import AqLinear
 from aquiline.ops.quantise import GROUP, quantise, stored_bytes
 
 # n: one block, a partial block, odd block counts, several panels. k: one group up to more than the prefetch runs ahead.
@@ -35,19 +35,19 @@ def test_matches_double_over_the_dequantised_weight(dtype, shape, isa):
     rounded, x64 = exact(weight, dtype), torch.as_tensor(x).double()
     bound = (x64.abs() @ rounded.abs().T + bias.abs()) * shape[1] * 2**-24 + 1e-7
     for offset, used in ((0.0, None), (bias.double(), bias)):
-        y = cpu.NativeLinear(weight, used, dtype=dtype)(x)
+        y = calls.NativeLinear(weight, used, dtype=dtype)(x)
         assert ((torch.as_tensor(y).double() - x64 @ rounded.T - offset).abs() <= bound).all(), (shape, dtype, isa)
 
 
 @pytest.mark.parametrize("dtype, shape", CASES, ids=str)
 def test_bits_do_not_depend_on_rows_threads_or_isa(dtype, shape):
     weight, x, bias = inputs(*shape, 64, torch.bfloat16)
-    linear = cpu.NativeLinear(weight, bias, dtype=dtype)
+    linear = calls.NativeLinear(weight, bias, dtype=dtype)
     expected = bits(linear(x))
     for isa in ISAS:
-        cpu.select_isa(isa)
+        calls.select_isa(isa)
         for threads in (1, 2, 3):
-            cpu.set_threads(threads)
+            calls.set_threads(threads)
             for rows in range(1, 65) if threads < 3 and (isa != "portable" or threads == 2) else (1, 7, 64):
                 got = bits(linear(x[:rows]))
                 assert np.array_equal(got, expected[:rows]), (shape, dtype, isa, threads, rows)
@@ -59,20 +59,20 @@ def test_int8_sums_codes_in_k_order_and_scales_once(isa):
     weight[0, 15] = 127
     x = np.zeros((1, 16), np.float32)
     x[0, [0, 1, 8]] = 2.0**24, 1.0, -(2.0**24)
-    assert cpu.NativeLinear(weight, dtype="int8")(x)[0, 0] == 0.0
+    assert calls.NativeLinear(weight, dtype="int8")(x)[0, 0] == 0.0
     x[0, [0, 1, 8]] = 2.0**24, -(2.0**24), 1.0
-    assert cpu.NativeLinear(weight, dtype="int8")(x)[0, 0] == 1.0
+    assert calls.NativeLinear(weight, dtype="int8")(x)[0, 0] == 1.0
     # Whole inputs: the sum over codes is exact, so one product and one sum are all the rounding there is.
     weight, _, bias = inputs(40, 96, 1, torch.float32)
     whole, quantised = np.arange(-48, 48, dtype=np.float32)[None], quantise("weight", weight, "int8")
     scaled = (whole @ quantised.codes.float().numpy().T) * quantised.scales.numpy()[:, 0]
-    assert np.array_equal(bits(cpu.NativeLinear(weight, bias, dtype="int8")(whole)), bits(scaled + bias.numpy()))
+    assert np.array_equal(bits(calls.NativeLinear(weight, bias, dtype="int8")(whole)), bits(scaled + bias.numpy()))
 
 
 def test_int4_sums_groups_in_order_and_each_from_zero(isa):
     weight = torch.ones(1, 3 * GROUP)
     weight[0, GROUP - 1 :: GROUP] = -8  # a scale of 1
-    linear = cpu.NativeLinear(weight, dtype="int4")
+    linear = calls.NativeLinear(weight, dtype="int4")
     x = np.zeros((1, 3 * GROUP), np.float32)
     for first, second, third, expected in (
         ((2.0**24, 0.0), (1.0, 1.0), (-(2.0**24), 0.0), 2.0),  # one chain over k would lose both ones
@@ -117,7 +117,7 @@ def test_ties_go_to_even_and_extremes_to_the_ends():
 def test_zero_tiny_and_huge_rows(dtype, value):
     weight = torch.full((16, 32), value)
     weight[1] = 1.0
-    y = cpu.NativeLinear(weight, dtype=dtype)(np.ones((1, 32), np.float32) / 32)[0]
+    y = calls.NativeLinear(weight, dtype=dtype)(np.ones((1, 32), np.float32) / 32)[0]
     assert np.isfinite(y).all() and abs(y[1] - 1) < 1e-6
     assert np.allclose(y[[0, 15]], value, rtol=0.01, atol=1e-43)
 
@@ -125,7 +125,7 @@ def test_zero_tiny_and_huge_rows(dtype, value):
 def test_bytes_of_a_weight():
     weight = torch.zeros(64, 128)
     for dtype, per_weight in (("int8", 1 + 4 / 128), ("int4", 0.5625)):
-        linear = cpu.NativeLinear(weight, dtype=dtype)
+        linear = calls.NativeLinear(weight, dtype=dtype)
         assert linear.num_bytes == stored_bytes(weight, dtype) == 64 * 128 * per_weight
 
 
@@ -158,7 +158,7 @@ def test_a_forward_is_that_of_the_dequantised_weights(dtype, is_draft, isa):
     w = random_weights(torch.bfloat16, 1 if is_draft else 3, draft=is_draft, extras=not is_draft)
     g = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1)) if is_draft else None
     kv, table = new_kv(w, dtype=torch.float32)
-    model = cpu.NativeModel(w, dtype=dtype)
+    model = calls.NativeModel(w, dtype=dtype)
     hidden, _ = run(model, kv, chunk_rows(table, TOKENS, 0, 20), g=None if g is None else g.numpy())
     paths, kv_dtype = [list(range(i + 1)) for i in range(20)], torch.float32
     expected, _ = reference_forward(dequantised(w, dtype), TOKENS[:20], np.arange(20), paths, g, kv_dtype)
@@ -171,7 +171,7 @@ def test_a_forward_is_that_of_the_dequantised_weights(dtype, is_draft, isa):
 @pytest.mark.parametrize("is_draft", [False, True], ids=["target", "draft"])
 def test_forward_bits_do_not_depend_on_chunks_threads_or_isa(dtype, is_draft):
     w = random_weights(layers=1 if is_draft else 3, draft=is_draft, extras=not is_draft)
-    model = cpu.NativeModel(w, dtype=dtype)
+    model = calls.NativeModel(w, dtype=dtype)
     g = np.random.default_rng(0).normal(0, 1, (140, HIDDEN)).astype(np.float32) if is_draft else None
     expected = None
     index = np.arange(140, dtype=np.int32)
@@ -181,8 +181,8 @@ def test_forward_bits_do_not_depend_on_chunks_threads_or_isa(dtype, is_draft):
         (ISAS[len(ISAS) // 2], 3, [64, 7, 69]),
         (ISAS[-1], 2, [17, 123]),
     ):
-        cpu.select_isa(isa)
-        cpu.set_threads(threads)
+        calls.select_isa(isa)
+        calls.set_threads(threads)
         kv, table = new_kv(w)
         starts = np.cumsum([0, *sizes[:-1]])
         parts = []
@@ -202,17 +202,17 @@ def test_what_cannot_be_quantised_is_named():
     with pytest.raises(ValueError, match="dtype='int5'"):
         quantise("down", weight, "int5")
     with pytest.raises(ValueError, match="dtype='float32'"):
-        cpu.NativeLinear(weight, dtype="float32")
+        calls.NativeLinear(weight, dtype="float32")
     for value in (np.inf, -np.inf, np.nan):
         weight[7, 5] = value
         with pytest.raises(ValueError, match="down holds values that are not finite"):
             quantise("down", weight, "int8")
     with pytest.raises(ValueError, match="weight is int8, it needs weights stored in bfloat16"):
-        cpu.NativeLinear(torch.zeros(16, 32).bfloat16(), None, "bfloat16", "int8")
+        calls.NativeLinear(torch.zeros(16, 32).bfloat16(), None, "bfloat16", "int8")
     with pytest.raises(ValueError, match="multiple of 16"):
-        cpu.NativeLinear(torch.zeros(16, 24), dtype="int8")
+        calls.NativeLinear(torch.zeros(16, 24), dtype="int8")
     with pytest.raises(ValueError, match="float64"):
-        cpu.NativeLinear(torch.zeros(16, 32).double(), dtype="int8")
+        calls.NativeLinear(torch.zeros(16, 32).double(), dtype="int8")
 
 
 def test_the_library_refuses_what_it_cannot_pack_or_read():
@@ -251,7 +251,7 @@ def test_the_library_refuses_what_it_cannot_pack_or_read():
 def test_keys_values_and_embeddings_are_never_quantised():
     w = random_weights()
     kv, table = new_kv(w)
-    model = cpu.NativeModel(w, dtype="int8")
+    model = calls.NativeModel(w, dtype="int8")
     model.struct.embed_dtype = native.INT8
     with pytest.raises(NativeError, match="embed_dtype=3"):
         run(model, kv, chunk_rows(table, TOKENS, 0, 2))

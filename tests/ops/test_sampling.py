@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_calls import ISAS
+from native_calls import ISAS, draw
 
-from aquiline.ops import cpu
+from aquiline.backends.cpu import calls
 from aquiline.ops import reference as ref
 from aquiline.types import SAMPLING
 
@@ -57,7 +57,7 @@ def test_draw_matches_reference(vocab, temperature, top_k, top_p, min_p, seed, t
     if ties:
         logits = np.round(logits)
     s = sampling(8, temperature, top_k, top_p, min_p, seed)
-    got, expected = cpu.draw(logits, s).tolist(), reference_draws(logits, s)
+    got, expected = draw(logits, s).tolist(), reference_draws(logits, s)
     for i in range(8):
         assert got[i] == expected[i] or is_near_tie(logits[i], s, i, got[i]), (i, got[i], expected[i])
 
@@ -70,10 +70,10 @@ def test_large_vocabulary(top_k, top_p, min_p):
     s = sampling(3, 0.8, top_k, top_p, min_p, seed=9)
     expected = reference_draws(logits, s)
     for isa in ISAS:
-        cpu.select_isa(isa)
+        calls.select_isa(isa)
         for threads in (1, 2, 3):
-            cpu.set_threads(threads)
-            assert cpu.draw(logits, s).tolist() == expected, (isa, threads)
+            calls.set_threads(threads)
+            assert draw(logits, s).tolist() == expected, (isa, threads)
 
 
 def test_broken_logits():
@@ -81,15 +81,15 @@ def test_broken_logits():
     rows = [[0, nan, 1], [-inf, -inf, -inf], [inf, inf, inf], [-inf, 2, -inf], [1, 2, 2]]
     logits = np.tile(np.array(rows, np.float32)[:, :, None], (1, 1, 7)).transpose(0, 2, 1).reshape(5, 21).copy()
     for s in (sampling(5, 0.0), sampling(5, 1.0), sampling(5, 1.0, top_k=4), sampling(5, 1.0, top_p=0.5)):
-        got = cpu.draw(logits, s)
+        got = draw(logits, s)
         assert got[:3].tolist() == [-1, -1, -1] and got[3] % 3 == 1 and got[4] >= 0
-    assert cpu.draw(logits, sampling(5, 0.0))[3:].tolist() == [1, 1]
+    assert draw(logits, sampling(5, 0.0))[3:].tolist() == [1, 1]
 
 
 def test_draws_follow_the_distribution():
     """20,000 positions of one row against its softmax, within 5 standard deviations."""
     logits = np.tile(np.array([0.0, 1.0, 2.0, -1.0], np.float32), (20000, 1))
-    counts = np.bincount(cpu.draw(logits, sampling(20000, 1.0, seed=3)), minlength=4)
+    counts = np.bincount(draw(logits, sampling(20000, 1.0, seed=3)), minlength=4)
     p = np.exp(logits[0].astype(np.float64))
     p /= p.sum()
     assert (np.abs(counts - 20000 * p) < 5 * np.sqrt(20000 * p * (1 - p))).all()
@@ -102,7 +102,7 @@ def test_two_who_draw_with_the_same_noise_agree_as_often_as_their_laws_overlap()
     logits = rng.normal(0, 1, 60).astype(np.float32)
     near = (logits + rng.normal(0, 0.3, 60)).astype(np.float32)
     s = sampling(n, 1.0, seed=9)
-    draws = [cpu.draw(np.ascontiguousarray(np.broadcast_to(x, (n, 60))), s) for x in (logits, near)]
+    draws = [draw(np.ascontiguousarray(np.broadcast_to(x, (n, 60))), s) for x in (logits, near)]
     p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, near))
     distance = 0.5 * np.abs(p - q).sum()
     agree = (draws[0] == draws[1]).mean()

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_calls import LOADED, at
+from native_calls import LOADED, at, draw, move_kv, rms_norm
 from test_forward import HIDDEN, TOKENS, VOCAB, chunk_rows, new_kv, random_weights, run
 from test_sampling import sampling
 
+from aquiline.backends.cpu import calls, native
 from aquiline.errors import NativeError
-from aquiline.ops import cpu, native
 
 BAD_ROWS = {
     "tokens": VOCAB,
@@ -33,7 +33,7 @@ def test_rows(field):
     rows = chunk_rows(table, TOKENS, 0, 8)
     getattr(rows, field)[3] = BAD_ROWS[field]
     with pytest.raises(NativeError, match=rf"{field}(\[3\])?="):
-        run(cpu.NativeModel(w), kv, rows)
+        run(calls.NativeModel(w), kv, rows)
     assert torch.isnan(kv.k).all()
 
 
@@ -44,7 +44,7 @@ def test_page_outside_the_pool(page):
     rows = chunk_rows(table, TOKENS, 40, 8)
     table[0, 1] = page
     with pytest.raises(NativeError, match=rf"page_table\[0\]\[1\]={page}"):
-        run(cpu.NativeModel(w), kv, rows)
+        run(calls.NativeModel(w), kv, rows)
 
 
 def test_tail_outside_the_table_and_no_key():
@@ -53,10 +53,10 @@ def test_tail_outside_the_table_and_no_key():
     rows = chunk_rows(table, TOKENS, 0, 2)
     rows.tail_len[1], rows.tail[1, 0] = 1, 12 * 16
     with pytest.raises(NativeError, match=r"tail\[1\]=192"):
-        run(cpu.NativeModel(w), kv, rows)
+        run(calls.NativeModel(w), kv, rows)
     rows.tail_len[1], rows.key_start[1] = 0, 2
     with pytest.raises(NativeError, match="row 1 sees no key"):
-        run(cpu.NativeModel(w), kv, rows)
+        run(calls.NativeModel(w), kv, rows)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_tail_outside_the_table_and_no_key():
 )  # fmt: skip
 def test_model(field, value, message):
     w = random_weights()
-    model = cpu.NativeModel(w)
+    model = calls.NativeModel(w)
     kv, table = new_kv(w)
     setattr(model.struct, field, value)
     rows = chunk_rows(table, TOKENS, 0, 2)
@@ -85,20 +85,20 @@ def test_kv_of_another_shape_or_dtype():
     kv, table = new_kv(w)
     rows = chunk_rows(table, TOKENS, 0, 2)
     with pytest.raises(ValueError, match="stores keys and values in float32 or bfloat16"):
-        run(cpu.NativeModel(w), replace(kv, k=kv.k.half(), v=kv.v.half()), rows)
+        run(calls.NativeModel(w), replace(kv, k=kv.k.half(), v=kv.v.half()), rows)
     with pytest.raises(NativeError, match=r"kv\.num_layers=2: the model has 3"):
-        run(cpu.NativeModel(w), replace(kv, k=kv.k[:2].contiguous(), v=kv.v[:2].contiguous()), rows)
+        run(calls.NativeModel(w), replace(kv, k=kv.k[:2].contiguous(), v=kv.v[:2].contiguous()), rows)
     with pytest.raises(ValueError, match=r"KVGroup\.k is"):
-        run(cpu.NativeModel(w), replace(kv, k=kv.v), rows)
+        run(calls.NativeModel(w), replace(kv, k=kv.v), rows)
 
 
 def test_weights_the_layout_cannot_hold():
     with pytest.raises(ValueError, match="multiple of 16"):
-        cpu.NativeLinear(torch.ones(16, 24))
+        calls.NativeLinear(torch.ones(16, 24))
     with pytest.raises(ValueError, match=r"weight is torch\.float64: the native path stores float32, bfloat16 or"):
-        cpu.NativeLinear(torch.ones(16, 16).double())
+        calls.NativeLinear(torch.ones(16, 16).double())
     with pytest.raises(ValueError, match="intermediate_size=88"):
-        cpu.NativeModel(replace(random_weights(), intermediate_size=88))
+        calls.NativeModel(replace(random_weights(), intermediate_size=88))
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_sampling(field, value):
     s = sampling(2)
     s[field][1] = value
     with pytest.raises(NativeError, match=rf"{field}\[1\]="):
-        cpu.draw(np.zeros((2, 50), np.float32), s)
+        draw(np.zeros((2, 50), np.float32), s)
 
 
 def test_head():
-    model = cpu.NativeModel(random_weights())
+    model = calls.NativeModel(random_weights())
     hidden, index = np.zeros((2, HIDDEN), np.float32), np.array([0, -1], np.int32)
     with pytest.raises(NativeError, match=r"row_index\[1\]=-1"):
         model.logits(hidden, index)
@@ -124,7 +124,7 @@ def test_head():
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_chosen_tokens(token):
-    model = cpu.NativeModel(random_weights())
+    model = calls.NativeModel(random_weights())
     hidden, index, chosen = (
         np.zeros((2, HIDDEN), np.float32),
         np.arange(2, dtype=np.int32),
@@ -143,18 +143,18 @@ def test_chosen_tokens(token):
 
 def test_arguments():
     with pytest.raises(NativeError, match="isa=mmx: must be one of"):
-        cpu.select_isa("mmx")
+        calls.select_isa("mmx")
     with pytest.raises(NativeError, match="threads=0"):
-        cpu.set_threads(0)
+        calls.set_threads(0)
     x = np.zeros((2, 24), np.float32)
     with pytest.raises(NativeError, match="width=24"):
-        cpu.rms_norm(x, x[0], 1e-6)
+        rms_norm(x, x[0], 1e-6)
     with pytest.raises(NativeError, match="x is NULL"):
-        LOADED.linear(ctypes.byref(cpu.NativeLinear(torch.ones(16, 16))._packed.struct), None, 1, at(x))
+        LOADED.linear(ctypes.byref(calls.NativeLinear(torch.ones(16, 16))._packed.struct), None, 1, at(x))
     kv, table = new_kv(random_weights())
     slots, good, bad = np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, 192, np.int32)
     with pytest.raises(NativeError, match=r"dst\[0\]=192"):
-        cpu.move_kv(kv, table, slots, good, bad)
+        move_kv(kv, table, slots, good, bad)
 
 
 def test_missing_library_says_why(tmp_path):

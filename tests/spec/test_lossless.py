@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from scipy import stats
 from tests.conftest import needs_native
+from tests.ops.native_calls import accept, draw
 
-from aquiline.ops import cpu
-from aquiline.spec.accept import accept
 from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import SAMPLING, AcceptResult, Int32
+
+pytestmark = needs_native
 
 Verifier = Callable[[DraftTree, Int32], AcceptResult]
 Law = dict[tuple[int, ...], float]
@@ -187,7 +188,7 @@ def draw_many(logits: np.ndarray, seeds: np.ndarray, position: int) -> Int32:
     sampling = np.zeros(n, SAMPLING)
     sampling["temperature"] = sampling["top_p"] = 1
     sampling["seed"], sampling["position"] = seeds, position
-    return cpu.draw(np.ascontiguousarray(np.broadcast_to(logits, (n, len(logits)))), sampling)
+    return draw(np.ascontiguousarray(np.broadcast_to(logits, (n, len(logits)))), sampling)
 
 
 def p_value(texts: Counter[tuple[int, ...]], length: int = 3) -> float:
@@ -206,17 +207,14 @@ def p_value(texts: Counter[tuple[int, ...]], length: int = 3) -> float:
     return float(stats.chisquare(o[e > 0], e[e > 0] * o.sum() / e.sum()).pvalue)
 
 
-@needs_native
 def test_joint_law_of_three_tokens_passes_chi_square() -> None:
     assert p_value(sampled_texts(accept)) > 1e-3
 
 
-@needs_native
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_chi_square_catches(mutant: Verifier) -> None:
     assert p_value(sampled_texts(mutant)) < 1e-6
 
 
-@needs_native
 def test_chi_square_catches_noise_without_its_position() -> None:
     assert p_value(sampled_texts(accept, positions_count=False)) < 1e-6

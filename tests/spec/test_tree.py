@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import needs_native
+from tests.ops.native_calls import select
 
-from aquiline.config import DEFAULT_STATIC_PATHS, SpecConfig
-from aquiline.spec.drafters import Roots, best_first, depths_of, select
+from aquiline.spec.drafting import DEFAULT_STATIC_PATHS, drafting
 from aquiline.spec.tree import Topology, ancestor_masks, chain_topology, static_shape, static_topology
 
 
@@ -20,8 +21,8 @@ def forests(draw: st.DrawFn) -> list[list[int]]:
 def topology_of(forest: list[list[int]]) -> Topology:
     offsets = np.cumsum([0] + [len(t) for t in forest]).astype(np.int32)
     parents = np.array([p for tree in forest for p in tree], np.int32)
-    depths = depths_of(parents + np.repeat(offsets[:-1], [len(t) for t in forest]))
-    return Topology(parents, depths.astype(np.int32), offsets)
+    depths = [len(walk(tree, node)) - 1 for tree in forest for node in range(len(tree))]
+    return Topology(parents, np.array(depths, np.int32), offsets)
 
 
 def walk(parents: list[int], node: int) -> list[int]:
@@ -56,33 +57,38 @@ def slow_tree(tokens: list[int], scores: list[float], parents: list[int], count:
     return [path(i) for i in sorted(order)]
 
 
+def best(scores: list[float], count: int) -> list[int]:
+    return sorted(range(len(scores)), key=lambda i: -scores[i])[:count]
+
+
+@needs_native
 def test_selection_equals_a_slow_construction_on_1000_trees_with_ties() -> None:
     rng = np.random.default_rng(0)
     for _ in range(1000):
-        B, k, depth = int(rng.integers(1, 4)), int(rng.integers(1, 6)), int(rng.integers(0, 5))
-        total = k + depth * k * k
-        num_nodes = int(rng.integers(2, min(total, 255) + 2))
-        parents, scores = np.full((B, k), -1), -rng.integers(0, 4, (B, k)).astype(np.float32)
-        level_scores, first = scores, 0
+        k, depth = int(rng.integers(1, 6)), int(rng.integers(0, 5))
+        parents, scores = [-1] * k, [-float(n) for n in rng.integers(0, 4, k)]
+        first, level = 0, list(scores)
         for _level in range(depth):
-            beam = best_first(level_scores, k)
-            parent_scores = np.take_along_axis(level_scores, beam, 1)
+            beam = best(level, k)
             # log-probabilities of 0 are common: a child then ties with its parent
-            children = parent_scores[:, :, None] - rng.integers(0, 3, (B, k, k)).astype(np.float32)
-            parents = np.concatenate((parents, np.repeat(first + beam, k, 1)), 1)
-            first += level_scores.shape[1]
-            level_scores = children.reshape(B, -1)
-            scores = np.concatenate((scores, level_scores), 1)
-        tokens = rng.integers(0, 1000, (B, total)).astype(np.int32)
-        zeros = np.zeros(B, np.int32)
-        tree = select(Roots(zeros, zeros, zeros), tokens, scores, parents.astype(np.int32), num_nodes)
-        shape = tree.topology
-        for b in range(B):
-            rows = range(int(shape.offsets[b]) + 1, int(shape.offsets[b + 1]))
-            base = int(shape.offsets[b])
-            got = [tuple(tree.tokens[base + shape.paths[r, 1 : shape.depths[r] + 1]].tolist()) for r in rows]
-            assert got == slow_tree(tokens[b].tolist(), scores[b].tolist(), parents[b].tolist(), num_nodes - 1)
-            assert (shape.parents[list(rows)] < shape.local[list(rows)]).all()
+            level, above = [level[i] - float(n) for i in beam for n in rng.integers(0, 3, k)], len(level)
+            parents += [first + i for i in beam for _ in range(k)]
+            scores, first = scores + level, first + above
+        tokens = [int(token) for token in rng.integers(0, 1000, len(scores))]
+        num_nodes = int(rng.integers(2, min(len(scores), 255) + 2))
+        chosen, above_nodes = select(np.array(scores, np.float32), np.array(parents, np.int32), num_nodes)
+        named = [()]
+        for candidate, parent in zip(chosen.tolist(), above_nodes[1:].tolist(), strict=True):
+            assert parent < len(named), "parents stand first"
+            named.append((*named[parent], tokens[candidate]))
+        assert named[1:] == slow_tree(tokens, scores, parents, num_nodes - 1)
+
+
+@needs_native
+def test_scores_that_are_not_numbers_come_last() -> None:
+    scores = np.array([np.nan, -2.0, np.nan, -1.0, -np.inf], np.float32)
+    chosen = [select(scores, np.full(5, -1, np.int32), n)[0].tolist() for n in (2, 4, 5, 6)]
+    assert chosen == [[3], [1, 3, 4], [0, 1, 3, 4], [0, 1, 2, 3, 4]]
 
 
 def test_chain_is_a_chain_and_static_follows_its_paths() -> None:
@@ -107,16 +113,16 @@ def test_masks_span_several_words() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"drafter": "tree"}, "drafter='tree'"),
-        ({"drafter": "chain", "num_spec_tokens": 0}, "num_spec_tokens=0"),
-        ({"drafter": "chain", "num_spec_tokens": 17}, "num_spec_tokens=17"),
-        ({"drafter": "dynamic", "top_k": 2, "depth": 1, "num_nodes": 8}, "num_nodes=8"),
-        ({"drafter": "dynamic", "top_k": 0}, "draft_top_k=0"),
-        ({"drafter": "static", "static_paths": ((0, 1),)}, "parent (0,) is missing"),
-        ({"drafter": "static", "static_paths": ((0,), (0,))}, "twice"),
+        ({"name": "tree"}, "drafter='tree'"),
+        ({"name": "chain", "num_spec_tokens": 0}, "num_spec_tokens=0"),
+        ({"name": "chain", "num_spec_tokens": 17}, "num_spec_tokens=17"),
+        ({"name": "dynamic", "top_k": 2, "depth": 1, "num_nodes": 8}, "num_nodes=8"),
+        ({"name": "dynamic", "top_k": 0}, "draft_top_k=0"),
+        ({"name": "static", "static_paths": ((0, 1),)}, "parent (0,) is missing"),
+        ({"name": "static", "static_paths": ((0,), (0,))}, "twice"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match="=") as error:
-        SpecConfig(**settings)  # type: ignore[arg-type]
+        drafting(**settings)  # type: ignore[arg-type]
     assert named in str(error.value)

@@ -45,7 +45,7 @@ def test_ids_are_those_of_transformers_and_hold_one_bos(tokenizer: Tokenizer, tm
     template = ChatTemplate.load(save(tmp_path, tokenizer, in_config=in_config), tokenizer)
     assert template.has_template
     messages = conversation(["  Hé, who?\n", "And now?"], ["def f():\n    pass"], "Be brief.")
-    reference = AutoTokenizer.from_pretrained(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
     for until in (2, 4):
         ids = template.encode(messages[:until])
         expected = reference.apply_chat_template(messages[:until], add_generation_prompt=True, return_dict=False)

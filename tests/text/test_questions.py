@@ -83,6 +83,8 @@ def test_a_text_file_may_look_like_json(tmp_path: Path) -> None:
     ("row", "why"),
     [
         ("{broken", "not JSON"),
+        ('{"prompt": ' + "[" * 5000 + "]" * 5000 + "}", "not JSON .*deeper than"),
+        ('{"prompt": ' + "1" * 5000 + "}", "not JSON .*limit"),
         ("[1]", "JSON list, not an object"),
         ("7", "JSON int, not an object"),
         ({"turns": []}, "turns is empty"),

@@ -11,9 +11,9 @@ from tests.conftest import engine_config, tiny_models
 from tests.engine.test_stops import letters
 from transformers import PreTrainedTokenizerFast
 
-from aquiline.config import SpecConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
+from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.text.chat import ChatTemplate
 from aquiline.train.regenerate import RegenerateConfig, Regeneration
 from aquiline.train.regenerated import Regenerated
@@ -55,12 +55,12 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def llm(max_batch: int = 3, spec: SpecConfig | None = None, models: LoadedModels | None = None, **settings: Any) -> LLM:
+def llm(max_batch: int = 3, spec: Drafting | None = None, models: LoadedModels | None = None, **settings: Any) -> LLM:
     models = models or tiny_models()
     stopping = dataclasses.replace(models.target_config, eos_token_ids=STOPS)
     loaded = dataclasses.replace(models, tokenizer=letters(), target_config=stopping)
     config = engine_config(max_batch, **{"prefix_cache": True} | settings)
-    return LLM.from_models(loaded, config, spec or SpecConfig(drafter="none"))
+    return LLM.from_models(loaded, config, spec or NoDraft())
 
 
 def regenerate(checkpoint: Path, data: Path, out: Path, engine: LLM | None = None, **fields: Any) -> Regenerated:

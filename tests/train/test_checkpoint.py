@@ -77,6 +77,22 @@ def test_a_flipped_or_missing_byte_is_found(tmp_path: Path, name: str) -> None:
         Checkpoints(tmp_path, 2).newest()
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{}x", '{"training.pt": 3}', '{"training.pt": {"bytes": 1}}', "[" * 5000 + "]" * 5000, "\xff"]
+)
+def test_a_broken_list_of_files_is_damage(text: str, tmp_path: Path) -> None:
+    saved(tmp_path, (1,))
+    (tmp_path / "step-0000001" / "complete.json").write_text(text, encoding="latin-1")
+    assert damage(tmp_path / "step-0000001") == "complete.json is missing or broken"
+
+
+def test_a_list_of_files_names_files_of_its_folder(tmp_path: Path) -> None:
+    saved(tmp_path, (1,))
+    manifest = tmp_path / "step-0000001" / "complete.json"
+    manifest.write_text(manifest.read_text().replace("training.pt", "../training.pt"))
+    assert damage(manifest.parent) == "complete.json is missing or broken"
+
+
 def test_a_full_disk_leaves_the_checkpoint_before_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = saved(tmp_path, (1, 2))
     before = names(tmp_path)

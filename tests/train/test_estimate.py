@@ -169,10 +169,20 @@ def test_a_recipe_of_ones_own_and_what_is_wrong_in_one(tmp_path: Path) -> None:
         ("target: t\ngeometry: {hidden_size: 3}", "geometry: .*missing"),
         ("target: [", "is not YAML"),
         ("target: t\ntrain: 3", "train must be fields"),
+        (
+            "target: t\ngeometry: {hidden_size: x, intermediate_size: 3, num_layers: 1, num_heads: 1, num_kv_heads: 1, "
+            "head_dim: 2, vocab_size: 9}",
+            "geometry: hidden_size='x': must be a whole number",
+        ),
+        ("target: " + "[" * 1000 + "]" * 1000, "is not YAML"),
     ):
         own.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_recipe(str(own))
+    for name, value in (("capture", "5"), ("capture", "[a]"), ("features", "7"), ("batch_size", "2.5"), ("lr", ".inf")):
+        own.write_text(f"target: t\ntrain: {{{name}: {value}}}")
+        with pytest.raises(ValueError, match=f"{name}=.*must be"):
+            configure(given | {"context": 512}, read_recipe(str(own)))
     with pytest.raises(ValueError, match="recipe='x': must be one of gpt-oss-120b"):
         read_recipe("x")
     with pytest.raises(ValueError, match="no such file"):

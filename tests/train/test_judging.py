@@ -8,9 +8,10 @@ import tiny
 import torch
 from tests.conftest import needs_native
 
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.models.formats import head_rows, save_draft
+from aquiline.spec.drafting import Chain
 from aquiline.train.batches import Assembler
 from aquiline.train.evaluate import HeldOut, Text, expected_cycles, write_texts
 from aquiline.train.features import Views
@@ -72,7 +73,7 @@ def test_simulated_tau_is_the_served_one(folder: Path, teacher: Teacher, texts: 
     simulated = HeldOut(assembler, texts, STEPS).judge(head.eval())
     save_draft(head.to(torch.bfloat16), folder / "draft")
     llm = LLM(folder / "target", folder / "draft", engine=EngineConfig(max_batch=4, prefix_cache=False))
-    spec = SpecConfig(drafter="chain", num_spec_tokens=STEPS)
+    spec = Chain(STEPS)
     prompts = [t.tokens[: t.num_prompt].tolist() for t in texts if t.temperature == 0]
     served = {}
     for temperature, rounds in ((0.0, 1), (0.8, 12)):

@@ -1,4 +1,4 @@
-"""What a draft is trained to say is what it says when it serves: logits and proposals at every depth of a chain."""
+"""What a draft is trained to say is what it says when it serves: every token's place, at every depth of a chain."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import pytest
 import tiny
 import torch
 from tests.conftest import needs_native
+from tests.engine.sampling_apart import gumbel
 from torch import Tensor
 
-from aquiline.config import EngineConfig, Environment
-from aquiline.engine.model import LoadedModels, from_modules, load_models
+from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
+from aquiline.config import Environment, SamplingParams
+from aquiline.engine.model import LoadedModels, Loading, from_modules, load_models
 from aquiline.engine.score import Scorer
 from aquiline.models.config import RopeConfig
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
-from aquiline.spec.drafters import DraftSession, Pending, Roots
+from aquiline.spec.drafting import Chain, Drafting, Static
 from aquiline.train.config import TrainConfig, Yarn, yarn_of
 from aquiline.train.continued import for_long_contexts
 from aquiline.train.trainer import train
 from aquiline.train.ttt import TokenBatch, passes
-from aquiline.types import SAMPLING, Float32, Int32, Rows
+from aquiline.types import Int32
 
 DEPTH, PROMPT, WINDOW = 6, 40, 8
 REACHES: dict[str, dict[str, Any]] = {
     "all": {}, "window": {"draft_window": WINDOW}, "yarn": {"rope_scaling": "yarn:4:16"},
     "both": {"draft_window": WINDOW, "rope_scaling": "yarn:4:16"},
 }  # fmt: skip
-
-
-def engine() -> EngineConfig:
-    return EngineConfig(max_batch=2, row_budget=128, page_size=16)
+GREEDY = SamplingParams(seed=0)
+SAMPLED = SamplingParams(temperature=0.7, seed=2**40 + 5)
 
 
 def prompt() -> Int32:
@@ -43,36 +43,32 @@ def prompt() -> Int32:
 
 
 class Served:
-    """A chain drafted by the engine's own session behind a prompt: the tokens, and what every pass put out [H]."""
+    """A chain drafted behind a prompt by the backend that serves it, and at every depth of it all tokens of the draft's
+    vocabulary in the order that it prefers them [DEPTH, Vd]."""
 
-    def __init__(self, models: LoadedModels, tokens: Int32) -> None:
-        assert models.draft is not None
-        n = len(tokens) - 1
-        features = Scorer(models, 128)([tokens]).features.copy()
-        rows = Rows(128, 1, np.arange(8, dtype=np.int32)[None])
-        session = DraftSession(models.draft, models.new_draft_kv(8, 16), rows, np.ones(1, np.int32), greedy)
-        places = np.arange(n, dtype=np.int32)
-        zeros = np.zeros(n, np.int32)
-        self.outputs: list[Float32] = []
-        forward = models.draft.forward
-
-        def kept(rows: Rows, kv: Any, g: Float32) -> None:
-            forward(rows, kv, g)
-            self.outputs.append(models.draft.raw[rows.num - 1].copy())  # type: ignore[union-attr]
-
-        models.draft.forward = kept  # type: ignore[method-assign]
-        root = Roots(np.zeros(1, np.int32), tokens[-1:], np.array([n], np.int32))
-        session.extend(Pending(zeros, places, tokens[1:], features[:n]), root)
-        self.tokens = session.chain(DEPTH)[0]
-        self.features = torch.from_numpy(features)
+    def __init__(self, models: LoadedModels, tokens: Int32, sampling: SamplingParams) -> None:
+        assert models.draft_config is not None
+        width = models.draft_config.draft_vocab_size
+        paths = tuple((*(0,) * depth, rank) for depth in range(DEPTH) for rank in range(width))
+        self.sampling = sampling
+        self.features = torch.from_numpy(Scorer(models, 128)([tokens]).features.copy())
+        self.order = drafted(models, tokens, Static(paths), sampling).reshape(DEPTH, width)
+        self.tokens = drafted(models, tokens, Chain(DEPTH), sampling)
+        assert np.array_equal(self.tokens, self.order[:, 0]), "a chain follows the first choices"
 
 
-def greedy(slots: Int32, positions: Int32) -> Any:
-    sampling = np.zeros(len(slots), SAMPLING)
-    sampling["top_p"], sampling["position"] = 1, positions
-    return sampling
+def drafted(models: LoadedModels, tokens: Int32, drafting: Drafting, sampling: SamplingParams) -> Int32:
+    """The tokens of the tree that grows below the last of `tokens`, root apart, level after level."""
+    backend, root = models.pair.open(Sizes(1, 32, 16, 32, 128)), len(tokens) - 1
+    admit = Admit(0, tokens.tolist(), root, sampling, drafts=True)
+    prompt = StepInput(
+        admits=(admit,), pages=(Pages(0, 0, tuple(range(32))),), chunks=(Chunk(0, 0, root, True, False),)
+    )
+    backend.step(prompt).read()
+    return backend.draft(StepInput(decodes=(Decode(0, drafting),))).read().tokens[1:]
 
 
+@torch.no_grad()
 def trained_passes(head: DraftHead, features: Tensor, tokens: Int32) -> list[Tensor]:
     """a [H] of the prompt's last row in every pass of training, over the prompt and what was drafted."""
     width = len(tokens) + 1
@@ -82,42 +78,49 @@ def trained_passes(head: DraftHead, features: Tensor, tokens: Int32) -> list[Ten
     every = torch.ones(1, width, dtype=torch.bool)
     batch = TokenBatch(whole[None], torch.zeros(1, width, dtype=torch.int64), torch.arange(width)[None], every)
     last = PROMPT - 2
-    with torch.no_grad():
-        return [a[0, last] for _, a in passes(head, batch, padded[None], DEPTH)]
+    return [a[0, last] for _, a in passes(head, batch, padded[None], DEPTH)]
 
 
+@torch.no_grad()
 def agree(head: DraftHead, served: Served, tokens: Int32) -> None:
+    """Training scores every child as high as the one that serving puts behind it, at every depth and of all tokens."""
+    ids, sampling = head.target_ids(torch.arange(head.config.draft_vocab_size)), served.sampling
     states = trained_passes(head, served.features, np.concatenate((tokens, served.tokens)))
-    for depth, (state, output) in enumerate(zip(states, served.outputs, strict=True)):
-        logits, theirs = head.logits(state), head.logits(torch.from_numpy(output))
-        assert (logits - theirs).abs().max() < 1e-3, f"depth {depth}"
-        assert int(head.target_ids(logits.argmax())) == served.tokens[depth], f"depth {depth}"
+    for depth, (state, order) in enumerate(zip(states, served.order, strict=True)):
+        scores = torch.zeros(int(ids.max()) + 1)
+        scores[ids] = head.logits(state)
+        if sampling.temperature:
+            assert sampling.seed is not None
+            noise = gumbel(sampling.seed, PROMPT + depth, ids.tolist())
+            scores[ids] = scores[ids] / sampling.temperature + torch.from_numpy(noise).float()
+        assert sorted(order.tolist()) == ids.tolist(), f"depth {depth}"
+        assert scores[order.tolist()].diff().max() < 1e-3, f"depth {depth}"
 
 
 @pytest.mark.parametrize("path", [pytest.param("native", marks=needs_native), "torch"])
 @pytest.mark.parametrize("reach", REACHES)
-def test_a_chain_proposes_what_training_computes(reach: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_prefers_what_training_computes(reach: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path == "torch":
         monkeypatch.setenv("AQUILINE_ISA", "off")
     model = tiny.target()
     base = TrainConfig(Path("t"), (Path("d"),), Path("o"), ttt_steps=DEPTH, context=48, **REACHES[reach])
     head = for_long_contexts(tiny.head(model), base)
     assert head.config.model.window(0) == REACHES[reach].get("draft_window", 0)
-    models = from_modules(model, head, None, "float32", engine(), Environment.read())
-    assert models.is_native == (path == "native")
-    with torch.no_grad():
-        agree(head, Served(models, prompt()), prompt())
+    models = from_modules(model, head, None, Loading("float32"), Environment.read())
+    assert models.pair.name == path
+    for sampling in (GREEDY, SAMPLED):
+        agree(head, Served(models, prompt(), sampling), prompt())
 
 
 def test_a_window_and_yarn_change_what_is_said() -> None:
     model = tiny.target()
     base = TrainConfig(Path("t"), (Path("d"),), Path("o"), ttt_steps=DEPTH, context=48)
-    with torch.no_grad():
-        served = Served(from_modules(model, tiny.head(model), None, "float32", engine(), Environment.read()), prompt())
-        for reach in ("window", "yarn"):
-            changed = for_long_contexts(tiny.head(model), replace(base, **REACHES[reach]))
-            with pytest.raises(AssertionError):
-                agree(changed, served, prompt())
+    models = from_modules(model, tiny.head(model), None, Loading("float32"), Environment.read())
+    served = Served(models, prompt(), GREEDY)
+    for reach in ("window", "yarn"):
+        changed = for_long_contexts(tiny.head(model), replace(base, **REACHES[reach]))
+        with pytest.raises(AssertionError, match="depth 0"):
+            agree(changed, served, prompt())
 
 
 def test_a_finetuned_draft_serves_as_it_was_trained(tmp_path: Path) -> None:
@@ -135,9 +138,8 @@ def test_a_finetuned_draft_serves_as_it_was_trained(tmp_path: Path) -> None:
     assert asdict(head.config.model.rope) == asdict(
         RopeConfig(10000.0, "yarn", {"factor": 4.0, "original_max_position_embeddings": 64.0})
     )
-    models = load_models(long.target, long.out, "float32", engine(), Environment.read(), "float32")
-    with torch.no_grad():
-        agree(head, Served(models, prompt()), prompt())
+    models = load_models(long.target, long.out, Loading("float32", "float32"), Environment.read())
+    agree(head, Served(models, prompt(), GREEDY), prompt())
 
     result = train(replace(long, resume=True, init=None, steps=3), quiet=True)
     assert result is not None and result["steps"] == 3

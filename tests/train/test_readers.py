@@ -108,6 +108,10 @@ REASONS: list[tuple[Any, str]] = [
     ({"prompt": "x"}, 'none of "messages", "conversations", "text", "input_ids", "token_ids"'),
     ({"token_ids": [1.5, 2, 3]}, "token ids are not a list of integers"),
     ({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 2]}, "loss_mask is not a list of 0 and 1 as long as the token ids"),
+    (
+        {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rejected": [0, 1]},
+        "rejected is not a list of 0 and 1 as long as the token ids",
+    ),
     ({"token_ids": [1, 2, 3], "loss_mask": [1, 1, 0]}, "no token counted by its loss mask"),
     ({"token_ids": [1, 2], "loss_mask": [1, 1]}, "fewer than 3 tokens"),
     ({"token_ids": [1, 2, 999]}, f"token id outside [0, {TOKENIZER.get_vocab_size()})"),
@@ -154,6 +158,23 @@ def test_json_lists_and_gzipped_lines(tmp_path: Path) -> None:
             read(tmp_path / "d.json")
 
 
+def test_rows_that_no_parser_or_tokenizer_takes_are_counted(tmp_path: Path) -> None:
+    half = '"\\ud800"'
+    lines = [
+        '{"text": ' + "[" * 5000 + "]" * 5000 + "}", '{"input_ids": [' + "1" * 5000 + "]}", f'{{"text": {half}}}',
+        f'{{"messages": [{{"role": "user", "content": {half}}}, {{"role": "assistant", "content": "a"}}]}}',
+        json.dumps({"text": "line\u2028separators\u0085stay"}, ensure_ascii=False),
+    ]  # fmt: skip
+    (tmp_path / "d.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for loss_on in ("answers", "all"):
+        documents, rejects = read(tmp_path / "d.jsonl", loss_on=loss_on)
+        assert [d.key for d in documents] == ["d.jsonl:4"] and rejects.counts["not JSON"] == 2
+        assert sum(rejects.counts.values()) == 4 and "half a surrogate pair" in str(rejects)
+    (tmp_path / "d.json").write_text("[" * 5000 + "]" * 5000)
+    with pytest.raises(ValueError, match=r"d\.json: not JSON \(it nests"):
+        read(tmp_path / "d.json")
+
+
 def test_a_cut_archive_gives_what_it_holds_and_is_counted(tmp_path: Path) -> None:
     whole = gzip.compress(("\n".join([json.dumps(IDS)] * 2000)).encode(), 0)
     (tmp_path / "d.jsonl.gz").write_bytes(whole[: len(whole) // 2])
@@ -162,7 +183,7 @@ def test_a_cut_archive_gives_what_it_holds_and_is_counted(tmp_path: Path) -> Non
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], splits: tuple[str, ...] = ()) -> Path:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="not installed: datasets")
     found = datasets.Dataset.from_list(rows)
     if splits:
         found = datasets.DatasetDict(dict.fromkeys(splits, found))
@@ -175,7 +196,7 @@ ROWS: list[dict[str, Any]] = [{"messages": CHAT, "note": "x"}, {"messages": [CHA
 
 @pytest.mark.parametrize("form", ["folder", "parquet", "arrow"])
 def test_tables_are_rows_like_any_other(form: str, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="not installed: datasets")
     path = saved(tmp_path / "talks", ROWS)
     if form == "parquet":
         datasets.load_from_disk(str(path)).to_parquet(str(tmp_path / "talks.parquet"))
@@ -203,10 +224,10 @@ def test_a_split_is_named_behind_a_colon(tmp_path: Path) -> None:
 
 def test_a_name_of_the_hub_and_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub itself is out of reach of a test; what is asked of the library is not."""
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="not installed: datasets")
     asked = []
 
-    def load_dataset(name: str) -> Any:
+    def load_dataset(name: str, trust_remote_code: bool) -> Any:
         asked.append(name)
         if name == "owner/none":
             raise ConnectionError("no network\nhere")
@@ -220,7 +241,7 @@ def test_a_name_of_the_hub_and_its_split(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_broken_tables_and_a_missing_library_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets")
+    pytest.importorskip("datasets", reason="not installed: datasets")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "state.json").write_text("{}")

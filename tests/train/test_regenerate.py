@@ -14,9 +14,10 @@ from tests.conftest import engine_config, needs_native, round_to, tiny_models, t
 from tests.engine.test_stops import letters
 from tests.train.regenerating import ROWS, TEMPLATE, llm, read, regenerate, target, write
 
-from aquiline.config import Environment, SpecConfig
+from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import from_modules
+from aquiline.engine.model import Loading, from_modules
+from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 from aquiline.train.answer_file import AnswerFile
 from aquiline.train.regenerate import RegenerateConfig, Regeneration
@@ -37,11 +38,15 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("change", ["batch 1", "batch 8", "other order", "as they stand", "drafts", "no prefix cache"])
 def test_rows_depend_on_nothing_but_their_number(change: str, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     regenerate(checkpoint, data, tmp_path / "out.jsonl")
-    engines = {"batch 1": llm(1), "batch 8": llm(8), "drafts": llm(3, SpecConfig())}
+    engines = {"batch 1": llm(1), "batch 8": llm(8), "drafts": llm(3, Chain())}
     engines["no prefix cache"] = llm(prefix_cache=False)
     fields = {"other order": {"shuffle_seed": 7}, "as they stand": {"shuffle_seed": None}}.get(change, {})
     done = regenerate(checkpoint, data, tmp_path / "other.jsonl", engines.get(change), **fields)
-    assert read(tmp_path / "other.jsonl") == read(tmp_path / "out.jsonl")
+    rows = read(tmp_path / "other.jsonl")
+    for row in rows.values():
+        assert ("rejected" in row) == (change == "drafts")
+        row.pop("rejected", None)  # what a draft missed, which no other run can know
+    assert rows == read(tmp_path / "out.jsonl")
     assert done.summary.counters.tau > 0 and (done.summary.counters.num_draft_tokens > 0) == (change == "drafts")
     ids = [json.loads(line)["id"] for line in (tmp_path / "other.jsonl").read_text().splitlines()]
     assert change != "batch 1" or ids == sorted(ids, key=ids.index) != sorted(ids)
@@ -96,6 +101,27 @@ def test_rows_add_up_and_bad_ones_say_why(checkpoint: Path, tmp_path: Path, caps
     assert found[14]["messages"][2]["content"] != "gone" and found[13]["messages"][0]["content"] == "Once"
     again = regenerate(checkpoint, data, out, llm(max_context=64))
     assert (again.num_done, again.num_resumed, again.num_failed, again.skipped) == (10, 10, 4, {"too long": 1})
+
+
+def test_labels_that_cannot_be_written_fail_their_row_alone(checkpoint: Path, tmp_path: Path) -> None:
+    rows = [
+        '{"prompt": "a", "source": "\\ud800"}',
+        '{"prompt": "b", "source": ' + "[" * 5000 + "]" * 5000 + "}",
+        ROWS[0],
+    ]
+    done = regenerate(checkpoint, write(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl")
+    assert (done.num_done, done.num_failed) == (1, 2) and list(read(tmp_path / "out.jsonl")) == [2]
+    assert sorted(reason.partition(": ")[2][:22] for reason in done.reasons) == [
+        "not JSON (it nests lis", "source: hold half a su",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 2.5}, {"seed": True}, {"temperatures": ("0",)}, {"start": 1.0}, {"data": ("x",)}]
+)
+def test_settings_are_of_their_types(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*must be"):
+        RegenerateConfig(**{"data": (tmp_path,), "out": tmp_path} | wrong)
 
 
 def test_a_file_of_other_settings_is_refused_and_left_alone(checkpoint: Path, data: Path, tmp_path: Path) -> None:
@@ -181,7 +207,7 @@ def test_rows_whose_logits_are_no_numbers_fail_alone(checkpoint: Path, data: Pat
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
     decoder.embed.data[letters().token_to_id("Z")] = float("nan")
-    poisoned = from_modules(decoder, head, None, "bfloat16", engine_config(), Environment.read())
+    poisoned = from_modules(decoder, head, None, Loading("bfloat16"), Environment.read())
     rows = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "xyZ"}])
     done = regenerate(checkpoint, rows, tmp_path / "out.jsonl", llm(models=poisoned))
     regenerate(checkpoint, rows, tmp_path / "sound.jsonl")

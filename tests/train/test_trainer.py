@@ -18,11 +18,25 @@ from aquiline.train.batches import Assembler, Batch
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.figures import StepFigures, combine
+from aquiline.train.losses import LOSSES, Graded, Rows
 from aquiline.train.optimizer import orthogonalise
 from aquiline.train.report import Silent
 from aquiline.train.schedule import Budget, Clock, Progress
 from aquiline.train.trainer import Trainer, train
 from aquiline.train.ttt import TTTResult
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", 2.5), ("batch_size", True), ("context", 48.0), ("lr", "0.1"), ("lr", float("inf")),
+        ("seed", 1.5), ("weight_decay", -1.0), ("weight_decay", float("nan")), ("minutes", float("inf")),
+        ("resume", "no"), ("data", (5,)), ("out", "text"), ("capture", (0, 1.5, 2)),
+    ],
+)  # fmt: skip
+def test_settings_are_of_their_types_and_finite(field: str, value: object, config: TrainConfig) -> None:
+    with pytest.raises(ValueError, match=f"{field}=.*must be"):
+        replace(config, **{field: value})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +145,31 @@ def test_a_poisoned_step_is_skipped_and_ten_in_a_row_end_the_run(
         for _ in range(20):
             run._step()
     assert run.progress.step == 15 and all(p.isfinite().all() for p in run.weights.trained)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_either_a_loss_or_a_gradient_that_is_no_number_skips_the_step(
+    what: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly always both are broken at once; the one that is broken alone must do."""
+    real = LOSSES[config.loss]
+
+    def broken(rows: Rows) -> Graded:
+        value, grad = real(rows)
+        if run.progress.step == 1:
+            return Graded(value + math.inf, grad) if what == "loss" else Graded(value, grad.mul_(math.inf))
+        return Graded(value, grad)
+
+    monkeypatch.setitem(LOSSES, config.loss, broken)
+    said: list[str] = []
+    monkeypatch.setattr(Silent, "say", lambda self, text: said.append(text))
+    run = one(replace(config, out=config.out / what))
+    said.clear()
+    for step in range(3):
+        before = {n: p.detach().clone() for n, p in run.weights.named.items()}
+        run._step()
+        assert all(p.equal(before[n]) for n, p in run.weights.named.items()) == (step == 1), step
+    assert len(said) == 1 and said[0].startswith("step 2: loss ") and said[0].endswith("step skipped")
 
 
 def test_a_budget_ends_with_whatever_is_used_up_first(config: TrainConfig) -> None:

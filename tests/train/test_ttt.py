@@ -115,7 +115,8 @@ def textbook_loss(
 def test_the_loss_in_chunks_is_the_textbook_one_in_values_and_gradients(
     late: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4 * 32 * 16)  # 16 rows a chunk
+    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4 * 32 * 16)  # 16 rows a chunk, 5 a block
+    monkeypatch.setattr(head_loss, "BLOCK_BYTES", 4 * 32 * 5)
     model, batch = tiny.target(), batch_of([17, 15], 36)
     head = tiny.head(model)
     target = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from aquiline.bench.integrity import differences
+from aquiline.bench.intervals import Estimate, paired
 from aquiline.bench.result import Result
 
 NOISE = 0.03
@@ -35,11 +36,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A result over another, or why there is no such ratio. `other` is the file of the other one, or of the nearest."""
+    """A result over another, or why there is no such ratio. `other` is the file of the other one, or of the nearest.
+
+    low, high: the interval of its value; only results of the same rounds have one, and not below six of them."""
 
     value: float | None
     other: str | None = None
     reasons: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return "none" if self.value is None else Estimate(self.value, self.low, self.high).times()
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,8 @@ def identity(result: Result) -> tuple[str, str | None, float | None]:
 
 
 def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
-    """Throughput over that of the one baseline that did the same work on the same machine at the same commit."""
+    """Throughput over that of the one baseline that did the same work on the same machine at the same commit: the
+    median of the ratios of the rounds."""
     same = {
         name: other
         for name, other in results.items()
@@ -96,7 +105,7 @@ def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
         and other["engine"] == result["engine"]
         and other["scenario"]["name"] == result["scenario"]["name"]
     }
-    return _over(result, same, "baseline", _commits)
+    return _over(result, same, "baseline", _commits, is_paired=True)
 
 
 def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
@@ -110,7 +119,7 @@ def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
 
 
 def against_older(result: Result, older: Mapping[str, Result]) -> Ratio:
-    """Throughput over that of the same setting in an older run on the same machine."""
+    """Median throughput over that of the same setting in an older run on the same machine."""
     same = {name: other for name, other in older.items() if _anywhere(other) == _anywhere(result)}
     here = {name: other for name, other in same.items() if machine(other) == machine(result)}
     if same and not here:
@@ -124,7 +133,7 @@ def changes(result: Result, older: Result) -> list[Change]:
     new, old = result["throughput_tokens_per_sec"], older["throughput_tokens_per_sec"]
     spread = max(new["max"] - new["min"], old["max"] - old["min"])
     now, was = (r["eagle_speculation"]["mean_acceptance_length"] for r in (result, older))
-    return [_change("tok/s", new["mean"], old["mean"], spread)] + ([_change("tau", now, was, 0.0)] if was else [])
+    return [_change("tok/s", new["median"], old["median"], spread)] + ([_change("tau", now, was, 0.0)] if was else [])
 
 
 def vanished(results: Iterable[Result], older: Mapping[str, Result]) -> list[str]:
@@ -138,7 +147,7 @@ def _anywhere(result: Result) -> tuple[object, ...]:
     return p.scenario, p.profile, p.context_tokens, p.batch, p.temperature, p.model, p.engine, identity(result)
 
 
-def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule) -> Ratio:
+def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule, is_paired: bool = False) -> Ratio:
     if not others:
         return Ratio(None, reasons=(f"there is no {what}",))
     reasons = {name: [*differences(result, other), *more(result, other)] for name, other in others.items()}
@@ -146,15 +155,21 @@ def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule) -
     if len(fit) > 1:
         return Ratio(None, reasons=(f"{len(fit)} {what}s would do ({', '.join(fit)}); keep one",))
     if fit:
-        throughput = [r["throughput_tokens_per_sec"]["mean"] for r in (result, others[fit[0]])]
-        return Ratio(throughput[0] / throughput[1], fit[0])
+        own, other = (r["throughput_tokens_per_sec"] for r in (result, others[fit[0]]))
+        if not is_paired:
+            return Ratio(own["median"] / other["median"], fit[0])
+        found = paired(own["values"], other["values"])
+        return Ratio(found.value, fit[0], low=found.low, high=found.high)
     nearest = min(reasons, key=lambda name: len(reasons[name]))
     return Ratio(None, nearest, tuple(reasons[nearest]))
 
 
 def _commits(result: Result, other: Result) -> list[str]:
+    """What makes two results no rounds of one run."""
     a, b = result["commit"], other["commit"]
-    return [] if a == b else [f"commit: {a!r} against {b!r}"]
+    runs, others = (r["scenario"]["measurement_runs"] for r in (result, other))
+    found = [] if a == b else [f"commit: {a!r} against {b!r}"]
+    return found if runs == others else [*found, f"scenario.measurement_runs: {runs} against {others}"]
 
 
 def _change(figure: str, new: float, old: float, spread: float) -> Change:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from aquiline.bench.shapes import Body, DraftShape, LayerShape, Matrix, ModelShape, Precision, Storage, precision_of
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig
-from aquiline.models.draft_config import LAYER_IDS
-from aquiline.models.families import config_file, count, read_fields
+from aquiline.models.draft_config import FC_NORM_FLAGS, LAYER_IDS
+from aquiline.models.families import config_file, read_fields
+from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, texts
 from aquiline.models.files import read_json, resolve
-
-Raw = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
     Raises CheckpointError naming file, field and value, ValueError for an unknown dtype."""
     file = shape_file(model)
     outer = read_fields(file)
-    raw = outer.get("text_config") or outer
+    raw = nested(outer, file, "text_config") or outer
     family = str(raw.get("model_type", "llama"))
     for name in _UNCOUNTED:
         if raw.get(name):
@@ -83,7 +81,7 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
     return ModelShape(
         family=family,
         body=Body(hidden, layers, Matrix(count(raw, file, "vocab_size"), hidden), num_vector=hidden),
-        tied_head=bool(raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", facts.tied_head))),
+        tied_head=flag(outer | raw, file, "tie_word_embeddings", facts.tied_head),
         max_positions=count(raw, file, "max_position_embeddings") if raw.get("max_position_embeddings") else None,
         precision=own,
         assumptions=() if family in FACTS else (unknown,),
@@ -96,7 +94,7 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
     Raises CheckpointError naming file, field and value, also if it is no draft of this target."""
     file = shape_file(draft)
     outer = read_json(file)
-    raw = outer.get("transformer_layer_config") or outer
+    raw = nested(outer, file, "transformer_layer_config") or outer
     if count(raw, file, "num_hidden_layers") != 1:
         raise CheckpointError(f"{file}: num_hidden_layers={raw['num_hidden_layers']}; an EAGLE-3 head has 1")
     hidden, vocab = count(raw, file, "hidden_size"), count(raw, file, "vocab_size")
@@ -107,9 +105,11 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
     ):
         if found != wanted:
             raise CheckpointError(f"{file}: {name}={found}, the target has {wanted}; name its own draft, or none")
-    eagle = outer.get("eagle_config") or {}
-    ids = eagle.get(LAYER_IDS, outer.get(LAYER_IDS)) or (0, 1, 2)
-    has_norm = any(eagle.get(name, outer.get(name)) for name in ("norm_before_fc", "fc_norm"))
+    eagle = outer | nested(outer, file, "eagle_config")
+    ids = eagle.get(LAYER_IDS) or (0, 1, 2)
+    if not isinstance(ids, list | tuple):
+        raise CheckpointError(f"{file}: {LAYER_IDS}={ids!r} must be a list of layer numbers")
+    has_norm = any(flag(eagle, file, name) for name in FC_NORM_FLAGS)
     layer = _attention(raw, file, UNKNOWN, inputs=2 * hidden)
     fixed = layer.fixed + mlp(hidden, count(raw, file, "intermediate_size"))
     window = _windows(raw, file, UNKNOWN, 1)[0]
@@ -210,7 +210,7 @@ def _attention(raw: Raw, file: Path, facts: Facts, inputs: int | None = None) ->
     hidden, heads = count(raw, file, "hidden_size"), count(raw, file, "num_attention_heads")
     kv_heads = count(raw, file, "num_key_value_heads", facts.num_kv_heads or heads)
     dim = count(raw, file, "head_dim", facts.head_dim or hidden // heads)
-    has_bias = not facts.qkv_bias and raw.get("attention_bias", facts.attention_bias)
+    has_bias = not facts.qkv_bias and flag(raw, file, "attention_bias", facts.attention_bias)
     bias = "qkv o" if has_bias else "qkv" if facts.qkv_bias else ""
     return LayerShape(
         heads, kv_heads, dim, attention(hidden, heads, kv_heads, dim, inputs=inputs, bias=bias),
@@ -220,11 +220,11 @@ def _attention(raw: Raw, file: Path, facts: Facts, inputs: int | None = None) ->
 
 def _layers(raw: Raw, file: Path, facts: Facts) -> tuple[LayerShape, ...]:
     base, hidden = _attention(raw, file, facts), count(raw, file, "hidden_size")
-    num = count(raw, file, "num_hidden_layers")
-    sparse = _sparse_layers(raw, num)
+    num = count(raw, file, "num_hidden_layers", most=MAX_LAYERS)
+    sparse = _sparse_layers(raw, file, num)
     kinds: dict[bool, LayerShape] = {}
     if not all(sparse):
-        dense = mlp(hidden, count(raw, file, "intermediate_size"), bool(raw.get("mlp_bias")))
+        dense = mlp(hidden, count(raw, file, "intermediate_size"), flag(raw, file, "mlp_bias"))
         kinds[False] = replace(base, fixed=base.fixed + dense)
     if any(sparse):
         kinds[True] = _with_experts(base, raw, file, facts)
@@ -234,12 +234,12 @@ def _layers(raw: Raw, file: Path, facts: Facts) -> tuple[LayerShape, ...]:
 
 def _with_experts(base: LayerShape, raw: Raw, file: Path, facts: Facts) -> LayerShape:
     hidden = count(raw, file, "hidden_size")
-    num_experts = max(raw.get(name) or 0 for name in _EXPERTS)
+    num_experts = max(count(raw, file, name, 0, least=0) for name in _EXPERTS)
     name = next((name for name in _PER_TOKEN if raw.get(name)), _PER_TOKEN[0])
     per_token = count(raw, file, name)
     if per_token > num_experts:
         raise CheckpointError(f"{file}: {name}={per_token} exceeds the {num_experts} experts")
-    width = count(raw, file, "moe_intermediate_size", raw.get("intermediate_size"))
+    width = count(raw, file, "moe_intermediate_size" if raw.get("moe_intermediate_size") else "intermediate_size")
     fixed = base.fixed
     if raw.get("shared_expert_intermediate_size"):  # qwen2_moe gates its shared expert by one more output
         fixed += (Matrix(1, hidden), *mlp(hidden, count(raw, file, "shared_expert_intermediate_size")))
@@ -251,34 +251,39 @@ def _with_experts(base: LayerShape, raw: Raw, file: Path, facts: Facts) -> Layer
     )  # fmt: skip
 
 
-def _sparse_layers(raw: Raw, num_layers: int) -> list[bool]:
+def _sparse_layers(raw: Raw, file: Path, num_layers: int) -> list[bool]:
     """Which layers have experts."""
-    if not any(raw.get(name) for name in _EXPERTS):
+    if not any(count(raw, file, name, 0, least=0) for name in _EXPERTS):
         return [False] * num_layers
-    dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
-    first = raw.get("first_k_dense_replace") or 0
+    dense, step = raw.get("mlp_only_layers") or [], count(raw, file, "decoder_sparse_step", 1, least=0) or 1
+    if not isinstance(dense, list):
+        raise CheckpointError(f"{file}: mlp_only_layers={dense!r} must be a list of layer numbers")
+    first = count(raw, file, "first_k_dense_replace", 0, least=0)
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
 
 
 def _windows(raw: Raw, file: Path, facts: Facts, num_layers: int) -> list[int]:
     """Per layer, 0 for none."""
-    window, types = raw.get("sliding_window", facts.window) or 0, raw.get("layer_types")
-    if types is not None:
+    by_family = 0 if "sliding_window" in raw else facts.window or 0
+    window = count(raw, file, "sliding_window", by_family, least=0)
+    if types := texts(raw, file, "layer_types"):
         known = {"full_attention": 0, "sliding_attention": window}
         if len(types) != num_layers or not set(types) <= set(known):
             raise CheckpointError(f"{file}: layer_types={types!r}; counted are {num_layers} of {', '.join(known)}")
         return [known[kind] for kind in types]
-    every = raw.get("sliding_window_pattern", facts.full_every)
-    if not raw.get("use_sliding_window", every > 0):
+    every = count(raw, file, "sliding_window_pattern", facts.full_every, least=0)
+    if not flag(raw, file, "use_sliding_window", every > 0):
         return [0] * num_layers
-    first = raw.get("max_window_layers", 28) if every == 0 else 0
+    first = count(raw, file, "max_window_layers", 28, least=0) if every == 0 else 0
     return [window if i >= first and (every < 2 or (i + 1) % every) else 0 for i in range(num_layers)]
 
 
 def _own_precision(raw: Raw, file: Path, kv_dtype: str | None, is_moe: bool) -> Precision:
     """As the checkpoint was saved. Whatever quantised it left the head alone."""
     name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    quantised = raw.get("quantization_config")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{file}: dtype={name!r} must be a text")
+    quantised = nested(raw, file, "quantization_config")
     if not quantised:
         return precision_of(name, kv_dtype)
     method = quantised.get("quant_method")
@@ -286,8 +291,9 @@ def _own_precision(raw: Raw, file: Path, kv_dtype: str | None, is_moe: bool) -> 
         return precision_of("mxfp4", kv_dtype, is_moe=is_moe)
     if method in ("fp8", "fbgemm_fp8"):
         return precision_of("fp8", kv_dtype)
-    if method in ("awq", "gptq") and isinstance(quantised.get("bits"), int):
-        bits, group = quantised["bits"], max(0, quantised.get("group_size", 128))
+    if method in ("awq", "gptq") and quantised.get("bits") is not None:
+        bits = count(quantised, file, "bits", most=16)
+        group = max(0, count(quantised, file, "group_size", 128, least=-1))
         storage = Storage(f"int{bits} ({method})", bits, 16 + bits, group)  # a float16 scale and a zero point
         return replace(precision_of("bfloat16", kv_dtype), layers=storage, experts=storage)
     raise CheckpointError(

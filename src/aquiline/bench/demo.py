@@ -1,22 +1,30 @@
-"""The demo: one pair, held-out prompts, every setting on each prompt in turn, outputs compared token for token."""
+"""The demo: one pair, held-out prompts, every setting on each prompt in turn, outputs compared token for token.
+
+A prompt is a round: speeds are medians over the prompts by the wall clock, speedups medians of the ratios on each
+prompt, both with their intervals.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from aquiline.bench.clock import decode_tokens_per_s, spans_of
+from aquiline.bench.intervals import Estimate, estimate, paired, rotated
 from aquiline.bench.prompts import Prompt
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.bench.result import commit
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 NEW_TOKENS = 128
 SEED = 0
 TEMPERATURES = (0.0, 0.8)
 SETTINGS = {
-    "baseline": SpecConfig(drafter="none"),
-    "chain": SpecConfig(drafter="chain"),
-    "tree": SpecConfig(drafter="dynamic"),
+    "baseline": NoDraft(),
+    "chain": Chain(),
+    "tree": Dynamic(),
 }
 """What the demo compares: the default shapes, chosen on other files than the demo's prompts (LOG.md)."""
 
@@ -26,7 +34,7 @@ class Run:
     """One setting at one temperature over all prompts."""
 
     name: str
-    spec: SpecConfig
+    spec: Drafting
     temperature: float
     outputs: list[Output] = field(default_factory=list)
     summaries: list[RunSummary] = field(default_factory=list)
@@ -40,28 +48,34 @@ class Run:
         return total
 
     @property
-    def tokens_per_s(self) -> float:
-        """Committed tokens per second of decode steps."""
-        seconds = sum(s.decode_ms for s in self.summaries) / 1e3
-        return self.counters.num_committed / seconds if seconds else 0.0
+    def rates(self) -> list[float]:
+        """Tokens per second of decoding, prompt by prompt."""
+        return [decode_tokens_per_s(spans_of([output])) for output in self.outputs]
 
     @property
-    def seconds(self) -> float:
-        """Prefill and decode of all prompts."""
-        return sum(s.decode_ms + s.prefill_ms for s in self.summaries) / 1e3
+    def rates_with_prefill(self) -> list[float]:
+        """The same with the time of the prompt."""
+        return [len(output.token_ids) / output.total_ms * 1e3 for output in self.outputs]
+
+    def speedup(self, baseline: Run) -> Estimate:
+        """Over the baseline on the same prompts."""
+        return paired(self.rates, baseline.rates)
 
     def as_dict(self, baseline: Run) -> dict[str, object]:
         """The demo's JSON row; speedups are against the baseline at the same temperature."""
         counters = self.counters.as_dict()
         picked = ("tau", "acceptance_rate", "per_position", "target_calls_per_token", "num_committed", "num_steps")
+        rate, speedup = estimate(self.rates), self.speedup(baseline)
         return {
             "name": self.name,
-            "drafter": self.spec.drafter,
+            "drafter": self.spec.name,
             "temperature": self.temperature,
             "repeated_share": mean([repeated_share(o.token_ids) for o in self.outputs]),
-            "tokens_per_s": self.tokens_per_s,
-            "speedup": self.tokens_per_s / baseline.tokens_per_s,
-            "speedup_with_prefill": baseline.seconds / self.seconds,
+            "tokens_per_s": rate.value,
+            "tokens_per_s_interval": [rate.low, rate.high],
+            "speedup": speedup.value,
+            "speedup_interval": [speedup.low, speedup.high],
+            "speedup_with_prefill": paired(self.rates_with_prefill, baseline.rates_with_prefill).value,
         } | {key: counters[key] for key in picked}
 
 
@@ -75,7 +89,7 @@ class DemoResult:
 
     def baseline(self, temperature: float) -> Run:
         """The run without speculation at a temperature."""
-        return next(r for r in self.runs if r.temperature == temperature and r.spec.drafter == "none")
+        return next(r for r in self.runs if r.temperature == temperature and not r.spec.is_speculative)
 
     def is_identical(self, run: Run) -> bool:
         """Whether a run's every token equals the baseline's."""
@@ -93,6 +107,7 @@ class DemoResult:
             "identical": self.identical,
             "runs": [run.as_dict(self.baseline(run.temperature)) for run in self.runs],
             "prompts": [p.source for p in self.prompts],
+            "commit": commit(),
             "system": self.system,
         }
 
@@ -116,5 +131,5 @@ def run_demo(
 
 def _alternated(prompts: list[Prompt], runs: list[Run]) -> Iterator[tuple[Prompt, Run]]:
     for index, prompt in enumerate(prompts):
-        for place in range(len(runs)):
-            yield prompt, runs[(index + place) % len(runs)]
+        for run in rotated(runs, index):
+            yield prompt, run

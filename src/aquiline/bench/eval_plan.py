@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from aquiline.bench.suite import BASELINE
 from aquiline.bench.teacher import Accuracy
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.metrics import Counters
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.text.questions import Question
 
 
@@ -20,7 +21,7 @@ class EvalPlan:
     """What is compared at which lengths; the baseline comes first. A text ends at its length, or at EOS unless
     ignore_eos. Question i draws with seed + i, at every setting and in every repeat alike."""
 
-    settings: dict[str, SpecConfig]
+    settings: dict[str, Drafting]
     lengths: tuple[int, ...] = (50, 100, 200)
     temperatures: tuple[float, ...] = (0.0,)
     repeats: int = 1
@@ -38,7 +39,7 @@ class EvalPlan:
             raise ValueError(f"lengths={short}: must be at least 2; the prompt's own forward gives the first token")
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats}: must be at least 1")
-        kinds = [spec.drafter for spec in self.settings.values()]
+        kinds = [spec.name for spec in self.settings.values()]
         if kinds[:1] != ["none"] or "none" in kinds[1:] or len(kinds) < 2:
             raise ValueError(f"settings={list(self.settings)}: needs the baseline first, and at least one that drafts")
         for temperature in self.temperatures:
@@ -47,20 +48,19 @@ class EvalPlan:
     @property
     def chains(self) -> dict[int, str]:
         """Names of the settings that draft a chain, by its length."""
-        return {spec.num_spec_tokens: name for name, spec in self.settings.items() if spec.drafter == "chain"}
+        return {spec.num_spec_tokens: name for name, spec in self.settings.items() if isinstance(spec, Chain)}
 
 
-def settings_of(num_spec_tokens: Sequence[int] = (), trees: Sequence[str] = ()) -> dict[str, SpecConfig]:
+def settings_of(num_spec_tokens: Sequence[int] = (), trees: Sequence[str] = ()) -> dict[str, Drafting]:
     """The baseline, a chain of each length and each tree: DEPTHxTOP_KxNODES (the root included), or static for the
     fixed one. Without either, the default chain and tree. Raises ValueError for a shape that cannot be."""
     _check_each_once("num_spec_tokens", num_spec_tokens)
     _check_each_once("trees", trees)
-    default = SpecConfig()
     if not num_spec_tokens and not trees:
-        num_spec_tokens = (default.num_spec_tokens,)
-        trees = (f"{default.depth}x{default.top_k}x{default.num_nodes}",)
-    chains = {f"chain-{k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in num_spec_tokens}
-    return {BASELINE: SpecConfig(drafter="none")} | chains | {f"tree-{tree}": _tree(tree) for tree in trees}
+        tree = Dynamic()
+        num_spec_tokens, trees = (Chain().num_spec_tokens,), (f"{tree.depth}x{tree.top_k}x{tree.num_nodes}",)
+    chains: dict[str, Drafting] = {f"chain-{k}": Chain(k) for k in num_spec_tokens}
+    return {BASELINE: NoDraft()} | chains | {f"tree-{tree}": _tree(tree) for tree in trees}
 
 
 def _check_each_once(name: str, values: Sequence[object]) -> None:
@@ -68,15 +68,15 @@ def _check_each_once(name: str, values: Sequence[object]) -> None:
         raise ValueError(f"{name}={list(values)}: give each value once")
 
 
-def _tree(text: str) -> SpecConfig:
+def _tree(text: str) -> Drafting:
     if text == "static":
-        return SpecConfig(drafter="static")
+        return Static()
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
         raise ValueError(f"trees={text!r}: must be DEPTHxTOP_KxNODES, as 2x2x6, or static")
     depth, top_k, num_nodes = map(int, parts)
     try:
-        return SpecConfig(drafter="dynamic", depth=depth, top_k=top_k, num_nodes=num_nodes)
+        return Dynamic(depth=depth, top_k=top_k, num_nodes=num_nodes)
     except ValueError as error:
         raise ValueError(f"trees={text!r}: {error}") from None
 
@@ -97,7 +97,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TurnRun:
-    """One setting writing one text once."""
+    """One setting writing one text once, by the wall clock: prefill_ms to its first token, decode_ms from there on."""
 
     text: Text
     setting: str

@@ -8,7 +8,7 @@ from typing import Any
 from aquiline.bench.eval_figures import Figures, Tables
 from aquiline.bench.eval_plan import Evaluated
 from aquiline.bench.plot import COLORS
-from aquiline.config import SpecConfig
+from aquiline.spec.drafting import Drafting
 
 MAPS = {"none": "Greys", "chain": "Blues", "static": "YlOrBr", "dynamic": "Greens"}
 
@@ -41,11 +41,11 @@ def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path
     pyplot.close(figure)
 
 
-def _colors(settings: dict[str, SpecConfig], maps: Any) -> dict[str, Any]:
+def _colors(settings: dict[str, Drafting], maps: Any) -> dict[str, Any]:
     """One hue per kind of drafter, from light to dark within it."""
     by_kind: dict[str, list[str]] = {}
     for name, spec in settings.items():
-        by_kind.setdefault(spec.drafter, []).append(name)
+        by_kind.setdefault(spec.name, []).append(name)
     colors = {}
     for kind, names in by_kind.items():
         for place, name in enumerate(names):

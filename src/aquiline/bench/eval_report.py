@@ -6,12 +6,12 @@ eval.json, schema "aquiline.eval/1":
     model            as in benchmark results: target, draft, dtype, arithmetic, weight_bytes, ...
     data             dataset, num_questions, categories {name: questions}, sample_seed (null: the first ones),
                      chat_template, prompts_sha256 (of the token ids of all first turns)
-    plan             lengths, temperatures, repeats, seed, ignore_eos, settings {name: SpecConfig's fields}
+    plan             lengths, temperatures, repeats, seed, ignore_eos, settings {name: Drafting's fields}
     rows             one per temperature, length, question, turn, repeat and setting: these six; question_id,
-                     category, num_prompt_tokens, num_tokens, finish_reason, repeated_share; prefill_ms, decode_ms (the
-                     engine's steps), total_ms (from arrival to end); num_steps, num_draft_tokens,
-                     num_accepted_tokens, num_committed, tokens_cut, num_ge2, accepted_at (steps whose draft at that
-                     place was accepted)
+                     category, num_prompt_tokens, num_tokens, finish_reason, repeated_share; prefill_ms (to the first
+                     token, by the wall clock), decode_ms (from there on), total_ms (from arrival to end);
+                     num_steps, num_draft_tokens, num_accepted_tokens, num_committed, tokens_cut, num_ge2,
+                     accepted_at (steps whose draft at that place was accepted)
     tables           by_length, by_category, overall: per group and setting temperature, length, category (null: all),
                      setting, num_questions, num_texts, num_tokens, seconds_per_text, decode_tokens_per_s, tau,
                      target_calls_per_token, acceptance_rate, per_position, fraction_ge2, repeated_share, speedup and
@@ -44,8 +44,6 @@ from aquiline.metrics import repeated_share
 
 SCHEMA = "aquiline.eval/1"
 LIBRARIES = ("numpy", "tokenizers", "transformers")
-SPEC_FIELDS = {"none": (), "chain": ("num_spec_tokens",), "static": ("static_paths",),
-               "dynamic": ("depth", "top_k", "num_nodes")}  # fmt: skip
 SHOWN_PLACES = 5
 SHOWN_MISSES = 10
 """Places of a draft and turns that did not fit that tables and notes show; eval.json has all."""
@@ -91,7 +89,7 @@ def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
     name, draft_name = Source(target, draft).names
     models = llm.models
     return ModelFacts(
-        target=name, draft=draft_name, dtype=str(models.dtype).removeprefix("torch."), arithmetic=models.arithmetic,
+        target=name, draft=draft_name, dtype=models.storage, arithmetic=models.arithmetic,
         random_weights=False, simulated_tau=None, weight_bytes=models.weight_bytes,
     )  # fmt: skip
 
@@ -99,10 +97,7 @@ def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
 def as_document(found: Evaluated, derived: Tables, facts: EvalFacts) -> dict[str, object]:
     """The JSON of an evaluation; the module's docstring is its schema."""
     plan = found.plan
-    settings = {
-        name: {field: getattr(spec, field) for field in ("drafter", *SPEC_FIELDS[spec.drafter])}
-        for name, spec in plan.settings.items()
-    }
+    settings = {name: spec.as_dict() for name, spec in plan.settings.items()}
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

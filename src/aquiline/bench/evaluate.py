@@ -16,6 +16,7 @@ from pathlib import Path
 
 from aquiline.bench.answers import AnswerFile, TurnAnswer
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
+from aquiline.bench.intervals import rotated
 from aquiline.bench.result import tokens_sha256
 from aquiline.bench.suite import BASELINE
 from aquiline.bench.teacher import Guesses, accuracy, guess, teacher
@@ -55,7 +56,7 @@ class Evaluation:
                 "engine: needs EngineConfig(max_batch=1, prefix_cache=False), so that no run helps another; pass that"
             )
         for spec in self.plan.settings.values():
-            if spec.drafter != "none":
+            if spec.is_speculative:
                 self.llm.models.check_spec(spec)
 
     @property
@@ -144,20 +145,16 @@ class Evaluation:
         runs: list[TurnRun] = []
         text: Text | None = None
         for repeat in range(self.plan.repeats):
-            first = self.num_rounds % len(names)
+            order = rotated(names, self.num_rounds)
             self.num_rounds += 1
-            for setting in names[first:] + names[:first]:
-                result = self.llm.run([asked.prompt_ids], sampling, spec=self.plan.settings[setting])
-                output, summary = result.outputs[0], result.summary
+            for setting in order:
+                output = self.llm.run([asked.prompt_ids], sampling, spec=self.plan.settings[setting]).outputs[0]
                 if text is None:
                     text = _written(asked, output)
                 else:
                     self._check_same(text, output.token_ids, f"{setting} and {runs[0].setting}")
-                runs.append(
-                    TurnRun(
-                        text, setting, repeat, summary.prefill_ms, summary.decode_ms, output.total_ms, output.metrics
-                    )
-                )
+                decode_ms = output.total_ms - output.ttft_ms if len(output.token_ids) > 1 else 0.0
+                runs.append(TurnRun(text, setting, repeat, output.ttft_ms, decode_ms, output.total_ms, output.metrics))
                 self.on_progress(asked.length)
         return runs
 
@@ -165,7 +162,7 @@ class Evaluation:
         if token_ids == text.token_ids:
             return
         place = next(i for i, (a, b) in enumerate(zip_longest(token_ids, text.token_ids)) if a != b)
-        hint = "" if self.llm.models.is_native else "; the torch path rounds by shape: build the native library"
+        hint = "" if self.llm.models.pair.is_exact else "; the torch path rounds by shape: build the native library"
         raise ResultError(
             f"question {self.questions[text.question].id!r}, turn {text.turn + 1}, length {text.length}, temperature "
             f"{text.temperature:g}: {who} differ at output token {place + 1}{hint}"

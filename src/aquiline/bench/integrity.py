@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from aquiline.metrics import mean
+from aquiline.bench.intervals import spread
 
 if TYPE_CHECKING:
     from aquiline.bench.result import Result
 
-SCHEMA = "aquiline.result/1"
+SCHEMA = "aquiline.result/2"
 
 CLOSE = 1e-6
 """Relative difference of two ways to the same figure that rounding explains."""
@@ -91,9 +91,9 @@ def _not_finite(value: object, path: str = "") -> Iterator[str]:
 def _spreads(result: Result) -> Iterator[str]:
     for name in SPREADS:
         values = result[name]["values"]
-        derived = {"mean": mean(values), "min": min(values), "max": max(values)}
-        if any(_differ(result[name][key], value) for key, value in derived.items()):
-            yield f"{name}: mean, min and max are not those of its values"
+        derived = spread(values)
+        if any(_differ(result[name][key], derived[key]) for key in ("median", "low", "high", "min", "max")):
+            yield f"{name}: median, low, high, min and max are not those of its values"
     values, asked = result["throughput_tokens_per_sec"]["values"], result["scenario"]["measurement_runs"]
     if min(values) <= 0:
         yield "throughput_tokens_per_sec: is 0; nothing was measured"
@@ -164,7 +164,9 @@ def _counters(spec: Result, setting: Result) -> list[str]:
     return found
 
 
-def _differ(a: float, b: float) -> bool:
+def _differ(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is not b
     return abs(a - b) > CLOSE * max(1.0, abs(a), abs(b))
 
 

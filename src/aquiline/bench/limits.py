@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aquiline.bench.roofline import Ideal, Roofline
-from aquiline.config import SpecConfig
+from aquiline.spec.drafting import Chain
 
 EXAMPLE_TAU = 2.5
 
@@ -26,8 +26,8 @@ class Grid:
                     raise ValueError(f"{name}={value}: must be at least 1")
         if not self.chains:
             return
-        SpecConfig(num_spec_tokens=max(self.chains))
-        SpecConfig(num_spec_tokens=min(self.chains))
+        Chain(max(self.chains))
+        Chain(min(self.chains))
         for tau in self.taus:
             if not 1 <= tau <= max(self.chains) + 1:
                 raise ValueError(
@@ -147,7 +147,7 @@ def _cell(roofline: Roofline, grid: Grid, context: int, batch: int) -> Cell:
 
 
 def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> Speculation:
-    spec = SpecConfig(drafter="chain", num_spec_tokens=chain)
+    spec = Chain(chain)
     cycle = roofline.cycle(spec, tau, batch, context)
     return Speculation(
         num_spec_tokens=chain, tau=tau, is_upper_bound=tau == chain + 1, tokens_per_s=batch * tau / cycle.seconds,

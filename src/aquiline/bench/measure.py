@@ -21,11 +21,11 @@ import numpy as np
 import psutil
 import torch
 
+from aquiline.backends.cpu import calls
+from aquiline.backends.cpu.packed import has_bf16_dot
+from aquiline.backends.cpu.pair import configure, missing_reason
 from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
-from aquiline.models.runner import use_native
-from aquiline.ops import cpu
-from aquiline.ops.packed import has_bf16_dot
 
 SECONDS = 2.0
 """For each of read, copy and the two GEMMs."""
@@ -74,8 +74,10 @@ class Measurement:
 
 def this_machine() -> Machine:
     """This CPU with the threads and the instruction set that an engine would take."""
-    if use_native(Environment.read()):
-        system = cpu.system()
+    environment = Environment.read()
+    if missing_reason(environment) is None:
+        configure(environment)
+        system = calls.system()
         return Machine(cpu_name(), int(system["threads"]), str(system["isa"]))
     return Machine(cpu_name(), torch.get_num_threads(), "torch")
 
@@ -110,8 +112,8 @@ def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
     deadline = time.perf_counter() + seconds
     limit = deadline + 3 * seconds
     while math.inf in best.values() or time.perf_counter() < deadline:
-        for name, calls in ways.items():
-            for call in calls:
+        for name, each in ways.items():
+            for call in each:
                 began = time.perf_counter()
                 call()
                 ended = time.perf_counter()
@@ -153,7 +155,7 @@ def _readers(pieces: list[torch.Tensor], is_native: bool) -> Ways:
     }
     if is_native:
         row = np.ones((1, WIDTH), np.float32)
-        ways["native float32 linear of one row"] = [partial(cpu.NativeLinear(piece), row) for piece in pieces]
+        ways["native float32 linear of one row"] = [partial(calls.NativeLinear(piece), row) for piece in pieces]
     return ways
 
 
@@ -165,7 +167,7 @@ def _gemms(dtype: torch.dtype, is_native: bool) -> Ways:
         "torch linear": [partial(torch.mm, rows.to(dtype), weight.T)] * GEMM_CALLS
     }
     if is_native:
-        linear = cpu.NativeLinear(weight, arithmetic=str(dtype).removeprefix("torch."))
+        linear = calls.NativeLinear(weight, arithmetic=str(dtype).removeprefix("torch."))
         ways[f"native linear of {GEMM_ROWS} rows"] = [partial(linear, rows.numpy())] * GEMM_CALLS
     return ways
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aquiline.bench.demo import TEMPERATURES, DemoResult
+from aquiline.bench.intervals import estimate
 
 COLORS = {"none": "#8a8f98", "chain": "#2b6cb0", "static": "#b7791f", "dynamic": "#2f855a"}
 
@@ -25,21 +26,25 @@ def plot_demo(result: DemoResult, path: Path) -> None:
         baseline = result.baseline(temperature)
         for place, run in enumerate(runs):
             x = group * (len(runs) + 1) + place
-            bar = speed.bar(x, run.tokens_per_s, color=COLORS[run.spec.drafter], width=0.9)
-            label = f"{run.tokens_per_s / baseline.tokens_per_s:.2f}x\ntau {run.counters.tau:.2f}"
+            rate = estimate(run.rates)
+            bar = speed.bar(x, rate.value, color=COLORS[run.spec.name], width=0.9)
+            if rate.low is not None and rate.high is not None:
+                ends = [[rate.value - rate.low], [rate.high - rate.value]]
+                speed.errorbar(x, rate.value, yerr=ends, color="#1a202c", capsize=3, linewidth=1)
+            label = f"{run.speedup(baseline).value:.2f}x\ntau {run.counters.tau:.2f}"
             speed.bar_label(bar, [label], fontsize=8)
             positions = range(1, len(run.counters.per_position) + 1)
             style = "-" if temperature == 0 else "--"
-            if run.spec.drafter != "none":
-                color = COLORS[run.spec.drafter]
+            if run.spec.is_speculative:
+                color = COLORS[run.spec.name]
                 name = f"{run.name}, temperature {temperature:g}"
                 accepted.plot(positions, run.counters.per_position, style, marker="o", color=color, label=name)
     middle = (len(result.runs) // len(TEMPERATURES) - 1) / 2
     width = len(result.runs) // len(TEMPERATURES) + 1
     speed.set_xticks([middle + width * g for g in range(len(runs_of))], [f"temperature {t:g}" for t in runs_of])
     speed.set_ylabel("decode tok/s")
-    speed.set_ylim(0, 1.25 * max(r.tokens_per_s for r in result.runs))
-    kinds = {run.spec.drafter: run.name for run in result.runs}
+    speed.set_ylim(0, 1.35 * max(max(r.rates) for r in result.runs))
+    kinds = {run.spec.name: run.name for run in result.runs}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in kinds]
     speed.legend(handles, kinds.values(), fontsize=8, loc="upper right")
     accepted.set_xlabel("position in the draft")

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
-from aquiline.metrics import Lap, Meter, RunSummary
-from aquiline.ops.cpu import PartTimes
-from aquiline.types import Float64
+from aquiline.metrics import Lap, RunSummary
+from aquiline.spec.drafting import Drafting
 
 RANGES = {
     "draft": "EAGLE_DRAFT", "masks": "EAGLE_TREE_MASKS", "verify": "BASE_DECODE_STEP", "accept": "EAGLE_ACCEPT",
@@ -27,12 +25,14 @@ RANGES = {
 
 PARTS = {
     "EAGLE_DRAFT": {
-        "EAGLE_DRAFT_FUSE": 6, "EAGLE_DRAFT_ATTENTION_FMHA": 3, "EAGLE_DRAFT_FFN": 4, "EAGLE_DRAFT_LM_HEAD": 5,
+        "EAGLE_DRAFT_ATTENTION_FMHA": "draft_attention", "EAGLE_DRAFT_FFN": "draft_mlp",
+        "EAGLE_DRAFT_LM_HEAD": "draft_head",
     },
-    "BASE_DECODE_STEP": {"BASE_ATTENTION_FMHA": 0, "BASE_FFN": 1},
-    "EAGLE_ACCEPT": {"BASE_LM_HEAD": 2},
+    "BASE_DECODE_STEP": {"BASE_ATTENTION_FMHA": "target_attention", "BASE_FFN": "target_mlp"},
+    "EAGLE_ACCEPT": {"BASE_LM_HEAD": "target_head"},
+    "EAGLE_TAIL_COMMIT": {"EAGLE_DRAFT_FUSE": "draft_fusion"},
 }  # fmt: skip
-"""What a native call tells of a range: its parts, in order, and their places in PartTimes."""
+"""What the native backend tells of a range: its parts, in order, and their names in metrics.PARTS."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Profile:
     rows: list[StageRow]
     laps: list[Lap]
     summary: RunSummary
-    spec: SpecConfig
+    spec: Drafting
     system: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -62,7 +62,7 @@ class Profile:
             "stages": [row.__dict__ for row in self.rows],
             "num_steps": self.summary.num_decode_steps,
             "tau": self.summary.counters.tau,
-            "drafter": self.spec.drafter,
+            "drafter": self.spec.name,
             "system": self.system,
         }
 
@@ -81,37 +81,35 @@ class Profile:
 
 
 def profile(
-    models: LoadedModels, config: EngineConfig, spec: SpecConfig, prompts: list[list[int]], sampling: SamplingParams
+    models: LoadedModels, config: EngineConfig, spec: Drafting, prompts: list[list[int]], sampling: SamplingParams
 ) -> Profile:
     """Run prompts once to warm up and once measured; only steps that do nothing but decode count."""
-    with PartTimes() if models.is_native else nullcontext() as times:
-        llm = LLM.from_models(models, config, spec)
-        llm.run(prompts, sampling)
-        engine = llm.engine
-        for index, prompt in enumerate(prompts):
-            engine.add(llm.request(index, prompt, sampling))
-        while any(s.is_prefilling or not s.output_ids for s in engine.sequences.values()):
-            engine.step()
-        engine.meter = Meter()
-        laps: list[Lap] = []
-        while engine.is_busy:
-            engine.meter.laps = []
-            if times is not None:
-                times.seconds[:] = 0
-            engine.step()
-            step = [Lap(RANGES[lap.stage], lap.began_s, lap.seconds) for lap in engine.meter.laps]
-            laps += step if times is None else step + _parts(step, times.seconds)
-    summary = engine.meter.summary()
+    llm = LLM.from_models(models, config, spec)
+    llm.run(prompts, sampling)
+    engine, meter = llm.engine, llm.engine.meter
+    engine.backend.time_parts(True)
+    for index, prompt in enumerate(prompts):
+        engine.add(llm.request(index, prompt, sampling))
+    while any(s.is_prefilling or not s.output_ids for s in engine.sequences.values()):
+        engine.step()
+    began, laps = meter.mark(), list[Lap]()
+    while engine.is_busy:
+        meter.laps, before = [], dict(meter.part_s)
+        engine.step()
+        step = [Lap(RANGES[lap.stage], lap.began_s, lap.seconds) for lap in meter.laps]
+        laps += step + _parts(step, {name: meter.part_s[name] - seconds for name, seconds in before.items()})
+    meter.laps = None
+    summary = meter.since(began)
     return Profile(_table(laps, summary.num_decode_steps), laps, summary, spec, llm.models.system())
 
 
-def _parts(step: list[Lap], seconds: Float64) -> list[Lap]:
+def _parts(step: list[Lap], seconds: dict[str, float]) -> list[Lap]:
     """The parts of one step's stages."""
     laps = []
     for stage in step:
         began = stage.began_s
-        for name, place in PARTS.get(stage.stage, {}).items():
-            took = float(seconds[place])
+        for name, part in PARTS.get(stage.stage, {}).items():
+            took = seconds[part]
             if took > 0:
                 laps.append(Lap(name, began, took))
             began += took

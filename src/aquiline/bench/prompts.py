@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from aquiline.checks import parse_json
 from aquiline.metrics import repeated_share
 
 PROMPT_TOKENS = 300
@@ -55,11 +55,12 @@ class TokenPrompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a JSONL file of {"source", "text"}. Raises ValueError naming the bad line."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for line ends.
+    for number, line in enumerate(path.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             prompts.append(Prompt(row["source"], row["text"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} line {number}: needs an object with source and text ({error!r})") from None
     return prompts
 

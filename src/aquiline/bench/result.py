@@ -1,13 +1,14 @@
 """One JSON per setting and scenario: describing what was measured, writing it, reading it back.
 
 The schema is result.schema.json. What is not sound (see integrity) is neither written nor read, so that what is refused
-in one place is refused everywhere.
+in one place is refused everywhere. A result of uncommitted changes is read, but not published: nobody can run it again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,14 +17,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from aquiline.bench.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.integrity import SCHEMA, problems
-from aquiline.config import SpecConfig
-from aquiline.engine.llm import LLM
+from aquiline.bench.intervals import spread
+from aquiline.engine.llm import LLM, Output
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError
-from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share, spread
+from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
+from aquiline.spec.drafting import Drafting
 
 Result = dict[str, Any]
+
+DIRTY = "-dirty"
+"""Ends the commit of a source tree with changes that are in no commit."""
+SOURCE = (":/src", ":/csrc", ":/setup.py", ":/pyproject.toml")
+"""What decides which program runs. Results and documents do not, which change while results are written."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +65,18 @@ class ModelFacts:
 
 
 def describe(
-    scenario: Scenario, setting: str, spec: SpecConfig, model: ModelFacts, llm: LLM, runs: list[Run],
+    scenario: Scenario, setting: str, spec: Drafting, model: ModelFacts, llm: LLM, runs: list[Run],
     prefill: Run | None = None,
 ) -> Result:  # fmt: skip
-    """The result of the measured runs of one setting. prefill: the run that computed the prompts, where the measured
-    ones began behind them; the time to the first token is then its."""
+    """The result of the measured runs of one setting, in the order of their rounds. prefill: the run that computed the
+    prompts, where the measured ones began behind them; the time to the first token is then its."""
     counters = Counters()
     for run in runs:
         counters.merge(run.summary.counters)
     outputs = [o for run in runs for o in run.outputs]
     summaries = [run.summary for run in runs]
     prompted = [prefill] if prefill is not None else runs
-    itl = [(o.total_ms - o.ttft_ms) / (len(o.token_ids) - 1) for o in outputs if len(o.token_ids) > 1]
+    rates = [decode_tokens_per_s(spans_of(run.outputs)) for run in runs]
     repeated = mean([repeated_share(o.token_ids) for o in runs[0].outputs])
     steps = sum(s.num_decode_steps for s in summaries)
     stages = {
@@ -79,17 +87,17 @@ def describe(
         "scenario": asdict(scenario) | {"repeated_share": repeated},
         "setting": {
             "name": setting,
-            "drafter": spec.drafter,
-            "num_spec_tokens": spec.num_spec_tokens if spec.drafter == "chain" else None,
+            "drafter": spec.name,
+            "num_spec_tokens": spec.as_dict().get("num_spec_tokens"),
             "max_nodes": spec.max_nodes,
         },
         "engine": "aquiline",
         "model": asdict(model),
-        "throughput_tokens_per_sec": spread([s.decode_tokens_per_s for s in summaries]),
+        "throughput_tokens_per_sec": spread(rates),
         "prefill_tokens_per_sec": spread([r.summary.prefill_tokens_per_s for r in prompted]),
-        "latency_ms_per_token": spread([scenario.batch / s.decode_tokens_per_s * 1e3 for s in summaries]),
-        "ttft_ms": spread([o.ttft_ms for r in prompted for o in r.outputs]),
-        "itl_ms": spread(itl or [0.0]),
+        "latency_ms_per_token": spread([scenario.batch / rate * 1e3 for rate in rates]),
+        "ttft_ms": spread([statistics.median(o.ttft_ms for o in r.outputs) for r in prompted]),
+        "itl_ms": spread([statistics.median(map(_itl_ms, r.outputs)) for r in runs]),
         "memory": {
             "kv_bytes_per_token": llm.engine.memory.kv_bytes_per_token,
             "kv_bytes": llm.engine.memory.kv_bytes,
@@ -106,6 +114,11 @@ def describe(
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _itl_ms(output: Output) -> float:
+    """Milliseconds between two tokens of a sequence, on average."""
+    return (output.total_ms - output.ttft_ms) / max(1, len(output.token_ids) - 1)
 
 
 def speculation(counters: Counters) -> dict[str, object]:
@@ -164,17 +177,39 @@ def tokens_sha256(sequences: Iterable[list[int]]) -> str:
     return hashlib.sha256(json.dumps(list(sequences)).encode()).hexdigest()
 
 
+def is_dirty(result: Result) -> bool:
+    """Whether a result was measured with changes that are in no commit."""
+    return str(result["commit"]).endswith(DIRTY)
+
+
+def require_published(results: Mapping[str, Result]) -> None:
+    """Raises ResultError naming each result that may not be published: nobody could measure it again."""
+    found = {name: result["commit"] for name, result in results.items() if is_dirty(result)}
+    reasons = [f"{name}: commit: {of!r} has changes that are in no commit" for name, of in found.items()]
+    _refuse("results to publish", reasons + (["commit the source, then measure again"] if reasons else []))
+
+
 @lru_cache
 def commit() -> str:
-    """The commit of the source tree that runs; "unknown" for an installed package."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
-        )
-    except OSError:
+    """The commit of the source tree that runs, "-dirty" behind it if SOURCE has changes that are in none; "unknown" for
+    an installed package."""
+    return commit_of(Path(__file__).parent)
+
+
+def commit_of(directory: Path) -> str:
+    """The same of the source tree that holds a directory."""
+    head = _git(directory, "rev-parse", "--short=12", "HEAD")
+    if not head:
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return head + (DIRTY if _git(directory, "status", "--porcelain", "--", *SOURCE) else "")
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    """What git says; nothing where there is no git, or no repository."""
+    try:
+        return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _all_problems(results: Mapping[str, Result]) -> list[str]:

@@ -6,7 +6,7 @@ arithmetic, sampling, anything on the host. Linears and attention are two phases
 their times add up. A model that a cache holds can beat this: `notes` says when.
 
 A cycle of speculation is a draft's passes and one verifying forward, each a forward of its own here. Its draft first
-takes in the committed tokens (tau rows, fc before them), then makes one pass per further level; see spec/drafters.py.
+takes in the committed tokens (tau rows, fc before them), then makes one pass per further level; see spec/drafting.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from aquiline.bench.device import Ceilings
 from aquiline.bench.shapes import Body, DraftShape, ModelShape, Precision
-from aquiline.config import SpecConfig
+from aquiline.spec.drafting import Drafting
 
 CACHE_SHARE = 0.1
 """A step of which a cache may hold more than this share gets a note."""
@@ -117,16 +117,6 @@ def forward_cost(body: Body, precision: Precision, rows: Rows) -> Cost:
     return cost
 
 
-def draft_rows(spec: SpecConfig) -> tuple[int, ...]:
-    """Rows per sequence of each draft pass after the first, which takes in the committed tokens."""
-    if spec.drafter == "chain":
-        return (1,) * (spec.num_spec_tokens - 1)
-    if spec.drafter == "dynamic":
-        return (spec.top_k,) * spec.depth
-    levels = Counter(len(path) for path in {path[:-1] for path in spec.static_paths if len(path) > 1})
-    return tuple(levels[level] for level in sorted(levels)) if spec.drafter == "static" else ()
-
-
 @dataclass(frozen=True)
 class Cycle:
     """One step of speculation at its ideal."""
@@ -167,40 +157,40 @@ class Roofline:
         """A target forward of so many rows per sequence; one row is a step without speculation."""
         return self.ideal(forward_cost(self.target.body, self.target.precision, Rows(batch, context, num_rows)))
 
-    def cycle(self, spec: SpecConfig, tau: float, batch: int, context: int) -> Cycle:
+    def cycle(self, spec: Drafting, tau: float, batch: int, context: int) -> Cycle:
         """Drafting and verifying a tree that commits tau tokens per sequence.
 
         Raises ValueError for a tau that the tree cannot have, or where there is a drafter but no draft."""
         check_tau(tau, spec)
         verify = self.step(batch, context, spec.max_nodes)
-        if spec.drafter == "none":
+        if not spec.is_speculative:
             return Cycle(Ideal(), verify)
         if self.draft is None:
-            raise ValueError(f"drafter={spec.drafter!r}: no draft is named; name one, or use drafter='none'")
+            raise ValueError(f"drafter={spec.name!r}: no draft is named; name one, or use drafter='none'")
         body, precision = self.draft.body, self.draft_precision
         fusing = Cost(
             precision.layers.num_bytes(self.draft.fc), linear_flops=2 * self.draft.fc.num_weights * batch * tau
         )
         draft = self.ideal(fusing + forward_cost(body, precision, Rows(batch, context, tau, num_head=1)))
         seen = context + tau
-        for num in draft_rows(spec):
+        for num in spec.draft_passes:
             draft += self.ideal(forward_cost(body, precision, Rows(batch, seen, num)))
             seen += 1
         return Cycle(draft, verify)
 
-    def tokens_per_s(self, spec: SpecConfig, tau: float, batch: int, context: int) -> float:
+    def tokens_per_s(self, spec: Drafting, tau: float, batch: int, context: int) -> float:
         """Of all sequences together."""
         return batch * tau / self.cycle(spec, tau, batch, context).seconds
 
-    def speedup(self, spec: SpecConfig, tau: float, batch: int, context: int) -> float:
+    def speedup(self, spec: Drafting, tau: float, batch: int, context: int) -> float:
         """The ideal speedup at this tau: tau times the step without speculation over the cycle with it."""
         return tau * self.step(batch, context).seconds / self.cycle(spec, tau, batch, context).seconds
 
-    def spec_efficiency(self, measured_speedup: float, spec: SpecConfig, tau: float, batch: int, context: int) -> float:
+    def spec_efficiency(self, measured_speedup: float, spec: Drafting, tau: float, batch: int, context: int) -> float:
         """A measured speedup over the ideal one at the same tau; 1 is all that the device allows."""
         return measured_speedup / self.speedup(spec, tau, batch, context)
 
-    def report(self, spec: SpecConfig, tau: float, batch: int, context: int, tokens_per_s: float) -> dict[str, object]:
+    def report(self, spec: Drafting, tau: float, batch: int, context: int, tokens_per_s: float) -> dict[str, object]:
         """The `roofline` object of a result that made so many tokens per second."""
         cycle = self.cycle(spec, tau, batch, context)
         total, best = cycle.draft + cycle.verify, self.tokens_per_s(spec, tau, batch, context)
@@ -255,7 +245,7 @@ class Roofline:
         return found
 
 
-def check_tau(tau: float, spec: SpecConfig) -> None:
+def check_tau(tau: float, spec: Drafting) -> None:
     """Raises ValueError for a mean number of committed tokens that no run of this shape can have."""
     if not 1 <= tau <= spec.max_depth + 1:
         raise ValueError(f"tau={tau:g}: must be between 1 and {spec.max_depth + 1}, the most this draft can commit")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from aquiline.config import EngineConfig, Environment
+from aquiline.config import Environment
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
-from aquiline.engine.model import LoadedModels, from_modules, load_models
+from aquiline.engine.model import LoadedModels, Loading, from_modules, load_models
 from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig, default_capture
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.load import read_model_config
-from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.types import storage_dtype
 
 
@@ -69,18 +68,18 @@ class Source:
             return "bundled", "bundled"
         return Path(self.target).name, Path(self.draft).name if self.draft else None
 
-    def load(self, config: EngineConfig) -> LoadedModels:
+    def load(self) -> LoadedModels:
         """Load or make the models."""
         if self.random_config is not None:
-            models = random_models(self.random_config, self.dtype, self.arithmetic, config)
-            return replace(models, simulated=SimulatedAcceptance(self.simulated_tau or SIMULATED_TAU))
+            models = random_models(self.random_config, Loading(self.dtype, self.arithmetic))
+            return models.with_simulated(self.simulated_tau or SIMULATED_TAU)
         target, draft = self.target or BUNDLED_TARGET, self.draft
         if self.target is None:
             draft = str(BUNDLED_DRAFT)
-        return load_models(target, draft, self.dtype, config, Environment.read(), self.arithmetic)
+        return load_models(target, draft, Loading(self.dtype, self.arithmetic), Environment.read())
 
 
-def random_models(config: ModelConfig, dtype: str, arithmetic: str, engine: EngineConfig) -> LoadedModels:
+def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
     """A target with random weights and a draft head of its width, by a fixed seed."""
     L = config.num_layers
     capture = default_capture(L) if L >= 7 else tuple(sorted({0, L // 2, L - 1}))
@@ -95,9 +94,9 @@ def random_models(config: ModelConfig, dtype: str, arithmetic: str, engine: Engi
             scale = (
                 torch.ones(weight.shape) if "norm" in name else 0.02 * torch.randn(weight.shape, generator=generator)
             )
-            weight.data = scale.to(storage_dtype(dtype))
+            weight.data = scale.to(storage_dtype(how.dtype))
     draft.d2t.zero_()
-    return from_modules(decoder, draft, None, dtype, engine, Environment.read(), arithmetic)
+    return from_modules(decoder, draft, None, how, Environment.read())
 
 
 def random_config(path: str) -> ModelConfig:

@@ -1,4 +1,5 @@
-"""Runs scenarios: all settings behind the same prompts, alternated, a result file each; what is there is not run again.
+"""Runs scenarios: all settings behind the same prompts, their order rotated in every round, a result file each; what is
+there is not run again.
 
 A scenario prefills once: its prompts' pages stay in the prefix cache, draft keys included, and every setting's requests
 begin behind them. Decode and prefill are therefore timed apart.
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from aquiline.bench.ceilings import Choice, ceilings_of
 from aquiline.bench.configs import draft_shape_of, shape_of
 from aquiline.bench.integrity import problems
+from aquiline.bench.intervals import LEAST_RUNS, paired, rotated
 from aquiline.bench.prompts import text_prompts
 from aquiline.bench.result import (
     ModelFacts,
@@ -23,18 +25,20 @@ from aquiline.bench.result import (
     Scenario,
     commit,
     describe,
+    is_dirty,
     tokens_sha256,
     write_result,
 )
 from aquiline.bench.roofline import Roofline
 from aquiline.bench.scenarios import Load, Source
 from aquiline.bench.shapes import precision_of
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
 
 BASELINE = "baseline"
 
@@ -49,15 +53,15 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0,)
     micro_steps: int = 128
     warmup_runs: int = 1
-    measurement_runs: int = 3
+    measurement_runs: int = LEAST_RUNS
     seed: int = 0
     text_source: str | None = None
 
     @property
-    def settings(self) -> dict[str, SpecConfig]:
+    def settings(self) -> dict[str, Drafting]:
         """What is compared: the baseline first."""
-        chains = {f"chain-{k}": SpecConfig(drafter="chain", num_spec_tokens=k) for k in self.num_spec_tokens}
-        return {BASELINE: SpecConfig(drafter="none")} | chains
+        chains: dict[str, Drafting] = {f"chain-{k}": Chain(k) for k in self.num_spec_tokens}
+        return {BASELINE: NoDraft()} | chains
 
 
 @dataclass
@@ -110,31 +114,30 @@ class LoadRun:
         if all(found):
             yield from (result for result in found if result is not None)
             return
-        llm = LLM.from_models(self.source.load(self.config), self.config, SpecConfig(drafter="none"))
+        llm = LLM.from_models(self.source.load(), self.config, NoDraft())
         prompts, scenario = self._prompts(llm.models.tokenizer)
         prefill = self._prefill(llm, prompts, settings[list(settings)[-1]])
         progress.advance()
         measured: dict[str, list[Run]] = {name: [] for name in settings}
         for number in range(runs_each):
-            for name, spec in settings.items():
-                self._simulate(llm, spec)
-                run = self._decode(llm, prompts, spec)
+            for name in rotated(list(settings), number):
+                self._simulate(llm, settings[name])
+                run = self._decode(llm, prompts, settings[name])
                 if number >= plan.warmup_runs:
                     measured[name].append(run)
                 progress.advance()
         progress.start("this machine's ceilings", 1)
         ideal = self._roofline(llm)
-        baseline = 0.0
+        baseline: list[float] = []
         for name, spec in settings.items():
             self._simulate(llm, spec)
             result = describe(scenario, name, spec, self._model(llm, spec), llm, measured[name], prefill)
-            rate, tau = (
-                result["throughput_tokens_per_sec"]["mean"], result["eagle_speculation"]["mean_acceptance_length"],
-            )  # fmt: skip
-            baseline = baseline or rate
+            rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
+            baseline = baseline or rates["values"]
+            speedup = paired(rates["values"], baseline).value
             context = self.load.context + plan.micro_steps // 2
-            result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rate) | {
-                "spec_efficiency": ideal.spec_efficiency(rate / baseline, spec, tau, self.load.batch, context),
+            result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rates["median"]) | {
+                "spec_efficiency": ideal.spec_efficiency(speedup, spec, tau, self.load.batch, context),
                 "notes": ideal.notes(),
             }
             write_result(result, self.file(name))
@@ -150,7 +153,7 @@ class LoadRun:
             target, draft_shape_of(models.draft_config, target), precision_of(models.storage, None), ceilings
         )
 
-    def _simulate(self, llm: LLM, spec: SpecConfig) -> None:
+    def _simulate(self, llm: LLM, spec: Drafting) -> None:
         """Set the acceptance length of a setting that has no real one: no more than its chain can give."""
         if llm.models.simulated is not None and self.source.simulated_tau is not None:
             llm.models.simulated.start(min(self.source.simulated_tau, spec.max_depth + 1))
@@ -171,11 +174,11 @@ class LoadRun:
             measurement_runs=plan.measurement_runs,
         )  # fmt: skip
 
-    def _prefill(self, llm: LLM, prompts: list[list[int]], spec: SpecConfig) -> Run:
+    def _prefill(self, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
         """Compute the prompts' pages, the draft's keys included."""
         return llm.run(prompts, SamplingParams(max_tokens=1, ignore_eos=True), spec=spec)
 
-    def _decode(self, llm: LLM, prompts: list[list[int]], spec: SpecConfig) -> Run:
+    def _decode(self, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
         sampling = [
             SamplingParams(
                 max_tokens=self.plan.micro_steps + 1, temperature=self.temperature, seed=self.plan.seed + i,
@@ -188,9 +191,9 @@ class LoadRun:
         assert missing <= len(prompts) * llm.engine.config.page_size, f"{missing} prompt tokens were computed again"
         return run
 
-    def _model(self, llm: LLM, spec: SpecConfig) -> ModelFacts:
+    def _model(self, llm: LLM, spec: Drafting) -> ModelFacts:
         target, draft = self.source.names
-        simulated = llm.models.simulated if spec.drafter != "none" else None
+        simulated = llm.models.simulated if spec.is_speculative else None
         return ModelFacts(
             target=target, draft=draft, dtype=self.source.dtype, arithmetic=llm.models.arithmetic,
             random_weights=self.source.random_config is not None,
@@ -214,4 +217,5 @@ class LoadRun:
         model, source = result.get("model", {}), self.source
         is_ours = all(scenario.get(name) == value for name, value in wanted.items())
         is_ours &= model.get("dtype") == source.dtype and source.arithmetic in ("auto", model.get("arithmetic"))
-        return result if is_ours and result.get("commit") == commit() and not problems(result) else None
+        is_ours &= result.get("commit") == commit() and not problems(result)
+        return result if is_ours and not is_dirty(result) else None  # changes differ under one name

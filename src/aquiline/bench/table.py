@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from aquiline.bench import compare
 from aquiline.bench.compare import Change, Place, Ratio
-from aquiline.bench.result import Result, require
+from aquiline.bench.intervals import estimate
+from aquiline.bench.result import Result, is_dirty, require
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -22,7 +23,8 @@ Results = Mapping[str, Result]
 OPTIONAL = ("% of ideal", "spec efficiency")
 """Columns that a table has only where a row has something to say in them."""
 LEGEND = (
-    "tok/s: of decode steps, mean over the measured runs (least-most). tau: tokens committed per step and sequence. "
+    "tok/s: decoding by the wall clock, median over the rounds [its 95 % interval]. speedup: median of the rounds' own "
+    "ratios [its interval]; an interval needs six rounds. tau: tokens committed per step and sequence. "
     "repeated: share of 8-grams of the output that stood earlier in the same text; loops flatter every drafter. "
     "accepted: of all drafted tokens, and by position. KV: of the whole pool."
 )
@@ -165,13 +167,13 @@ def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
     efficiency = compare.spec_efficiency(result, ratio)
     return {
         "tok/s": _spread(result["throughput_tokens_per_sec"]),
-        "speedup": (f"{ratio.value:.2f}x" if ratio.value is not None else "none") if is_drafting else "baseline",
+        "speedup": str(ratio) if is_drafting else "baseline",
         "tau": f"{spec['mean_acceptance_length']:.2f}" + " (simulated)" * is_simulated,
         "repeated": f"{result['scenario']['repeated_share']:.0%}",
         "accepted": f"{spec['mean_acceptance_rate']:.0%}" if is_drafting else "-",
         "by position": " ".join(f"{share:.2f}" for share in spec["per_position"]) or "-",
-        "TTFT ms": f"{result['ttft_ms']['mean']:.0f}",
-        "ITL ms": f"{result['itl_ms']['mean']:.2f}",
+        "TTFT ms": f"{result['ttft_ms']['median']:.0f}",
+        "ITL ms": f"{result['itl_ms']['median']:.2f}",
         "KV MB": f"{memory['kv_bytes'] / 1e6:.0f}",
         "peak MB": f"{memory['peak_bytes'] / 1e6:.0f}",
         "% of ideal": f"{roofline['percent_of_ideal']:.0f}" if "percent_of_ideal" in roofline else "-",
@@ -185,8 +187,9 @@ def _note(about: str, ratio: Ratio) -> list[str]:
 
 
 def _spread(figure: Result) -> str:
+    found = estimate(figure["values"])
     runs = len(figure["values"])
-    return f"{figure['mean']:.0f} " + (f"({figure['min']:.0f}-{figure['max']:.0f})" if runs > 1 else "(one run)")
+    return found.whole() + ("" if found.is_sure else f" ({runs} runs)" if runs > 1 else " (one run)")
 
 
 def _changed(changes: list[Change]) -> str:
@@ -225,6 +228,8 @@ def _facts(place: Place, results: list[Result]) -> str:
         parts.append("RANDOM WEIGHTS: speed only, the text is noise")
     if any(result["model"]["simulated_tau"] is not None for result in results):
         parts.append("SIMULATED TAU: chosen, no acceptance was measured")
+    if any(map(is_dirty, results)):
+        parts.append("UNCOMMITTED CHANGES: nobody can measure this again; not to be published")
     if place.profile == "cpu":
         parts.append("CPU PROFILE: contexts that a CPU can run, not to be set beside the full profile's")
     return "; ".join([*parts, f"prompts: {', '.join(sources)}"])

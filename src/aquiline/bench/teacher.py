@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
-from aquiline.spec.simulate import SimulatedAcceptance
+from aquiline.spec.drafting import Chain
 from aquiline.types import Bool
 
 
 def teacher(llm: LLM, max_context: int) -> LLM:
     """An engine for one sequence of at most max_context tokens over the same models that accepts no draft."""
-    models = replace(llm.models, simulated=SimulatedAcceptance(1.0))
+    models = llm.models.with_simulated(1.0)
     config = replace(
-        llm.engine.config, max_batch=1, num_pages=None, max_context=max_context, prefix_cache=False, late_commit=False
+        llm.engine.config, max_batch=1, num_pages=None, max_context=max_context, prefix_cache=False, late_reads=False
     )
     return LLM.from_models(models, config, llm.spec)
 
@@ -53,12 +53,13 @@ def guess(llm: LLM, prompt_ids: list[int], sampling: SamplingParams, num_spec_to
     proposed: list[list[int]] = []
 
     def read(delta: TokenDelta) -> None:
-        outcome = llm.engine.last
-        assert outcome is not None
-        if len(outcome.decoding):  # not the step whose chunk ends the prompt
-            proposed.append(outcome.tree.tokens[1:].tolist())
+        step = llm.engine.last
+        assert step is not None
+        if step.plan.decoding:  # not the step whose chunk ends the prompt
+            tree, _ = step.read().trees()
+            proposed.append(tree.tokens[1:].tolist())
 
-    spec = SpecConfig(drafter="chain", num_spec_tokens=num_spec_tokens)
+    spec = Chain(num_spec_tokens)
     output = llm.run([prompt_ids], sampling, spec=spec, on_delta=read).outputs[0]
     written = np.array(output.token_ids)
     n, K = len(written), num_spec_tokens

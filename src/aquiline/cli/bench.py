@@ -22,13 +22,18 @@ def bench(
     scenario: Annotated[
         list[str] | None, typer.Option(help="Only these: baseline single batch large-context stress long.")
     ] = None,
-    contexts: Annotated[list[int] | None, typer.Option(help="These contexts, in tokens, with every batch.")] = None,
-    batches: Annotated[list[int] | None, typer.Option(help="These batches, with every context.")] = None,
+    contexts: Annotated[
+        list[int] | None,
+        typer.Option(help="These contexts, in tokens, with every batch; beside --scenario: only these of its own."),
+    ] = None,
+    batches: Annotated[list[int] | None, typer.Option(help="These batches, in the same way.")] = None,
     num_spec_tokens: Annotated[list[int] | None, typer.Option(help="Chains to compare. Default: 2 3 4 5.")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Default: 0.")] = None,
     micro_steps: Annotated[int, typer.Option(help="Decode steps of the baseline; all settings write as much.")] = 128,
     warmup_runs: Annotated[int, typer.Option(help="Runs of every setting that do not count.")] = 1,
-    measurement_runs: Annotated[int, typer.Option(help="Runs of every setting that do.")] = 3,
+    measurement_runs: Annotated[
+        int, typer.Option(help="Runs of every setting that do; from 6 on medians have intervals.")
+    ] = 6,
     text: Annotated[
         str | None, typer.Option(help="Prompts from this file, folder or package. Default: standard library.")
     ] = None,
@@ -44,7 +49,7 @@ def bench(
     arithmetic: Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=MODEL)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON list.")] = False,
 ) -> None:
-    """Measure scenarios, baseline and chains alternated, and write one JSON per setting.
+    """Measure scenarios, baseline and chains in turn, another first in every round, and write one JSON per setting.
 
     Contexts are real tokens of real text, prefilled once per scenario; every setting's output equals the baseline's. On
     the cpu profile the bundled pair runs up to 2K, and random weights with a simulated acceptance length 8K to 64K.
@@ -115,11 +120,18 @@ def _loads(
     unknown = set(names or ()) - {load.name for load in loads}
     if unknown:
         raise ValueError(f"scenario={sorted(unknown)}: must be of {', '.join(dict.fromkeys(x.name for x in loads))}")
-    if contexts or batches:
-        if names:
-            raise ValueError("scenario: --contexts and --batches make scenarios of their own; leave --scenario out")
+    if not names and (contexts or batches):
         return tuple(Load("custom", c, b) for c in contexts or (512,) for b in batches or (1,))
-    return tuple(load for load in loads if not names or load.name in names)
+    found = tuple(
+        load
+        for load in loads
+        if (not names or load.name in names)
+        and (not contexts or load.context in contexts)
+        and (not batches or load.batch in batches)
+    )
+    if not found:
+        raise ValueError(f"scenario={names}: none has contexts={contexts}, batches={batches} in profile {profile!r}")
+    return found
 
 
 def _line(result: dict[str, object]) -> str:
@@ -128,7 +140,7 @@ def _line(result: dict[str, object]) -> str:
     label = " (simulated)" if r["model"]["simulated_tau"] else ""
     return (
         f"{s['name']} {s['context_tokens']} x {s['batch']}, t={s['temperature']:g}, {r['setting']['name']}: "
-        f"{r['throughput_tokens_per_sec']['mean']:.0f} tok/s, tau {speculation['mean_acceptance_length']:.2f}{label}"
+        f"{r['throughput_tokens_per_sec']['median']:.0f} tok/s, tau {speculation['mean_acceptance_length']:.2f}{label}"
     )
 
 
@@ -137,7 +149,7 @@ def table(
     older: Annotated[Path | None, typer.Option(help="Mark regressions against the results of this directory.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     short: Annotated[
-        bool, typer.Option("--short", help="Markdown of one row per scenario: its fastest setting.")
+        bool, typer.Option("--short", help="Markdown of one row per scenario; only results of committed source.")
     ] = False,
 ) -> None:
     """Tabulate results: speed, tau and share of the ideal by setting, one table per scenario and machine.

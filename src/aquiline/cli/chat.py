@@ -109,7 +109,7 @@ def chat(
         name = target or "the bundled target"
         print(f"aquiline: {name} has no chat template: what you write is continued as plain text", file=sys.stderr)
     if sys.stdin.isatty() and sys.stdout.isatty() and not as_json:
-        _converse(session, spec.drafter != "none")
+        _converse(session, spec.is_speculative)
     else:
         _answer_lines(session, as_json)
 

@@ -36,10 +36,14 @@ def compare(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every continuation, past EOS.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Measured runs of every setting, each on a prompt of its own.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(help="Rounds: measured runs of every setting, each on a prompt of its own; 6 give intervals.")
+    ] = 6,
     batch: Annotated[int, typer.Option(help="Prompts that every run continues together.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    num_spec_tokens: Annotated[list[int] | None, typer.Option(help="Chains of aquiline to run. Default: 3.")] = None,
+    num_spec_tokens: Annotated[
+        list[int] | None, typer.Option(help="Chains of aquiline, and of peers with its draft. Default: 3 4 5.")
+    ] = None,
     bf16_arithmetic: Annotated[
         bool, typer.Option("--bf16-arithmetic", help="aquiline in bfloat16 arithmetic, too (AVX512_BF16).")
     ] = False,
@@ -53,9 +57,11 @@ def compare(
 
     Peers are optional: pip install 'aquiline[peers]'. Those that are not installed are named and left out. Options of a
     peer: float32, bfloat16, int8 (openvino, llamacpp) or int4 (llamacpp), beside which aquiline runs the same; lookup
-    or lookup=K for its own prompt lookup; openvino:eagle and llamacpp:eagle, or eagle=K, draft with the EAGLE-3 head
-    given here, llamacpp in a server that benchmarks/llama_server.py builds; openvino:sdpa, transformers:eager and
-    llamacpp:flash run their attention another way; openvino:DIR/ takes a target that is converted already.
+    or lookup=K for the prompt lookup of openvino and transformers; ngram-simple, ngram-map-k, ngram-map-k4v, ngram-mod,
+    each with =NxK to match N tokens and propose K, and ngram-cache for llama.cpp's; openvino:eagle and llamacpp:eagle
+    draft with the EAGLE-3 head given here, at every length of --num-spec-tokens or at eagle=K. llamacpp:server and what
+    drafts in llama.cpp run in its server, which benchmarks/llama_server.py builds. openvino:sdpa, openvino:samekv,
+    transformers:eager and llamacpp:noflash run their attention another way; openvino:DIR/ takes a converted target.
 
     Examples:
 
@@ -69,8 +75,8 @@ def compare(
     """
     from rich.console import Console
 
-    from aquiline.bench.peers.base import ALL_PEERS, parse_peer
-    from aquiline.bench.peers.compare import Plan
+    from aquiline.bench.peers.base import ALL_PEERS, parse_peers
+    from aquiline.bench.peers.compare import DEFAULT_CHAINS, Plan
     from aquiline.bench.peers.compare import compare as run
     from aquiline.bench.peers.random_target import random_target
     from aquiline.bench.result import write_result
@@ -81,7 +87,8 @@ def compare(
         raise ValueError(f"random_weights={random_weights!r}: is a target of its own; leave --target and --draft out")
     if target is None and draft is not None:
         raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
-    named = tuple(parse_peer(name) for name in peer or ALL_PEERS)
+    chains = tuple(num_spec_tokens or DEFAULT_CHAINS)
+    named = parse_peers(peer or ALL_PEERS, chains)
     if random_weights is not None:
         place, drafts, name = random_target(random_weights), None, f"random weights, {Path(random_weights).name}"
     elif target is None:
@@ -90,11 +97,13 @@ def compare(
         place, drafts, name = resolve(target), resolve(draft) if draft is not None else None, Path(target).name
     if peer is None and drafts is None:
         named = tuple(spec for spec in named if spec.eagle is None)
+    if peer is None and batch > 1:
+        named = tuple(s for s in named if not s.is_served and (s.kind == "openvino" or not s.is_speculative))
     plan = Plan(
         place, drafts, named, (name, Path(draft).name if draft is not None else name if drafts is not None else None),
         is_random=random_weights is not None,
         arithmetics=("float32", "bfloat16") if bf16_arithmetic else ("float32",),
-        num_spec_tokens=tuple(num_spec_tokens or (3,)), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+        num_spec_tokens=chains, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
         repeats=repeats, batch=batch, temperature=temperature, text_source=text,
     )  # fmt: skip
     with Console(stderr=True, quiet=as_json).status("") as status:
@@ -112,7 +121,8 @@ def compare(
 def _show(console: Console, found: Comparison, plan: Plan) -> None:
     from rich.table import Table
 
-    from aquiline.bench.peers.compare import CHECK_TOKENS
+    from aquiline.bench.peers.check import CHECK_TOKENS
+    from aquiline.bench.result import is_dirty
 
     prompts = f"{plan.repeats} x {plan.batch} prompts of {plan.prompt_tokens} tokens"
     table = Table(title=f"{plan.names[0]}: {prompts}, {plan.new_tokens} new")
@@ -121,32 +131,36 @@ def _show(console: Console, found: Comparison, plan: Plan) -> None:
         "weights",
         "arithmetic",
         "tok/s",
-        "range",
         "over baseline",
         "first token",
         "tau",
         "same tokens",
     ):
         table.add_column(column, justify="left" if column in ("setting", "weights", "arithmetic") else "right")
-    baseline = found.rows[0].median
+    baseline = found.rows[0]
     for row in found.rows:
-        rates = f"{min(row.tokens_per_s):.0f}-{max(row.tokens_per_s):.0f}"
         agreed = "?" if row.agreed is None else f"{row.agreed:.0f} of {plan.new_tokens}"
         table.add_row(
-            row.label, row.weights, row.arithmetic, f"{row.median:.1f}", rates,
-            f"{row.median / baseline:.2f}x", f"{row.ttft_ms:.0f} ms", f"{row.tau:.2f}" if row.tau else "?",
+            row.label, row.weights, row.arithmetic, row.rate.whole(), row.over(baseline).times(),
+            f"{row.ttft_ms:.0f} ms", f"{row.tau:.2f}" if row.tau else "?",
             "VOID" if row.void else agreed, end_section=row is found.last_own,
         )  # fmt: skip
     console.print(table)
     s = found.system
-    console.print(f"{s['cpu']}, {s['threads']} threads for every engine; medians of decode, prompts apart")
+    console.print(f"{s['cpu']}, {s['threads']} threads for every engine; decoding by the wall clock, prompts apart")
+    console.print(
+        "tok/s: median of the rounds; over baseline: median of the rounds' ratios; [95 % intervals] from 6 on"
+    )
+    if is_dirty(found.results[0]):
+        console.print("uncommitted changes: nobody can measure this again; not to be published", style="bold")
     for label, (rate, reads) in found.moved.items():
         console.print(
             f"{label} moves {rate:.1f} GB/s of weights, keys and values, {rate / reads:.0%} of the {reads:.1f} that "
             "plain reads reach; caches can hold a part"
         )
-    for kind, count in found.checks.items():
-        console.print(f"{kind} in float32: {count} of the first {CHECK_TOKENS} tokens are ours")
+    for kind, counts in found.checks.items():
+        agreed = ", ".join(map(str, counts))
+        console.print(f"{kind} in float32: {agreed} of the first {CHECK_TOKENS} tokens are ours, prompt by prompt")
     for row in found.rows:
         if row.void:
             console.print(f"void: {row.label}: {row.void}", markup=False, soft_wrap=True)

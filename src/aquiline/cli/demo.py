@@ -65,17 +65,20 @@ def demo(
 def _show(console: Console, result: DemoResult, llm: LLM) -> None:
     from rich.table import Table
 
+    from aquiline.bench.intervals import estimate
+
     num_tokens = len(result.runs[0].outputs[0].token_ids)
     table = Table(title=f"{len(result.prompts)} held-out prompts, {num_tokens} new tokens each")
     for column in ("setting", "temp", "tok/s", "speedup", "tau", "accepted by position", "repeated", "same text"):
         table.add_column(column, justify="left" if column in ("setting", "accepted by position") else "right")
     for run in result.runs:
-        row = run.as_dict(result.baseline(run.temperature))
+        baseline = result.baseline(run.temperature)
+        row = run.as_dict(baseline)
         identical = "yes" if result.is_identical(run) else "NO"
         table.add_row(
-            _describe(run), f"{run.temperature:g}", f"{row['tokens_per_s']:.0f}", f"{row['speedup']:.2f}x",
+            _describe(run), f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
             f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position),
-            f"{row['repeated_share']:.0%}", identical if run.spec.drafter != "none" else "-",
+            f"{row['repeated_share']:.0%}", identical if run.spec.is_speculative else "-",
         )  # fmt: skip
     console.print(table)
     s = result.system
@@ -83,9 +86,10 @@ def _show(console: Console, result: DemoResult, llm: LLM) -> None:
         f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, "
         f"{s['arithmetic']} arithmetic"
     )
+    console.print("tok/s and speedup: medians over the prompts by the wall clock [95 % intervals]")
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
-    drafted = [run for run in result.runs if run.spec.drafter != "none"]
-    _show_completion(console, max(drafted, key=lambda run: (run.temperature, run.tokens_per_s)), result, llm)
+    drafted = [run for run in result.runs if run.spec.is_speculative]
+    _show_completion(console, max(drafted, key=lambda run: (run.temperature, estimate(run.rates).value)), result, llm)
 
 
 def _show_completion(console: Console, run: Run, result: DemoResult, llm: LLM) -> None:
@@ -107,10 +111,7 @@ def _show_completion(console: Console, run: Run, result: DemoResult, llm: LLM) -
 
 def _describe(run: Run) -> str:
     spec = run.spec
-    shapes = {
-        "none": "",
-        "chain": f" K={spec.num_spec_tokens}",
-        "dynamic": f" N={spec.num_nodes}",
-        "static": f" N={len(spec.static_paths) + 1}",
-    }
-    return run.name + shapes[spec.drafter]
+    if not spec.is_speculative:
+        return run.name
+    is_chain = spec.max_nodes == spec.max_depth + 1
+    return run.name + (f" K={spec.max_depth}" if is_chain else f" N={spec.max_nodes}")

@@ -133,7 +133,7 @@ def _about(judgement: Judgement) -> list[str]:
         ideal = f"{judgement.ideal:.2f}x at this tau" if judgement.ideal is not None else "not measured"
         lines.append(
             f"{gate.name}: {gate.model}, {gate.select}; ideal {ideal}; "
-            f"{result['throughput_tokens_per_sec']['mean']:.0f} tok/s, "
+            f"{result['throughput_tokens_per_sec']['median']:.0f} tok/s, "
             f"{result['scenario']['repeated_share']:.0%} of the text repeats itself"
         )
     elif not judgement.refusals:

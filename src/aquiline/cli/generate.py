@@ -160,8 +160,7 @@ def generate(
         _print(llm, text, encode, sampling, as_json)
     else:
         assert prompts_file is not None and out is not None
-        settings: dict[str, object] = {"target": target, "dtype": dtype, "arithmetic": llm.models.arithmetic}
-        settings |= {"chat": [system, options]} if chat else {}
+        settings = _identity(llm, target, draft) | ({"chat": [system, options]} if chat else {})
         _run_file(BulkRun(llm, prompts_file, out, sampling, settings, encode), as_json)
 
 
@@ -187,6 +186,21 @@ def _print(
         f"acceptance {s.counters.acceptance_rate:.0%}, finish: {result.outputs[0].finish_reason}",
         file=sys.stderr,
     )
+
+
+def _identity(llm: LLM, target: str | None, draft: str | None) -> dict[str, object]:
+    """What decides results beside the sampling: checkpoints by their bytes, how they run, how the draft is used."""
+    from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
+    from aquiline.models.fingerprint import fingerprint
+    from aquiline.models.load import resolve
+
+    models, drafts = llm.models, None
+    if models.draft_config is not None:
+        drafts = [fingerprint(resolve(draft or BUNDLED_DRAFT)), asdict(models.draft_config), asdict(llm.spec)]
+    return {
+        "target": fingerprint(resolve(target or BUNDLED_TARGET)), "draft": drafts,
+        "dtype": models.storage, "arithmetic": models.arithmetic, "path": models.pair.name,
+    }  # fmt: skip
 
 
 def _run_file(run: BulkRun, as_json: bool) -> None:

@@ -3,17 +3,18 @@ with a default command, a console."""
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from aquiline.checks import parse_json
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aquiline.config import SpecConfig
     from aquiline.engine.llm import LLM
+    from aquiline.spec.drafting import Drafting
     from aquiline.text.chat import ChatTemplate
 
 SAMPLING, DRAFTING = "Sampling", "Drafting"
@@ -51,7 +52,6 @@ Arithmetic = Annotated[str, typer.Option(help="auto, float32, or bfloat16, the f
 _FLAGS = {
     "num_spec_tokens": "--num-spec-tokens", "depth": "--depth", "top_k": "--draft-top-k", "num_nodes": "--num-nodes",
 }  # fmt: skip
-_USED_BY = {"none": (), "chain": ("num_spec_tokens",), "static": (), "dynamic": ("depth", "top_k", "num_nodes")}
 
 PIPE_WIDTH = 140
 """Columns where nobody says how many there are, as in a file; tables would be cut to 80."""
@@ -64,14 +64,14 @@ def wide_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def chosen_spec(drafter: str, **shape: int | None) -> SpecConfig:
-    """The way to draft from a drafter's name and what options give of its shape; names on stderr what has no effect."""
-    from aquiline.config import SpecConfig
+def chosen_spec(drafter: str, **shape: int | None) -> Drafting:
+    """The way to draft from its name and what options give of its fields; names on stderr what has no effect."""
+    from aquiline.spec.drafting import drafting
 
     given = {name: value for name, value in shape.items() if value is not None}
-    spec = SpecConfig(drafter=drafter, **given)  # type: ignore[arg-type]
-    for name in given.keys() - set(_USED_BY[spec.drafter]):
-        print(f"aquiline: {_FLAGS[name]} has no effect with drafter {spec.drafter}", file=sys.stderr)
+    spec = drafting(drafter, **given)
+    for name in given.keys() - spec.as_dict().keys():
+        print(f"aquiline: {_FLAGS[name]} has no effect with drafter {spec.name}", file=sys.stderr)
     return spec
 
 
@@ -97,8 +97,8 @@ def template_options_of(text: str | None) -> dict[str, object] | None:
     if text is None:
         return None
     try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
+        options = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"template_options={text!r}: not JSON ({error})") from None
     if not isinstance(options, dict):
         raise ValueError(f"template_options={text!r}: must be a JSON object")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from aquiline.cli.options import Arithmetic, Dtype, wide_console
+from aquiline.spec.drafting import drafting
 
 
 def profile(
@@ -43,14 +44,11 @@ def profile(
     from aquiline.bench.profile import profile as run_profile
     from aquiline.bench.prompts import text_prompts
     from aquiline.bench.scenarios import Source
-    from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+    from aquiline.config import EngineConfig, SamplingParams
 
-    shapes = {"chain": {"num_spec_tokens": num_spec_tokens}, "dynamic": {
-        "depth": depth, "top_k": draft_top_k, "num_nodes": num_nodes,
-    }}  # fmt: skip
-    spec = SpecConfig(drafter=drafter, **shapes.get(drafter, {}))  # type: ignore[arg-type]
+    spec = drafting(drafter, num_spec_tokens=num_spec_tokens, depth=depth, top_k=draft_top_k, num_nodes=num_nodes)
     config = EngineConfig(max_batch=batch, max_context=context + new_tokens, prefix_cache=False)
-    models = Source(target, draft, dtype, arithmetic).load(config)
+    models = Source(target, draft, dtype, arithmetic).load()
     if models.tokenizer is None:
         raise ValueError(f"target={target!r}: has no tokenizer.json, and prompts are text")
     prompts = [p.token_ids for p in text_prompts(context, batch, models.tokenizer)]

@@ -27,7 +27,8 @@ Examples:
   aquiline regenerate --target ./target --data chats.jsonl --out second.jsonl --skip-ids answers.jsonl --json
 
 The same command continues a run that was stopped; a row of OUT is {"id", "source", "category", "license",
-"temperature", "seed", "finish_reasons", "messages", "token_ids", "loss_mask"}, id the row of the prompts from 0.
+"temperature", "seed", "finish_reasons", "messages", "token_ids", "loss_mask"}, id the row of the prompts from 0. With
+--draft it also has "rejected": per token id 1 where the draft's guess was another.
 """
 
 
@@ -42,7 +43,11 @@ def regenerate(
     ],
     out: Annotated[Path, typer.Option(help="JSONL to write or to continue, a row per finished conversation.")],
     draft: Annotated[
-        str | None, typer.Option(help="EAGLE-3 draft checkpoint, to speculate with; the answers are the same.")
+        str | None,
+        typer.Option(
+            help="EAGLE-3 draft checkpoint, to speculate with. The answers are the same; rows also say which tokens "
+            "the draft missed, for train --replay."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Rows to answer at most.", rich_help_panel=ROWS)] = None,
     start: Annotated[int, typer.Option(help="Rows of the order to leave out first.", rich_help_panel=ROWS)] = 0,

@@ -38,6 +38,8 @@ Examples:
 
   aquiline train --target ./target --data long.jsonl --out ./draft-yarn --init ./draft --rope-scaling yarn:8:512
 
+  aquiline train --target ./target --data served.jsonl --out ./draft2 --init ./draft --replay 2
+
   aquiline train --target ./target --data corpus.bin --held-out held.bin --out ./draft --steps 5000 --resume
 
 OUT holds the best draft (SpecForge layout), OUT/step-NNNNNNN the newest with what --resume needs, train.jsonl and
@@ -157,6 +159,14 @@ def train(
             rich_help_panel=UPDATE,
         ),
     ] = C.loss_on,
+    replay: Annotated[
+        float,
+        typer.Option(
+            help="Weight of tokens that the draft missed when it served, as rows of aquiline regenerate --draft say; "
+            "1: that of all others.",
+            rich_help_panel=UPDATE,
+        ),
+    ] = C.replay,
     decay: Annotated[
         float, typer.Option(help="Weight of each pass beside the one before it.", rich_help_panel=UPDATE)
     ] = C.decay,

@@ -13,10 +13,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
-from aquiline.config import SamplingParams, SpecConfig
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Request, TokenDelta
 from aquiline.errors import EngineStopped, NumericalError
+from aquiline.spec.drafting import Drafting
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ class AsyncLLM:
         prompt: str | Iterable[int],
         sampling: SamplingParams | None = None,
         *,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
         request_id: int | str | None = None,
@@ -67,7 +68,7 @@ class AsyncLLM:
         """Continue one prompt; deltas as they are computed, the last with a finish_reason.
 
         Closing the iterator, or cancelling whoever waits for it, aborts the request. Raises as LLM.run does, ValueError
-        for a request_id that is in use, EngineStopped once the engine has ended."""
+        for a request_id that is in use or a field of another type, EngineStopped once the engine has ended."""
         chosen = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling or SamplingParams()
         request = await asyncio.to_thread(self.llm.request, chosen, prompt, params, spec, priority, deadline_s)

@@ -1,25 +1,29 @@
 """Many prompts from a JSONL file to another: in order, resumable, a bad row is reported and does not stop the rest.
 
-A row is {"prompt": text} or {"token_ids": [...]}, with an "id" and any field of SamplingParams where it wants its own;
-other fields are ignored. A line of the output is written when all before it are: what a stopped run has written, a
-later one keeps.
+A row is {"prompt": text} or {"token_ids": [...]}, with an "id" (a text or a whole number) and any field of
+SamplingParams where it wants its own; other fields are ignored. A line of the output is written when all before it are:
+what a stopped run has written, a later one keeps. The output is only ever appended to; a last line that was cut is
+dropped first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from aquiline.checks import is_unicode, parse_json
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
-from aquiline.metrics import Meter, RunSummary
+from aquiline.metrics import RunSummary
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
@@ -38,7 +42,7 @@ class BulkRun:
     """One run over a file. `encode` makes token ids of a prompt's text; without it the LLM does.
 
     Raises ValueError if `out` holds results of other rows or settings; `settings` name all that is not in `sampling`
-    and decides the text."""
+    and decides a result: checkpoints by their fingerprints, not by their paths."""
 
     def __init__(
         self,
@@ -50,7 +54,9 @@ class BulkRun:
         encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.llm, self.rows, self.out, self.sampling, self.encode = llm, rows, out, sampling, encode or llm.encode
-        self.lines = rows.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for line ends.
+        text = rows.read_bytes().removeprefix(BOM_UTF8)
+        self.lines = text.removesuffix(b"\n").split(b"\n") if text else []
         self.settings = json.dumps(settings | asdict(sampling), sort_keys=True, default=str)
         self.done: dict[int, dict[str, Any]] = {}  # results by line that wait for those before them
         self.failed: dict[int, str] = {}
@@ -60,9 +66,10 @@ class BulkRun:
         """Run what is left."""
         num_resumed = self.num_written
         engine = self.llm.engine
-        engine.meter = Meter()
+        began = engine.meter.mark()
         with (
-            self.out.open("a", encoding="utf-8") as out,
+            # An error may quote half a surrogate pair, which UTF-8 has no bytes for; escaped it is still JSON.
+            self.out.open("a", encoding="utf-8", errors="backslashreplace") as out,
             RequestProgress(len(self.lines), engine, is_shown=progress, num_done=num_resumed) as bar,
         ):
             for output in self.llm.outputs(self._requests()):
@@ -72,7 +79,7 @@ class BulkRun:
                 self._write(out)
                 bar.advance()
             self._write(out)
-        return BulkResult(len(self.lines), num_resumed, engine.meter.summary(), dict(sorted(self.failed.items())))
+        return BulkResult(len(self.lines), num_resumed, engine.meter.since(began), dict(sorted(self.failed.items())))
 
     def _requests(self) -> Iterator[Request]:
         for index in range(self.num_written, len(self.lines)):
@@ -85,25 +92,38 @@ class BulkRun:
             else:
                 yield request
 
-    def _request(self, index: int) -> Request:
+    def _row(self, index: int) -> dict[str, Any]:
+        """The object on a line. Raises ValueError unless it is one, with an id that can stand in the output."""
         try:
-            row = json.loads(self.lines[index])
+            row = parse_json(self.lines[index])
         except ValueError as error:
-            raise ValueError(f"is not JSON ({error})") from None
-        if not isinstance(row, dict) or ("prompt" in row) == ("token_ids" in row):
-            raise ValueError('a row is an object with "prompt" or "token_ids", one of them')
-        prompt: Any = row.get("prompt", row.get("token_ids"))
-        is_ids = isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)
-        if not is_ids and not isinstance(prompt, str):
-            raise ValueError(f"prompt={prompt!r}: must be a text, or token_ids a list of integers")
+            raise ValueError(f"is not JSON ({error}); write one object per line") from None
+        if not isinstance(row, dict):
+            raise ValueError(f'is a JSON {type(row).__name__}; write an object with "prompt" or "token_ids"')
+        name = row.get("id")
+        if not (name is None or type(name) is int or (isinstance(name, str) and is_unicode(name))):
+            raise ValueError(f"id={name!r}: must be a whole number or a text without half a surrogate pair")
+        return row
+
+    def _request(self, index: int) -> Request:
+        row = self._row(index)
+        if ("prompt" in row) == ("token_ids" in row):
+            raise ValueError('a row has "prompt" or "token_ids", one of them')
         own = {name: row[name] for name in SAMPLING_FIELDS & row.keys()}
-        try:
-            if "logit_bias" in own:
-                own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
-            sampling = replace(self.sampling, **own)
-        except (TypeError, AttributeError) as error:  # a value of another kind than the field's
-            raise ValueError(f"sampling {own}: {error}") from None
-        return self.llm.request(index, prompt if is_ids else self.encode(prompt), sampling)
+        if "logit_bias" in own:
+            own["logit_bias"] = _biases(own["logit_bias"])
+        sampling = replace(self.sampling, **own)
+        return self.llm.request(index, self._prompt(row), sampling)
+
+    def _prompt(self, row: dict[str, Any]) -> list[int]:
+        if "prompt" in row:
+            if not isinstance(row["prompt"], str):
+                raise ValueError(f"prompt={row['prompt']!r}: must be a text; give ids as token_ids")
+            return self.encode(row["prompt"])
+        ids = row["token_ids"]
+        if not isinstance(ids, list):
+            raise ValueError(f"token_ids={ids!r}: must be a list of whole numbers")
+        return self.llm.encode(ids)
 
     def _describe(self, output: Output) -> dict[str, Any]:
         if output.error is not None:
@@ -131,34 +151,48 @@ class BulkRun:
 
     def _id(self, index: int) -> dict[str, Any]:
         try:
-            row = json.loads(self.lines[index])
+            row = self._row(index)
         except ValueError:
             return {}
-        return {"id": row["id"]} if isinstance(row, dict) and "id" in row else {}
+        return {"id": row["id"]} if "id" in row else {}
 
     def _key(self, index: int) -> str:
         """Tells results of this row under these settings from others."""
-        return hashlib.sha256((self.settings + self.lines[index]).encode("utf-8", "replace")).hexdigest()[:16]
+        return hashlib.sha256(self.settings.encode() + self.lines[index]).hexdigest()[:16]
 
     def _resume(self) -> int:
         """Count the results that are there, dropping a last line that was cut."""
         if not self.out.exists():
             return 0
-        text = self.out.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        for index, line in enumerate(whole.splitlines()):
-            try:
-                found = json.loads(line)
-                is_ours = index < len(self.lines) and found["key"] == self._key(index)
-            except (ValueError, KeyError, TypeError):
-                is_ours = False
-            if not is_ours:
-                raise ValueError(
-                    f"out={str(self.out)!r}: line {index + 1} is not a result of the same line of the prompts under "
-                    "these settings; choose another --out, or delete it"
-                )
-            if "error" in found:
-                self.failed[index + 1] = found["error"]
-        if len(whole) < len(text):
-            self.out.write_bytes(whole)
-        return len(whole.splitlines())
+        num_whole = num_bytes = 0
+        with self.out.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._take(num_whole, line)
+                num_whole, num_bytes = num_whole + 1, num_bytes + len(line)
+        if num_bytes < self.out.stat().st_size:
+            os.truncate(self.out, num_bytes)  # not written anew: whoever is killed here must not lose the whole lines
+        return num_whole
+
+    def _take(self, index: int, line: bytes) -> None:
+        """Take a line of the output for the result of a row. Raises ValueError if it is none."""
+        try:
+            found = parse_json(line)
+            is_ours = index < len(self.lines) and found["key"] == self._key(index)
+        except (ValueError, KeyError, TypeError):
+            is_ours = False
+        if not is_ours:
+            raise ValueError(
+                f"out={str(self.out)!r}: line {index + 1} is not a result of the same line of the prompts under these "
+                "settings and checkpoints; choose another --out, or delete it"
+            )
+        if "error" in found:
+            self.failed[index + 1] = found["error"]
+
+
+def _biases(value: object) -> dict[int, Any]:
+    """logit_bias of JSON, whose keys are texts."""
+    if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
+        raise ValueError(f"logit_bias={value!r}: must be an object from token ids to numbers")
+    return {int(token): bias for token, bias in value.items()}

@@ -13,7 +13,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output, output_of
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.errors import NumericalError
-from aquiline.metrics import Meter, RunSummary
+from aquiline.metrics import RunSummary
 from aquiline.text.chat import ChatTemplate, Message, conversation
 from aquiline.text.detokenizer import Detokenizer
 
@@ -113,20 +113,18 @@ class ChatSession:
         engine = self.llm.engine
         request = self.llm.request(f"turn {next(self._numbers)}", prompt, sampling)
         sequence = engine.add(request)
-        engine.meter = Meter()
+        began = engine.meter.mark()
         pieces = Detokenizer(self.llm.models.tokenizer, request.prompt_ids, ())
-        text = ""
         try:
             while sequence.finish_reason is None:
                 for delta in [engine.abort(request.id)] if is_stopped() else engine.step():
-                    text += delta.text
                     for piece in _pieces(delta, sequence, pieces):
                         on_piece(piece)
         finally:
             engine.reset()  # nothing runs on, whatever was raised
         if sequence.error is not None:
             raise NumericalError(sequence.error)
-        return Answer(output_of(sequence, text), engine.meter.summary())
+        return Answer(output_of(sequence), engine.meter.since(began))
 
 
 def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[Piece]:

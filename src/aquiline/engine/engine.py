@@ -1,23 +1,24 @@
-"""The engine: requests in, deltas out. Plans a step, has it computed, and commits what it decided.
+"""The engine: requests in, deltas out. Plans a step, issues it to the backend, commits what it decided.
 
-Commit is right whether an outcome is read at once or after the next step is out (EngineConfig.late_commit): what the
-device needs of the past it has, and a sequence found to have ended has its next outcome ignored.
+Where the backend is asynchronous an outcome is read when the next step is out, so that the device never waits for the
+host: what a step needs of the past the backend has, and a sequence found to have ended has its next outcome ignored.
 """
 
 from __future__ import annotations
 
 import itertools
 
-from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig, SpecConfig
+from aquiline.backends.base import Sizes
+from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
+from aquiline.engine.commit import Committer
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
-from aquiline.engine.scheduler import Scheduler, StepPlan
-from aquiline.engine.sequence import LogitAdjustments, Request, Sequence, TokenDelta
-from aquiline.engine.step import Outcome, Stepper
+from aquiline.engine.scheduler import Scheduler
+from aquiline.engine.sequence import Request, Sequence, TokenDelta
+from aquiline.engine.step import Step, message_of
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
 from aquiline.metrics import Meter
-from aquiline.spec.drafters import Drafter, drafter
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason
 
@@ -34,12 +35,14 @@ class Engine:
         self.pool = PagePool(num_pages, config.page_size, config.max_batch, per_slot)
         self.prefix = PrefixCache(self.pool) if config.prefix_cache else None
         self.scheduler = Scheduler(self.pool, self.prefix, config.max_batch, config.row_budget)
-        self.stepper = Stepper(models, config, self.pool)
+        self.committer = Committer(self.pool, self.prefix)
+        sizes = Sizes(config.max_batch, num_pages, config.page_size, per_slot, config.row_budget)
+        self.backend = models.pair.open(sizes)
+        self.reads_late = self.backend.is_async if config.late_reads is None else config.late_reads
         self.sequences: dict[int | str, Sequence] = {}  # unfinished, by request id
-        self.drafters: dict[SpecConfig, Drafter | None] = {}
         self.meter = Meter()
-        self.last: Outcome | None = None  # what the last step decided
-        self._unread: Outcome | None = None  # with late_commit: the outcome that is read when the next step is out
+        self.last: Step | None = None  # the last step that was issued
+        self._unread: Step | None = None
         self._orders = itertools.count()
 
     @property
@@ -54,40 +57,33 @@ class Engine:
             raise ValueError(f"request id {request.id!r}: is in use by a request that has not finished; choose another")
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self.models.eos_token_ids
-        if request.spec not in self.drafters:
-            self.drafters[request.spec] = drafter(request.spec)
         sequence = Sequence(
             request=request,
             detokenizer=Detokenizer(self.models.tokenizer, request.prompt_ids, sampling.stop),
             eos_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             tokens=list(request.prompt_ids),
             order=next(self._orders),
-            drafter=self.drafters[request.spec],
+            proposer=request.spec.proposer(),
+            bad_words=self.models.token_sequences(sampling.bad_words),
         )
-        if sampling.changes_logits:
-            sequence.adjustments = LogitAdjustments(sampling, request.prompt_ids, self.models.vocab_size)
         self.scheduler.add(sequence)
         self.sequences[request.id] = sequence
         return sequence
 
     def step(self) -> list[TokenDelta]:
         """Run one step; what was added to each sequence. Empty lists are normal while prompts are prefilled."""
-        meter = self.meter
-        meter.begin()
+        self.meter.begin()
         deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
-        preempted = self.scheduler.num_preemptions
-        plan = self.scheduler.next_plan()
-        outcome = self.last = self.stepper.run(plan, meter) if plan is not None else None
-        if self.config.late_commit:
-            outcome, self._unread = self._unread, outcome
-        if outcome is not None:
-            deltas += self._commit(outcome)
+        if self._unread is not None and not self._can_issue_blindly():
+            deltas += self._read()
+        unread, self._unread = self._unread, self._issue()
+        if unread is not None:
+            deltas += self._commit(unread)
+        if self._unread is not None and not self.reads_late:
+            deltas += self._read()
         if self.config.check:
             self._check_pages()
-        meter.lap("host")
-        if plan is not None:
-            self._count(plan)
-            meter.num_preemptions += self.scheduler.num_preemptions - preempted
+        self.meter.end_step()
         return deltas
 
     def abort(self, request_id: int | str) -> TokenDelta:
@@ -100,75 +96,50 @@ class Engine:
         """Drop every request, waiting or running, and free its pages."""
         for sequence in list(self.sequences.values()):
             self._end(sequence, "abort")
+        if self._unread is not None:
+            self._unread.read()
         self._unread = None
 
-    def _commit(self, outcome: Outcome) -> list[TokenDelta]:
-        deltas, touched = [], []
-        for b, sequence in enumerate(outcome.decoding):
-            sequence.in_flight -= sequence.max_step
-            if sequence.finish_reason is not None:
-                continue
-            kept = outcome.kept[b]
-            delta = self._append(sequence, kept, len(kept) - 1, outcome)
-            num_kept = len(delta.token_ids)
-            sequence.counters.add(outcome.num_drafted[b], len(kept) - 1, num_kept, len(kept) - num_kept)
-            deltas.append(delta)
-            touched.append(sequence)
-            if sequence.slot == outcome.slots[b]:
-                sequence.num_cached += num_kept
-                sequence.draft_end = outcome.positions[b] + 1
-        for number, chunk in enumerate(outcome.plan.chunks):
-            sequence = chunk.sequence
-            sequence.in_flight -= chunk.draws
-            if sequence.finish_reason is not None:
-                continue
-            if sequence.slot == chunk.slot:
-                sequence.num_cached = sequence.draft_end = chunk.end
-            if chunk.draws:
-                delta = self._append(sequence, [outcome.first_tokens[number]], 0, outcome)
-                sequence.counters.num_prefilled += len(delta.token_ids)
-                deltas.append(delta)
-            touched.append(sequence)
-        size = self.pool.page_size
+    def close(self) -> None:
+        """Drop every request and give the storage back; the engine cannot be used afterwards."""
+        self.reset()
+        self.backend.close()
+
+    def _can_issue_blindly(self) -> bool:
+        """Whether the next step needs nothing of the last one's outcome: those who draft on the host see its tokens."""
+        return all(s is None or s.proposer is None for s in self.scheduler.running)
+
+    def _issue(self) -> Step | None:
+        preempted = self.scheduler.num_preemptions
+        plan = self.scheduler.next_plan()
+        self.meter.num_preemptions += self.scheduler.num_preemptions - preempted
+        if plan is None:
+            return None
+        extends, pages = self.committer.take_extends(), self.pool.take_changes()
+        message = message_of(plan, pages, extends, self.models.simulated)
+        self.last = Step(plan, message, self.backend.step(message))
+        return self.last
+
+    def _read(self) -> list[TokenDelta]:
+        unread, self._unread = self._unread, None
+        assert unread is not None
+        return self._commit(unread)
+
+    def _commit(self, step: Step) -> list[TokenDelta]:
+        output = step.read()
+        deltas, touched = self.committer.commit(step)
         for sequence in touched:
-            if sequence.is_published and sequence.num_cached // size > len(sequence.nodes) and sequence.slot >= 0:
-                self._publish(sequence)
-            if sequence.finish_reason is not None:
+            self.committer.publish(sequence)
+            if sequence.finish_reason is not None:  # its pages may be another's at once
                 self._forget(sequence)
+        plan = step.plan
+        self.meter.add_step(output.seconds, output.parts, step.num_decode_rows, plan.num_chunk_rows)
+        if plan.decoding:
+            self.meter.slots.add(
+                self.config.max_batch, len(plan.decoding), plan.num_prefilling, plan.num_empty, step.num_decode_rows,
+                output.num_draft_rows,
+            )  # fmt: skip
         return deltas
-
-    def _append(self, sequence: Sequence, tokens: list[int], num_accepted: int, outcome: Outcome) -> TokenDelta:
-        logprobs = outcome.logprobs.get(sequence) if outcome.logprobs else None
-        if tokens[-1] >= 0:
-            return sequence.append(tokens, num_accepted, logprobs)
-        delta = sequence.append(tokens[:-1], num_accepted, logprobs)  # true, whatever comes after them
-        if delta.finish_reason is not None:
-            return delta
-        end = sequence.end(
-            "error",
-            f"request {sequence.request.id}: the target's logits at position {len(sequence.tokens)} are NaN or "
-            "have no finite value; check the checkpoint's weights and dtype",
-        )
-        return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Offer the pages whose tokens are committed and whose draft keys, if it drafts, are written."""
-        assert self.prefix is not None
-        size, end, drafts = self.pool.page_size, sequence.num_cached, sequence.drafter is not None
-        if drafts and sequence.draft_end // size < end // size and sequence.finish_reason is not None:
-            if self._unread is None or sequence not in self._unread.decoding:
-                self.stepper.complete_draft(sequence)
-            sequence.draft_end = end
-        if drafts:
-            end = min(end, sequence.draft_end)
-        for index in range(len(sequence.nodes), end // size):
-            parent = sequence.nodes[-1] if sequence.nodes else None
-            tokens = sequence.tokens[index * size : (index + 1) * size]
-            node = self.prefix.publish(sequence.slot, parent, index, tokens, drafts)
-            if node is None:
-                sequence.is_published = False
-                return
-            sequence.nodes.append(node)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenDelta:
         delta = sequence.end(reason)
@@ -179,19 +150,6 @@ class Engine:
         self.meter.counters.merge(sequence.counters)
         self.scheduler.remove(sequence)
         del self.sequences[sequence.request.id]
-
-    def _count(self, plan: StepPlan) -> None:
-        assert self.last is not None
-        draft_rows = 0
-        if self.stepper.session is not None:
-            draft_rows, self.stepper.session.num_rows = self.stepper.session.num_rows, 0
-        num_decode_rows = self.last.num_decode_rows
-        self.meter.end(num_decode_rows, plan.num_chunk_rows)
-        if plan.decoding:
-            self.meter.slots.add(
-                self.config.max_batch, len(plan.decoding), plan.num_prefilling, plan.num_empty, num_decode_rows,
-                draft_rows,
-            )  # fmt: skip
 
     def _check_pages(self) -> None:
         self.pool.check()
@@ -218,8 +176,7 @@ class Engine:
             raise ValueError(f"request {request.id}: token id {beyond[0]}: must be in [0, {models.vocab_size})")
         if sampling.stop and models.tokenizer is None:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
-        if request.spec.drafter != "none":
-            models.check_spec(request.spec)
+        models.check_spec(request.spec)
         self.scheduler.check(request)
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from aquiline.config import EngineConfig, Environment, SamplingParams, SpecConfig
+import numpy as np
+
+from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.engine import Engine
-from aquiline.engine.model import LoadedModels, load_models
+from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.engine.progress import RequestProgress
-from aquiline.engine.sequence import Request, Sequence, TokenDelta, TokenLogprobs
+from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import NumericalError
-from aquiline.metrics import Counters, Meter, RunSummary
+from aquiline.metrics import Counters, RunSummary
 from aquiline.models.draft_config import DraftOverrides
-from aquiline.types import FinishReason
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.types import FinishReason, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
 
@@ -52,11 +56,20 @@ class Result:
     summary: RunSummary
 
 
+@dataclass(eq=False)
+class _Run:
+    """One call of `outputs`: its requests that have not been handed out, and what they said since it last looked."""
+
+    live: dict[int | str, Sequence] = field(default_factory=dict)
+    arrived: deque[TokenDelta] = field(default_factory=deque)
+
+
 class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
-    `spec` is the default way to draft: chain where a draft is there, none elsewhere. `dtype` names how weights are
-    stored: bfloat16, float16, float32, int8 or int4; KV is float32 beside float32 weights, else bfloat16. `arithmetic`
+    `spec` is the default way to draft: a chain of 3 where a draft is there, none elsewhere. `dtype` names how weights
+    are stored: bfloat16, float16, float32, int8 or int4; `kv_dtype` how keys and values are: "auto" is float32 beside
+    float32 weights, else bfloat16. `arithmetic`
     "float32" gives the same text on every x86 CPU; "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16, rounds
     activations too: faster, as exact between drafters, a text of its own; "auto" takes it where it is there. `capture`
     (target layers whose outputs the draft reads) and `norm_feedback` replace what a draft's checkpoint says or leaves
@@ -69,38 +82,46 @@ class LLM:
         target: str | Path | None = None,
         draft: str | Path | None = None,
         *,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         dtype: str = "bfloat16",
         arithmetic: str = "auto",
+        kv_dtype: str = "auto",
         device: str = "cpu",
         engine: EngineConfig | None = None,
         capture: tuple[int, ...] | None = None,
         norm_feedback: bool | None = None,
     ) -> None:
-        if device != "cpu":
-            raise ValueError(f"device={device!r}: this version runs on 'cpu'")
         if target is None:
-            is_plain = spec is not None and spec.drafter == "none"
+            is_plain = spec is not None and not spec.needs_draft_model
             target, draft = BUNDLED_TARGET, draft or (None if is_plain else BUNDLED_DRAFT)
         config = engine or EngineConfig()
-        models = load_models(
-            target, draft, dtype, config, Environment.read(), arithmetic, DraftOverrides(capture, norm_feedback)
-        )
+        how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback))
+        models = load_models(target, draft, how, Environment.read())
         self._start(models, config, spec)
 
     @classmethod
-    def from_models(cls, models: LoadedModels, config: EngineConfig, spec: SpecConfig | None = None) -> LLM:
+    def from_models(cls, models: LoadedModels, config: EngineConfig, spec: Drafting | None = None) -> LLM:
         """An LLM over models that are already loaded."""
         llm = cls.__new__(cls)
         llm._start(models, config, spec)
         return llm
 
-    def _start(self, models: LoadedModels, config: EngineConfig, spec: SpecConfig | None) -> None:
+    def _start(self, models: LoadedModels, config: EngineConfig, spec: Drafting | None) -> None:
         self.models = models
-        self.spec = spec or SpecConfig(drafter="none" if models.draft is None else "chain")
-        if self.spec.drafter != "none":
-            models.check_spec(self.spec)
+        self.spec = spec or (NoDraft() if models.draft_config is None else Chain())
+        models.check_spec(self.spec)
         self.engine = Engine(models, config)
+        self._owners: dict[int | str, _Run] = {}  # whose a request is
+
+    def close(self) -> None:
+        """Give the caches back; nothing can be generated afterwards. Also the end of `with LLM(...) as llm:`."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def generate(
         self, prompts: Prompts, sampling: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
@@ -115,22 +136,24 @@ class LLM:
         prompts: Prompts,
         sampling: SamplingParams | list[SamplingParams] | None = None,
         *,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         on_delta: Callable[[TokenDelta], None] | None = None,
         progress: bool = False,
     ) -> Result:
-        """`generate` with the run's figures, another SpecConfig for this call, and deltas as they come.
+        """`generate` with the run's figures, another way to draft for this call, and deltas as they come.
 
         Every prompt is checked before the first token is computed. Raises NumericalError if the target's logits are
-        not numbers."""
+        not numbers. The figures are those of all that the engine computed meanwhile."""
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"sampling: {len(each)} parameters for {len(batch)} prompts; give one, or one per prompt")
-        requests = [self.request(i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
+        # From 0, or behind the numbers that are in use where this run stands inside another.
+        first = 1 + max((name for name in self.engine.sequences if isinstance(name, int)), default=-1)
+        requests = [self.request(first + i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
         for request in requests:
             self.engine.check(request)
-        self.engine.meter = Meter()
+        began = self.engine.meter.mark()
         outputs: dict[int | str, Output] = {}
         with RequestProgress(len(requests), self.engine, is_shown=progress) as bar:
             for output in self.outputs(requests, on_delta):
@@ -138,7 +161,7 @@ class LLM:
                     raise NumericalError(output.error)
                 outputs[output.request_id] = output
                 bar.advance()
-        return Result([outputs[request.id] for request in requests], self.engine.meter.summary())
+        return Result([outputs[request.id] for request in requests], self.engine.meter.since(began))
 
     def outputs(
         self, requests: Iterable[Request | None], on_delta: Callable[[TokenDelta], None] | None = None
@@ -147,53 +170,94 @@ class LLM:
         it may be endless. None in place of a request says that the next one has to wait for an output: the iterable is
         asked again after the next step. Closing the iterator drops what has not finished.
 
+        Between two outputs, in on_delta and in the iterable, the LLM may be used: `generate` there runs its own
+        requests to their end, these go on beside them, and what they say meanwhile comes next. A request that somebody
+        else ends is an output too.
+
         Raises ValueError for a request that cannot work, and for None while nothing runs."""
-        engine, texts = self.engine, dict[int | str, list[str]]()
-        live: dict[int | str, Sequence] = {}
+        engine, mine = self.engine, _Run()
         ahead = 2 * engine.config.max_batch + 16  # enough that no slot waits
         source = iter(requests)
         try:
             while True:
-                for request in itertools.islice(source, max(0, ahead - len(live))):
-                    if request is None:
-                        if not live:
-                            raise ValueError("requests: None waits for an output, and no request runs")
-                        break
-                    live[request.id] = engine.add(request)
-                    texts[request.id] = []
-                if not live and not engine.is_busy:
-                    return
-                for delta in engine.step():
-                    texts[delta.request_id].append(delta.text)
+                while mine.arrived:  # more may arrive wherever the caller has the word
+                    delta = mine.arrived.popleft()
                     if on_delta is not None:
                         on_delta(delta)
                     if delta.finish_reason is not None:
-                        yield output_of(live.pop(delta.request_id), "".join(texts.pop(delta.request_id)))
+                        yield output_of(self._take(delta.request_id, mine))
+                ended = [name for name, sequence in mine.live.items() if sequence.finish_reason is not None]
+                for name in ended:  # by Engine.abort or Engine.reset, which somebody else called
+                    yield output_of(self._take(name, mine))
+                for request in itertools.islice(source, max(0, ahead - len(mine.live))):
+                    if request is None:
+                        if not mine.live:
+                            raise ValueError("requests: None waits for an output, and no request runs")
+                        break
+                    self._add(request, mine)
+                if not mine.live and (engine.sequences or not engine.is_busy):
+                    return
+                self._step()
         finally:
-            if live:
+            for name in list(mine.live):
+                sequence = self._take(name, mine)
+                if sequence.finish_reason is None:
+                    engine.abort(name)
+            if not engine.sequences:
                 engine.reset()
+
+    def _add(self, request: Request, run: _Run) -> None:
+        if request.id in run.live and request.id not in self.engine.sequences:
+            raise ValueError(
+                f"request id {request.id!r}: is in use by an output that waits to be taken; choose another"
+            )
+        run.live[request.id] = self.engine.add(request)
+        self._owners[request.id] = run
+
+    def _take(self, name: int | str, run: _Run) -> Sequence:
+        if self._owners.get(name) is run:  # else a later request has the same id, whose deltas go elsewhere
+            del self._owners[name]
+        return run.live.pop(name)
+
+    def _step(self) -> None:
+        """One step of the engine; each delta goes to the run that its request belongs to."""
+        try:
+            deltas = self.engine.step()
+        except BaseException:
+            self.engine.reset()  # any sequence may have been left half way
+            raise
+        for delta in deltas:
+            if delta.request_id in self._owners:
+                self._owners[delta.request_id].arrived.append(delta)
 
     def request(
         self,
         request_id: int | str,
         prompt: str | Iterable[int],
         sampling: SamplingParams,
-        spec: SpecConfig | None = None,
+        spec: Drafting | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """A request for the engine: the prompt as tokens, the seed resolved, this LLM's `spec` where none is given."""
-        if sampling.seed is None:
+        if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
-        return Request(request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text)
+        return Request(
+            request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text, cache_salt
+        )
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
         """Token ids of a prompt, with the tokens its tokenizer puts around a text. Raises ValueError without one."""
         if isinstance(prompt, int):
             raise ValueError(f"prompts=[{prompt}, ...]: token ids come as a list per prompt; write [[{prompt}, ...]]")
         if not isinstance(prompt, str):
-            return list(prompt)
+            given = list(prompt)
+            bad = [token for token in given if type(token) is bool or not isinstance(token, int | np.integer)]
+            if bad:
+                raise ValueError(f"token_ids: {bad[0]!r} is among them; each must be a whole number")
+            return [int(token) for token in given]
         if not prompt:  # a tokenizer that adds BOS would make a token of it
             raise ValueError("prompt='': is empty; give at least one character, or token ids")
         if self.models.tokenizer is None:
@@ -205,7 +269,7 @@ class LLM:
         return ids
 
 
-def output_of(sequence: Sequence, text: str) -> Output:
+def output_of(sequence: Sequence) -> Output:
     """What a finished sequence leaves."""
     assert sequence.finish_reason is not None
     sampling = sequence.request.sampling
@@ -214,7 +278,7 @@ def output_of(sequence: Sequence, text: str) -> Output:
         prompt=sequence.request.prompt,
         prompt_ids=list(sequence.request.prompt_ids),
         token_ids=sequence.output_ids,
-        text=text,
+        text=sequence.text,
         finish_reason=sequence.finish_reason,
         by_draft=sequence.by_draft,
         metrics=sequence.counters,

@@ -52,13 +52,13 @@ class MemoryPlan:
 
 def plan_memory(models: LoadedModels, page_size: int, num_pages: int, max_context: int) -> MemoryPlan:
     """The plan of an engine with that many pages."""
-    target, draft = models.kv_bytes_per_token()
+    target, draft = models.pair.kv_bytes_per_token()
     return MemoryPlan(models.weight_bytes, target, draft, page_size, num_pages, max_context)
 
 
 def affordable_pages(models: LoadedModels, config: EngineConfig) -> int:
     """Pages that config.cache_fraction of the free memory holds. Raises OutOfMemory if it is not one."""
-    page_bytes = sum(models.kv_bytes_per_token()) * config.page_size
+    page_bytes = sum(models.pair.kv_bytes_per_token()) * config.page_size
     free = psutil.virtual_memory().available
     pages = int(free * config.cache_fraction) // page_bytes
     if pages < 1:

@@ -39,9 +39,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: sequences to decode and chunks to prefill, both in slot order; beside them slots whose prompts are not
-    cached yet, and slots that nobody wants."""
+    """One step: sequences that were given a slot; sequences to decode and chunks to prefill, both in slot order; beside
+    them slots whose prompts are not cached yet, and slots that nobody wants."""
 
+    admitted: tuple[Sequence, ...]
     decoding: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
     num_prefilling: int
@@ -59,6 +60,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, prefix: PrefixCache | None, num_slots: int, row_budget: int) -> None:
         self.pool, self.prefix, self.row_budget = pool, prefix, row_budget
         self.running: list[Sequence | None] = [None] * num_slots
+        self.admitted: list[Sequence] = []  # since the last plan
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
         self.due: dict[Sequence, float] = {}  # when those that have a deadline must end
         self.num_preemptions = 0
@@ -71,7 +73,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raises OutOfPages if the pool could never hold it."""
         need = self.pool.pages_for(request.reach)
-        limit = min(self.pool.num_pages, self.pool.table.shape[1])
+        limit = min(self.pool.num_pages, self.pool.pages_per_slot)
         if need > limit:
             raise OutOfPages(
                 f"request {request.id}: prompt {len(request.prompt_ids)} + max_tokens {request.sampling.max_tokens} + "
@@ -102,7 +104,8 @@ class Scheduler:
         decoding = tuple(s for s in active if not s.is_prefilling)
         prefilling = [s for s in active if s.is_prefilling]
         chunks = self._chunks(prefilling, decoding) if prefilling else ()
-        plan = StepPlan(decoding, chunks, len(prefilling), len(self.running) - len(active))
+        admitted, self.admitted = tuple(self.admitted), []
+        plan = StepPlan(admitted, decoding, chunks, len(prefilling), len(self.running) - len(active))
         for sequence in decoding:
             sequence.in_flight += sequence.max_step
         for chunk in plan.chunks:
@@ -164,7 +167,7 @@ class Scheduler:
         wanted = end + sequence.lookahead
         nodes = []
         if self.prefix is not None and sequence.request.sampling.prompt_logprobs is None:
-            nodes = self.prefix.match(sequence.tokens[:end])
+            nodes = self.prefix.match(sequence.request.cache_salt, sequence.tokens[:end])
         need = pool.pages_for(wanted) - len(nodes)
         spare = sum(s is not None for s in self.running)  # those that run will want a page each
         if need + spare > pool.num_available - sum(pool.refcount[n.page] == 0 for n in nodes):
@@ -172,10 +175,16 @@ class Scheduler:
         pool.share(slot, [node.page for node in nodes])
         pool.reserve(slot, wanted)
         self.running[slot] = sequence
+        self.admitted.append(sequence)
         sequence.slot, sequence.nodes, sequence.is_published = slot, nodes, self.prefix is not None
         sequence.num_hit = sequence.draft_end = len(nodes) * pool.page_size
         sequence.prefill_end, sequence.in_flight = end, 0
         sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
+        # Draft keys are used from the page behind the last page that has none. The first of them pairs the first
+        # feature there, in a page or computed now, with the token after it, so it stands one index further.
+        num_undrafted = max((i + 1 for i, node in enumerate(nodes) if not node.has_draft), default=0)
+        first_feature = min(num_undrafted * pool.page_size, sequence.num_cached) if num_undrafted else 0
+        sequence.first_draft_key = first_feature + 1
         if sequence.num_preempted == 0:
             sequence.counters.num_prompt_tokens += end
             sequence.counters.num_prefix_hits += sequence.num_hit
@@ -203,6 +212,8 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self.pool.release(sequence.slot)
+        if sequence in self.admitted:
+            self.admitted.remove(sequence)
         self.running[sequence.slot] = None
         sequence.slot, sequence.nodes = -1, []
 

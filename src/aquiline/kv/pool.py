@@ -11,42 +11,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from aquiline.errors import OutOfPages
-from aquiline.types import KEY_GROUP, Bool, Int32, KVGroup
-
-
-@dataclass(frozen=True)
-class KVGeometry:
-    """What one model stores per token."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values of every layer."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
-
-
-def new_group(geometry: KVGeometry, num_pages: int, page_size: int, dtype: torch.dtype) -> KVGroup:
-    """Uninitialised storage: memory is touched only when a page is first written."""
-    L, Hkv, Dh = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
-    return KVGroup(
-        k=torch.empty(L, num_pages, Hkv, page_size // KEY_GROUP, Dh, KEY_GROUP, dtype=dtype),
-        v=torch.empty(L, num_pages, Hkv, page_size, Dh, dtype=dtype),
-    )
+from aquiline.types import Bool, Int32
 
 
 class PagePool:
     """Reference-counted pages and the per-slot tables that name them.
 
-    `table` [S, pages per slot] is the array the forwards read; rows of free slots are stale and never read. `evicted`
-    is called with a cached page before it is handed out for other keys; the prefix cache sets it."""
+    `evicted` is called with a cached page before it is handed out for other keys; the prefix cache sets it. Whoever
+    computes with the pages learns of changed tables from `take_changes`."""
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int, pages_per_slot: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -56,7 +32,8 @@ class PagePool:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.cached: set[int] = set()
         self.evicted: Callable[[int], None] = self.cached.discard
-        self.table: Int32 = np.zeros((num_slots, pages_per_slot), np.int32)
+        self.pages_per_slot = pages_per_slot
+        self._changes: list[tuple[int, int, int]] = []
         self.owned: list[list[int]] = [[] for _ in range(num_slots)]
 
     @property
@@ -76,10 +53,10 @@ class PagePool:
         need = self.pages_for(num_tokens) - len(owned)
         if need <= 0:
             return
-        if need > self.num_available or len(owned) + need > self.table.shape[1]:
+        if need > self.num_available or len(owned) + need > self.pages_per_slot:
             raise OutOfPages(
                 f"{num_tokens} KV indices need {need} more pages of {self.page_size} tokens; "
-                f"{self.num_available} of {self.num_pages} are free and a slot holds at most {self.table.shape[1]}"
+                f"{self.num_available} of {self.num_pages} are free and a slot holds at most {self.pages_per_slot}"
             )
         for count in range(need, 0, -1):
             self._give(slot, self._take(owned[-1] if owned else -1, count))
@@ -95,7 +72,8 @@ class PagePool:
         own = self.owned[slot][index]
         self.idle.pop(page, None)
         self.refcount[page] += 1
-        self.table[slot, index] = self.owned[slot][index] = page
+        self.owned[slot][index] = page
+        self._changes.append((slot, index, page))
         self._drop(own)
 
     def release(self, slot: int, keep_tokens: int = 0) -> None:
@@ -103,6 +81,11 @@ class PagePool:
         keep = self.pages_for(keep_tokens)
         while len(self.owned[slot]) > keep:
             self._drop(self.owned[slot].pop())
+
+    def take_changes(self) -> list[tuple[int, int, int]]:
+        """(slot, index, page) of every place in a slot's table that was filled since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def cache(self, page: int) -> None:
         """Keep a page when nobody uses it any more, until its room is needed."""
@@ -121,11 +104,11 @@ class PagePool:
         return 1 + int((np.diff(pages) != 1).sum()) if len(pages) else 0
 
     def check(self) -> None:
-        """Conservation: every page is in use, idle or free, as its refcount says, and the tables agree."""
+        """Conservation: every page is in use, idle or free, as its refcount says."""
         counts = np.zeros(self.num_pages, np.int32)
         for slot, pages in enumerate(self.owned):
             np.add.at(counts, pages, 1)
-            assert list(self.table[slot, : len(pages)]) == pages, f"slot {slot}: table and ownership disagree"
+            assert len(pages) <= self.pages_per_slot, f"slot {slot} owns {len(pages)} pages"
         assert (counts == self.refcount).all(), "refcounts disagree with ownership"
         idle = np.zeros(self.num_pages, np.bool_)
         idle[list(self.idle)] = True
@@ -137,7 +120,7 @@ class PagePool:
     def _give(self, slot: int, page: int) -> None:
         self.idle.pop(page, None)
         self.refcount[page] += 1
-        self.table[slot, len(self.owned[slot])] = page
+        self._changes.append((slot, len(self.owned[slot]), page))
         self.owned[slot].append(page)
 
     def _drop(self, page: int) -> None:

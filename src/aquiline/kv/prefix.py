@@ -1,13 +1,14 @@
 """The prefix cache: a tree of whole pages, keyed by the tokens in them. Knows pages and tokens, nothing of models.
 
 A page's keys depend on the tokens up to its end and on nothing else, bit for bit, so any sequence that begins with
-them may use it. Only committed tokens enter. A sequence uses the tree's page for all that it has published, so a page
-is never dropped before those below it, and the oldest idle page is always a leaf.
+them may use it, within one space: a salt, or whatever else must not be shared. Only committed tokens enter. A sequence
+uses the tree's page for all that it has published, so a page is never dropped before those below it, and the oldest
+idle page is always a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from aquiline.kv.pool import PagePool
@@ -29,13 +30,13 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self.root = Node((), -1, False, None)
+        self.roots: dict[Hashable, Node] = {}
         self.by_page: dict[int, Node] = {}
         pool.evicted = self._forget
 
-    def match(self, tokens: list[int]) -> list[Node]:
-        """The longest path of cached pages that `tokens` begins with."""
-        path, node, size = [], self.root, self.pool.page_size
+    def match(self, space: Hashable, tokens: list[int]) -> list[Node]:
+        """The longest path of cached pages that `tokens` begins with, among those that were published in this space."""
+        path, node, size = [], self._root(space), self.pool.page_size
         for start in range(0, len(tokens) - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -44,15 +45,17 @@ class PrefixCache:
             node = child
         return path
 
-    def publish(self, slot: int, parent: Node | None, index: int, tokens: list[int], has_draft: bool) -> Node | None:
-        """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to everyone.
+    def publish(
+        self, space: Hashable, slot: int, parent: Node | None, index: int, tokens: list[int], has_draft: bool
+    ) -> Node | None:
+        """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to its space.
 
         Where the tree has that page already the slot takes it and drops its own. If only its own has the draft's keys
         the tree takes that one instead; None, and nothing more to publish below, if the tree's is in use, or `parent`
         was forgotten meanwhile."""
         if parent is not None and self.by_page.get(parent.page) is not parent:
             return None
-        parent, key, page = parent or self.root, tuple(tokens), self.pool.owned[slot][index]
+        parent, key, page = parent or self._root(space), tuple(tokens), self.pool.owned[slot][index]
         assert len(key) == self.pool.page_size, (len(key), self.pool.page_size)
         node = parent.children.get(key)
         if node is None:
@@ -77,7 +80,7 @@ class PrefixCache:
         for page in list(self.by_page):
             self.pool.uncache(page)
         self.by_page.clear()
-        self.root.children.clear()
+        self.roots.clear()
 
     def check(self) -> None:
         """Every node's page is cached and named once, and nothing hangs below a page that was dropped."""
@@ -88,8 +91,11 @@ class PrefixCache:
             below = sum(int(self.pool.refcount[child.page]) for child in node.children.values())
             assert used or not below, f"page {node.page} is idle, pages below it are in use"
 
+    def _root(self, space: Hashable) -> Node:
+        return self.roots.setdefault(space, Node((), -1, False, None))
+
     def _nodes(self) -> Iterator[Node]:
-        left = list(self.root.children.values())
+        left = [node for root in self.roots.values() for node in root.children.values()]
         while left:
             node = left.pop()
             yield node
@@ -99,3 +105,5 @@ class PrefixCache:
         node = self.by_page.pop(page)
         assert not node.children and node.parent is not None, f"page {page} is dropped before those below it"
         del node.parent.children[node.tokens]
+        if node.parent.parent is None and not node.parent.children:
+            self.roots = {space: root for space, root in self.roots.items() if root is not node.parent}

@@ -42,6 +42,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers in the keys and values of one token, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
     def window(self, layer: int) -> int:
         """Sliding window of a layer in positions, the current one included; 0 means none."""
         return self.windows[layer] if self.windows else 0

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig, default_capture
-from aquiline.models.families import count, eos_ids, geometry, read_model_config, refuse_features
+from aquiline.models.families import EOS, geometry, read_model_config, refuse_features
+from aquiline.models.fields import Raw, count, flag, nested, texts, token_ids
 from aquiline.models.files import is_gguf, read_json, refuse, resolve
 
-Raw = dict[str, Any]
 Numbering = Literal["input", "output"]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 PRODUCER = "aquiline"
@@ -102,8 +102,8 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
     raw = read_json(file)
     fmt = find_format(raw, file)
     eagle = _eagle_section(raw, file)
-    section = raw.get(fmt.section) if fmt.section else raw
-    if not isinstance(section, dict):
+    section = nested(raw, file, fmt.section) if fmt.section else raw
+    if not section:
         raise CheckpointError(f"{file}: {fmt.section} is missing; a {fmt.name} config has its geometry there")
     refuse_features(section, file)
     model = _geometry(section, file)
@@ -116,10 +116,10 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
         draft_vocab_size=count(raw, file, "draft_vocab_size", model.vocab_size),
         target_hidden_size=target_hidden,
         capture=layers,
-        norm_before_fc=bool(eagle.get("norm_before_fc", raw.get("norm_before_fc", False))),
-        fc_norm=bool(eagle.get("fc_norm", raw.get("fc_norm", False))),
+        norm_before_fc=flag(raw | eagle, file, "norm_before_fc"),
+        fc_norm=flag(raw | eagle, file, "fc_norm"),
         norm_before_residual=_norm_before_residual(raw, fmt, file),
-        norm_feedback=_norm_feedback(raw, fmt, overrides.norm_feedback, problems),
+        norm_feedback=_norm_feedback(raw, fmt, file, overrides.norm_feedback, problems),
     )
     if config.norm_before_fc and config.fc_norm:
         problems.append("norm_before_fc and fc_norm are both true; a head has one or the other")
@@ -135,7 +135,7 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
 
 def find_format(raw: Raw, file: Path) -> Format:
     """The producer a config declares: its own mark, else its architecture. Raises CheckpointError if unknown."""
-    architectures = raw.get("architectures") or []
+    architectures = texts(raw, file, "architectures")
     if raw.get("speculators_config") or raw.get("speculators_model_type"):
         kind = raw.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
@@ -165,7 +165,7 @@ def canonical_capture(
             problems.append(f"{LAYER_IDS} is missing and a target of {num_layers} layers has no default: pass capture=")
             return (0, 1, 2)
         layers = default_capture(num_layers)
-    elif not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+    elif not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         problems.append(f"{LAYER_IDS}={ids!r} must be a list of layer numbers")
         return (0, 1, 2)
     else:
@@ -197,34 +197,33 @@ def _geometry(section: Raw, file: Path) -> ModelConfig:
         raise CheckpointError(f"{file}: model_type={section['model_type']!r}; supported draft layers are 'llama'")
     if count(section, file, "num_hidden_layers") != 1:
         raise CheckpointError(f"{file}: num_hidden_layers={section['num_hidden_layers']}; supported is 1")
-    model = replace(geometry(section, file, "llama", eos_ids(section, file)), tied_head=False)
-    if section.get("sliding_window") is None or section.get("use_sliding_window") is False:
+    model = replace(geometry(section, file, "llama", token_ids(section, file, EOS)), tied_head=False)
+    if section.get("sliding_window") is None or not flag(section, file, "use_sliding_window", True):
         return model
     return replace(model, windows=(count(section, file, "sliding_window"),))
 
 
 def _eagle_section(raw: Raw, file: Path) -> Raw:
-    eagle = raw.get("eagle_config") or {}
+    eagle = nested(raw, file, "eagle_config")
     unknown = sorted(set(eagle) - _EAGLE_FIELDS)
     if unknown:
         known = ", ".join(sorted(_EAGLE_FIELDS))
         raise CheckpointError(f"{file}: eagle_config has {', '.join(unknown)}; known are {known}")
-    if eagle.get("use_aux_hidden_state", True) is not True:
+    if not flag(eagle, file, "use_aux_hidden_state", True):
         raise CheckpointError(f"{file}: eagle_config.use_aux_hidden_state is off: that is no EAGLE-3 head")
     return eagle
 
 
 def _norm_before_residual(raw: Raw, fmt: Format, file: Path) -> bool:
-    value = raw.get("norm_before_residual")
-    if value is None and fmt is SPECULATORS:  # speculators defaults it to false, vLLM to true
+    if raw.get("norm_before_residual") is None and fmt is SPECULATORS:  # speculators defaults it to false, vLLM to true
         raise CheckpointError(f"{file}: norm_before_residual is missing; a speculators config must say true or false")
-    return bool(value)
+    return flag(raw, file, "norm_before_residual")
 
 
-def _norm_feedback(raw: Raw, fmt: Format, override: bool | None, problems: list[str]) -> bool:
+def _norm_feedback(raw: Raw, fmt: Format, file: Path, override: bool | None, problems: list[str]) -> bool:
     if override is not None:
         return override
-    if not raw.get("norm_output", False):
+    if not flag(raw, file, "norm_output"):
         return False
     if fmt.norm_output_is_feedback is None:
         problems.append(

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import ModelConfig, RopeConfig
+from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
 from aquiline.models.files import is_gguf, read_json, resolve
 from aquiline.models.gguf.config import config_fields
 from aquiline.models.gguf.reader import read_gguf
-
-Raw = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+_ORIGINAL = "original_max_position_embeddings"
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "truncate")
 _ROPE_FIELDS = {
     "default": set(),
     "linear": {"factor"},
@@ -62,6 +63,7 @@ _ROPE_REQUIRED = {
     "yarn": {"factor"},
     "factors": {"factors"},
 }
+EOS = "eos_token_id"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
 
@@ -76,7 +78,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     extra = read_json(generation) if generation.exists() and not is_gguf(file) else {}
     family = _family(raw, file)
     refuse_features(raw, file, FAMILIES[family].biases + FAMILIES[family].bias_ignored)
-    return geometry(raw, file, family, (*eos_ids(raw, file), *eos_ids(extra, generation)))
+    return geometry(raw, file, family, (*token_ids(raw, file, EOS), *token_ids(extra, generation, EOS)))
 
 
 def config_file(checkpoint: Path) -> Path:
@@ -95,7 +97,7 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     """A ModelConfig from raw config fields under Hugging Face names. Raises CheckpointError on missing or odd ones."""
     kind = FAMILIES[family]
     heads, hidden = count(raw, file, "num_attention_heads"), count(raw, file, "hidden_size")
-    layers = count(raw, file, "num_hidden_layers")
+    layers = count(raw, file, "num_hidden_layers", most=MAX_LAYERS)
     kv_default = heads if raw.get("num_key_value_heads", 0) is None else kind.num_kv_heads or heads
     kv_heads = count(raw, file, "num_key_value_heads", kv_default)
     head_dim = count(raw, file, "head_dim", kind.head_dim or hidden // heads)
@@ -107,8 +109,8 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     rope = read_rope(raw, file, max_positions)
     if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
         raise CheckpointError(f"{file}: {len(rope.factors)} rope factors; head_dim={head_dim} takes {head_dim // 2}")
-    bos = raw.get("bos_token_id")
-    has_bias = {name: name in kind.biases and bool(raw.get(name)) for name in ("attention_bias", "mlp_bias")}
+    bos = token_ids(raw, file, "bos_token_id")
+    has_bias = {name: name in kind.biases and flag(raw, file, name) for name in ("attention_bias", "mlp_bias")}
     return ModelConfig(
         family=family,
         vocab_size=count(raw, file, "vocab_size"),
@@ -119,28 +121,17 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=max_positions,
-        rms_norm_eps=_number(raw.get("rms_norm_eps", 1e-6), file, "rms_norm_eps"),
+        rms_norm_eps=number(raw.get("rms_norm_eps", 1e-6), file, "rms_norm_eps"),
         rope=rope,
         qkv_bias=kind.qkv_bias or has_bias["attention_bias"],
         o_bias=has_bias["attention_bias"],
         mlp_bias=has_bias["mlp_bias"],
         qk_norm=kind.qk_norm,
-        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        tied_head=flag(raw, file, "tie_word_embeddings"),
         windows=_windows(raw, file, kind, layers),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=bos if isinstance(bos, int) else None,
+        bos_token_id=bos[0] if bos else None,
     )
-
-
-def count(raw: Raw, file: Path, name: str, default: int | None = None) -> int:
-    """A positive integer field; `default` stands in for one that is absent or null."""
-    value = raw.get(name)
-    value = default if value is None else value
-    if value is None:
-        raise CheckpointError(f"{file}: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{file}: {name}={value!r} must be a positive integer")
-    return value
 
 
 def refuse_features(raw: Raw, file: Path, allowed: tuple[str, ...] = ()) -> None:
@@ -148,8 +139,8 @@ def refuse_features(raw: Raw, file: Path, allowed: tuple[str, ...] = ()) -> None
     act = raw.get("hidden_act", "silu")
     if act != "silu":
         raise CheckpointError(f"{file}: hidden_act={act!r}; supported is 'silu'")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    if quantised := nested(raw, file, "quantization_config"):
+        method = quantised.get("quant_method", "unknown")
         raise CheckpointError(
             f"{file}: quantization_config (quant_method={method!r}) is not supported; use the bfloat16 checkpoint"
         )
@@ -157,10 +148,10 @@ def refuse_features(raw: Raw, file: Path, allowed: tuple[str, ...] = ()) -> None
         if raw.get(name):
             raise CheckpointError(f"{file}: {name}={raw[name]!r}; mixture-of-experts layers are not supported")
     for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name) and name not in allowed:
+        if flag(raw, file, name) and name not in allowed:
             kind = raw.get("model_type")
             raise CheckpointError(f"{file}: {name}=true adds biases that {kind} does not have here; supported is false")
-    if raw.get("use_mrope"):
+    if flag(raw, file, "use_mrope"):
         raise CheckpointError(f"{file}: use_mrope=true is not supported; supported is false")
 
 
@@ -169,19 +160,21 @@ def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
 
     Source: transformers 5.23 RotaryEmbeddingConfigMixin (rope_scaling wins; original_max_position_embeddings falls
     back to max_position_embeddings). Raises CheckpointError for schemes and fields that are not supported."""
-    fields = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
+    name = "rope_scaling" if nested(raw, file, "rope_scaling") else "rope_parameters"
+    fields = nested(raw, file, name)
+    if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError(f"{file}: {name}={fields!r}; one flat set of parameters for all layers is supported")
     fields = {key: value for key, value in fields.items() if value is not None}
     kind = fields.pop("rope_type", fields.pop("type", "default"))
     fields.pop("type", None)
     fallback = raw.get("rope_theta")
-    theta = _number(fields.pop("rope_theta", 10000.0 if fallback is None else fallback), file, "rope_theta")
+    theta = number(fields.pop("rope_theta", 10000.0 if fallback is None else fallback), file, "rope_theta")
+    if theta <= 1:
+        raise CheckpointError(f"{file}: rope_theta={theta} must be above 1; its powers are the rotation's wavelengths")
     partial = fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial is not None and (isinstance(partial, bool) or partial != 1):
         raise CheckpointError(f"{file}: partial_rotary_factor={partial!r}; supported is 1.0")
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         raise CheckpointError(f"{file}: {name} rope_type={kind!r}; supported are {', '.join(_ROPE_FIELDS)}")
     if kind == "default":
         return RopeConfig(theta)
@@ -191,48 +184,42 @@ def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
     if kind == "factors":
         return RopeConfig(theta, kind, factors=_factors(fields["factors"], file, f"{name}.factors"))
     if kind in ("llama3", "yarn"):
-        outer = raw.get("original_max_position_embeddings") or max_positions
-        fields.setdefault("original_max_position_embeddings", outer)
-    return RopeConfig(theta, kind, {key: _number(value, file, f"{name}.{key}") for key, value in fields.items()})
-
-
-def _number(value: object, file: Path, name: str) -> float:
-    if not isinstance(value, int | float):
-        raise CheckpointError(f"{file}: {name}={value!r} must be a number")
-    return float(value)
+        fields.setdefault(_ORIGINAL, count(raw, file, _ORIGINAL, max_positions))
+    if "truncate" in fields:
+        fields["truncate"] = int(flag(fields, file, "truncate"))
+    parameters = {
+        key: number(value, file, f"{name}.{key}", may_be_zero=key in _MAY_BE_ZERO) for key, value in fields.items()
+    }
+    if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+        raise CheckpointError(
+            f"{file}: {name}.low_freq_factor={fields['low_freq_factor']} must be below "
+            f"high_freq_factor={fields['high_freq_factor']}"
+        )
+    return RopeConfig(theta, kind, parameters)
 
 
 def _factors(value: object, file: Path, name: str) -> tuple[float, ...]:
-    if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
+    if not isinstance(value, list):
         raise CheckpointError(f"{file}: {name}={value!r} must be a list of positive numbers")
-    return tuple(map(float, value))
+    return tuple(number(factor, file, name) for factor in value)
 
 
 def _family(raw: Raw, file: Path) -> str:
-    family, architectures = raw.get("model_type"), raw.get("architectures") or []
+    family, architectures = raw.get("model_type"), texts(raw, file, "architectures")
     supported = ", ".join(kind.architecture for kind in FAMILIES.values())
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise CheckpointError(
             f"{file}: model_type={family!r}, architectures={architectures!r}; supported are {supported}"
         )
     expected = FAMILIES[family].architecture
     if architectures and architectures != [expected]:
         raise CheckpointError(f"{file}: architectures={architectures!r}; supported are {supported}")
-    return str(family)
-
-
-def eos_ids(raw: Raw, file: Path) -> tuple[int, ...]:
-    """The end tokens of a config: one id, a list of them, or none."""
-    value = raw.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise CheckpointError(f"{file}: eos_token_id={value!r} must be a token id or a list of them")
-    return tuple(ids)
+    return family
 
 
 def _windows(raw: Raw, file: Path, kind: Family, layers: int) -> tuple[int, ...]:
     """Per layer, 0 for none; empty when no layer has one. A missing sliding_window means 4096, as in transformers."""
-    if kind.windows == "none" or (kind.windows == "listed" and not raw.get("use_sliding_window", False)):
+    if kind.windows == "none" or (kind.windows == "listed" and not flag(raw, file, "use_sliding_window")):
         _check_types(raw, file, layers, {"full_attention"} if kind.windows == "listed" else None)
         return ()
     if raw.get("sliding_window", 4096) is None:
@@ -244,7 +231,7 @@ def _windows(raw: Raw, file: Path, kind: Family, layers: int) -> tuple[int, ...]
         return (window,) * layers
     types = _check_types(raw, file, layers, {"full_attention", "sliding_attention"})
     if types is None:
-        first = raw.get("max_window_layers", 28)
+        first = count(raw, file, "max_window_layers", 28, least=0)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     windows = tuple(window if name == "sliding_attention" else 0 for name in types)
     return windows if any(windows) else ()
@@ -254,7 +241,7 @@ def _check_types(raw: Raw, file: Path, layers: int, allowed: set[str] | None) ->
     types = raw.get("layer_types")
     if types is None or allowed is None:
         return None
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= allowed:
+    if not isinstance(types, list) or len(types) != layers or not all(name in sorted(allowed) for name in types):
         raise CheckpointError(
             f"{file}: layer_types={types!r}; supported here are {layers} entries of {', '.join(sorted(allowed))}"
         )

@@ -7,20 +7,20 @@ CheckpointError that names the file and the fix, and every tensor that does not 
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from aquiline.checks import parse_json
 from aquiline.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -77,10 +77,12 @@ def _in_directory(directory: Path) -> Path:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError when it is missing, broken or not an object."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing; a checkpoint directory needs it") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); it must be a file that this user may read") from error
+    except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); download or write it again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} holds a JSON {type(data).__name__}, not an object")
@@ -134,11 +136,8 @@ class Tensors:
     def _files(self) -> list[Path]:
         single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
         if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{index} has no weight_map; download it again")
-            files = [self.path / name for name in sorted(set(weight_map.values()))]
-            missing = [file.name for file in files if not file.exists()]
+            files = [self.path / name for name in _shards(index)]
+            missing = [file.name for file in files if not file.is_file()]
             if missing:
                 raise CheckpointError(f"{self.path} lacks {', '.join(missing)}, named by {index.name}; fetch them")
             return files
@@ -181,6 +180,21 @@ class Tensors:
         return tensor
 
 
+def _shards(index: Path) -> list[str]:
+    """The shards that an index names, sorted. All of them stand below its folder: an index from elsewhere must not say
+    which other files of this machine are read. Symbolic links may lead out of the folder, since the hub's cache is made
+    of them; whoever makes the folder makes those, not the index."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map from tensors to files; download it again")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) < 256:
+            raise CheckpointError(f"{index}: weight_map[{tensor!r}]={name!r} must be the name of a file")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{index}: weight_map[{tensor!r}]={name!r} must be a file in the folder of the index")
+    return sorted(set(weight_map.values()))
+
+
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -193,7 +207,7 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
         data = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
         raise CheckpointError(f"{file} is truncated, corrupt or holds more than tensors ({error})") from error
-    if not isinstance(data, dict) or not all(isinstance(t, Tensor) for t in data.values()):
+    if not isinstance(data, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in data.items()):
         raise CheckpointError(f"{file} is not a dictionary of tensors; save a plain state_dict")
     return data
 

@@ -6,12 +6,16 @@ correctly rounded per element, and no sum is taken, so a checkpoint gives the sa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 QUANTISED = ("int8", "int4")
+
+LINEARS = ("qkv", "o", "gate_up", "down", "head", "fc")
+"""Names of the parameters that int8 and int4 are for. A tied head is quantised, the embedding it was is not."""
 GROUP = 32
 """Inputs that share one int4 scale."""
 
@@ -67,3 +71,13 @@ def _round(rows: Tensor, dtype: str) -> QuantisedWeight:
     # A scale of zero: all is zero, or too small for its scale to be a number.
     codes = torch.round(groups / torch.where(scales == 0, torch.inf, scales.float())).clamp_(*limits)
     return QuantisedWeight(codes.to(torch.int8).view_as(rows), scales.squeeze(-1))
+
+
+def weight_bytes(modules: Iterable[nn.Module], dtype: str | None) -> int:
+    """Bytes of the modules' weights as they are stored, linears quantised if dtype says so; shared ones count once."""
+    sizes: dict[object, int] = {}
+    for module in modules:
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            own = dtype if dtype in QUANTISED and name.rpartition(".")[2] in LINEARS else None
+            sizes[weight.data_ptr(), own] = weight.nbytes if own is None else stored_bytes(weight, own)
+    return sum(sizes.values())

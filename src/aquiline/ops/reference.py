@@ -14,7 +14,7 @@ from torch import Tensor
 from aquiline.types import KEY_GROUP, KVGroup, Logprobs, TopK
 
 _MASK32 = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9
+GOLDEN = 0x9E3779B9
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,7 +90,7 @@ def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
     words = torch.tensor([seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32])
     a = lowbias32(lowbias32(words[0] ^ 0x243F6A88) ^ words[1])
     b = lowbias32(lowbias32(a ^ words[2]) ^ 0x85A308D3)
-    bits = lowbias32(lowbias32((ids * _GOLDEN + a) & _MASK32) ^ b)
+    bits = lowbias32(lowbias32((ids * GOLDEN + a) & _MASK32) ^ b)
     low = -torch.log((bits.double() + 0.5) / 2**32)
     high = -torch.log1p(-((2**32 - bits).double() - 0.5) / 2**32)
     exponential = torch.where(bits < 2**31, low, high).float()

@@ -1,15 +1,12 @@
 """A fixed acceptance length, for models whose weights are random: how fast a step is depends on tau, not on the text.
 
-What runs is all that runs otherwise, drafts, verify and draws included; only which drafts are kept is decided here. The
-text is nobody's, so every result that used it must say so (MISSION F5).
+What runs is all that runs otherwise, drafts, verify and draws included; only how many drafts are kept is decided here.
+The text is nobody's, so every result that used it must say so (MISSION F5).
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from aquiline.spec.tree import DraftTree
-from aquiline.types import AcceptResult, Int32
+from aquiline.spec.drafting import Chain, Drafting
 
 
 class SimulatedAcceptance:
@@ -25,24 +22,13 @@ class SimulatedAcceptance:
         self.tau = tau
         self.owed = 0.0  # accepted tokens that rounding still owes
 
-    def __call__(self, tree: DraftTree, drawn: Int32) -> AcceptResult:
-        """AcceptResult of chains; a one-node tree accepts nothing. Raises ValueError for wider trees."""
-        shape = tree.topology
-        if not shape.is_chain:
+    def next(self, drafting: Drafting) -> int | None:
+        """How many drafts one slot accepts in its next step. Raises ValueError for trees."""
+        if not drafting.is_speculative:
+            return None
+        if not isinstance(drafting, Chain):
             raise ValueError("simulate_tau: acceptance is simulated for chains; use drafter='chain'")
-        B, depth = len(shape.offsets) - 1, shape.max_depth
-        accepted = np.zeros(B, np.int32)
-        if depth:
-            for b in range(B):
-                self.owed += min(self.tau - 1, depth)
-                accepted[b] = min(int(self.owed + 1e-9), depth)
-                self.owed -= float(accepted[b])
-        levels = np.arange(depth + 1, dtype=np.int32)
-        path = np.where(levels <= accepted[:, None], levels, 0).astype(np.int32)
-        firsts = shape.offsets[:-1]
-        tokens = np.full((B, depth + 1), -1, np.int32)
-        if depth:
-            drafts = tree.tokens.reshape(B, depth + 1)[:, 1:]
-            tokens[:, :-1] = np.where(levels[:-1] < accepted[:, None], drafts, -1)
-        tokens[np.arange(B), accepted] = drawn[firsts + accepted]
-        return AcceptResult(path=path, tokens=tokens, num_accepted=accepted)
+        self.owed += min(self.tau - 1, drafting.num_spec_tokens)
+        accepted = min(int(self.owed + 1e-9), drafting.num_spec_tokens)
+        self.owed -= accepted
+        return accepted

@@ -144,7 +144,7 @@ class StaticShape:
 
 @lru_cache
 def static_shape(static_paths: tuple[tuple[int, ...], ...]) -> StaticShape:
-    """Topology of a list of paths of child ranks (config.SpecConfig validates it)."""
+    """Topology of a list of paths of child ranks (config.Drafting validates it)."""
     ordered = sorted(static_paths, key=lambda path: (len(path), path))
     number = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
     return StaticShape(

@@ -16,6 +16,7 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
+from aquiline.checks import is_unicode
 from aquiline.errors import CheckpointError
 from aquiline.models.files import is_gguf, read_json
 from aquiline.text.answers import (
@@ -143,6 +144,12 @@ class ChatTemplate:
         return (last,) if last in self._special_ids else ()
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: dict[str, str]) -> str:
+        text = self._written(messages, add_generation_prompt, marks)
+        if not is_unicode(text):
+            raise ValueError("a message holds half a surrogate pair, which is no text; write the character whole")
+        return text
+
+    def _written(self, messages: Sequence[Message], add_generation_prompt: bool, marks: dict[str, str]) -> str:
         if self._compiled is None:
             return _BETWEEN.join(message["content"] for message in messages)
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]

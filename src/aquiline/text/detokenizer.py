@@ -2,55 +2,90 @@
 
 from __future__ import annotations
 
+import re
+
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 CUT = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows bytes that are no character, or not yet
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # how a vocabulary with byte fallback spells one byte
+
+CONTEXT = 8
+"""Prompt tokens to the left of the output that the decoder is shown."""
+
+MAX_CUT = 64
+"""Prompt tokens that may be a cut character, or its bytes, before the output counts as the beginning of a text."""
 
 
 class Detokenizer:
-    """Streams text out of tokens, holding back what might yet become a stop string or half a character.
+    """Streams text out of tokens, holding back what might yet become a stop string, half a character or a run of bytes.
+
+    Every `add` and the `finish` together give decode(left + output) without decode(left) at its beginning. Here left is
+    the prompt without the tokens at its end that are bytes or a cut character, and decode is the tokenizer's, special
+    tokens skipped. That holds for every decoder that leaves a text alone once a whole character or a run of byte tokens
+    stands behind it: byte-level ones, and SentencePiece's with or without byte fallback. A decoder that takes back text
+    (WordPiece's clean-up) does not change what was shown.
 
     num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
     tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
         self.tokenizer, self.stop = tokenizer, stop
-        self.stream = DecodeStream(ids=_context(tokenizer, prompt_ids), skip_special_tokens=True) if tokenizer else None
         self.held = ""
-        self.undecided: list[int] = []  # last tokens, of which the stream has shown nothing: a character's first bytes
+        self.context = _context(tokenizer, prompt_ids) if tokenizer else []  # tokens whose text was shown last
+        self.shown = len(self._decode(self.context))
+        self.undecided: list[int] = []  # tokens behind them, whose text may still change
+        self.is_in_bytes = False  # whether they end in a run of byte tokens
         self.num_until_stop: int | None = None
         self.longest = max((len(s) for s in stop), default=0)
 
     def add(self, token_ids: list[int], hide_last: bool = False) -> str:
         """Text made final by these tokens; hide_last leaves the last one (a stop token) out of the text."""
         self.num_until_stop = None
-        if self.tokenizer is None or self.stream is None:
+        if self.tokenizer is None:
             return ""
-        for i, token in enumerate(token_ids[:-1] if hide_last else token_ids):
-            piece = self.stream.step(self.tokenizer, token)
-            if piece is None:
-                self.undecided.append(token)
+        num = len(token_ids) - hide_last
+        for i, token in enumerate(token_ids[:num], 1):
+            self.undecided.append(token)
+            is_final = self._is_final(token)
+            if not self.stop and not (is_final and i == num):
+                continue  # only a stop string asks where in the block a text ends
+            piece = self._undecided_text()
+            if piece.endswith(CUT):
                 continue
-            self.held += piece
-            self.undecided.clear()
-            if not self.stop:
-                continue
-            ends = [(at, s) for s in self.stop if (at := self.held.find(s)) >= 0]
+            text = self.held + piece
+            if is_final and piece:
+                self.held, self.context, self.undecided = text, self.undecided, []
+                self.shown = len(self._decode(self.context))
+            # A stop string ends the text, so that a run of bytes that completes one is final as well.
+            ends = [at for s in self.stop if (at := text.find(s)) >= 0]
             if ends:
-                text, self.held = self.held[: min(ends)[0]], ""
-                self.num_until_stop = i + 1
-                return text
+                self.held, self.undecided, self.num_until_stop = "", [], i
+                return text[: min(ends)]
         keep = self._partial_stop() if self.stop else 0
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return text
 
     def finish(self) -> str:
         """What was held back, when nothing more comes; a character that was cut shows as the decoder shows it."""
-        text, self.held = self.held, ""
-        if self.tokenizer is not None and self.undecided:
-            text += self.tokenizer.decode(self.undecided, skip_special_tokens=True)
-            self.undecided.clear()
+        text = self.held + (self._undecided_text() if self.undecided else "")
+        self.held, self.undecided = "", []
+        return text
+
+    def _is_final(self, token: int) -> bool:
+        """Whether a token ends the run of bytes that stands before it, if one does. A decoder with byte fallback shows
+        a run of bytes in which anything is wrong as CUTs, what was right in it too."""
+        assert self.tokenizer is not None
+        if _is_byte(self.tokenizer, token):
+            self.is_in_bytes = True
+        elif self.is_in_bytes:
+            self.is_in_bytes = _is_skipped(self.tokenizer, token)
+        return not self.is_in_bytes
+
+    def _undecided_text(self) -> str:
+        return self._decode(self.context + self.undecided)[self.shown :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True) if self.tokenizer and ids else ""
         return text
 
     def _partial_stop(self) -> int:
@@ -63,8 +98,27 @@ class Detokenizer:
 
 def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
     """The last prompt tokens, which the decoder needs to the left of the output (leading spaces), up to the end of a
-    character: DecodeStream shows its whole context again once a character that was cut there is complete."""
-    context = list(prompt_ids[-8:])
-    while context and tokenizer.decode(context, skip_special_tokens=True).endswith(CUT):
-        context.pop()
-    return context
+    character: what the output adds to a character or a run of bytes must not change text that is the prompt's."""
+    num_cut = 0
+    for end in range(len(prompt_ids), 0, -1):
+        token = prompt_ids[end - 1]
+        if _is_byte(tokenizer, token) or _is_skipped(tokenizer, token):
+            continue
+        context = list(prompt_ids[max(0, end - CONTEXT) : end])
+        if not tokenizer.decode(context, skip_special_tokens=True).endswith(CUT):
+            return context
+        num_cut += 1
+        if num_cut == MAX_CUT:
+            break
+    return []
+
+
+def _is_byte(tokenizer: Tokenizer, token: int) -> bool:
+    return BYTE.fullmatch(tokenizer.id_to_token(token) or "") is not None
+
+
+def _is_skipped(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a decoder that skips special tokens does not see this one."""
+    return not tokenizer.decode([token], skip_special_tokens=True) and bool(
+        tokenizer.decode([token], skip_special_tokens=False)
+    )

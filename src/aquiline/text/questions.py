@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aquiline.checks import is_unicode, parse_json
+
 _GZIP = b"\x1f\x8b"
 _USERS = ("user", "human")
 _MODELS = ("assistant", "gpt", "chatgpt", "model", "bard", "bing")
@@ -98,8 +100,8 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}); give one object per line, or one list of objects") from None
 
 
@@ -204,10 +206,8 @@ def _texts(value: object, name: str) -> tuple[str, ...]:
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name}={json.dumps(value)[:40]} must be text that is not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} holds half a surrogate pair, which is no text") from None
+    if not is_unicode(value):
+        raise ValueError(f"{name} holds half a surrogate pair, which is no text")
     return value
 
 

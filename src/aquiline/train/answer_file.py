@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from aquiline.checks import parse_json
 from aquiline.train.regenerated import Tally
 
 
@@ -67,7 +68,7 @@ class AnswerFile:
 
     def _check_settings(self) -> None:
         try:
-            before = json.loads(self.meta.read_text(encoding="utf-8"))
+            before = parse_json(self.meta.read_text(encoding="utf-8"))
             assert isinstance(before, dict)
         except (OSError, ValueError, AssertionError):
             raise ValueError(
@@ -89,7 +90,7 @@ class AnswerFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                     is_new = row["id"] not in self.ids
                     self._count(row)
                 except (ValueError, KeyError, TypeError):

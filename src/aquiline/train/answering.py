@@ -3,10 +3,13 @@
 No answer is tokenised again. The prompt of the next turn is the ids so far and, behind them, the ids of the text that
 the chat template writes between the end of an answer and the place of the next one. Where the tokenizer would write the
 same answer with other ids, the engine's stay.
+
+Where a draft helps, the conversation also says which tokens the draft missed: training can replay these errors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -33,16 +36,20 @@ class Prompt:
 class Conversation:
     """The user's turns of `question`, answered one after the other at one temperature, under one seed.
 
-    token_ids: prompts and answers so far. loss_mask: per id 1 where the target wrote it, 0 elsewhere."""
+    token_ids: prompts and answers so far. loss_mask: per id 1 where the target wrote it, 0 elsewhere. rejected: per id
+    1 where verification put it in the place of a drafted token. num_spec_tokens: length of the chains that are drafted;
+    0 for none, and then a row has no field `rejected`."""
 
     id: int
     question: Question
     labels: dict[str, object]  # copied from the input row
     temperature: float
     seed: int
+    num_spec_tokens: int = 0
     messages: list[dict[str, str]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     prompt: Prompt | None = None  # that the target continues now
 
@@ -86,6 +93,9 @@ class Conversation:
         assert prompt is not None and output.prompt_ids == self.token_ids[: prompt.num_kept] + prompt.added
         self.messages = [*prompt.messages, {"role": "assistant", "content": output.text}]
         self.loss_mask = self.loss_mask[: prompt.num_kept] + [0] * len(prompt.added) + [1] * len(output.token_ids)
+        if self.num_spec_tokens:
+            missed = rejected_tokens(output.by_draft, self.num_spec_tokens)
+            self.rejected = self.rejected[: prompt.num_kept] + [0] * len(prompt.added) + missed
         self.token_ids = output.prompt_ids + output.token_ids
         self.finish_reasons.append(output.finish_reason)
         self.prompt = None
@@ -93,7 +103,7 @@ class Conversation:
     def row(self) -> dict[str, object]:
         """The conversation as a row of the output; turns that were not answered are counted in num_turns_left."""
         left: dict[str, object] = {"num_turns_left": self.num_left} if self.num_left else {}
-        return {"id": self.id} | self.labels | left | {
+        row = {"id": self.id} | self.labels | left | {
             "temperature": self.temperature,
             "seed": self.seed,
             "finish_reasons": self.finish_reasons,
@@ -101,3 +111,16 @@ class Conversation:
             "token_ids": self.token_ids,
             "loss_mask": self.loss_mask,
         }  # fmt: skip
+        return row | {"rejected": self.rejected} if self.num_spec_tokens else row
+
+
+def rejected_tokens(by_draft: Sequence[bool], num_spec_tokens: int) -> list[int]:
+    """Per token of an answer 1 where the target's token replaced a drafted one, from which tokens the draft wrote.
+
+    The first token comes from the prompt. Every later step commits the accepted tokens of a chain and one token of the
+    target's own. That token stands in the place of a rejected one, unless the whole chain was accepted."""
+    rejected, num_accepted = [], 0
+    for at, is_drafted in enumerate(by_draft):
+        rejected.append(int(not is_drafted and at > 0 and num_accepted < num_spec_tokens))
+        num_accepted = num_accepted + 1 if is_drafted else 0
+    return rejected

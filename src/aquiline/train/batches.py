@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class Assembler:
         starts = torch.tensor([0, *(len(tokens) for tokens in documents)]).cumsum(0).numpy()
         tokens = torch.cat([torch.from_numpy(tokens) for tokens in documents])
         mask = torch.cat([torch.arange(len(t)) >= n for t, n in zip(documents, first_counted, strict=True)])
-        corpus = Corpus(tokens.numpy(), starts, mask.numpy())
+        corpus = Corpus(tokens.numpy(), starts, mask.numpy(), np.zeros(len(tokens), np.bool_))
         rows = [[Piece(int(a), int(b - a))] for a, b in itertools.pairwise(starts)]
         return self._beside(gather(corpus, rows, width, self.device), documents)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from aquiline.checks import parse_json
 from aquiline.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -143,15 +144,18 @@ def seal(folder: Path) -> None:
 def damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder; None if it is whole."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed = [(name, told["bytes"], told["sha256"]) for name, told in files.items()]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return f"{MANIFEST} is missing or broken"
-    for name, told in files.items():
+    if not listed or any(Path(name).name != name for name, _, _ in listed):
+        return f"{MANIFEST} is missing or broken"
+    for name, num_bytes, digest in listed:
         file = folder / name
         size = file.stat().st_size if file.is_file() else 0
-        if size != told["bytes"]:
-            return f"{name} has {size} of {told['bytes']} bytes"
-        if _digest(file) != told["sha256"]:
+        if size != num_bytes:
+            return f"{name} has {size} of {num_bytes} bytes"
+        if _digest(file) != digest:
             return f"{name} is not what was written"
     return None
 

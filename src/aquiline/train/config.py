@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from aquiline.checks import check_fields
 
 LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
 """The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
@@ -37,6 +40,7 @@ class TrainConfig:
     late_share: float = 1.0  # share of positions that steps 1 .. S-1 train on
     loss: str = "ce"
     loss_on: str = "answers"
+    replay: float = 1.0  # weight of a prediction of a token that a draft missed when it served
     decay: float = 0.8
     optimizer: str = "adamw"
     lr: float | None = None
@@ -64,7 +68,12 @@ class TrainConfig:
     log: tuple[str, ...] = ()  # where figures go beside train.jsonl
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        check_fields(self)
+        problems = [
+            f"{f.name}={value}: must be a number that is finite" for f in fields(self)
+            if isinstance(value := getattr(self, f.name), float) and not math.isfinite(value)
+        ]  # fmt: skip
+        problems = problems or self._problems()
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -78,11 +87,13 @@ class TrainConfig:
             (0 < self.late_share <= 1, f"late_share={self.late_share}: must be above 0 and at most 1"),
             (self.loss in LOSS_NAMES, f"loss={self.loss!r}: must be one of {', '.join(LOSS_NAMES)}"),
             (self.loss_on in LOSS_ON, f"loss_on={self.loss_on!r}: must be one of {', '.join(LOSS_ON)}"),
+            (1 <= self.replay < math.inf, f"replay={self.replay}: must be at least 1, which is no replay"),
             (self.optimizer in ("adamw", "muon"), f"optimizer={self.optimizer!r}: must be adamw or muon"),
             (self.lr is None or self.lr > 0, f"lr={self.lr}: must be above 0"),
             (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),
             (0 <= self.warmup < 1, f"warmup={self.warmup}: must be in [0, 1)"),
             (self.clip > 0, f"clip={self.clip}: must be above 0"),
+            (self.weight_decay >= 0, f"weight_decay={self.weight_decay}: must be at least 0"),
             (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
             (self.log_every >= 1 and self.eval_every >= 1, "log_every and eval_every must be at least 1"),
             (0 <= self.ema < 1, f"ema={self.ema}: must be in [0, 1)"),

@@ -24,11 +24,13 @@ HELD_OUT_MODULUS = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents end to end: tokens int32 [n], starts int64 [documents + 1], mask bool [n] of tokens that count."""
+    """Documents end to end: tokens int32 [n], starts int64 [documents + 1], mask bool [n] of tokens that count,
+    rejected bool [n] of tokens that a draft missed when it served."""
 
     tokens: Int32
     starts: Int64
     mask: Bool
+    rejected: Bool
 
     @property
     def num_documents(self) -> int:
@@ -47,14 +49,16 @@ def is_held_out(key: str) -> bool:
 
 def build_corpus(documents: Iterable[Document]) -> Corpus:
     """Concatenate documents into one stream."""
-    tokens, masks, lengths = [], [], [0]
+    none = np.zeros(0, np.bool_)
+    tokens, masks, rejected, lengths = [np.zeros(0, np.int32)], [none], [none], [0]
     for document in documents:
+        num = len(document.tokens)
         tokens.append(document.tokens.astype(np.int32))
-        masks.append(np.ones(len(document.tokens), np.bool_) if document.mask is None else document.mask)
-        lengths.append(len(document.tokens))
-    if not tokens:
-        return Corpus(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.bool_))
-    return Corpus(np.concatenate(tokens), np.cumsum(lengths, dtype=np.int64), np.concatenate(masks))
+        masks.append(np.ones(num, np.bool_) if document.mask is None else document.mask)
+        rejected.append(np.zeros(num, np.bool_) if document.rejected is None else document.rejected)
+        lengths.append(num)
+    starts = np.cumsum(lengths, dtype=np.int64)
+    return Corpus(np.concatenate(tokens), starts, np.concatenate(masks), np.concatenate(rejected))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,13 @@ from aquiline.types import Bool
 class Document:
     """One document: token ids [n] and a mask bool [n] of those that count; None counts every token.
 
-    `key` names where it came from. Documents of one conversation share their key."""
+    rejected bool [n]: tokens that a draft missed when it served; None where that is not known. `key` names where it
+    came from. Documents of one conversation share their key."""
 
     key: str
     tokens: NDArray[np.integer]
     mask: Bool | None = None
+    rejected: Bool | None = None
 
 
 @dataclass

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.models.eagle import DraftHead
+from aquiline.spec.drafting import NoDraft
 from aquiline.train.batches import Assembler, Batch
 from aquiline.train.head_loss import rows_of
 from aquiline.train.losses import matched_given, soft_cross_entropy
@@ -44,8 +45,8 @@ def write_texts(
     models: LoadedModels, prompts: Sequence[Int32], num_new: int, temperature: float, seed: int
 ) -> list[Text]:
     """The target's continuation of each prompt, at most num_new tokens, by the engine and without a draft."""
-    config = EngineConfig(max_batch=16, row_budget=models.max_rows // 2, prefix_cache=False)
-    llm = LLM.from_models(models, config, SpecConfig(drafter="none"))
+    config = EngineConfig(max_batch=16, row_budget=1024, prefix_cache=False)
+    llm = LLM.from_models(models, config, NoDraft())
     sampling = [SamplingParams(max_tokens=num_new, temperature=temperature, seed=seed + i) for i in range(len(prompts))]
     outputs = llm.generate([tokens.tolist() for tokens in prompts], sampling)
     return [

@@ -1,8 +1,11 @@
-"""The draft's head and the loss over it, a few rows at a time: logits live in the cache and are never kept.
+"""The draft's head and the loss over it, a few rows at a time: logits are never kept.
 
 The logits of a training step would take more memory than everything else together, and most of a step's time goes
 into them. So each chunk of rows goes forward, gets its loss and gradient, and goes backward at once; what is left is
 the gradient of the rows and of the head. The target's logits of a position are computed once for all passes.
+
+Two sizes matter on a CPU. A matrix product reorders the head once per call, so a chunk has many rows. Losses are
+formed in blocks of few rows, whose logits, probabilities and gradients stay in the cache.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from torch import Tensor
 
 from aquiline.train.losses import Loss, Rows, softmax_with_sum
 
-CHUNK_BYTES = 8 << 20
-"""Of one chunk's float32 logits: a share of the last-level cache."""
+CHUNK_BYTES = 32 << 20
+"""Of one chunk's float32 logits."""
+BLOCK_BYTES = 4 << 20
+"""Of one block's float32 logits on a CPU: a small share of the last-level cache. A GPU takes a chunk as one block."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class _HeadLoss(torch.autograd.Function):
         weight: Tensor,
         settings: _Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        loss, dtype, measure = settings
+        dtype = settings.dtype
         rows, kernel = a.to(dtype), head.to(dtype)
         grad_a, grad_head = torch.empty_like(rows), torch.zeros_like(kernel, dtype=torch.float32)
         values = torch.empty(len(a), device=a.device)
@@ -86,21 +91,15 @@ class _HeadLoss(torch.autograd.Function):
         size = max(16, CHUNK_BYTES // (4 * len(head)))
         for start in range(0, len(a), size):
             part = slice(start, start + size)
-            places, which = torch.unique_consecutive(at[part], return_inverse=True)
-            told = target.logits(places, dtype)
-            p = rows_of(told, told, target.lse[places])
-            logits = (rows[part] @ kernel.T).float()
-            if measure:
-                correct[part] = logits.argmax(-1) == told.argmax(-1)[which]
-            is_whole = len(places) == len(which)
-            graded = loss(Rows(logits, *((p.p, p.inside) if is_whole else (p.p[which], p.inside[which]))))
-            values[part] = graded.value
-            grad = graded.grad.mul_(weight[part, None]).to(dtype)
-            grad_a[part] = grad @ kernel
+            logits = rows[part] @ kernel.T
+            values[part], correct[part] = _grade(logits, target, at[part], settings)
+            weighed = weight[part, None]
+            grad_a[part] = (logits @ kernel).mul_(weighed)
+            weighed_rows = (rows[part] * weighed).to(dtype)
             if dtype == torch.float32:
-                grad_head.addmm_(grad.T, rows[part])
+                grad_head.addmm_(logits.T, weighed_rows)
             else:
-                grad_head += grad.T @ rows[part]
+                grad_head += logits.T @ weighed_rows
         ctx.save_for_backward(grad_a, grad_head)
         ctx.dtypes = (a.dtype, head.dtype)
         ctx.mark_non_differentiable(values, correct)
@@ -110,3 +109,26 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_a, grad_head = ctx.saved_tensors
         return (grad_a * grad).to(ctx.dtypes[0]), (grad_head * grad).to(ctx.dtypes[1]), None, None, None, None
+
+
+def _grade(logits: Tensor, target: TargetRows, at: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+    """Losses of rows [n], and whether their best guess is the target's (False where that is not measured). `logits`
+    [n, Vd] turn into their gradients."""
+    loss, dtype, measure = settings
+    places, which = torch.unique_consecutive(at, return_inverse=True)
+    told = target.logits(places, dtype)
+    size = max(1, BLOCK_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(logits)
+    values = torch.empty(len(logits), device=logits.device)
+    correct = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    for start in range(0, len(logits), size):
+        block = slice(start, start + size)
+        own, mine = which[block], logits[block].float()
+        seen = slice(int(own[0]), int(own[-1]) + 1)  # ascending, so that a block's positions stand side by side
+        own = own - seen.start
+        if measure:
+            correct[block] = mine.argmax(-1) == told[seen].argmax(-1)[own]
+        rows = rows_of(mine, told[seen], target.lse[places[seen]])
+        is_whole = len(rows.p) == len(own)
+        graded = loss(rows if is_whole else Rows(mine, rows.p[own], rows.inside[own]))
+        values[block], logits[block] = graded.value, graded.grad
+    return values, correct

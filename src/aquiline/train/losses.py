@@ -51,10 +51,9 @@ def soft_cross_entropy(rows: Rows) -> Graded:
 
 
 def softmax_with_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax [n, V] and log-sum-exp [n] of logits [n, V], in one pass less than the two apart."""
+    """softmax [n, V] and log-sum-exp [n] of logits [n, V]: the largest logit less its probability's logarithm."""
     q = torch.softmax(logits, -1)
-    peak, at = logits.max(-1, keepdim=True)
-    return q, (peak - q.gather(-1, at).log()).squeeze(-1)
+    return q, logits.amax(-1) - q.amax(-1).log()
 
 
 def kl(rows: Rows) -> Graded:

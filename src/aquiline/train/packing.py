@@ -60,15 +60,16 @@ def gather(corpus: Corpus, rows: list[list[Piece]], context: int, device: torch.
     """The batch of the given rows; what no piece fills is padding of document -1."""
     tokens, positions = np.zeros((2, len(rows), context), np.int64)
     document = np.full((len(rows), context), -1, np.int64)
-    mask = np.zeros((len(rows), context), np.bool_)
+    mask, rejected = np.zeros((2, len(rows), context), np.bool_)
     for b, row in enumerate(rows):
         at = 0
         for d, piece in enumerate(row):
             here, there = slice(at, at + piece.length), slice(piece.start, piece.start + piece.length)
             tokens[b, here], mask[b, here] = corpus.tokens[there], corpus.mask[there]
+            rejected[b, here] = corpus.rejected[there]
             positions[b, here], document[b, here] = np.arange(piece.length), d
             at += piece.length
-    arrays = (tokens, document, positions, mask)
+    arrays = (tokens, document, positions, mask, rejected)
     return TokenBatch(*(torch.from_numpy(x).to(device) for x in arrays))
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.config import EngineConfig, Environment
-from aquiline.engine.model import load_models
+from aquiline.config import Environment
+from aquiline.engine.model import Loading, load_models
 from aquiline.errors import CheckpointError
 from aquiline.models.config import default_capture
 from aquiline.models.eagle import DraftHead
@@ -62,8 +62,7 @@ class Prepared:
         prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - num_new)
         models = self.teacher.models
         if models is None:  # the target trains on a GPU; the engine runs on the CPU
-            engine = EngineConfig(max_batch=16, row_budget=max(2048, config.context))
-            models = load_models(config.target, None, "bfloat16", engine, Environment.read())
+            models = load_models(config.target, None, Loading(), Environment.read())
         texts = [
             text
             for temperature in (0.0, TEMPERATURE)
@@ -107,6 +106,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     )
     if split.rejects.counts:
         say(f"not used: {split.rejects}")
+    _check_replay(config, split.train, say)
     digest = target_digest(teacher)
     views = Views(teacher.views, _cache(config, teacher, digest))
     head, scale = _begin(config, start, _Source(teacher, split.train, ids), partial(_sample, batches, views), say)
@@ -120,6 +120,19 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     }  # fmt: skip
     settings = settings_of(config, derived)
     return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device, settings)
+
+
+def _check_replay(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> None:
+    """Say what is replayed. Raises ValueError if there is nothing."""
+    num = int((corpus.rejected & corpus.mask).sum())
+    if config.replay == 1:
+        return
+    if not num:
+        raise ValueError(
+            f"replay={config.replay:g}: no row of the data says which tokens a draft missed; write rows that do with "
+            "aquiline regenerate --draft, or drop --replay"
+        )
+    say(f"replay: {num} tokens ({num / corpus.mask.sum():.0%} of those counted) weigh {config.replay:g}")
 
 
 def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:

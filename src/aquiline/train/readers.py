@@ -6,7 +6,6 @@ Owns what a path may be and what can go wrong in a file; rows.py knows what a ro
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aquiline.checks import parse_json
 from aquiline.train import tables
 from aquiline.train.conversations import RowError
 from aquiline.train.documents import Document, Rejects, TokenIds
@@ -138,16 +138,16 @@ class _Source:
 
     def _line(self, line: bytes, key: str) -> list[Document]:
         try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            row = parse_json(line)
+        except ValueError:
             self.rejects.add("not JSON", key)
             return []
         return self._of_row(row, key)
 
     def _json(self, path: Path, key: str) -> Iterator[Document]:
         try:
-            rows = json.loads(path.read_bytes())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            rows = parse_json(path.read_bytes())
+        except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error}); one object a line is .jsonl") from None
         if not isinstance(rows, list):
             raise ValueError(f"{path}: must be a JSON list of rows")

@@ -53,7 +53,7 @@ def read_recipe(name: str) -> Recipe:
         raise ValueError(f"recipe={name!r}: must be one of {', '.join(recipe_names())}, or a .yaml file")
     try:
         raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"recipe={name}: is not YAML ({error})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("target"), str):
         raise ValueError(f"recipe={name}: must name a target")
@@ -63,12 +63,16 @@ def read_recipe(name: str) -> Recipe:
     _refuse_unknown(name, "train.", settings, known)
     _refuse_unknown(name, "geometry.", geometry or {}, [f.name for f in fields(TargetShape)])
     settings = {
-        key: Path(value) if key in _PATHS else tuple(value) if key in _TUPLES else value
+        key: Path(value)
+        if key in _PATHS and isinstance(value, str)
+        else tuple(value)
+        if key in _TUPLES and isinstance(value, list)
+        else value
         for key, value in settings.items()
     }
     try:
         shape = TargetShape(**geometry) if geometry else None
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"recipe={name}: geometry: {error}") from None
     return Recipe(path.stem if path.suffix else name, raw["target"], shape, settings, raw.get("needs"))
 

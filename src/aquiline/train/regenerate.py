@@ -8,6 +8,7 @@ answer is the same in whatever order, batch or continuation of a run it is writt
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections import Counter, deque
@@ -16,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aquiline.checks import check_fields, is_unicode
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
-from aquiline.metrics import Meter
 from aquiline.models.fingerprint import fingerprint
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.questions import read_rows
@@ -59,6 +60,7 @@ class RegenerateConfig:
     limit: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.data:
             raise ValueError("data=(): name at least one file of prompts")
         for temperature in self.temperatures:
@@ -119,7 +121,7 @@ class Regeneration:
         """Answer every row that is asked for and has no answer yet."""
         engine, out = self.llm.engine, self.out
         num_resumed, num_tokens_before = len(out.ids), out.total.num_answer_tokens
-        engine.meter = Meter()
+        began = engine.meter.mark()
         began_s = time.perf_counter()
         with out, self.bar:
             for output in self.llm.outputs(self._requests(), self.bar.tick):
@@ -137,20 +139,21 @@ class Regeneration:
             skipped=dict(self.skipped), num_shortened=self.num_shortened, reasons=self.reasons,
             total=out.total, by_temperature=out.by_temperature,
             answer_tokens=out.total.num_answer_tokens - num_tokens_before, seconds=time.perf_counter() - began_s,
-            summary=engine.meter.summary(),
+            summary=engine.meter.since(began),
         )  # fmt: skip
         assert done.num_done + done.num_failed + done.num_skipped == done.num_rows, done
         return done
 
     def _settings(self) -> dict[str, Any]:
-        """All that a row of the output depends on, its number apart."""
+        """All that a row of the output depends on, its number apart. Of a draft, only `rejected` depends: a run may be
+        continued with a newer one."""
         config, models = self.config, self.llm.models
         return {
             "target_fingerprint": fingerprint(self.target),
             "template_options": self.template.options,
             "dtype": models.storage,
             "arithmetic": models.arithmetic,
-            "path": "native" if models.is_native else "torch",
+            "path": models.pair.name,
             "data_sha256": [hashlib.sha256(path.read_bytes()).hexdigest() for path in config.data],
             "temperatures": config.temperatures,
             "temperature_weights": config.temperature_weights,
@@ -202,8 +205,12 @@ class Regeneration:
             return None
         assert isinstance(value, dict), "a question is an object"
         labels = {name: value[name] for name in LABELS if name in value}
+        if not is_unicode(json.dumps(labels, ensure_ascii=False)):
+            self._fail(row, f"{', '.join(labels)}: hold half a surrogate pair, which is no text")
+            return None
         temperature, seed = self.config.draw(row)
-        return Conversation(row, question, labels, temperature, seed)
+        chain = self.llm.spec.as_dict().get("num_spec_tokens", 0)
+        return Conversation(row, question, labels, temperature, seed, chain)
 
     def _request(self, conversation: Conversation) -> Request | None:
         """What the engine is to continue; None if there is nothing: the template refuses it, or it is too long."""

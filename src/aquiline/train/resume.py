@@ -14,8 +14,8 @@ from aquiline.train.config import TrainConfig
 from aquiline.train.data import Corpus
 
 COMPARED = (
-    "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "loss_on", "decay", "optimizer", "warmup",
-    "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens",
+    "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "loss_on", "replay", "decay", "optimizer",
+    "warmup", "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens",
 )  # fmt: skip
 """Fields stored as they are."""
 DERIVED = (
@@ -25,13 +25,15 @@ DERIVED = (
 """Fields whose meaning is stored: the rate used, digests of weights and tokens, the shape of the draft."""
 CHANGEABLE = (
     "data", "held_out", "eval_rows", "eval_tokens", "lr", "batch_size", "accumulate", "context", "ttt_steps",
-    "late_share", "loss", "loss_on", "decay", "warmup", "clip", "seed",
+    "late_share", "loss", "loss_on", "replay", "decay", "warmup", "clip", "seed",
 )  # fmt: skip
 """What --may-differ can name: the weights and the optimizer's state mean the same under another value."""
 JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps")
 """Scores before and after a change of these cannot be compared."""
 BUDGET = ("steps", "tokens", "minutes", "epochs")
 """A longer or shorter budget is told, not refused: the learning rate follows the new one from where the run stands."""
+UNSTORED = {"replay": 1.0}
+"""Fields that older checkpoints lack, with the value that their runs had."""
 FREE = (
     "out", "init", "resume", "may_differ", "log_every", "eval_every", "features", "keep", "save_every_minutes",
     "parallel", "attention", "log",
@@ -40,10 +42,13 @@ FREE = (
 
 
 def corpus_digest(corpus: Corpus) -> str:
-    """128 bits of the hash of a corpus: tokens, document boundaries and mask."""
+    """128 bits of the hash of a corpus: tokens, document boundaries, mask, and rejected tokens where there are any, so
+    that a corpus without them keeps the digest that older checkpoints store."""
     digest = hashlib.sha256()
     for array, kind in ((corpus.tokens, "<i4"), (corpus.starts, "<i8"), (corpus.mask, "?")):
         digest.update(array.astype(kind).tobytes())
+    if corpus.rejected.any():
+        digest.update(corpus.rejected.tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -67,8 +72,9 @@ def check_settings(stored: Mapping[str, Any], now: Mapping[str, Any], may_differ
     unknown = sorted(set(may_differ) - set(CHANGEABLE))
     if unknown:
         raise ValueError(f"may_differ={','.join(unknown)}: what may differ is {', '.join(CHANGEABLE)}")
-    differing = [name for name in now if stored[name] != now[name]]
-    told = {name: f"{name}: {stored[name]} before, {now[name]} now" for name in differing}
+    before = UNSTORED | dict(stored)
+    differing = [name for name in now if before[name] != now[name]]
+    told = {name: f"{name}: {before[name]} before, {now[name]} now" for name in differing}
     refused = [told[name] for name in differing if name not in BUDGET and name not in may_differ]
     if refused:
         raise ValueError(

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aquiline.checks import is_unicode
 from aquiline.text.chat import MaskedTokens, Message
 from aquiline.train.conversations import RowError, messages_of
 from aquiline.train.documents import Document, TokenIds
+from aquiline.types import Bool
 
 
 @dataclass(frozen=True)
@@ -29,21 +32,21 @@ class RowReader:
             raise RowError("not an object")
         tokens = row.get("input_ids", row.get("token_ids"))
         if tokens is not None and row.get("loss_mask") is not None:
-            return [self._masked(tokens, row["loss_mask"], key)]
+            return [self._masked(row, _checked(tokens), key)]
         messages = messages_of(row)
         if messages is not None:
             return self._conversation(messages, key)
         if tokens is not None:
             return [Document(key, _checked(tokens))]
         if isinstance(row.get("text"), str):
+            if not is_unicode(row["text"]):
+                raise RowError("its text holds half a surrogate pair")
             return [Document(key, np.array(self.ids.encode(row["text"]), dtype=np.int32))]
         raise RowError('none of "messages", "conversations", "text", "input_ids", "token_ids"')
 
-    def _masked(self, tokens: Any, mask: Any, key: str) -> Document:
-        ids = _checked(tokens)
-        if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
-            raise RowError("loss_mask is not a list of 0 and 1 as long as the token ids")
-        return Document(key, ids, None if self.loss_on == "all" else np.array(mask, dtype=np.bool_))
+    def _masked(self, row: dict[str, Any], ids: NDArray[np.int32], key: str) -> Document:
+        mask = _flags(row, "loss_mask", len(ids))
+        return Document(key, ids, None if self.loss_on == "all" else mask, _flags(row, "rejected", len(ids)))
 
     def _conversation(self, messages: list[Message], key: str) -> list[Document]:
         template = self.ids.template
@@ -58,7 +61,17 @@ class RowReader:
         return [Document(key, part.ids, part.mask) for part in found]
 
 
-def _checked(tokens: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _flags(row: dict[str, Any], name: str, length: int) -> Bool | None:
+    """A field of one flag per token id; None if the row lacks it."""
+    flags = row.get(name)
+    if flags is None:
+        return None
+    if not isinstance(flags, list) or len(flags) != length or not all(flag in (0, 1) for flag in flags):
+        raise RowError(f"{name} is not a list of 0 and 1 as long as the token ids")
+    return np.array(flags, dtype=np.bool_)
+
+
+def _checked(tokens: Any) -> NDArray[np.int32]:
     if not isinstance(tokens, list) or not all(type(t) is int and -1 < t < 1 << 31 for t in tokens):
         raise RowError("token ids are not a list of integers")
     return np.array(tokens, dtype=np.int32)

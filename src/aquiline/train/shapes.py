@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aquiline.checks import check_fields
 from aquiline.models.config import ModelConfig
 from aquiline.train.config import TrainConfig
 from aquiline.train.vocabulary import DEFAULT_SIZE
@@ -34,6 +35,9 @@ class TargetShape:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_bits: float = 16.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @staticmethod
     def of(c: ModelConfig) -> TargetShape:

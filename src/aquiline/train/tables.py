@@ -23,7 +23,9 @@ def file_rows(file: Path) -> Iterator[Any]:
     form = file.suffix.removeprefix(".")
     library = _library(file)
     try:
-        yield from library.load_dataset(form, data_files=str(file), split="train", streaming=True)
+        yield from library.load_dataset(
+            form, data_files=str(file), split="train", streaming=True, trust_remote_code=False
+        )
     except Exception as error:  # pyarrow's and the library's own, of many kinds
         raise ValueError(f"{file}: not readable as {form} ({_line(error)}); write it again") from None
 
@@ -43,7 +45,7 @@ def hub_rows(name: str, split: str | None) -> Iterator[Any]:
     give it, or it has no such split."""
     library = _library(name)
     try:
-        found = library.load_dataset(name)
+        found = library.load_dataset(name, trust_remote_code=False)
     except Exception as error:  # the network's, the hub's and the library's
         raise ValueError(
             f"data {name}: neither a file or folder here nor a data set that the Hugging Face hub gave: {_line(error)}"

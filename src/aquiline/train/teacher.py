@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.config import EngineConfig, Environment
-from aquiline.engine.model import LoadedModels, from_modules
+from aquiline.config import Environment
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.engine.score import MAX_DOCUMENTS, Scorer
 from aquiline.models.load import load_target
 from aquiline.ops import reference as ops
@@ -69,11 +69,8 @@ class Teacher:
         self._scorer: Scorer | None = None
         environment = Environment.read()
         if device == "cpu":
-            engine = EngineConfig(max_batch=16, row_budget=max_tokens)
-            self.models = from_modules(
-                self.decoder, None, load_tokenizer(path), "bfloat16", engine, environment, "auto"
-            )
-        if self.models is not None and self.models.is_native:
+            self.models = from_modules(self.decoder, None, load_tokenizer(path), Loading(), environment)
+        if self.models is not None and self.models.pair.is_exact:
             self._scorer = Scorer(self.models, max_tokens)
         else:
             self.decoder = self.decoder.float() if device == "cpu" else self.decoder.to(device)

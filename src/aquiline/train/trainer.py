@@ -52,8 +52,9 @@ class Trainer:
         self.checkpoints = Checkpoints(config.out, config.keep)
         self.run = prepare(config, start, world, reporter.say)
         self.objective = Objective(
-            LOSSES[config.loss], config.ttt_steps, config.decay, not config.loss.startswith("agree"), config.attention
-        )
+            LOSSES[config.loss], config.ttt_steps, config.decay, not config.loss.startswith("agree"), config.attention,
+            config.replay,
+        )  # fmt: skip
         self.weights = Weights(self.run.head, self.objective, config, self.run.settings["lr"], world)
         self.budget = Budget(config, self.run.batches.steps_in_first_epoch)
         self.held_out: HeldOut | None = None
@@ -122,16 +123,16 @@ class Trainer:
             self.reporter.step(StepReport(p.step, min(1.0, self.done()), mean, norm, lr, p.tokens, speed))
 
     def _gradients(self, *, measure: bool = True) -> tuple[StepFigures, float]:
-        """Fill the gradients of one step, a mean over the counted rows of all its batches on all ranks, and clip.
-        Without `measure` the figures per pass are NaN."""
+        """Fill the gradients of one step, a weighted mean over the counted rows of all its batches on all ranks, and
+        clip. Without `measure` the figures per pass are NaN."""
         c, run, share = self.config, self.run, self.world.share
         rows, late = run.batches.at(self.progress.step), self._late_rows()
         starts = range(0, len(rows), c.batch_size)
         shares = [share(rows[i : i + c.batch_size]) for i in starts]
         parts = [run.assembler.packed(run.batches.corpus, own, c.context) for own in shares]
         planned = [plan(part.tokens, part.target, self.objective, late) for part in parts]
-        counts = [float(sum(passes[k].counts.sum() for passes in planned)) for k in range(c.ttt_steps)]
-        totals = self.world.sum(counts)
+        weights = [float(sum(passes[k].weights.sum() for passes in planned)) for k in range(c.ttt_steps)]
+        totals = self.world.sum(weights)
         results = [self.weights.backward(part, of, totals, measure) for part, of in zip(parts, planned, strict=True)]
         norm = self.weights.clip(c.clip)
         return combine(results, sum(part.tokens.num_tokens for part in parts), self.world.sum), norm

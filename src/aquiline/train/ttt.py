@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,14 @@ from aquiline.train.losses import Loss
 class TokenBatch:
     """Packed rows: tokens and positions int64 [B, T], document int64 [B, T] (negative: padding), mask bool [B, T].
 
-    mask says which tokens count when predicted; positions restart at 0 with each document."""
+    mask says which tokens count when predicted, rejected bool [B, T] which of them a draft missed when it served (None:
+    that is not known); positions restart at 0 with each document."""
 
     tokens: Tensor
     document: Tensor
     positions: Tensor
     mask: Tensor
+    rejected: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +53,7 @@ class TargetBatch:
 class Objective:
     """What a step of training minimises: sum over passes k of decay^k times the mean loss of the rows that count.
 
+    The mean is weighted: a prediction of a token that a draft missed when it served weighs `replay`, another 1.
     needs_best: rows whose target's best token lies outside the draft vocabulary do not count. attention: how the
     passes compute it (attention.py)."""
 
@@ -58,14 +62,17 @@ class Objective:
     decay: float
     needs_best: bool = True
     attention: str = "fused"
+    replay: float = 1.0
 
 
 @dataclass(frozen=True)
 class PassRows:
-    """Rows of one pass: positions int64 [N], the same in every row of the batch, and which of them count [B, N]."""
+    """Rows of one pass: positions int64 [N], the same in every row of the batch; which of them count, bool [B, N], and
+    how much, float32 [B, N], 0 for the others."""
 
     rows: Tensor
     counts: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ def counted(batch: TokenBatch, rows: Tensor, step: int) -> Tensor:
 def plan(
     batch: TokenBatch, target: TargetBatch, objective: Objective, late_rows: Tensor | None = None
 ) -> list[PassRows]:
-    """Which rows every pass covers, and which of them count."""
+    """Which rows every pass covers, which of them count, and how much."""
     every = torch.arange(num_rows(batch.tokens.shape[1], objective.num_steps), device=batch.tokens.device)
     late = every if late_rows is None else late_rows
     passes = []
@@ -108,7 +115,10 @@ def plan(
         counts = counted(batch, rows, step)
         if objective.needs_best:
             counts &= target.in_vocab[:, rows + 1 + step]
-        passes.append(PassRows(rows, counts))
+        weights = counts.float()
+        if batch.rejected is not None:
+            weights[counts & batch.rejected[:, rows + 2 + step]] = objective.replay
+        passes.append(PassRows(rows, counts, weights))
     return passes
 
 
@@ -149,23 +159,42 @@ def ttt_loss(
 ) -> TTTResult:
     """The training loss of a batch. `planned` is `plan`'s result.
 
-    totals: per pass, the number of rows that the mean is over, where this batch is a part of a larger one; by default
-    the rows of this batch that count. Without `measure` the figures per pass are NaN, which saves
+    totals: per pass, the weight of all rows that the mean is over, where this batch is a part of a larger one; by
+    default that of this batch's rows. Without `measure` the figures per pass are NaN, which saves
     a look at the logits."""
     late = planned[1].rows if len(planned) > 1 and len(planned[1].rows) < len(planned[0].rows) else None
-    T, parts, places, weights = batch.tokens.shape[1], [], [], []
+    T, outputs, chosen, places, weights = batch.tokens.shape[1], [], [], [], []
+    num_outputs = 0
     first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * T
     run = passes(head, batch, target.features, objective.num_steps, late, objective.attention)
     for step, (rows, a) in enumerate(run):
-        counts = planned[step].counts
-        parts.append(head.layer.norm(a, head.norm)[counts])
+        counts, weight = planned[step].counts, planned[step].weights
+        outputs.append(a.flatten(0, 1))
+        chosen.append(num_outputs + counts.flatten().nonzero().squeeze(1))
+        num_outputs += counts.numel()
         places.append((first + rows + 1 + step)[counts])
-        total = max(1.0, float(counts.sum()) if totals is None else totals[step])
-        weights.append(torch.full((len(places[-1]),), objective.decay**step / total, device=counts.device))
+        total = max(1.0, float(weight.sum()) if totals is None else totals[step])
+        weights.append(weight[counts] * (objective.decay**step / total))
     at, order = torch.cat(places).sort(stable=True)
     weight = torch.cat(weights)[order]
-    scored = head_loss(torch.cat(parts)[order], head.head, target.rows, at, weight, objective.loss, measure=measure)
+    taken: Tensor = _Taken.apply(torch.cat(outputs), torch.cat(chosen)[order])  # type: ignore[no-untyped-call]
+    normed = head.layer.norm(taken, head.norm)
+    scored = head_loss(normed, head.head, target.rows, at, weight, objective.loss, measure=measure)
     return _result(scored, order, planned, measure)
+
+
+class _Taken(torch.autograd.Function):
+    """x[at] of rows x [n, H], where `at` names no row twice: gradients are put in their places. Those of an index are
+    added up, by one thread on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor) -> Tensor:
+        ctx.at, ctx.shape = at, x.shape
+        return x.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.at, grad), None
 
 
 def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows], measure: bool) -> TTTResult:

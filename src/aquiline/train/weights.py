@@ -52,7 +52,7 @@ class Weights:
         self.average = Average(self.trained, config.ema) if config.ema else None
 
     def backward(self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool) -> TTTResult:
-        """Add the gradients of one part of a batch, whose counted rows are `totals` over all parts and ranks."""
+        """Add the gradients of one part of a batch, whose rows weigh `totals` over all parts and ranks."""
         with autocast(self.world.device):
             total, result = self.loss(batch, planned, totals, measure)
         total.backward()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
+
+from aquiline.bench.clock import Span, decode_tokens_per_s
 
 DTYPES = {
     "float32": "float32", "f32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "int8": "int8", "q8_0": "int8",
@@ -28,19 +30,28 @@ KINDS = {
     "openai": (),
 }
 """Kinds of peers and the packages they need."""
-NUMBERED = {"lookup": 4, "eagle": 3}
-"""Options with a count, and its default: tokens a step proposes by prompt lookup, or with the draft."""
-EAGLE = ("openvino", "llamacpp")
-"""Kinds that draft with an EAGLE-3 head."""
-FLAGS = {"transformers": ("eager",), "openvino": ("sdpa",), "llamacpp": ("flash",)}
-"""Other ways a kind can run its attention: transformers' plain one, OpenVINO's without paged caches, llama.cpp's fused
-one."""
+NUMBERED = {"lookup": (4, ("transformers", "openvino")), "eagle": (3, ("openvino", "llamacpp"))}
+"""Options with a count, its default, and the kinds that have them: tokens a step proposes by prompt lookup, or with the
+EAGLE-3 head."""
+NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+"""llama.cpp's ways to draft from the text itself, as its server's --spec-type names them. The first four take sizes;
+ngram-cache, its lookup decoding, has fixed ones."""
+FLAGS = {"transformers": ("eager",), "openvino": ("sdpa", "samekv"), "llamacpp": ("noflash", "server")}
+"""Other ways to run a kind. transformers: its plain attention. OpenVINO: without paged caches; with keys and values as
+precise as the arithmetic, where its default is 8 bits. llama.cpp: without its fused attention; in its server, where
+everything that drafts runs anyway."""
 
 ALL_PEERS = (
-    "transformers", "transformers:lookup", "openvino", "openvino:sdpa", "openvino:lookup", "openvino:eagle",
-    "openvino:int8", "llamacpp", "llamacpp:lookup", "llamacpp:eagle", "llamacpp:int8", "llamacpp:int4",
+    "transformers", "transformers:lookup", "transformers:lookup=10",
+    "openvino", "openvino:samekv", "openvino:sdpa", "openvino:int8", "openvino:lookup", "openvino:lookup=10",
+    "openvino:eagle", "openvino:eagle:samekv",
+    "llamacpp", "llamacpp:noflash", "llamacpp:server", "llamacpp:int8", "llamacpp:int8:noflash", "llamacpp:int4",
+    "llamacpp:int4:noflash", "llamacpp:eagle", "llamacpp:eagle:noflash", "llamacpp:ngram-simple",
+    "llamacpp:ngram-simple=3x8", "llamacpp:ngram-map-k=3x8", "llamacpp:ngram-map-k4v=3x8", "llamacpp:ngram-mod=3x8",
+    "llamacpp:ngram-cache",
 )  # fmt: skip
-"""What is compared when nothing is named, in the best dtype of each; eagle is left out where there is no draft."""
+"""What is compared when nothing is named, in the best dtype of each; eagle is left out where there is no draft, and
+llama.cpp's and transformers' drafting where prompts run together."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +97,9 @@ class PeerRun:
     outputs: list[PeerOutput]
 
     @property
-    def decode_s(self) -> float:
-        """From the first of all tokens to the last: the prompts' time is outside, as far as they ran together."""
-        return (max(o.total_ms for o in self.outputs) - min(o.ttft_ms for o in self.outputs)) / 1e3
-
-    @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after each prompt's first per second of decoding."""
-        return sum(o.num_tokens - 1 for o in self.outputs) / self.decode_s
+        """Tokens after each prompt's first per second of decoding, by the wall clock."""
+        return decode_tokens_per_s([Span(o.num_tokens, o.ttft_ms, o.total_ms) for o in self.outputs])
 
 
 class Peer(Protocol):
@@ -114,6 +120,16 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True)
+class Ngram:
+    """Drafting from the text itself, as llama.cpp names it: the tokens that must match, and those that are proposed.
+    None for its own defaults."""
+
+    kind: str
+    match: int | None = None
+    draft: int | None = None
+
+
+@dataclass(frozen=True)
 class PeerSpec:
     """A peer as it was named. dtype None: the best of what the CPU has. `where` is a server's address, or a directory
     that already holds the converted target."""
@@ -122,6 +138,7 @@ class PeerSpec:
     dtype: str | None = None
     lookup: int | None = None
     eagle: int | None = None
+    ngram: Ngram | None = None
     flags: tuple[str, ...] = ()
     where: str | None = None
     options: tuple[str, ...] = field(default=(), compare=False)
@@ -139,12 +156,23 @@ class PeerSpec:
     @property
     def is_speculative(self) -> bool:
         """Whether it drafts, as far as its name says."""
-        return self.lookup is not None or self.eagle is not None
+        return self.lookup is not None or self.eagle is not None or self.ngram is not None
+
+    @property
+    def num_spec_tokens(self) -> int | None:
+        """Tokens that a step proposes at most, as far as its name says."""
+        return self.lookup or self.eagle or (self.ngram.draft if self.ngram is not None else None)
+
+    @property
+    def plain(self) -> PeerSpec:
+        """The same engine and model in float32, drafting nothing and rounding no keys and values: what is checked."""
+        flags = tuple(flag for flag in FLAGS.get(self.kind, ()) if flag == "samekv")
+        return replace(self, dtype="float32", lookup=None, eagle=None, ngram=None, flags=flags)
 
     @property
     def is_served(self) -> bool:
         """Whether a process of its own runs it: the memory of this one says nothing of it."""
-        return self.kind == "openai" or (self.kind == "llamacpp" and self.eagle is not None)
+        return self.kind == "openai" or (self.kind == "llamacpp" and (self.is_speculative or "server" in self.flags))
 
     def open(self, place: Place) -> Peer:
         """Load the model into the engine, converted if need be.
@@ -159,8 +187,8 @@ class PeerSpec:
 
 def parse_peer(text: str) -> PeerSpec:
     """A peer from `openai:http://HOST:PORT/v1#MODEL`, or from `transformers`, `openvino` or `llamacpp` with options
-    behind colons: a dtype, `lookup` or `lookup=K`, for the last two also `eagle` or `eagle=K`, a way to run attention
-    (FLAGS), for openvino a directory.
+    behind colons: a dtype, what drafts (`lookup` and `eagle` with `=K`, of NUMBERED; llama.cpp's NGRAMS with `=NxK`, N
+    tokens matched and K proposed), other ways to run (FLAGS), for openvino a directory.
 
     Raises ValueError naming what is wrong and what is known."""
     kind, _, rest = text.partition(":")
@@ -175,13 +203,27 @@ def parse_peer(text: str) -> PeerSpec:
     fields: dict[str, Any] = {"options": tuple(Path(o).name if "/" in o else o for o in options)}
     for option in options:
         for name, value in _field(text, kind, option).items():
-            if name in fields:
+            if name in fields and (name != "flags" or value in fields[name]):
                 raise ValueError(f"peer={text!r}: says {name} twice")
-            fields[name] = value
-    spec = PeerSpec(kind, **fields)
-    if spec.lookup is not None and spec.eagle is not None:
-        raise ValueError(f"peer={text!r}: lookup and eagle are two ways to draft; choose one")
-    return spec
+            fields[name] = (*fields.get("flags", ()), value) if name == "flags" else value
+    drafting = [name for name in ("lookup", "eagle", "ngram") if name in fields]
+    if len(drafting) > 1:
+        raise ValueError(f"peer={text!r}: {' and '.join(drafting)} are two ways to draft; choose one")
+    return PeerSpec(kind, **fields)
+
+
+def parse_peers(texts: Iterable[str], num_spec_tokens: Iterable[int]) -> tuple[PeerSpec, ...]:
+    """Peers as `parse_peer` reads them; `eagle` without a count stands for a peer at each of num_spec_tokens, so that
+    all who have the draft may choose from the same chains.
+
+    Raises ValueError as parse_peer does."""
+    found = []
+    for text in texts:
+        options = text.split(":")
+        is_swept = options[0] in KINDS and options[0] != "openai" and "eagle" in options
+        for k in num_spec_tokens if is_swept else (0,):
+            found.append(parse_peer(":".join(f"eagle={k}" if is_swept and o == "eagle" else o for o in options)))
+    return tuple(dict.fromkeys(found))
 
 
 def _field(text: str, kind: str, option: str) -> dict[str, object]:
@@ -191,20 +233,33 @@ def _field(text: str, kind: str, option: str) -> dict[str, object]:
         if DTYPES[option] in QUANTISED and DTYPES[option] not in QUANTISED_BY.get(kind, ()):
             raise ValueError(f"peer={text!r}: {kind} runs no {DTYPES[option]} weights here; choose float32 or bfloat16")
         return {"dtype": DTYPES[option]}
-    if name in NUMBERED and (name != "eagle" or kind in EAGLE):
-        count = int(value) if value.isdigit() else 0 if value else NUMBERED[name]
+    if name in NUMBERED and kind in NUMBERED[name][1]:
+        count = int(value) if value.isdigit() else 0 if value else NUMBERED[name][0]
         if not 1 <= count <= 16:
             raise ValueError(f"peer={text!r}: {name} must be 1 to 16 tokens")
         return {name: count}
+    if name in NGRAMS and kind == "llamacpp":
+        return {"ngram": _ngram(text, name, value)}
     if option in FLAGS.get(kind, ()):
-        return {"flags": (option,)}
+        return {"flags": option}
     if kind == "openvino" and "/" in option:
         return {"where": option}
-    known = [*DTYPES, "lookup", "lookup=K", *(["eagle", "eagle=K"] if kind in EAGLE else [])]
+    known = [*DTYPES, *(form for n in NUMBERED if kind in NUMBERED[n][1] for form in (n, f"{n}=K"))]
+    known += [f"{n}=NxK" for n in NGRAMS[:-1]] + [NGRAMS[-1]] if kind == "llamacpp" else []
     known += ["DIR/"] if kind == "openvino" else []
     raise ValueError(
         f"peer={text!r}: unknown option {option!r}; {kind} has {', '.join([*known, *FLAGS.get(kind, ())])}"
     )
+
+
+def _ngram(text: str, name: str, sizes: str) -> Ngram:
+    """Of ngram-simple or ngram-simple=3x8."""
+    if not sizes:
+        return Ngram(name)
+    match, _, draft = sizes.partition("x")
+    if name == NGRAMS[-1] or not (match.isdigit() and draft.isdigit() and 1 <= int(match) <= 64 >= int(draft) >= 1):
+        raise ValueError(f"peer={text!r}: {name} takes {'no sizes' if name == NGRAMS[-1] else 'NxK, of 1 to 64 each'}")
+    return Ngram(name, int(match), int(draft))
 
 
 def require(kind: str, package: str) -> None:

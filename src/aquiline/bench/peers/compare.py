@@ -1,8 +1,8 @@
 """aquiline against its peers: the same weights, prompts and token counts, every setting in turn, one verdict.
 
 A comparison with an engine that computes another model says nothing, so before anything is timed every kind of peer
-continues a few prompts in float32, and its tokens must be ours; a kind whose are not is void. What the timed settings
-then write is compared too and reported, but may differ: in bfloat16 a near tie falls either way.
+continues a few prompts in float32, and its tokens must be ours on every one of them; a kind whose are not is void. What
+the timed settings then write is compared too and reported, but may differ: in bfloat16 a near tie falls either way.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ from aquiline.bench.ceilings import Choice, ceilings_of
 from aquiline.bench.configs import shape_of
 from aquiline.bench.device import GIGA
 from aquiline.bench.integrity import differences
-from aquiline.bench.peers.base import QUANTISED, Peer, PeerOutput, PeerRun, PeerSpec, Place
+from aquiline.bench.intervals import LEAST_RUNS, rotated
+from aquiline.bench.peers.base import QUANTISED, PeerSpec, Place
+from aquiline.bench.peers.check import CHECK_NEEDED, CHECK_PROMPTS, check, unlike
+from aquiline.bench.peers.contestants import Other, Own
 from aquiline.bench.peers.converted import stored_dtype
-from aquiline.bench.peers.results import PeerModel, agreement, result_of
+from aquiline.bench.peers.results import PeerModel, agreement
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.prompts import text_prompts
-from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
+from aquiline.bench.result import Result, Scenario, tokens_sha256
 from aquiline.bench.roofline import Roofline
 from aquiline.bench.shapes import precision_of
-from aquiline.config import EngineConfig, SamplingParams, SpecConfig
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
-from aquiline.engine.llm import Result as OwnRun
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
 from aquiline.models.load import target_entries
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
-CHECK_PROMPTS, CHECK_TOKENS, CHECK_NEEDED = 3, 16, 8
-"""A kind is void unless, on one of so many prompts, so many of its first tokens in float32 are ours."""
 SETTLE_S = 0.1
 """Rest before each run: the threads of the engine before it wait spinning for a while, on the cores of the next."""
+
+
+DEFAULT_CHAINS = (3, 4, 5)
+"""Chains of aquiline that are run, and the lengths at which peers with the same draft are."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,10 @@ class Plan:
     names: tuple[str, str | None]
     is_random: bool = False
     arithmetics: tuple[str, ...] = ("float32",)
-    num_spec_tokens: tuple[int, ...] = (3,)
+    num_spec_tokens: tuple[int, ...] = DEFAULT_CHAINS
     prompt_tokens: int = 128
     new_tokens: int = 128
-    repeats: int = 3
+    repeats: int = LEAST_RUNS
     batch: int = 1
     temperature: float = 0.0
     seed: int = 0
@@ -68,62 +73,16 @@ class Plan:
             raise ValueError(f"arithmetics={self.arithmetics}: float32 comes first; peers are checked against it")
 
 
-class _Own:
-    """aquiline at one setting."""
-
-    def __init__(self, name: str, llm: LLM, spec: SpecConfig) -> None:
-        self.name, self.label, self.llm, self.spec = name, f"aquiline {name}", llm, spec
-        self.runs: list[OwnRun] = []
-
-    @property
-    def texts(self) -> list[PeerOutput]:
-        """What the runs wrote, as a peer would tell it."""
-        outputs = [output for run in self.runs for output in run.outputs]
-        return [PeerOutput(len(o.token_ids), o.token_ids, [o.ttft_ms, o.total_ms]) for o in outputs]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is drafted."""
-        return self.spec.drafter == "none"
-
-    def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
-        self.runs.append(self.llm.run(prompts, sampling, spec=self.spec))
-
-    def result(self, scenario: Scenario, model: PeerModel) -> Result:
-        system = self.llm.models.system()
-        facts = ModelFacts(
-            target=model.target, draft=model.draft if self.spec.drafter != "none" else None, dtype=str(system["dtype"]),
-            arithmetic=str(system["arithmetic"]), random_weights=model.is_random, simulated_tau=None,
-            weight_bytes=self.llm.models.weight_bytes,
-        )  # fmt: skip
-        return describe(scenario, self.name, self.spec, facts, self.llm, self.runs)
-
-
-class _Other:
-    """A peer at one setting."""
-
-    def __init__(self, spec: PeerSpec, peer: Peer) -> None:
-        self.label, self.spec, self.peer = spec.label, spec, peer
-        self.runs: list[PeerRun] = []
-
-    @property
-    def texts(self) -> list[PeerOutput]:
-        """What the runs wrote."""
-        return [output for run in self.runs for output in run.outputs]
-
-    def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
-        self.runs.append(self.peer.generate(prompts, sampling[0].max_tokens, sampling[0].temperature))
-
-    def result(self, scenario: Scenario, model: PeerModel) -> Result:
-        return result_of(scenario, self.spec, self.peer, model, self.runs)
-
-
 def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) -> Comparison:
     """Run a plan. on_progress is told what begins.
 
     Raises ValueError if no peer can be opened, or one fails later."""
     max_context = plan.prompt_tokens + plan.new_tokens
-    config = EngineConfig(max_batch=plan.batch, prefix_cache=False, max_context=max_context + 16)
+    config = EngineConfig(
+        max_batch=plan.batch, prefix_cache=False, max_context=max_context + 16,
+        # Prompts that run together are computed together, as by every peer: what decodes is then timed alone.
+        row_budget=max(EngineConfig().row_budget, plan.batch * plan.prompt_tokens),
+    )  # fmt: skip
     llms = {}
     stored = stored_dtype(plan.target)
     kinds = [(stored, arithmetic) for arithmetic in plan.arithmetics]
@@ -141,16 +100,18 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
         for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
             on_progress(f"checking {spec.model} in float32")
             alone = [prompt for group in prompts for prompt in group][:CHECK_PROMPTS]
-            checks[spec.model] = _check(llm, spec, replace(place, batch=1), alone)
+            checks[spec.model] = check(llm, spec, replace(place, batch=1), alone)
         own = list(_own(plan, llms))
         for ours in own:
             on_progress(f"warming up {ours.label}")
             ours.run(prompts[-1], _sampling(plan, 0))
             ours.runs.clear()
-        settings: list[_Own | _Other] = [*own, *others]
+        settings: list[Own | Other] = [*own, *others]
         _measure(plan, settings, prompts[:-1], on_progress)
         results = [setting.result(scenario, _model(plan, llm)) for setting in settings]
         rows = _rows(plan, settings, results, checks, llm.models.tokenizer)
+        for row, result in zip(rows, results, strict=True):
+            result["void"] = row.void
         on_progress("this machine's bandwidth")
         moved = {row.label: _moved(plan, ours.llm, row) for ours, row in zip(own, rows, strict=False) if ours.is_plain}
         return Comparison(rows, results, checks, absent, llm.models.system(), moved)
@@ -168,18 +129,18 @@ def _moved(plan: Plan, llm: LLM, row: Row) -> tuple[float, float]:
         shape_of(models.target_config, models.storage), None, precision_of(models.storage, None), ceilings
     )
     step = roofline.step(plan.batch, plan.prompt_tokens + plan.new_tokens // 2)
-    return step.cost.num_bytes * row.median / plan.batch / GIGA, ceilings.bandwidth.value / GIGA
+    return step.cost.num_bytes * row.rate.value / plan.batch / GIGA, ceilings.bandwidth.value / GIGA
 
 
 def _open(
     plan: Plan, place: Place, warm: list[list[int]], on_progress: Callable[[str], None]
-) -> tuple[list[_Other], dict[str, str]]:
+) -> tuple[list[Other], dict[str, str]]:
     """Peers that run, warmed up, and why the others do not, by label."""
     others, absent = [], {}
     for spec in plan.peers:
         on_progress(f"loading {spec.label}")
         try:
-            other = _Other(spec, spec.open(place))
+            other = Other(spec, spec.open(place))
             other.run(warm, _sampling(plan, 0))
         except (ValueError, AquilineError, RuntimeError) as error:  # RuntimeError is what native code raises
             absent[spec.label] = " ".join(str(error).split())
@@ -200,15 +161,15 @@ def _sampling(plan: Plan, index: int) -> list[SamplingParams]:
     ]
 
 
-def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[_Own]:
-    specs = {"baseline": SpecConfig(drafter="none")}
+def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[Own]:
+    specs: dict[str, Drafting] = {"baseline": NoDraft()}
     if plan.draft is not None:
-        specs |= {f"chain-{k}": SpecConfig(num_spec_tokens=k) for k in plan.num_spec_tokens}
-        specs["tree"] = SpecConfig(drafter="dynamic")
+        specs |= {f"chain-{k}": Chain(k) for k in plan.num_spec_tokens}
+        specs["tree"] = Dynamic()
     for kind, llm in llms.items():
         for name, spec in specs.items():
             suffix = f" in {kind}" if kind != "float32" else ""
-            yield _Own(f"{name}{suffix}", llm, spec)
+            yield Own(f"{name}{suffix}", llm, spec)
 
 
 def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
@@ -227,28 +188,12 @@ def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
     )  # fmt: skip
 
 
-def _check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> int:
-    """Leading tokens of a kind of peer in float32 that are ours, on the prompt where most are."""
-    plain = replace(spec, dtype="float32", lookup=None, eagle=None, flags=())
-    sampling = SamplingParams(max_tokens=CHECK_TOKENS, ignore_eos=True)
-    peer = plain.open(place)
-    try:
-        best = 0
-        for prompt in prompts:
-            expected = llm.run([prompt], sampling, spec=SpecConfig(drafter="none")).outputs[0].token_ids
-            best = max(best, agreement(peer.generate([prompt], CHECK_TOKENS, 0.0).outputs[0], expected, None) or 0)
-        return best
-    finally:
-        peer.close()
-
-
 def _measure(
-    plan: Plan, settings: list[_Own | _Other], prompts: list[list[list[int]]], on_progress: Callable[[str], None]
+    plan: Plan, settings: list[Own | Other], prompts: list[list[list[int]]], on_progress: Callable[[str], None]
 ) -> None:
-    """Every setting on the prompts of every run, the first setting another each time."""
+    """Every setting on the prompts of every round, another setting first in each."""
     for index, group in enumerate(prompts):
-        for place in range(len(settings)):
-            setting = settings[(index + place) % len(settings)]
+        for setting in rotated(settings, index):
             on_progress(f"run {index + 1} of {len(prompts)}: {setting.label}")
             time.sleep(SETTLE_S)
             try:
@@ -266,9 +211,9 @@ def _model(plan: Plan, llm: LLM) -> PeerModel:
 
 def _rows(
     plan: Plan,
-    settings: list[_Own | _Other],
+    settings: list[Own | Other],
     results: list[Result],
-    checks: dict[str, int],
+    checks: dict[str, list[int]],
     tokenizer: Tokenizer | None,
 ) -> list[Row]:
     expected = [text.token_ids for text in settings[0].texts]
@@ -276,13 +221,13 @@ def _rows(
     for setting, result in zip(settings, results, strict=True):
         counts = [agreement(text, ids, tokenizer) for text, ids in zip(setting.texts, expected, strict=True)]
         # Drawn tokens are ours alone: other engines have other noise.
-        is_known = plan.temperature == 0 or isinstance(setting, _Own)
+        is_known = plan.temperature == 0 or isinstance(setting, Own)
         agreed = [float(count) for count in counts if count is not None and is_known]
         rows.append(
             Row(
                 label=setting.label, engine=result["engine"], weights=result["model"]["dtype"],
                 arithmetic=result["model"]["arithmetic"], is_speculative=result["setting"]["drafter"] != "none",
-                tokens_per_s=result["throughput_tokens_per_sec"]["values"], ttft_ms=result["ttft_ms"]["mean"],
+                tokens_per_s=result["throughput_tokens_per_sec"]["values"], ttft_ms=result["ttft_ms"]["median"],
                 tau=result["eagle_speculation"]["mean_acceptance_length"], agreed=mean(agreed) if agreed else None,
                 void=_void(setting, result, results[0], checks, agreed),
             )
@@ -290,17 +235,18 @@ def _rows(
     return rows
 
 
-def _void(setting: _Own | _Other, result: Result, baseline: Result, checks: dict[str, int], agreed: list[float]) -> str:
+def _void(
+    setting: Own | Other, result: Result, baseline: Result, checks: dict[str, list[int]], agreed: list[float]
+) -> str:
     """Why a setting may not be compared; empty if it may."""
-    if isinstance(setting, _Own):
+    if isinstance(setting, Own):
         alike = all(result["model"][name] == baseline["model"][name] for name in ("dtype", "arithmetic"))
         return "; ".join(differences(result, baseline)) if alike else ""
     reasons = differences(result, baseline)
     if setting.spec.kind == "openai":  # which machine a server runs on is for whoever started it
         reasons = [reason for reason in reasons if not reason.startswith("system.")]
-        if agreed and max(agreed) < min(CHECK_NEEDED, result["scenario"]["new_tokens"]):
-            reasons.append(f"its text is not ours: {max(agreed):.0f} tokens agree")
-    elif checks[setting.spec.model] < CHECK_NEEDED:
-        found = checks[setting.spec.model]
-        reasons.append(f"its first tokens in float32 are not ours: {found} of {CHECK_TOKENS} agree")
+        if agreed and min(agreed) < min(CHECK_NEEDED, result["scenario"]["new_tokens"]):
+            reasons.append(f"its text is not ours: on one prompt {min(agreed):.0f} tokens agree")
+    else:
+        reasons += unlike(checks[setting.spec.model])
     return "; ".join(reasons)

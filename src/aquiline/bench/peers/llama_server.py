@@ -1,5 +1,7 @@
-"""llama.cpp's server in a process of its own, which is where its EAGLE-3 drafting lives: our target and head as GGUF
-files, token ids in, one answer per prompt.
+"""llama.cpp's server in a process of its own, which is where everything that drafts in llama.cpp lives: EAGLE-3 heads
+and drafts from the text itself. Our target and head as GGUF files, token ids in, one answer per prompt.
+
+The server says with every answer what drafts in it; a server that says another thing than was asked for is refused.
 
 Answers are not streamed: sending tokens one by one takes time on the cores that are measured, which the peers inside
 this process do not spend either. When the answer came is this process's clock; how long it decoded, the server's.
@@ -28,6 +30,8 @@ BUILD = "python benchmarks/llama_server.py"
 HOST = "127.0.0.1"
 OK = 200
 START_S, ANSWER_S, STOP_S = 300.0, 600.0, 10.0
+MOST_DRAFTED = 64
+"""Tokens that any of its settings here may propose in a step."""
 SPARE_TOKENS = 8
 """Context behind prompt, output and draft: the server drafts nothing near the end of its own."""
 _SHOWN_LINES = 4  # of a server's own words in an error
@@ -62,8 +66,7 @@ class LlamaServerPeer:
     """One running server, its keys and values float32 beside float32 weights, else float16, as in `LlamaCppPeer`."""
 
     def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
-        assert spec.eagle is not None
-        if place.draft is None:
+        if spec.eagle is not None and place.draft is None:
             raise ValueError(f"peer {spec.label}: drafts with an EAGLE-3 head and none is given; pass --draft")
         binary = find_server(spec.label)
         from aquiline.bench.peers.gguf_file import draft_file, target_file
@@ -72,8 +75,12 @@ class LlamaServerPeer:
         self.kv_precision = "f32" if dtype == "float32" else "f16"
         self.port = _free_port()
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
-        files = target_file(place.target, dtype), draft_file(place.target, place.draft, dtype)
-        command = [str(binary), *self._arguments(*files, place)]
+        self.drafting = drafting(spec, place, self.kv_precision)
+        self.expected, self.reported = self.drafting[1] if self.drafting else "none", "nothing was run"
+        command = [str(binary), *self._arguments(target_file(place.target, dtype), place)]
+        if spec.eagle is not None:
+            assert place.draft is not None
+            command += ["--model-draft", str(draft_file(place.target, place.draft, dtype))]
         try:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
         except OSError as error:
@@ -81,23 +88,19 @@ class LlamaServerPeer:
         self._end = weakref.finalize(self, _end, self.process, self.log)  # also where nobody closes it
         try:
             self._await_health()
+            self._check_speculative()
         except ValueError:
             self.close()
             raise
 
-    def _arguments(self, target: Path, draft: Path, place: Place) -> list[str]:
+    def _arguments(self, target: Path, place: Place) -> list[str]:
         threads, kv = str(place.threads), self.kv_precision
-        assert self.spec.eagle is not None
         return [
             "--host", HOST, "--port", str(self.port), "--offline", "--no-ui", "--verbosity", "2",
             "--parallel", "1", "--cache-ram", "0", "--no-cache-idle-slots", "--fit", "off",
-            "--model", str(target), "--model-draft", str(draft),
-            "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(self.spec.eagle),
-            "--ctx-size", str(place.max_context + self.spec.eagle + SPARE_TOKENS),
-            "--threads", threads, "--threads-batch", threads,
-            "--threads-draft", threads, "--threads-batch-draft", threads,
-            "--cache-type-k", kv, "--cache-type-v", kv, "--cache-type-k-draft", kv, "--cache-type-v-draft", kv,
-            "--flash-attn", "on" if "flash" in self.spec.flags else "off",
+            "--model", str(target), "--ctx-size", str(place.max_context + MOST_DRAFTED + SPARE_TOKENS),
+            "--threads", threads, "--threads-batch", threads, "--cache-type-k", kv, "--cache-type-v", kv,
+            "--flash-attn", "off" if "noflash" in self.spec.flags else "on", *self.drafting,
         ]  # fmt: skip
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
@@ -115,6 +118,10 @@ class LlamaServerPeer:
         token_ids, timings = answer["tokens"], answer["timings"]
         if len(token_ids) != new_tokens:
             raise self._error(f"made {len(token_ids)} tokens, {new_tokens} were asked for")
+        # It lists its own default before what it was told, which none alone is.
+        self.reported = answer["generation_settings"]["speculative.types"].removeprefix("none,")
+        if self.reported != self.expected:
+            raise self._error(f"says that {self.reported!r} drafts; {self.expected!r} was asked for")
         arrivals = [total_ms - timings["predicted_ms"], total_ms]  # it counts from the first token
         # A step keeps what it accepted and one token more, and drafts no more than may still be kept.
         steps = new_tokens - 1 - timings.get("draft_n_accepted", 0)
@@ -125,7 +132,8 @@ class LlamaServerPeer:
         """The server's own version, threads, and what decides the speed."""
         return {
             "server": self._request("GET", "/props")["build_info"], "threads": self.threads,
-            "kv_precision": self.kv_precision, "flash_attention": "flash" in self.spec.flags,
+            "kv_precision": self.kv_precision, "flash_attention": "noflash" not in self.spec.flags,
+            "drafting": " ".join(self.drafting) or "none", "drafting_reported": self.reported,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -145,7 +153,13 @@ class LlamaServerPeer:
             time.sleep(0.1)
         raise self._error(f"was not ready after {START_S:.0f} s")
 
-    def _request(self, method: str, path: str, body: str | None = None) -> dict[str, Any]:
+    def _check_speculative(self) -> None:
+        """What was set may not be what runs: a context that cannot draft goes on without, and says so of its slot."""
+        (slot,) = self._request("GET", "/slots")
+        if slot["speculative"] != bool(self.drafting):
+            raise self._error(f"says speculative={slot['speculative']} of its slot; {self.expected!r} was asked for")
+
+    def _request(self, method: str, path: str, body: str | None = None) -> Any:
         """The JSON it answers."""
         try:
             status, said = self._ask(method, path, body)
@@ -153,8 +167,7 @@ class LlamaServerPeer:
             raise self._error(f"broke off its answer ({error!r})") from None
         if status != OK:
             raise self._error(f"answered {status}: {said.decode(errors='replace')}")
-        answer: dict[str, Any] = json.loads(said)
-        return answer
+        return json.loads(said)
 
     def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
         """Its status and answer."""
@@ -179,6 +192,26 @@ class LlamaServerPeer:
             return ValueError(f"peer {self.spec.label}: the server {what}")
         said = " | ".join(self._log()[-_SHOWN_LINES:])
         return ValueError(f"peer {self.spec.label}: the server {what}; it ended with {self.process.returncode}: {said}")
+
+
+def drafting(spec: PeerSpec, place: Place, kv: str) -> list[str]:
+    """The server's own options for what drafts; none for plain decoding."""
+    if spec.eagle is not None:
+        threads = str(place.threads)
+        return [
+            "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(spec.eagle), "--threads-draft", threads,
+            "--threads-batch-draft", threads, "--cache-type-k-draft", kv, "--cache-type-v-draft", kv,
+        ]  # fmt: skip
+    if spec.ngram is None:
+        return []
+    kind, match, draft = spec.ngram.kind, spec.ngram.match, spec.ngram.draft
+    options = ["--spec-type", kind]
+    if match is None or draft is None:
+        return options
+    if kind == "ngram-mod":
+        return [*options, "--spec-ngram-mod-n-match", str(match), "--spec-ngram-mod-n-max", str(draft),
+                "--spec-ngram-mod-n-min", "1"]  # fmt: skip
+    return [*options, f"--spec-{kind}-size-n", str(match), f"--spec-{kind}-size-m", str(draft)]
 
 
 def _free_port() -> int:

@@ -20,8 +20,6 @@ class LlamaCppBatchPeer:
     def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
         from aquiline.bench.peers.gguf_file import target_file
 
-        if spec.lookup is not None:
-            raise ValueError(f"peer {spec.label}: prompt lookup runs one prompt at a time; {place.batch} given")
         self.spec, self.dtype, self.threads, self.batch = spec, dtype, place.threads, place.batch
         file = str(target_file(place.target, dtype)).encode()
         self.model: Any = llama_cpp.llama_model_load_from_file(file, llama_cpp.llama_model_default_params())
@@ -30,7 +28,7 @@ class LlamaCppBatchPeer:
         params.n_batch = params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = place.threads
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32 if dtype == "float32" else llama_cpp.GGML_TYPE_F16
-        params.flash_attn_type = int("flash" in spec.flags)
+        params.flash_attn_type = int("noflash" not in spec.flags)
         self.context: Any = llama_cpp.llama_init_from_model(self.model, params)
         self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model)))
         self.rows: Any = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
@@ -84,7 +82,7 @@ class LlamaCppBatchPeer:
 
     def system(self) -> dict[str, object]:
         """Versions, threads, and the instructions llama.cpp was built for."""
-        return describe(self.threads, self.dtype)
+        return describe(self.spec, self.threads, self.dtype)
 
     def close(self) -> None:
         """Free context and model."""
@@ -93,9 +91,9 @@ class LlamaCppBatchPeer:
         llama_cpp.llama_model_free(self.model)
 
 
-def describe(threads: int, dtype: str) -> dict[str, object]:
+def describe(spec: PeerSpec, threads: int, dtype: str) -> dict[str, object]:
     """The system of a peer that llama-cpp-python runs in process."""
     return versions("llama-cpp-python") | {
         "threads": threads, "features": llama_cpp.llama_print_system_info().decode().strip(),
-        "kv_precision": "f32" if dtype == "float32" else "f16",
+        "kv_precision": "f32" if dtype == "float32" else "f16", "flash_attention": "noflash" not in spec.flags,
     }  # fmt: skip

@@ -1,4 +1,8 @@
-"""OpenVINO GenAI in this process, on graphs written from the checkpoint; prompt lookup and our own EAGLE-3 draft."""
+"""OpenVINO GenAI in this process, on graphs written from the checkpoint; prompt lookup and our own EAGLE-3 draft.
+
+One prompt runs in its LLMPipeline, several in its continuous batching, both over paged caches; without those (sdpa) the
+LLMPipeline takes several, too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 
 from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, library, versions
 from aquiline.bench.peers.converted import converted, stored_dtype
+from aquiline.bench.peers.openvino_batch import Batched
 from aquiline.models.families import config_file, read_fields
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
@@ -47,7 +52,7 @@ class OpenVinoPeer:
             "INFERENCE_NUM_THREADS": place.threads,
             "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16", "int8": best}[dtype],
         }
-        if dtype != "int8":  # rounded keys and values go with rounded weights only
+        if "samekv" in spec.flags:
             self.properties["KV_CACHE_PRECISION"] = self.properties["INFERENCE_PRECISION_HINT"]
         target = Path(spec.where) if spec.where is not None else _target(place.target, dtype == "int8")
         more: dict[str, Any] = {"prompt_lookup": True} if spec.lookup is not None else {}
@@ -57,17 +62,21 @@ class OpenVinoPeer:
             more["draft_model"] = genai.draft_model(str(draft), "CPU", **self.properties)
         self.backend = "SDPA" if "sdpa" in spec.flags else "PA"
         if self.backend == "PA":
-            more["scheduler_config"] = _scheduler(place.max_context)
-        self.pipeline: Any = genai.LLMPipeline(
-            str(target), "CPU", **self.properties, **more, ATTENTION_BACKEND=self.backend
-        )
+            more["scheduler_config"] = _scheduler(place)
+        self.batch = place.batch
+        self.batched: Batched | None = None
+        self.pipeline: Any = None
+        if self.backend == "PA" and place.batch > 1:
+            self.batched = Batched(spec, target, self.properties | more)
+        else:
+            self.pipeline = genai.LLMPipeline(
+                str(target), "CPU", **self.properties, **more, ATTENTION_BACKEND=self.backend
+            )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
-        """Continue one prompt; without paged caches several of one length."""
-        if self.backend == "PA" and len(prompts) > 1:
-            raise ValueError(
-                f"peer {self.spec.label}: runs one prompt at a time here, {len(prompts)} given; choose sdpa"
-            )
+        """Continue prompts of one length, as many as it was opened for at most."""
+        if len(prompts) > self.batch:
+            raise ValueError(f"peer {self.spec.label}: was opened for {self.batch} prompts, {len(prompts)} given")
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos = new_tokens, True
         config.do_sample = temperature > 0
@@ -78,6 +87,8 @@ class OpenVinoPeer:
             config.num_assistant_tokens = count
         if self.spec.lookup is not None:
             config.max_ngram_size = 3
+        if self.batched is not None:
+            return self.batched.generate(prompts, config)
         found = self.pipeline.generate(ov.Tensor(np.array(prompts, np.int64)), config)
         metrics = found.perf_metrics
         times = [float(t) for t in metrics.raw_metrics.m_new_token_times]
@@ -95,20 +106,33 @@ class OpenVinoPeer:
         """Versions, threads and the properties that decide the speed."""
         return versions("openvino", "openvino-genai") | {
             "threads": self.threads, "backend": self.backend, "precision": self.properties["INFERENCE_PRECISION_HINT"],
-            "kv_precision": self.properties.get("KV_CACHE_PRECISION", "the plugin's own"),
+            "kv_precision": self.properties.get("KV_CACHE_PRECISION") or _own_kv_precision(),
+            "batching": "continuous" if self.batched is not None else "one call",
+            "drafting": _drafting(self.spec),
         }  # fmt: skip
 
     def close(self) -> None:
         """Free the model."""
-        self.pipeline = None
+        self.pipeline = self.batched = None
 
 
-def _scheduler(max_context: int) -> Any:
+def _own_kv_precision() -> str:
+    """What the plugin stores keys and values in where nobody says."""
+    return str(ov.Core().get_property("CPU", "KV_CACHE_PRECISION").to_string())
+
+
+def _drafting(spec: PeerSpec) -> str:
+    if spec.eagle is not None:
+        return f"EAGLE-3 head, {spec.eagle} tokens"
+    return f"prompt lookup, {spec.lookup} tokens behind 3 that match" if spec.lookup is not None else "none"
+
+
+def _scheduler(place: Place) -> Any:
     """Whole prompts at once, and nothing kept from one call to the next."""
     config = genai.SchedulerConfig()
     config.enable_prefix_caching = False
     config.dynamic_split_fuse = False
-    config.max_num_batched_tokens, config.max_num_seqs = max_context, 1
+    config.max_num_batched_tokens, config.max_num_seqs = place.max_context * place.batch, place.batch
     return config
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from statistics import median
 
 from tokenizers import Tokenizer
 
 from aquiline.bench.integrity import SCHEMA
+from aquiline.bench.intervals import spread
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
 from aquiline.bench.result import ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
-from aquiline.engine.model import cpu_name, geometry
-from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share, spread
+from aquiline.engine.model import cpu_name
+from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
 from aquiline.models.config import ModelConfig
 from aquiline.types import storage_dtype
 
@@ -40,14 +42,16 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
     rates = [run.decode_tokens_per_s for run in runs]
     dtype = peer.dtype
     is_server = spec.kind == "openai"
-    kv_bytes = geometry(model.config).bytes_per_token(storage_dtype(dtype)) if dtype in ("float32", "bfloat16") else 0
+    kv_bytes = (
+        model.config.kv_values_per_token * storage_dtype(dtype).itemsize if dtype in ("float32", "bfloat16") else 0
+    )
     return {
         "schema": SCHEMA,
         "scenario": asdict(scenario) | {"repeated_share": mean([repeated_share(o.token_ids) for o in runs[0].outputs])},
         "setting": {
             "name": spec.label,
             "drafter": "other" if spec.is_speculative else "none",
-            "num_spec_tokens": spec.lookup or spec.eagle,
+            "num_spec_tokens": spec.num_spec_tokens,
         },
         "engine": spec.kind,
         "model": asdict(
@@ -62,8 +66,10 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
             len(run.outputs) * scenario.context_tokens / max(o.ttft_ms for o in run.outputs) * 1e3 for run in runs
         ]),
         "latency_ms_per_token": spread([scenario.batch / rate * 1e3 for rate in rates]),
-        "ttft_ms": spread([o.ttft_ms for o in outputs]),
-        "itl_ms": spread([(o.total_ms - o.ttft_ms) / (o.num_tokens - 1) for o in outputs]),
+        "ttft_ms": spread([median(o.ttft_ms for o in run.outputs) for run in runs]),
+        "itl_ms": spread([
+            median((o.total_ms - o.ttft_ms) / (o.num_tokens - 1) for o in run.outputs) for run in runs
+        ]),
         "memory": {
             "kv_bytes_per_token": kv_bytes, "kv_bytes": 0, "peak_bytes": 0 if spec.is_served else peak_memory_bytes(),
         },

@@ -32,7 +32,10 @@ class TransformersPeer:
         if is_gguf(place.target):
             where = {"pretrained_model_name_or_path": place.target.parent, "gguf_file": place.target.name}
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=getattr(torch, dtype), attn_implementation=self.attention
+            **where,
+            dtype=getattr(torch, dtype),
+            attn_implementation=self.attention,
+            trust_remote_code=False,
         ).eval()
         # A checkpoint's own defaults must not end or shape the text; generate() would fall back to them.
         self.model.generation_config = GenerationConfig(pad_token_id=0)

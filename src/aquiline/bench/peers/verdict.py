@@ -1,18 +1,22 @@
-"""What a comparison found: a row per setting, why a row says nothing, and who is faster, in sentences."""
+"""What a comparison found: a row per setting, why a row says nothing, and who is faster, in sentences.
+
+Every ratio is the median of the ratios of the rounds, with its interval, since all settings ran the same prompts in
+each. The best of several settings is chosen on the runs it is judged by, on either side; the sentences say of how many.
+"""
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from aquiline.bench.intervals import Estimate, estimate, paired
 from aquiline.bench.peers.base import QUANTISED
 from aquiline.bench.result import Result
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. agreed: leading tokens that are the float32 baseline's, mean over prompts; None if nobody
-    can tell. void: why the line says nothing; empty if it says something."""
+    """One line of the table. tokens_per_s: of each round. agreed: leading tokens that are the float32 baseline's, mean
+    over prompts; None if nobody can tell. void: why the line says nothing; empty if it says something."""
 
     label: str
     engine: str
@@ -26,9 +30,13 @@ class Row:
     void: str
 
     @property
-    def median(self) -> float:
-        """Decode tokens per second, median over the measured runs."""
-        return statistics.median(self.tokens_per_s)
+    def rate(self) -> Estimate:
+        """Decode tokens per second by the wall clock, median over the rounds."""
+        return estimate(self.tokens_per_s)
+
+    def over(self, other: Row) -> Estimate:
+        """How many times the other's rate, round by round."""
+        return paired(self.tokens_per_s, other.tokens_per_s)
 
     @property
     def is_own(self) -> bool:
@@ -43,14 +51,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, aquiline's first; kinds of peers with the tokens they agreed on in float32; absent peers and why.
+    """All rows, aquiline's first; kinds of peers with the tokens they agreed on in float32, prompt by prompt; absent
+    peers and why.
 
     moved: of our plain settings, the GB/s of weights, keys and values that their rate stands for, and those of plain
     reads."""
 
     rows: list[Row]
     results: list[Result]
-    checks: dict[str, int]
+    checks: dict[str, list[int]]
     absent: dict[str, str]
     system: dict[str, object] = field(default_factory=dict)
     moved: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -64,36 +73,27 @@ class Comparison:
     def verdict(self) -> list[str]:
         """Who is faster, in sentences."""
         own = [row for row in self.rows if row.is_own and row.counts]
-        plain = max((row for row in own if not row.is_speculative), key=lambda row: row.median)
-        drafted = max((row for row in own if row.is_speculative), key=lambda row: row.median, default=None)
-        peers = [row for row in self.rows if not row.is_own]
-        lines = []
-        for ours, theirs, what in (
-            (plain, [r for r in peers if r.counts and not r.is_speculative], "peer without speculation"),
-            (drafted, [r for r in peers if r.counts], "peer setting"),
-        ):
-            best = max(theirs, key=lambda row: row.median, default=None)
-            if ours is not None and best is not None:
-                ratio = ours.median / best.median
-                lines.append(f"{ours.label} is {ratio:.2f}x the fastest {what}, {best.label} ({best.median:.0f} tok/s)")
+        peers = [row for row in self.rows if not row.is_own and row.counts]
+        pairs = [
+            ([r for r in own if not r.is_speculative], [r for r in peers if not r.is_speculative], "without drafting"),
+            ([r for r in own if r.is_speculative], peers, "of all"),
+        ]  # fmt: skip
         for weights in QUANTISED:
             rounded = [r for r in self.rows if r.weights == weights and not r.void]
-            ours = max((r for r in rounded if r.is_own), key=lambda r: r.median, default=None)
-            best = max((r for r in rounded if not r.is_own), key=lambda r: r.median, default=None)
-            if ours is not None and best is not None:
-                lines.append(
-                    f"{ours.label} is {ours.median / best.median:.2f}x the fastest peer on {weights} weights, "
-                    f"{best.label} ({best.median:.0f} tok/s)"
-                )
-        return lines or ["no peer to compare with"]
+            sides = [r for r in rounded if r.is_own], [r for r in rounded if not r.is_own]
+            pairs.append((*sides, f"on {weights} weights"))
+        return [_sentence(*pair) for pair in pairs if pair[0] and pair[1]] or ["no peer to compare with"]
 
     def as_dict(self) -> dict[str, object]:
         """The JSON of `aquiline compare --json`."""
-        baseline = self.rows[0].median
+        baseline = self.rows[0]
         return {
             "verdict": self.verdict,
             "rows": [
-                row.__dict__ | {"median": row.median, "over_baseline": row.median / baseline} for row in self.rows
+                row.__dict__
+                | {"median": row.rate.value, "low": row.rate.low, "high": row.rate.high}
+                | {"over_baseline": asdict(row.over(baseline))}
+                for row in self.rows
             ],
             "moved_gb_per_s": {
                 label: {"moved": moved, "plain_reads": reads} for label, (moved, reads) in self.moved.items()
@@ -102,3 +102,17 @@ class Comparison:
             "absent": self.absent,
             "system": self.system,
         }
+
+
+def fastest(rows: list[Row]) -> Row:
+    """The row with the highest median."""
+    return max(rows, key=lambda row: row.rate.value)
+
+
+def _sentence(own: list[Row], peers: list[Row], what: str) -> str:
+    ours, best = fastest(own), fastest(peers)
+    choice = f"the fastest of {len(own)} settings, " if len(own) > 1 else ""
+    return (
+        f"{what}: {ours.label} ({choice}{ours.rate.whole()} tok/s) is {ours.over(best).times()} the fastest of "
+        f"{len(peers)} peer settings, {best.label} ({best.rate.whole()} tok/s)"
+    )

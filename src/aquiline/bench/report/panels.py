@@ -198,13 +198,13 @@ def _throughput_bars(name: str, rows: list[Row]) -> Panel:
     most = BEYOND * max(_spread(row)[2] for row in rows)
     bars = []
     for row in rows:
-        mean, low, high = _spread(row)
+        median, low, high = _spread(row)
         ideal = row.roofline("ideal_tokens_per_s")
-        value = f"{figure(mean)} tok/s" + (f", {row.speedup:.2f}x" if row.speedup is not None else "")
-        text = f"{row.label}: {figure(mean)} tok/s, {figure(low)} to {figure(high)}"
+        value = f"{figure(median)} tok/s" + (f", {row.ratio}" if row.speedup is not None else "")
+        text = f"{row.label}: {figure(median)} tok/s, {figure(low)} to {figure(high)}"
         mark = ideal if ideal and ideal <= most else None
-        bars.append(Bar(row.label, value, (Segment(row.style.color, mean, text),), (low, high), mark))
-    legend = [(block("base"), "mean")]
+        bars.append(Bar(row.label, value, (Segment(row.style.color, median, text),), (low, high), mark))
+    legend = [(block("base"), "median")]
     if any(bar.whisker and bar.whisker[0] < bar.whisker[1] for bar in bars):
         legend.append((tick("whisker"), "smallest to largest run"))
     beyond = any((row.roofline("ideal_tokens_per_s") or 0.0) > most for row in rows)
@@ -225,7 +225,7 @@ def _ideal_legend(icon: Markup, is_drawn: bool, is_beyond: bool) -> Legend:
 
 def _spread(row: Row) -> tuple[float, float, float]:
     spread = row.throughput
-    return spread["mean"], spread["min"], spread["max"]
+    return spread["median"], spread["min"], spread["max"]
 
 
 def _join(*parts: str) -> str:

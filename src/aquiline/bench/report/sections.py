@@ -15,7 +15,7 @@ from typing import Any
 from aquiline.bench import compare
 from aquiline.bench.report.charts import Style, count
 from aquiline.bench.result import Result
-from aquiline.config import DRAFTERS
+from aquiline.spec.drafting import DRAFTINGS
 
 OWN = "aquiline"
 
@@ -37,12 +37,12 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """Mean throughput over its own engine's without speculation, on the same work."""
+        """Throughput over its own engine's without speculation on the same work, median of the rounds."""
         return self.ratio.value
 
     @property
     def throughput(self) -> dict[str, float]:
-        """Decode tokens per second: mean, min and max of the runs."""
+        """Decode tokens per second: the median of the runs with its interval, min and max."""
         spread: dict[str, float] = self.result["throughput_tokens_per_sec"]
         return spread
 
@@ -237,7 +237,7 @@ def _scenarios(group: list[Result]) -> dict[tuple[object, ...], str]:
 def _rank(result: Result, label: str) -> tuple[object, ...]:
     """Order of series: aquiline first, no drafter first, then drafters by kind and length."""
     setting = result["setting"]
-    kind = (*DRAFTERS, "other").index(setting["drafter"])
+    kind = (*DRAFTINGS, "other").index(setting["drafter"])
     return result["engine"] != OWN, result["engine"], kind, setting.get("num_spec_tokens") or 0, label
 
 

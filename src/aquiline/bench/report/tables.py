@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from aquiline.bench.intervals import estimate
 from aquiline.bench.report.charts import figure, swatch
 from aquiline.bench.report.panels import Scenarios
 from aquiline.bench.report.sections import OWN, Row, badges, number
@@ -37,10 +38,10 @@ class Table:
 def throughput_table(scenarios: Scenarios) -> Table:
     """Speed with its spread, and how it compares with the baseline and with the roofline's ideal."""
     return _table(scenarios, {
-        "tok/s": lambda row: figure(row.throughput["mean"]),
+        "tok/s": _rate,
         "min to max": lambda row: f"{figure(row.throughput['min'])} to {figure(row.throughput['max'])}",
         "runs": lambda row: str(row.result["scenario"]["measurement_runs"]),
-        "speedup": lambda row: _times(row.speedup),
+        "speedup": lambda row: NONE if row.speedup is None else str(row.ratio),
         "tau": tau,
         "repeated": lambda row: _percent(number(row.result["scenario"]["repeated_share"])),
         "ideal tok/s": lambda row: figure(row.roofline("ideal_tokens_per_s")),
@@ -53,11 +54,11 @@ def speedup_table(scenarios: Scenarios) -> Table:
     """Speedup against the ideal one at the same tau."""
     return _table(_chosen(scenarios, lambda row: row.result["setting"]["drafter"] != "none"), {
         "num_spec_tokens": lambda row: NONE if row.num_spec_tokens is None else str(row.num_spec_tokens),
-        "tok/s": lambda row: figure(row.throughput["mean"]),
+        "tok/s": _rate,
         "baseline tok/s": lambda row: NONE if row.against is None else figure(
-            row.against["throughput_tokens_per_sec"]["mean"]
+            row.against["throughput_tokens_per_sec"]["median"]
         ),
-        "speedup": lambda row: _times(row.speedup),
+        "speedup": lambda row: NONE if row.speedup is None else str(row.ratio),
         "tau": tau,
         "ideal speedup": lambda row: _times(row.roofline("ideal_speedup")),
         "spec efficiency": lambda row: _percent(row.spec_efficiency),
@@ -180,19 +181,26 @@ def _at(position: int) -> Column:
     return cell
 
 
+def _rate(row: Row) -> str:
+    """Median with its interval, where there is one."""
+    found = estimate(row.result["throughput_tokens_per_sec"]["values"])
+    low, high = found.low, found.high
+    return figure(found.value) + (f" [{figure(low)}, {figure(high)}]" if low is not None and high is not None else "")
+
+
 def _stage(name: str) -> Column:
     return lambda row: figure(row.stage_ms.get(name))
 
 
 def _spread(name: str) -> Column:
-    """Mean with the smallest and largest; nothing where all are 0, which says that it was not measured."""
+    """Median with the smallest and largest; nothing where all are 0, which says that it was not measured."""
 
     def cell(row: Row) -> str:
-        mean, low, high = (number(row.result[name][key]) for key in ("mean", "min", "max"))
-        if not mean or low is None or high is None:
+        median, low, high = (number(row.result[name][key]) for key in ("median", "min", "max"))
+        if not median or low is None or high is None:
             return NONE
         ends = figure(low), figure(high)
-        return figure(mean) if ends[0] == ends[1] else f"{figure(mean)} ({ends[0]} to {ends[1]})"
+        return figure(median) if ends[0] == ends[1] else f"{figure(median)} ({ends[0]} to {ends[1]})"
 
     return cell
 

@@ -1,0 +1,138 @@
+// The draft stage: draft keys that are missing, then a tree below every root.
+#include <string.h>
+
+#include <algorithm>
+
+#include "batch.h"
+
+namespace aq {
+
+namespace {
+
+// One pass over the first `take[i]` rows that are left of each span.
+int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& take, std::vector<int32_t>* last) {
+  const AqBatchConfig& c = batch->config;
+  const int width = c.draft->hidden;
+  RowBuffer& rows = batch->draft_rows;
+  rows.clear();
+  size_t num_rows = 0;
+  for (const int count : take) num_rows += count;
+  batch->g.resize(std::max(batch->g.size(), num_rows * width));
+  for (size_t i = 0; i < left->size(); i++) {
+    Span& span = (*left)[i];
+    const Slot& slot = batch->slots[span.slot];
+    for (int j = span.begin; j < span.begin + take[i]; j++) {
+      const float* fused = batch->fused_at(span.slot, j);
+      AQ_REQUIRE(fused != nullptr, "slot %d has no page for KV index %d", span.slot, j);
+      memcpy(batch->g.data() + (size_t)rows.num_rows() * width, fused, width * sizeof(float));
+      rows.add(span.slot, slot.history[j + 1], j + 1, slot.first_draft_key);
+    }
+    if (last != nullptr) (*last)[i] = rows.num_rows() - 1;
+    span.begin += take[i];
+  }
+  batch->num_draft_rows += rows.num_rows();
+  return aq_forward(c.draft, c.draft_kv, &rows.rows(), batch->g.data(), c.draft_hidden, nullptr);
+}
+
+}  // namespace
+
+int extend(AqBatch* batch, const std::vector<Span>& spans, std::vector<int32_t>* last) {
+  std::vector<Span> left = spans;
+  std::vector<int> take(spans.size());
+  if (last != nullptr) last->assign(spans.size(), 0);
+  int64_t num_left = 0;
+  for (const Span& span : left) num_left += span.end - span.begin;
+  while (num_left > batch->config.max_rows) {  // the last row of each span waits for the last pass
+    int room = batch->config.max_rows;
+    for (size_t i = 0; i < left.size(); i++) {
+      take[i] = std::min(room, left[i].end - left[i].begin - 1);
+      room -= take[i], num_left -= take[i];
+    }
+    AQ_TRY(run_spans(batch, &left, take, nullptr));
+  }
+  for (size_t i = 0; i < left.size(); i++) take[i] = left[i].end - left[i].begin;
+  if (num_left > 0) AQ_TRY(run_spans(batch, &left, take, last));
+  for (const Span& span : spans)
+    batch->slots[span.slot].draft_end = std::max(batch->slots[span.slot].draft_end, span.end + 1);
+  return 0;
+}
+
+namespace {
+
+int draft(AqBatch* batch, const Message& message, const AqAdmit* admits, int num_admits) {
+  std::vector<Span> spans;
+  for (const AqExtend& e : batch->extends) {
+    const Slot& slot = batch->slots[e.slot];
+    if (slot.draft_end < e.until) spans.push_back({e.slot, slot.draft_end - 1, e.until - 1});
+  }
+  AQ_TRY(extend(batch, spans, nullptr));
+  for (int i = 0; i < num_admits; i++) admit(batch, admits[i]);
+  for (const AqPages* pages : message.pages)
+    std::copy_n(&pages->count + 1, pages->count,
+                batch->page_table.begin() + (ptrdiff_t)pages->slot * batch->config.pages_per_slot + pages->first);
+  return grow(batch, message);
+}
+
+}  // namespace
+}  // namespace aq
+
+using namespace aq;
+
+int aq_draft(AqBatch* batch, const int32_t* message, const AqAdmit* admits, int32_t num_admits) {
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  Message m;
+  AQ_TRY(read_message(*batch, message, &m));
+  AQ_TRY(check_step(*batch, m, admits, num_admits));
+  batch->stage = Stage::idle;
+  batch->extends.assign(m.extends, m.extends + m.num_extends);
+  batch->chunks.assign(m.chunks, m.chunks + m.num_chunks);
+  batch->decodes.assign(m.decodes, m.decodes + m.num_decodes);
+  batch->num_draft_rows = 0;
+  std::fill_n(batch->seconds, (int)kNumTimes, 0.0);
+  batch->lapped = seconds();
+  if (draft(batch, m, admits, num_admits) != 0) return -2;
+  batch->lap(kDraftTime);
+  batch->stage = Stage::drafted;
+  return 0;
+}
+
+int aq_read_trees(AqBatch* batch, int32_t* out) {
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  AQ_TRY(check_pointer("out", out, sizeof(int32_t)));
+  AQ_REQUIRE(batch->stage == Stage::drafted, "the step has no trees that wait to be verified");
+  const Trees& trees = batch->trees;
+  out = std::copy(trees.offsets.begin(), trees.offsets.end(), out);
+  out = std::copy(trees.tokens.begin(), trees.tokens.end(), out);
+  std::copy(trees.parents.begin(), trees.parents.end(), out);
+  return 0;
+}
+
+int aq_replace_trees(AqBatch* batch, const int32_t* source) {
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  AQ_TRY(check_pointer("trees", source, sizeof(int32_t)));
+  AQ_REQUIRE(batch->stage == Stage::drafted, "the step has no trees that wait to be verified");
+  const int count = (int)batch->decodes.size();
+  AQ_REQUIRE(source[0] == 0, "offsets[0]=%d: must be 0", source[0]);
+  int64_t num_rows = source[count];
+  for (const AqChunk& chunk : batch->chunks) num_rows += chunk.end - chunk.start;
+  AQ_REQUIRE(num_rows <= batch->config.max_rows, "a step of %lld rows: there is room for %d", (long long)num_rows,
+             batch->config.max_rows);
+  Trees trees;
+  for (int b = 0; b < count; b++)
+    AQ_REQUIRE(source[b + 1] > source[b] && source[b + 1] - source[b] <= AQ_MAX_NODES,
+               "offsets[%d]=%d: a tree has 1 to %d nodes", b + 1, source[b + 1], AQ_MAX_NODES);
+  const int32_t *tokens = source + count + 1, *parents = tokens + source[count];
+  trees.offsets.assign(source, source + count + 1);
+  trees.tokens.assign(tokens, tokens + source[count]);
+  trees.parents.assign(parents, parents + source[count]);
+  for (int b = 0; b < count; b++) {
+    const Slot& slot = batch->slots[batch->decodes[b].slot];
+    AQ_REQUIRE(trees.tokens[trees.offsets[b]] == slot.history.back(), "tree %d: its root is token %d, must be %d", b,
+               trees.tokens[trees.offsets[b]], slot.history.back());
+  }
+  for (const int token : trees.tokens)
+    AQ_REQUIRE(token >= 0 && token < batch->vocab(), "token %d: must be in [0, %d)", token, batch->vocab());
+  AQ_TRY(finish_trees(&trees));
+  batch->trees = std::move(trees);
+  return 0;
+}

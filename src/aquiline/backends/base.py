@@ -1,0 +1,254 @@
+"""The seam between the engine and what computes: a step goes in as one message, what it decided comes back as one.
+
+The engine says which slots decode and how their trees may grow, which pieces of prompts to compute, and which pages
+hold a slot's keys. A backend owns everything that a step computes with: weights, keys and values, the tokens and the
+features of every slot, penalty counts, buffers. Nothing above this module knows rows, kernels or devices; nothing below
+it knows requests, texts or who runs next.
+
+Words: a token's *index* is its place in its sequence, prompt and output together, counted from 0. A sequence's *root*
+is its last known token, whose keys are not written yet. Draft row j pairs the target's feature of token j with token
+j + 1, and its key stands at KV index j + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aquiline.config import MAX_NODES, SamplingParams
+from aquiline.models.config import DraftConfig, ModelConfig
+from aquiline.spec.drafting import Drafting, Proposal
+from aquiline.spec.tree import DraftTree
+from aquiline.types import AcceptResult, Float32, Int32, TokenLogprobs
+
+TokenMasks = NDArray[np.int32]
+"""[R, ceil(V / 32)]: bit t % 32 of word t // 32 says whether row r may draw token t (xgrammar's bitmask)."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a backend is opened for: slots, pages of one KV group, the pages a slot can hold, prompt rows of a step."""
+
+    num_slots: int
+    num_pages: int
+    page_size: int
+    pages_per_slot: int
+    row_budget: int
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one target forward at most: a full budget of prompt rows beside a full tree in every slot."""
+        return self.row_budget + self.num_slots * MAX_NODES
+
+    @property
+    def max_context(self) -> int:
+        """KV indices that one slot can address."""
+        return self.pages_per_slot * self.page_size
+
+
+@dataclass(frozen=True, eq=False)
+class Admit:
+    """A sequence takes a slot, from now on and until the next Admit of that slot.
+
+    tokens: all that are known, prompt and, after a preemption, output; the first num_prompt are the prompt. sampling:
+    how its tokens are drawn, the seed resolved; its penalties, bias, min_tokens and log-probabilities are the
+    backend's to apply. end_token_ids: what min_tokens forbids. bad_words: token sequences that must not be completed.
+    num_hit: KV indices whose pages come from the prefix cache; they are read and never written. drafts: whether the
+    sequence may ever ask for the draft model: only then are features and draft keys kept. first_draft_key: the first
+    KV index that holds, or will hold, a draft key; draft keys exist from there to num_hit - 1.
+    num_prompt_logprobs: prompt log-probabilities that an earlier stay has already returned."""
+
+    slot: int
+    tokens: Sequence[int]
+    num_prompt: int
+    sampling: SamplingParams
+    end_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_hit: int = 0
+    drafts: bool = False
+    first_draft_key: int = 1
+    num_prompt_logprobs: int = 0
+
+
+class Pages(NamedTuple):
+    """From now on the slot's pages first, first + 1, ... of a KV group are these."""
+
+    slot: int
+    first: int
+    pages: tuple[int, ...]
+    group: int = 0
+
+
+class Chunk(NamedTuple):
+    """Compute tokens [start, end) of an admitted sequence: their keys and, if it drafts, features and draft keys.
+
+    is_last: the sequence decodes after it. draws: the last row draws the first output token, which becomes the root;
+    otherwise the root is the admitted token at index `end`. A prompt that the prefix cache holds whole computes its
+    last row again without writing it."""
+
+    slot: int
+    start: int
+    end: int
+    is_last: bool
+    draws: bool
+
+
+class Decode(NamedTuple):
+    """One decode step of a slot from its root.
+
+    drafting: how its tree grows in this step. proposal: drafted tokens that the host brings; the draft model then adds
+    none. num_forced: accept this many drafts of a chain whatever was drawn (simulated acceptance); None: the law."""
+
+    slot: int
+    drafting: Drafting
+    proposal: Proposal | None = None
+    num_forced: int | None = None
+
+
+class Extend(NamedTuple):
+    """Write the draft keys of KV indices below `until` that are still missing, for pages that will be shared. The
+    tokens up to index until - 1 must be known."""
+
+    slot: int
+    until: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """One step. Its parts take effect in this order: extends (under the pages the slots had), admits, pages, then
+    chunks and decodes in one target forward. At most one of chunk and decode names a slot. No callables and no
+    references to sequences: a step may be sent to another process or rank."""
+
+    decodes: tuple[Decode, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    admits: tuple[Admit, ...] = ()
+    pages: tuple[Pages, ...] = ()
+    extends: tuple[Extend, ...] = ()
+
+
+class Decoded(NamedTuple):
+    """What a Decode did. root: the root's index before the step; kept: the accepted drafts, then the target's own
+    token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; draft_end: KV indices below
+    it have their draft keys; logprobs: one per kept token, where the sampling asks."""
+
+    root: int
+    kept: list[int]
+    num_drafted: int
+    draft_end: int
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Prefilled(NamedTuple):
+    """What a Chunk did. first_token: what its last row drew (-1 where the logits are not numbers), None where it does
+    not draw; draft_end as in Decoded; logprobs of the first token; prompt_logprobs: the next ones, in order."""
+
+    first_token: int | None
+    draft_end: int
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] = []
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutput:
+    """What a step decided, in the order of its decodes and chunks.
+
+    num_draft_rows: rows of the draft's passes. seconds: what each of metrics.STAGES took that the backend can tell.
+    parts: the same by part of the models (metrics.PARTS), where Backend.time_parts asked. trees: what was verified and
+    which path was kept, for those who ask."""
+
+    decodes: list[Decoded]
+    chunks: list[Prefilled]
+    num_draft_rows: int
+    seconds: dict[str, float]
+    trees: Callable[[], tuple[DraftTree, AcceptResult]]
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Drafts(Protocol):
+    """Drafted trees, possibly still on a device."""
+
+    def read(self) -> DraftTree:
+        """Wait for the trees, in the order of the step's decodes."""
+        ...
+
+
+class Pending(Protocol):
+    """A step that has been issued."""
+
+    def read(self) -> StepOutput:
+        """Wait for what the step decided; the only wait there is. May be called once, in the order of issue."""
+        ...
+
+
+class Scored(NamedTuple):
+    """What the target computes at every position of given documents, one document after the other.
+
+    hidden [n, H] float32: the residual stream before the final norm; features [n, C * H]: of the captured layers. Both
+    are overwritten by the next call."""
+
+    hidden: Float32
+    features: Float32
+
+
+class Backend(Protocol):
+    """Runs steps over storage of its own. Not thread-safe.
+
+    step(s) is verify(s, draft(s)) to the bit. verify also takes a tree that the host has changed or made. Steps are
+    issued in order; where is_async, the next may be issued before the last was read."""
+
+    is_async: bool
+
+    def draft(self, step: StepInput) -> Drafts:
+        """Apply the step's extends, admits and pages, and grow a tree below the root of every Decode."""
+        ...
+
+    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> Pending:
+        """Run the target over the trees and the chunks, draw at every row, keep the drawn paths, and make every slot
+        ready for its next step. masks: what each row of the trees, then of the chunks that draw, may draw."""
+        ...
+
+    def step(self, step: StepInput) -> Pending:
+        """Both, with nothing in between."""
+        ...
+
+    def score(self, documents: Sequence[Int32]) -> Scored:
+        """Run whole documents, each from position 0. Uses the pages of all slots: nothing may be running."""
+        ...
+
+    def time_parts(self, is_wanted: bool) -> None:
+        """Whether StepOutput.parts is filled from now on."""
+        ...
+
+    def close(self) -> None:
+        """Give the storage back. Nothing may be called afterwards; closing twice does nothing."""
+        ...
+
+
+class Pair(Protocol):
+    """A target and an optional draft, loaded into one backend's layout. Any number of backends share its weights.
+
+    name: "native" or "torch", for results. is_exact: whether text is bit for bit the same with speculation on or off.
+    arithmetic: what weights are multiplied in. kv_dtype: "float32" or "bfloat16"."""
+
+    name: str
+    is_exact: bool
+    arithmetic: str
+    kv_dtype: str
+    target: ModelConfig
+    draft: DraftConfig | None
+
+    def open(self, sizes: Sizes) -> Backend:
+        """Storage and buffers for an engine of that size."""
+        ...
+
+    def kv_bytes_per_token(self) -> tuple[int, int]:
+        """Bytes that one token takes in the pages: the target's; the draft's, its fused features included."""
+        ...
+
+    def system(self) -> dict[str, object]:
+        """What runs, for results: instruction set, threads, device."""
+        ...

@@ -1,0 +1,34 @@
+"""Which backend runs a pair on this machine: decided once, logged, in every result; nothing falls back at run time."""
+
+from __future__ import annotations
+
+import logging
+
+from aquiline.backends.base import Pair
+from aquiline.backends.cpu.pair import CpuPair, configure, missing_reason
+from aquiline.backends.torch.pair import TorchPair
+from aquiline.config import Environment
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+
+logger = logging.getLogger(__name__)
+
+
+def new_pair(
+    decoder: Decoder, head: DraftHead | None, dtype: str, arithmetic: str, kv_dtype: str, device: str,
+    environment: Environment,
+) -> Pair:  # fmt: skip
+    """Pack loaded modules for the native library where it can run on this device, else for torch.
+
+    Raises ValueError for settings that the backend does not have."""
+    reason = missing_reason(environment) if device == "cpu" else f"device={device!r}"
+    if reason is None:
+        configure(environment)
+        return CpuPair(decoder, head, dtype, arithmetic, kv_dtype)
+    if device == "cpu":
+        logger.warning("native CPU library not used (%s): torch runs, slower, and trees are not bit-exact", reason)
+    if arithmetic == "bfloat16":
+        raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
+    if arithmetic not in ("auto", "float32"):
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16")
+    return TorchPair(decoder, head, dtype, kv_dtype, device)

@@ -1,0 +1,1 @@
+"""The backend over the native CPU library."""

@@ -1,0 +1,230 @@
+"""Steps over the native library: messages in, what they decided out. See backends/base.py, Backend.
+
+Owns the memory that a step computes with; the library owns the slots (csrc/stages/batch.h).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import addressof, string_at
+from ctypes import pointer as pointer_to
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aquiline.backends.base import Decoded, Drafts, Prefilled, Scored, Sizes, StepInput, StepOutput, TokenMasks
+from aquiline.backends.cpu.batch import NativeBatch, new_tree
+from aquiline.backends.cpu.buffers import address, describe_kv, pointer
+from aquiline.backends.cpu.logprobs import LogprobReader
+from aquiline.backends.cpu.native import AqBatchConfig
+from aquiline.backends.cpu.packed import library
+from aquiline.backends.cpu.storage import new_group
+from aquiline.metrics import PARTS
+from aquiline.spec.tree import DraftTree
+from aquiline.types import AcceptResult, Float32, Int32, KVGroup, Rows
+
+if TYPE_CHECKING:
+    from aquiline.backends.cpu.pair import CpuPair
+
+STAGE_NAMES = ("draft", "masks", "verify", "accept", "commit")
+"""Stages in the order of csrc/stages/batch.h, StageTime."""
+
+
+class CpuDrafts:
+    """Grown trees that wait in the library to be verified."""
+
+    def __init__(self, batch: NativeBatch, step: StepInput) -> None:
+        self._batch, self.step = batch, step
+        self._tree: DraftTree | None = None
+
+    def read(self) -> DraftTree:
+        """The trees, in the order of the step's decodes. Raises ValueError once the step was verified."""
+        if self._tree is None:
+            self._tree = self._batch.read_trees(len(self.step.decodes))
+        return self._tree
+
+
+class CpuPending:
+    """A step that has been computed."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def read(self) -> StepOutput:
+        """What the step decided."""
+        return self._output
+
+
+class CpuBackend:
+    """Runs steps over storage of its own."""
+
+    is_async = False
+
+    def __init__(self, pair: CpuPair, sizes: Sizes) -> None:
+        self.sizes, self._pair = sizes, pair
+        self._target = pair.target_model
+        max_rows, width = sizes.max_rows, pair.target_model.hidden_size
+        self.kv = new_group(pair.target, sizes.num_pages, sizes.page_size, pair.kv_dtype)
+        self.draft_kv: KVGroup | None = None
+        self.fused: Float32 | None = None  # [P, page_size, H]: by KV index, what the draft reads of the target
+        self._hidden = np.empty((max_rows, width), np.float32)
+        self._features = np.empty((max_rows, pair.target_model.num_capture * width), np.float32)
+        config = AqBatchConfig(
+            target=pointer_to(pair.target_model.struct),
+            target_kv=pointer_to(describe_kv(self.kv)),
+            hidden=pointer(self._hidden),
+            features=pointer(self._features) if self._features.size else None,
+            num_slots=sizes.num_slots, pages_per_slot=sizes.pages_per_slot, max_rows=max_rows,
+        )  # fmt: skip
+        kept: list[object] = [pair, self.kv, self._hidden, self._features]
+        if pair.draft_model is not None:
+            kept += self._add_draft(config)
+        self._batch = NativeBatch(config, kept)
+        self._out_at = addressof(self._batch.out)
+        self._drafts: CpuDrafts | None = None  # of the step that waits for its verify
+        self._reader = LogprobReader(pair.target_model, self._hidden)
+        self._parts: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
+        self._rows: Rows | None = None  # of `score`
+
+    def _add_draft(self, config: AqBatchConfig) -> list[object]:
+        draft, sizes = self._pair.draft_model, self.sizes
+        assert draft is not None
+        width = draft.model.hidden_size
+        self.draft_kv = new_group(draft.config.model, sizes.num_pages, sizes.page_size, self._pair.kv_dtype)
+        self.fused = np.empty((sizes.num_pages, sizes.page_size, width), np.float32)
+        hidden = np.empty((sizes.max_rows, width), np.float32)
+        config.draft = pointer_to(draft.model.struct)
+        config.draft_kv = pointer_to(describe_kv(self.draft_kv))
+        config.draft_hidden, config.fused = pointer(hidden), pointer(self.fused)
+        config.d2t = address("d2t", draft.d2t, np.int32)
+        config.fusion, config.norm_feedback = draft.fusion, draft.config.norm_feedback
+        return [draft, self.draft_kv, hidden]
+
+    def draft(self, step: StepInput) -> CpuDrafts:
+        """Apply the step's extends, admits and pages, and grow a tree below the root of every Decode."""
+        self._drafts = None
+        if self._parts is not None:
+            self._parts[:] = 0
+        with self._timing():
+            self._batch.draft(step)
+        self._reader.admit(step.admits)
+        self._drafts = CpuDrafts(self._batch, step)
+        return self._drafts
+
+    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> CpuPending:
+        """Run the target over the trees and the chunks, and make every slot ready for its next step.
+
+        Raises ValueError if the step is not the one that was drafted last, or for trees or masks that do not fit."""
+        waiting = self._drafts
+        if waiting is None or waiting.step is not step or not (drafts is waiting or isinstance(drafts, DraftTree)):
+            raise ValueError("verify: takes the step that was drafted last, and its drafts or other trees for it")
+        if isinstance(drafts, DraftTree):
+            self._batch.replace_trees(drafts, len(step.decodes))
+        with self._timing():
+            self._batch.verify(masks)
+            self._drafts = None
+            self._batch.keep()
+        return self._finish(step)
+
+    def step(self, step: StepInput) -> CpuPending:
+        """Both, with nothing in between."""
+        if step.admits or self._parts is not None:
+            return self.verify(step, self.draft(step))
+        self._drafts = None
+        self._batch.step(step)
+        return self._finish(step)
+
+    def score(self, documents: Sequence[Int32]) -> Scored:
+        """Run whole documents, each from position 0, over the pages of all slots.
+
+        Raises ValueError if they need more rows or pages than there are."""
+        sizes, lengths = self.sizes, [len(tokens) for tokens in documents]
+        num, used = sum(lengths), [-(-length // sizes.page_size) for length in lengths]
+        if not lengths or min(lengths) < 1 or num > sizes.max_rows or sum(used) > sizes.num_pages:
+            raise ValueError(
+                f"score: {len(lengths)} documents of {num} tokens in {sum(used)} pages: there is room for "
+                f"{sizes.max_rows} tokens and {sizes.num_pages} pages, and none may be empty"
+            )
+        rows = self._rows
+        if rows is None:
+            table = np.zeros((sizes.num_pages, -(-sizes.max_rows // sizes.page_size)), np.int32)
+            rows = self._rows = Rows(sizes.max_rows, 1, table)
+        page = 0
+        for document, count in enumerate(used):
+            rows.page_table[document, :count] = np.arange(page, page + count)
+            page += count
+        rows.num = num
+        positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+        rows.tokens[:num] = np.concatenate(documents)
+        rows.positions[:num] = rows.write[:num] = positions
+        rows.slots[:num] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        rows.context_len[:num] = positions + 1
+        self._target.forward(self.kv, rows, self._hidden, self._features if self._features.size else None)
+        return Scored(self._hidden[:num], self._features[:num])
+
+    def time_parts(self, is_wanted: bool) -> None:
+        """Whether StepOutput.parts is filled from now on."""
+        self._parts = np.zeros(len(PARTS)) if is_wanted else None
+
+    def close(self) -> None:
+        """Give the storage back."""
+        self._batch.close()
+        self._drafts = None
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        if self._parts is None:
+            yield
+            return
+        library().time_parts(pointer(self._parts))
+        try:
+            yield
+        finally:
+            library().time_parts(None)
+
+    def _finish(self, step: StepInput) -> CpuPending:
+        """What the library reported of the step, and the log-probabilities that it asks for."""
+        out, decodes, chunks = self._batch.out, [], []
+        size = out[0]
+        found = out[2 : 2 + size]
+        at = tree_size = 0
+        for _ in step.decodes:
+            root, num_drafted, draft_end, num_kept = found[at : at + 4]
+            at += 4 + num_kept
+            decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end))
+            tree_size += 2 * (num_drafted + 1) + num_kept
+        for _ in step.chunks:
+            token, draft_end = found[at : at + 2]
+            at += 2
+            chunks.append(Prefilled(None if token == -2 else token, draft_end))
+        raw = string_at(self._out_at + 4 * (2 + size), 4 * tree_size)
+        seconds = dict(zip(STAGE_NAMES, self._batch.seconds, strict=True))
+        trees = partial(read_trees, raw, decodes)
+        if self._reader.is_wanted:
+            began = time.perf_counter()
+            decodes, chunks = self._reader.read(step, decodes, chunks, trees)
+            seconds["accept"] += time.perf_counter() - began
+        parts = {} if self._parts is None else dict(zip(PARTS, self._parts.tolist(), strict=True))
+        return CpuPending(StepOutput(decodes, chunks, out[1], seconds, trees, parts))
+
+
+def read_trees(raw: bytes, decodes: list[Decoded]) -> tuple[DraftTree, AcceptResult]:
+    """The trees of a step and what was kept of them, from the last part of what aq_keep reports."""
+    flat = np.frombuffer(raw, np.int32)
+    width = max((len(d.kept) for d in decodes), default=1)
+    tokens, parents, offsets = [], [], [0]
+    path, kept = np.zeros((len(decodes), width), np.int32), np.full((len(decodes), width), -1, np.int32)
+    at = 0
+    for b, decoded in enumerate(decodes):
+        n, m = decoded.num_drafted + 1, len(decoded.kept)
+        tokens.append(flat[at : at + n])
+        parents.append(flat[at + n : at + 2 * n])
+        path[b, :m], kept[b, :m] = flat[at + 2 * n : at + 2 * n + m], decoded.kept
+        offsets.append(offsets[-1] + n)
+        at += 2 * n + m
+    empty = np.zeros(0, np.int32)
+    tree = new_tree(np.concatenate([empty, *tokens]), np.concatenate([empty, *parents]), np.array(offsets, np.int32))
+    return tree, AcceptResult(path, kept, np.array([len(d.kept) - 1 for d in decodes], np.int32))

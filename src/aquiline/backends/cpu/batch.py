@@ -1,0 +1,208 @@
+"""A running batch inside the native library (csrc/stages/stages.h), and a step as one message to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref, c_double, c_int32
+from itertools import chain
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
+from aquiline.backends.cpu.buffers import address, pointer
+from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqSampling, AqShape
+from aquiline.backends.cpu.packed import library
+from aquiline.config import MAX_DEPTH, MAX_NODES
+from aquiline.errors import NativeError
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
+from aquiline.spec.tree import DraftTree, Topology, static_shape
+from aquiline.types import Int32
+
+REFUSED = -1
+"""What a stage returns where it refuses its input, and has changed nothing."""
+
+CHAIN, STATIC, DYNAMIC = range(3)
+
+
+class NativeBatch:
+    """The slots of one engine inside the library. `kept` holds what the config points to.
+
+    A stage raises ValueError where it refuses its input, which then has changed nothing, and NativeError where it fails
+    inside. out holds what the last one reported, seconds [5] what the stages of the last step took."""
+
+    def __init__(self, config: AqBatchConfig, kept: object) -> None:
+        self._kept = config, kept
+        self._library = lib = library()
+        self.num_slots: int = config.num_slots
+        self.vocab_size: int = config.target.contents.vocab
+        self._shapes: dict[Drafting, int] = {}
+        self._message = (c_int32 * 1024)()
+        self.out = (c_int32 * (2 + self.num_slots * (6 + 2 * (MAX_DEPTH + 1) + 2 * MAX_NODES)))()
+        self.seconds = (c_double * 5)()
+        self._handle = lib.open_batch(byref(config))
+        if not self._handle:
+            raise NativeError(f"aq_open_batch: {lib.last_error()}")
+        self._closing = finalize(self, lib.close_batch, self._handle)
+
+    def close(self) -> None:
+        """Give the slots back, as whoever drops the batch does; doing it twice is no harm."""
+        self._handle = None
+        self._closing()
+
+    def draft(self, step: StepInput) -> None:
+        """Apply extends, admissions and pages, and grow the trees."""
+        admits, kept = self._admits(step)
+        self._check(self._library.draft(self._handle, self._pack(step), admits, len(step.admits)))
+        del kept
+
+    def verify(self, masks: TokenMasks | None) -> None:
+        """Run the target over the drafted step, draw, accept."""
+        if masks is None:
+            self._check(self._library.verify(self._handle, None, 0, 0))
+            return
+        at = address("masks", masks, np.int32)
+        self._check(self._library.verify(self._handle, at, *masks.shape))
+
+    def keep(self) -> None:
+        """Move every slot of the verified step to its next root."""
+        self._check(self._library.keep(self._handle, self.out, self.seconds))
+
+    def step(self, step: StepInput) -> None:
+        """The three stages in one call."""
+        if step.admits:
+            admits, kept = self._admits(step)
+            self._check(self._library.step(self._handle, self._pack(step), admits, len(admits), self.out, self.seconds))
+            del kept
+        else:
+            self._check(self._library.step(self._handle, self._pack(step), None, 0, self.out, self.seconds))
+
+    def read_trees(self, count: int) -> DraftTree:
+        """The trees of `count` decodes that were drafted and not verified yet."""
+        self._check(self._library.read_trees(self._handle, self.out))
+        offsets = np.array(self.out[: count + 1], np.int32)
+        num = int(offsets[-1])
+        tokens, parents = np.array(self.out[count + 1 : count + 1 + 2 * num], np.int32).reshape(2, num)
+        return new_tree(tokens, parents, offsets)
+
+    def replace_trees(self, tree: DraftTree, count: int) -> None:
+        """Verify these instead. Raises ValueError for what is no tree, or has another root."""
+        shape = tree.topology
+        if not len(shape.offsets) == count + 1 or not len(tree.tokens) == len(shape.parents) == shape.offsets[-1]:
+            raise ValueError(
+                f"trees of {len(tree.tokens)} nodes at {shape.offsets}: must be one for each of {count} decodes"
+            )
+        flat = np.concatenate((shape.offsets, tree.tokens, shape.parents)).astype(np.int32)
+        self._check(self._library.replace_trees(self._handle, pointer(flat)))
+
+    def _check(self, result: int) -> None:
+        if result != 0:
+            raise (ValueError if result == REFUSED else NativeError)(self._library.last_error())
+
+    def _pack(self, step: StepInput) -> Any:
+        """The step as the library reads it (stages.h, "A step as one run of int32")."""
+        decodes, shapes = step.decodes, self._shapes
+        message = [len(step.extends), len(step.chunks), len(decodes), len(step.pages)]
+        if step.extends:
+            message += chain.from_iterable(step.extends)
+        if step.chunks:
+            message += chain.from_iterable(step.chunks)
+        proposing = False
+        for decode in decodes:
+            slot, drafting, proposal, num_forced = decode
+            number = shapes.get(drafting)
+            if number is None:
+                number = self._shape(drafting)
+            forced = -1 if num_forced is None else num_forced
+            if proposal is None:
+                message += (slot, number, forced, -1)
+            else:
+                proposing = True
+                message += (slot, number, forced, len(proposal.tokens))
+        for pages in step.pages:
+            message += (pages.slot, pages.group, pages.first, len(pages.pages), *pages.pages)
+        if proposing:
+            message += proposals(decodes)
+        if len(message) > len(self._message):
+            self._message = (c_int32 * (2 * len(message)))()
+        self._message[: len(message)] = message  # type: ignore[assignment]
+        return self._message
+
+    def _shape(self, drafting: Drafting) -> int:
+        """The library's number of a way to draft; -1 for one that needs no draft model."""
+        number = -1
+        if drafting.needs_draft_model:
+            found = c_int32()
+            struct, kept = shape_of(drafting)
+            self._check(self._library.add_shape(self._handle, byref(struct), byref(found)))
+            number = found.value
+            del kept
+        self._shapes[drafting] = number
+        return number
+
+    def _admits(self, step: StepInput) -> tuple[Any, list[object]]:
+        """The step's admissions, and the arrays behind them."""
+        kept: list[object] = []
+        return (AqAdmit * len(step.admits))(*(admission(admit, kept) for admit in step.admits)), kept
+
+
+def shape_of(drafting: Drafting) -> tuple[AqShape, object]:
+    """A way to draft as the library grows it, and the arrays behind it. Raises ValueError for one it does not know."""
+    if isinstance(drafting, Chain):
+        return AqShape(CHAIN, drafting.num_spec_tokens, 1, drafting.max_nodes), None
+    if isinstance(drafting, Dynamic):
+        return AqShape(DYNAMIC, drafting.depth, drafting.top_k, drafting.num_nodes), None
+    if isinstance(drafting, Static):
+        shape = static_shape(drafting.static_paths)
+        arrays = np.array((shape.parents, shape.ranks), np.int32)
+        at = [pointer(array) for array in arrays]
+        return AqShape(STATIC, drafting.max_depth, drafting.width, drafting.max_nodes, *at), arrays
+    raise ValueError(f"{drafting!r}: this backend does not know how to grow it; bring a proposal")
+
+
+def admission(admit: Admit, kept: list[object]) -> AqAdmit:
+    """An Admit as the library reads it; the arrays it points to are added to `kept`."""
+    s = admit.sampling
+    assert s.seed is not None, "the engine resolves seeds"
+
+    def at(values: Any, dtype: type[np.generic] = np.int32) -> int | None:
+        array: NDArray[Any] = np.array(values, dtype)
+        kept.append(array)
+        return pointer(array) if array.size else None
+
+    words = [number for word in admit.bad_words for number in (len(word), *word)]
+    return AqAdmit(
+        slot=admit.slot, num_tokens=len(admit.tokens), num_prompt=admit.num_prompt, num_hit=admit.num_hit,
+        drafts=admit.drafts, first_draft_key=admit.first_draft_key, min_tokens=s.min_tokens,
+        num_biases=len(s.logit_bias), num_end_tokens=len(admit.end_token_ids), bad_words_size=len(words),
+        repetition_penalty=s.repetition_penalty, presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        sampling=AqSampling(s.temperature, s.top_p, s.min_p, s.top_k, 0, s.seed),
+        tokens=at(admit.tokens), bias_tokens=at(list(s.logit_bias)),
+        biases=at(list(s.logit_bias.values()), np.float32),
+        end_tokens=at(sorted(admit.end_token_ids)), bad_words=at(words),
+    )  # fmt: skip
+
+
+def proposals(decodes: Sequence[Decode]) -> list[int]:
+    """Tokens and parents, as node numbers, of each decode that brings a proposal."""
+    message: list[int] = []
+    for decode in decodes:
+        if decode.proposal is not None:
+            tokens, parents = decode.proposal.tokens, decode.proposal.parents
+            if parents and len(parents) != len(tokens):
+                raise ValueError(f"{decode.proposal}: must name a parent for every token, or for none")
+            message += (*tokens, *((p + 1 for p in parents) if parents else range(len(tokens))))
+    return message
+
+
+def new_tree(tokens: Int32, parents: Int32, offsets: Int32) -> DraftTree:
+    """Trees from their nodes, whose parents are slot-local and stand before them."""
+    levels = [0] * len(tokens)
+    for first, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        own = parents[first:end].tolist()
+        for i in range(1, end - first):
+            levels[first + i] = levels[first + own[i]] + 1
+    return DraftTree(Topology(parents, np.array(levels, np.int32), offsets), tokens)

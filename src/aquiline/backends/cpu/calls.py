@@ -1,0 +1,263 @@
+"""Models and linears of the native library, one call at a time, on numpy buffers.
+
+Owns packed weights and the structs that describe the caller's buffers; computes nothing itself. A decode step of a
+small model takes a millisecond, so a call may cost microseconds: structs are kept for the rows and caches that come
+again.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import Tensor
+
+from aquiline.backends.cpu import native
+from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
+from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
+from aquiline.backends.cpu.packed import Arena, PackedLinear, interleave, library, weight_code
+from aquiline.types import (
+    KEY_GROUP,
+    SAMPLING,
+    AttentionWeights,
+    DenseWeights,
+    Float32,
+    Int32,
+    KVGroup,
+    LayerWeights,
+    Logprobs,
+    ModelWeights,
+    Rows,
+    RowSampling,
+    TopK,
+)
+
+
+def missing_reason() -> str | None:
+    """Why the native path cannot be used; None if it can."""
+    return native.missing_reason()
+
+
+def system() -> dict[str, str | int]:
+    """What results should be reported with: instruction set, threads, and the arithmetic a model has by default."""
+    loaded = library()
+    return {"isa": loaded.isa(), "threads": loaded.num_threads(), "arithmetic": "float32"}
+
+
+def set_threads(threads: int) -> None:
+    """Use this many threads, the calling one included. Results do not depend on it."""
+    library().set_threads(threads)
+
+
+def select_isa(name: str | None) -> None:
+    """Use "avx512", "avx2" or "portable"; None takes the best this CPU has. Results do not depend on it."""
+    library().select_isa(None if name is None else name.encode())
+
+
+class NativeModel:
+    """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
+
+    arithmetic "bfloat16" multiplies bfloat16 weights, keys and values with factors rounded to bfloat16, twice as fast.
+    A row's bits depend as little on other rows, threads and chunks as in float32, but they are others, and only
+    has_bf16_dot() CPUs have it. Sums, norms and sampling are float32 in both.
+
+    dtype "int8" or "int4" quantises the linears, the head among them; None stores them as given. The embedding and the
+    norms stay as they are.
+
+    Not thread-safe: it reuses its argument structs (the library serialises calls anyway)."""
+
+    def __init__(self, weights: ModelWeights, arithmetic: str = "float32", dtype: str | None = None) -> None:
+        self._check_widths(weights)
+        self._arithmetic, self._dtype = arithmetic, dtype
+        self._library = library()
+        self._arena = Arena()
+        self._kept: list[Any] = []
+        # By weak key: caches live as long as their engines do, and a model outlives many of those.
+        self._kvs: WeakKeyDictionary[KVGroup, AqKV] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Rows, tuple[tuple[Any, ...], AqRows]] = WeakKeyDictionary()
+        self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
+        self.num_capture, self.head_size = len(weights.capture), weights.head.shape[0]
+        self.struct = self._describe(weights)
+        self._model_ref = byref(self.struct)
+
+    @staticmethod
+    def _check_widths(weights: ModelWeights) -> None:
+        for name in ("hidden_size", "head_dim", "intermediate_size"):
+            if getattr(weights, name) % KEY_GROUP != 0:
+                raise ValueError(f"{name}={getattr(weights, name)}: the native path needs a multiple of {KEY_GROUP}")
+
+    def _describe(self, weights: ModelWeights) -> AqModel:
+        layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
+        embed = weights.embed.detach().contiguous()
+        head = self._pack("head", weights.head)
+        capture = np.asarray(weights.capture, np.int32)
+        self._kept += [layers, embed, capture]
+        return AqModel(
+            hidden=weights.hidden_size,
+            num_layers=len(weights.layers),
+            num_heads=weights.num_heads,
+            num_kv_heads=weights.num_kv_heads,
+            head_dim=weights.head_dim,
+            intermediate=weights.intermediate_size,
+            vocab=embed.shape[0],
+            embed_dtype=weight_code("embed", embed),
+            is_draft=weights.is_draft,
+            norm_before_residual=weights.norm_before_residual,
+            num_capture=len(weights.capture),
+            eps=weights.rms_norm_eps,
+            attn_scale=weights.head_dim**-0.5,
+            rope_scale=weights.rope_scale,
+            inv_freq=self._floats(weights.inv_freq),
+            embed=embed.data_ptr(),
+            layers=layers,
+            final_norm=self._floats(weights.final_norm),
+            head=head,
+            capture=capture.ctypes.data,
+        )
+
+    def _layer(self, weights: LayerWeights) -> AqLayer:
+        norms = {name: self._floats(getattr(weights, name)) for name in ("input_norm", "post_norm", "hidden_norm")}
+        return AqLayer(self._attention(weights.attention), self._mlp(weights.mlp), **norms)
+
+    def _attention(self, weights: AttentionWeights) -> AqAttention:
+        qkv, o = self._pack("qkv", weights.qkv, weights.qkv_bias), self._pack("o", weights.o, weights.o_bias)
+        floats = {name: self._floats(getattr(weights, name)) for name in ("q_norm", "k_norm", "sinks")}
+        return AqAttention(qkv, o, **floats, window=weights.window)
+
+    def _mlp(self, weights: DenseWeights) -> AqMlp:
+        bias = weights.gate_up_bias
+        interleaved = None if bias is None else interleave(bias.detach()[:, None])[:, 0]
+        gate_up = self._pack("gate_up", interleave(weights.gate_up.detach()), interleaved)
+        return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), native.DENSE)
+
+    def _pack(self, name: str, weight: Tensor, bias: Tensor | None = None) -> AqLinear:
+        packed = PackedLinear(name, weight, bias, self._arithmetic, self._arena, self._dtype)
+        self._kept.append(packed)
+        return packed.struct
+
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        own = tensor.detach().float().clone().contiguous()
+        self._kept.append(own)
+        return own.data_ptr()
+
+    def forward(
+        self, kv: KVGroup, rows: Rows, hidden: Float32, features: Float32 | None = None, g: Float32 | None = None
+    ) -> None:
+        """Run the first rows.num rows through all layers.
+
+        Writes keys and values, hidden [max_rows, H] (the residual stream before the final norm) and, if wanted,
+        features [max_rows, num_capture * H]. A draft reads g [max_rows, H], which may be `hidden` itself."""
+        assert hidden.shape[0] >= rows.num and hidden.shape[1] == self.hidden_size, (hidden.shape, rows.num)
+        features_at = g_at = None
+        if features is not None:
+            assert features.shape[0] >= rows.num and features.shape[1] == self.num_capture * self.hidden_size
+            features_at = address("features", features, np.float32)
+        if g is not None:
+            assert g.shape[0] >= rows.num and g.shape[1] == self.hidden_size, (g.shape, rows.num)
+            g_at = address("g", g, np.float32)
+        self._library.forward(
+            self._model_ref,
+            byref(self._kv_of(kv)),
+            byref(self._rows_of(rows)),
+            g_at,
+            address("hidden", hidden, np.float32),
+            features_at,
+        )
+
+    def logits(self, hidden: Float32, row_index: Int32) -> Float32:
+        """Logits [n, V] of rows of hidden (the residual stream: the final norm is applied here)."""
+        at, index, n = self._selection(hidden, row_index)
+        logits = np.empty((n, self.head_size), np.float32)
+        self._library.head_logits(self._model_ref, at, index, n, pointer(logits))
+        return logits
+
+    def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling, d2t: Int32 | None = None) -> Int32:
+        """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite.
+
+        A draft that is given its d2t [Vd] draws target ids, each with the noise that the target gives it."""
+        at, index, n = self._selection(hidden, row_index)
+        assert len(sampling) == n, (len(sampling), n)
+        tokens = np.empty(n, np.int32)
+        how = address("sampling", sampling, SAMPLING)
+        self._library.head_draw(self._model_ref, at, index, n, how, self._offsets(d2t), pointer(tokens))
+        return tokens
+
+    def top_k(
+        self,
+        hidden: Float32,
+        row_index: Int32,
+        k: int,
+        sampling: RowSampling | None = None,
+        d2t: Int32 | None = None,
+    ) -> TopK:
+        """The k most probable ids and their log-probabilities for each of n rows of hidden; with `sampling`, by the
+        logits over its temperature plus the noise of a draw. d2t as in `draw`."""
+        at, index, n = self._selection(hidden, row_index)
+        result = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+        assert sampling is None or len(sampling) == n, (sampling, n)
+        how = None if sampling is None else address("sampling", sampling, SAMPLING)
+        self._library.head_topk(
+            self._model_ref, at, index, n, k, how, self._offsets(d2t), pointer(result.ids), pointer(result.logprobs)
+        )
+        return result
+
+    def logprobs(self, hidden: Float32, row_index: Int32, chosen: Int32, k: int) -> Logprobs:
+        """The log-probabilities of token chosen[i] and of the k best ids for each of n rows of hidden."""
+        at, index, n = self._selection(hidden, row_index)
+        assert len(chosen) == n, (len(chosen), n)
+        top = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+        result = Logprobs(np.empty(n, np.float32), np.empty(n, np.int32), top)
+        best = pointer(top.ids), pointer(top.logprobs)
+        own = address("chosen", chosen, np.int32), pointer(result.chosen), pointer(result.rank)
+        self._library.head_logprobs(self._model_ref, at, index, n, k, *best, *own)
+        return result
+
+    def _offsets(self, d2t: Int32 | None) -> int | None:
+        assert d2t is None or len(d2t) == self.head_size, (d2t, self.head_size)
+        return None if d2t is None else address("d2t", d2t, np.int32)
+
+    def _selection(self, hidden: Float32, row_index: Int32) -> tuple[int, int, int]:
+        n = len(row_index)
+        assert hidden.shape[1] == self.hidden_size, hidden.shape
+        assert n == 0 or max(row_index.tolist()) < hidden.shape[0], (row_index, hidden.shape)
+        return address("hidden", hidden, np.float32), address("row_index", row_index, np.int32), n
+
+    def _kv_of(self, kv: KVGroup) -> AqKV:
+        struct = self._kvs.get(kv)
+        if struct is None:
+            struct = self._kvs[kv] = describe_kv(kv)
+        return struct
+
+    def _rows_of(self, rows: Rows) -> AqRows:
+        arrays = tuple(getattr(rows, name) for name in ROWS_ARRAYS)
+        entry = self._rows.get(rows)
+        if entry is None or not all(map(is_, arrays, entry[0])):
+            entry = self._rows[rows] = (arrays, describe_rows(rows))
+        entry[1].num_rows = rows.num
+        return entry[1]
+
+
+class NativeLinear:
+    """x [R, K] float32 times a packed weight [N, K], plus a bias. The weight is stored as given (float32, bfloat16 or
+    float16) or quantised.
+
+    `arithmetic` and `dtype` are NativeModel's; num_bytes is what one call reads of the weight."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32", dtype: str | None = None
+    ) -> None:
+        self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena(), dtype)
+        self.num_outputs, self.num_inputs = weight.shape
+        self.num_bytes = self._packed.num_bytes
+
+    def __call__(self, x: Float32) -> Float32:
+        """[R, K] to a new array [R, N]."""
+        assert x.ndim == 2 and x.shape[1] == self.num_inputs, (x.shape, self.num_inputs)
+        y = np.empty((x.shape[0], self.num_outputs), np.float32)
+        library().linear(byref(self._packed.struct), address("x", x, np.float32), x.shape[0], pointer(y))
+        return y

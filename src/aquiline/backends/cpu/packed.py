@@ -1,0 +1,110 @@
+"""Weights in the native library's layout: memory for them, one linear, and what can be packed at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aquiline.backends.cpu import native
+from aquiline.backends.cpu.native import AqLinear, Library
+from aquiline.errors import NativeError
+from aquiline.ops.quantise import quantise
+from aquiline.types import KEY_GROUP
+
+
+def library() -> Library:
+    """The native library. Raises NativeError with the reason where there is none."""
+    loaded = native.load()
+    if loaded is None:
+        raise NativeError(f"the native CPU library is missing: {native.missing_reason()}")
+    return loaded
+
+
+def has_bf16_dot() -> bool:
+    """Whether linears can run in bfloat16 arithmetic: AVX512_BF16, in this CPU and in the compiler of this build."""
+    return library().has_bf16_dot()
+
+
+_CODES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16, torch.float16: native.FLOAT16}
+
+
+def weight_code(name: str, weight: Tensor) -> int:
+    """The library's code of a weight's or an embedding's dtype. Raises ValueError for a dtype it does not store."""
+    if weight.dtype not in _CODES:
+        raise ValueError(f"{name} is {weight.dtype}: the native path stores float32, bfloat16 or float16")
+    return _CODES[weight.dtype]
+
+
+def kv_code(name: str, keys: Tensor) -> int:
+    """The library's code of the dtype of keys and values. Raises ValueError for a dtype it does not store them in."""
+    if keys.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{name} is {keys.dtype}: the native path stores keys and values in float32 or bfloat16")
+    return _CODES[keys.dtype]
+
+
+def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> None:
+    """Raises ValueError or NativeError if a linear cannot run in an arithmetic other than float32."""
+    if arithmetic != "bfloat16":
+        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32' or 'bfloat16'")
+    if weight.dtype != torch.bfloat16 or dtype is not None:
+        found = dtype or weight.dtype
+        raise ValueError(f"arithmetic='bfloat16': {name} is {found}, it needs weights stored in bfloat16")
+    if not has_bf16_dot():
+        raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
+
+
+class Arena:
+    """Memory for packed weights, in chunks so large that numpy asks for huge pages: streaming a model through 4 KB
+    pages costs it about 5 % in address translation. Untouched memory is never resident."""
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self._chunks: list[NDArray[np.uint8]] = []
+        self._next = self._end = 0
+
+    def take(self, num_bytes: int) -> int:
+        """The address of that many bytes, on a cache line, for as long as the arena lives."""
+        if self._next + num_bytes > self._end:
+            self._chunks.append(np.empty(max(num_bytes, self.CHUNK) + 64, np.uint8))
+            start = self._chunks[-1].ctypes.data
+            self._next, self._end = -(-start // 64) * 64, start + len(self._chunks[-1])
+        address = self._next
+        self._next += -(-num_bytes // 64) * 64
+        return address
+
+
+class PackedLinear:
+    """A linear weight in the library's layout, with the arrays that its struct points to.
+
+    Stored as it is given, or quantised: dtype "int8" or "int4"."""
+
+    def __init__(
+        self, name: str, weight: Tensor, bias: Tensor | None, arithmetic: str, arena: Arena, dtype: str | None = None
+    ) -> None:
+        n, k = weight.shape
+        if k % KEY_GROUP != 0:
+            raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
+        code, scales = weight_code(name, weight), None
+        source = weight.detach().contiguous()
+        if arithmetic != "float32":
+            check_dot(name, weight, arithmetic, dtype)
+            code = native.BFLOAT16_DOT
+        elif dtype is not None:
+            quantised = quantise(name, source, dtype)
+            source, scales = quantised.codes, quantised.scales
+            code = native.INT8 if dtype == "int8" else native.INT4
+        self._arena = arena
+        self.num_bytes = library().packed_bytes(n, k, code)
+        address = arena.take(self.num_bytes)
+        library().pack(source.data_ptr(), None if scales is None else scales.data_ptr(), n, k, code, address)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, code)
+
+
+def interleave(gate_up: Tensor) -> Tensor:
+    """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs."""
+    rows, width = gate_up.shape
+    return gate_up.view(2, rows // (2 * KEY_GROUP), KEY_GROUP, width).transpose(0, 1).reshape(rows, width)

@@ -1,0 +1,322 @@
+"""One step in torch: draft, verify, keep, each issued without reading anything that the device computes.
+
+The order of a step is `TorchBackend.draft` and `TorchBackend.verify`, read from top to bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aquiline.backends.base import Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
+from aquiline.backends.torch.draft import Draft, Roots, groups_of
+from aquiline.backends.torch.draw import draw
+from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
+from aquiline.backends.torch.rows import prompt_block, tree_block
+from aquiline.backends.torch.rules import mask_tokens
+from aquiline.backends.torch.state import SlotState
+from aquiline.backends.torch.storage import PagedAttention, Storage
+from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+from aquiline.spec.tree import DraftTree
+from aquiline.types import Int32
+
+LOGPROB_ROWS = 64
+"""Rows whose logits are looked at together."""
+
+
+class TorchBackend:
+    """Steps over storage on one device. See backends/base.py for what each method promises."""
+
+    is_async = True
+
+    def __init__(self, decoder: Decoder, head: DraftHead | None, kv_dtype: torch.dtype, sizes: Sizes) -> None:
+        self.decoder, self.sizes, self.device = decoder, sizes, decoder.embed.device
+        self.state = SlotState(sizes, self.device)
+        self.storage = Storage(decoder.config, self.state.scratch, kv_dtype, self.device)
+        self._draft: Draft | None = None
+        if head is not None:
+            storage = Storage(head.config.model, self.state.scratch, kv_dtype, self.device)
+            self._draft = Draft(head, self.state, storage)
+        self.all_ids = torch.arange(decoder.config.vocab_size, device=self.device)
+
+    @torch.inference_mode()
+    def draft(self, step: StepInput) -> DraftedTrees:  # noqa: D102
+        if self._draft is not None:
+            self._draft.num_rows = 0
+        for extend in step.extends:
+            self._extend(extend)
+        for admit in step.admits:
+            self.state.admit(admit, self.decoder.config.vocab_size)
+        for pages in step.pages:
+            self.state.set_pages(pages)
+        return DraftedTrees(self._grow(step.decodes))
+
+    def step(self, step: StepInput) -> IssuedStep:  # noqa: D102
+        return self.verify(step, self.draft(step))
+
+    @torch.inference_mode()
+    def verify(  # noqa: D102
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None
+    ) -> IssuedStep:
+        if isinstance(drafts, DraftTree):
+            trees = padded(drafts, self.device)
+        else:
+            assert isinstance(drafts, DraftedTrees), "drafts of another backend"
+            trees = drafts.trees
+        decodes = [decode.slot for decode in step.decodes]
+        slots = torch.tensor(decodes, dtype=torch.int64, device=self.device)
+        base = self.state.root[slots]
+        on_path = trees.ancestors()
+        blocks = [tree_block(self.state, decodes, base, trees, on_path)] if decodes else []
+        blocks += [prompt_block(self.state, c.slot, c.start, c.end) for c in step.chunks]
+        attention = PagedAttention(self.storage, self.decoder.config, blocks)
+        tokens, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
+        out = self.decoder(tokens, positions, attention)
+
+        num_tree_rows = trees.tokens.numel()
+        allowed = None if masks is None else torch.from_numpy(np.asarray(masks)).to(self.device)
+        kept, columns = None, list[LogprobColumns | None]()
+        if decodes:
+            logits = self.decoder.logits(out.hidden[:num_tree_rows])
+            drawn = self._draw_trees(decodes, base, trees, on_path, logits, allowed)
+            kept = accept(trees, on_path, drawn, self._forced(step.decodes))
+            columns = self._decode_logprobs(decodes, trees, kept, logits)
+            self._keep(step.decodes, slots, base, trees, kept, out.features[:num_tree_rows])
+        if allowed is not None:
+            allowed = allowed[sum(trees.sizes) :]
+        prefilled = self._prefill(step.chunks, out.hidden[num_tree_rows:], out.features[num_tree_rows:], allowed)
+        draft_end = self.state.draft_end[slots]
+        num_draft_rows = 0 if self._draft is None else self._draft.num_rows
+        hosts = [self.state.hosts[slot] for slot in decodes]
+        return IssuedStep(trees, kept, base, draft_end, columns, prefilled, num_draft_rows, hosts)
+
+    @torch.inference_mode()
+    def score(self, documents: Sequence[Int32]) -> Scored:  # noqa: D102
+        size, page, blocks = self.sizes.page_size, 0, []
+        for slot, tokens in enumerate(documents):
+            used = -(-len(tokens) // size)
+            self.state.table[slot, :used] = torch.arange(page, page + used, device=self.device)
+            self.state.history[slot, : len(tokens)] = torch.from_numpy(tokens).long().to(self.device)
+            page += used
+            blocks.append(prompt_block(self.state, slot, 0, len(tokens)))
+        attention = PagedAttention(self.storage, self.decoder.config, blocks)
+        rows, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
+        out = self.decoder(rows, positions, attention)
+        return Scored(out.hidden.cpu().numpy(), out.features.cpu().numpy())
+
+    def time_parts(self, is_wanted: bool) -> None:
+        """Parts are not timed: on a device that would need a wait after each."""
+
+    def close(self) -> None:  # noqa: D102
+        del self.storage, self._draft, self.state
+
+    def _extend(self, extend: Extend) -> None:
+        assert self._draft is not None, "only drafting sequences have draft keys to extend"
+        host = self.state.hosts[extend.slot]
+        slots, until = (torch.tensor([n], device=self.device) for n in (extend.slot, extend.until))
+        self._draft.catch_up(slots, until, host.max_lag, extend.until)
+
+    # Draft
+
+    def _grow(self, decodes: tuple[Decode, ...]) -> Trees:
+        """A tree for every Decode, padded to the largest."""
+        parts: list[tuple[list[int], Trees]] = []
+        drafted = [i for i, d in enumerate(decodes) if d.proposal is None and d.drafting.is_speculative]
+        if drafted:
+            parts += self._draft_trees(decodes, drafted)
+        for i in sorted(set(range(len(decodes))) - set(drafted)):
+            parts.append(([i], self._given_tree(decodes[i])))
+        for decode in decodes:
+            host, nodes = self.state.hosts[decode.slot], decode.drafting.max_nodes
+            is_drafted = decode.proposal is None and decode.drafting.is_speculative
+            host.max_lag = nodes if is_drafted else host.max_lag + nodes
+        return joined(parts, len(decodes), self.device)
+
+    def _draft_trees(self, decodes: tuple[Decode, ...], drafted: list[int]) -> list[tuple[list[int], Trees]]:
+        assert self._draft is not None, "a draft model was asked for and none is loaded"
+        hosts = [self.state.hosts[decodes[i].slot] for i in drafted]
+        numbers = [decodes[i].slot for i in drafted]
+        slots = torch.tensor(numbers, device=self.device)
+        longest = 2 + max(
+            host.max_root + max(1, decodes[i].drafting.draft_rows) for host, i in zip(hosts, drafted, strict=True)
+        )
+        root = self.state.root[slots]
+        tokens = self.state.history[slots, root]
+        output = self._draft.catch_up(slots, root + 1, max(host.max_lag for host in hosts), longest)
+        parts = []
+        for drafting, group in groups_of([decodes[i].drafting for i in drafted]).items():
+            roots = Roots([numbers[g] for g in group], slots[group], root[group], tokens[group], output[group])
+            parts.append(([drafted[g] for g in group], self._draft.grow(drafting, roots, longest)))
+        return parts
+
+    def _given_tree(self, decode: Decode) -> Trees:
+        """The root alone, or what the host proposed below it."""
+        slot, proposal = decode.slot, decode.proposal
+        given = () if proposal is None else proposal.tokens
+        above = () if proposal is None else proposal.parents or tuple(range(-1, len(given) - 1))
+        parents = (0, *(parent + 1 for parent in above))
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        root = self.state.history[slot, self.state.root[slot]][None]
+        tokens = torch.cat((root, torch.tensor(given, dtype=torch.int64, device=self.device)))
+        rows = [torch.tensor([a], dtype=torch.int64, device=self.device) for a in (parents, depths)]
+        return Trees(tokens[None], rows[0], rows[1], (len(parents),), max(depths))
+
+    # Verify
+
+    def _draw_trees(
+        self, slots: list[int], base: Tensor, trees: Trees, on_path: Tensor, logits: Tensor, allowed: Tensor | None
+    ) -> Tensor:
+        """The target's own token at every node, [B, N], from its logits [B * N, V]."""
+        B, N = trees.tokens.shape
+        index = base[:, None] + trees.depths + 1
+        logits = logits.view(B, N, -1)
+        if any(self.state.hosts[slot].rules is not None for slot in slots):
+            logits = torch.stack([
+                self._by_rules(slot, base[b], Trees(trees.tokens[b : b + 1], trees.parents[b : b + 1],
+                               trees.depths[b : b + 1], (trees.sizes[b],), trees.max_depth), on_path[b], logits[b])
+                for b, slot in enumerate(slots)
+            ])  # fmt: skip
+        if allowed is not None:
+            masks = torch.full((B, N, allowed.shape[1]), -1, dtype=allowed.dtype, device=self.device)
+            for b, (first, size) in enumerate(zip(np.cumsum([0, *trees.sizes]).tolist(), trees.sizes, strict=False)):
+                masks[b, :size] = allowed[first : first + size]
+            logits = mask_tokens(logits.flatten(0, 1), masks.flatten(0, 1)).view(B, N, -1)
+        owner = torch.tensor(slots, device=self.device).repeat_interleave(N)
+        sampling = self.state.sampling(slots, owner, index.flatten())
+        return draw(logits.flatten(0, 1), sampling, self.all_ids).view(B, N)
+
+    def _by_rules(self, slot: int, base: Tensor, tree: Trees, on_path: Tensor, logits: Tensor) -> Tensor:
+        """Logits [N, V] of one slot's nodes as its rules change them."""
+        rules = self.state.hosts[slot].rules
+        if rules is None:
+            return logits
+        depths, tokens = tree.depths[0], tree.tokens[0]
+        below_root = on_path.clone()
+        below_root[:, 0] = False
+        # Token t steps behind the one to be drawn: on the node's path down to the root, then in the text before it.
+        back = depths[:, None] - torch.arange(rules.max_back, device=self.device)
+        levels = tree.levels(on_path[None])[0]
+        drafted = tokens[levels.gather(1, back.clamp(min=0))]
+        known = self.state.tokens_at(torch.tensor([slot], device=self.device), (base + back).view(1, -1)).view_as(back)
+        before = torch.where(back > 0, drafted, known)
+        return rules.apply(logits, below_root, tokens, base + depths + 1, before)
+
+    def _forced(self, decodes: tuple[Decode, ...]) -> Tensor | None:
+        if all(decode.num_forced is None for decode in decodes):
+            return None
+        return torch.tensor([-1 if d.num_forced is None else d.num_forced for d in decodes], device=self.device)
+
+    def _decode_logprobs(
+        self, slots: list[int], trees: Trees, kept: Kept, logits: Tensor
+    ) -> list[LogprobColumns | None]:
+        N, found = trees.num_nodes, list[LogprobColumns | None]()
+        for b, slot in enumerate(slots):
+            k = self.state.hosts[slot].admit.sampling.logprobs
+            found.append(None if k is None else columns_of(logits[b * N + kept.path[b]], kept.tokens[b], k))
+        return found
+
+    # Keep
+
+    def _keep(
+        self, decodes: tuple[Decode, ...], slots: Tensor, base: Tensor, trees: Trees, kept: Kept, features: Tensor
+    ) -> None:
+        """Make the kept paths contiguous, keep their features, and move every slot to its next root.
+
+        Node i of level d is moved from KV index root + i to root + d; d <= i."""
+        state = self.state
+        level = torch.arange(trees.max_depth + 1, device=self.device)
+        index = base[:, None] + level
+        target = state.places(slots, index, kept.is_kept)
+        if any(decode.drafting.max_nodes > decode.drafting.max_depth + 1 or decode.proposal for decode in decodes):
+            self.storage.move(state.places(slots, base[:, None] + kept.path, kept.is_kept).flatten(), target.flatten())
+        drafting = [b for b, d in enumerate(decodes) if state.hosts[d.slot].admit.drafts]
+        if drafting:
+            assert self._draft is not None
+            rows = (torch.arange(len(decodes), device=self.device)[:, None] * trees.num_nodes + kept.path)[drafting]
+            self._draft.keep_features(target[drafting].flatten(), features[rows.flatten()])
+        state.write_tokens(slots, index + 1, kept.tokens.clamp(min=0), kept.is_kept)
+        state.root[slots] = base + kept.num_accepted + 1
+        for b, decode in enumerate(decodes):
+            host = state.hosts[decode.slot]
+            host.grow(trees.max_depth + 1)
+            if host.rules is not None:
+                host.rules.count(kept.tokens[b], kept.is_kept[b])
+
+    # Prompts
+
+    def _prefill(
+        self, chunks: tuple[Chunk, ...], hidden: Tensor, features: Tensor, allowed: Tensor | None
+    ) -> list[PrefilledRows]:
+        """What follows the target's forward over the chunks, whose rows stand one after the other."""
+        found, first = [], 0
+        for chunk in chunks:
+            rows = slice(first, first + chunk.end - chunk.start)
+            first = rows.stop
+            mask = None
+            if chunk.draws and allowed is not None:
+                mask, allowed = allowed[:1], allowed[1:]
+            found.append(self._finish_chunk(chunk, hidden[rows], features[rows], mask))
+        return found
+
+    def _finish_chunk(self, chunk: Chunk, hidden: Tensor, features: Tensor, mask: Tensor | None) -> PrefilledRows:
+        state, host = self.state, self.state.hosts[chunk.slot]
+        slots = torch.tensor([chunk.slot], device=self.device)
+        token, columns = None, None
+        if chunk.draws:
+            logits = self.decoder.logits(hidden[-1:])
+            token = self._first_token(chunk, slots, logits, mask)
+            if (k := host.admit.sampling.logprobs) is not None:
+                columns = columns_of(logits, token, k)
+            state.history[chunk.slot, chunk.end] = token[0].clamp(min=0)
+            if host.rules is not None:
+                host.rules.count(token, token >= 0)
+        if chunk.is_last:
+            state.root[chunk.slot] = host.max_root = chunk.end
+        prompt = self._prompt_logprobs(chunk, hidden) if host.admit.sampling.prompt_logprobs is not None else []
+        if host.admit.drafts:
+            self._extend_prompt(chunk, slots, features)
+        return PrefilledRows(token, host.draft_end, columns, prompt)
+
+    def _first_token(self, chunk: Chunk, slots: Tensor, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """The token that the last row draws, [1]: a tree of its root alone."""
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        tree = Trees(self.state.history[chunk.slot, chunk.end - 1].view(1, 1), zero, zero, (1,), 0)
+        base = torch.tensor(chunk.end - 1, device=self.device)
+        logits = self._by_rules(chunk.slot, base, tree, tree.ancestors()[0], logits)
+        if mask is not None:
+            logits = mask_tokens(logits, mask)
+        return draw(logits, self.state.sampling([chunk.slot], slots, base.view(1) + 1), self.all_ids)
+
+    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobColumns]:
+        """Row i tells of token i + 1. What an earlier stay has returned is not computed again."""
+        host = self.state.hosts[chunk.slot]
+        k = host.admit.sampling.prompt_logprobs
+        assert k is not None
+        begin, end = max(host.num_prompt_logprobs, chunk.start), min(chunk.end, host.admit.num_prompt - 1)
+        columns = []
+        for at in range(begin, end, LOGPROB_ROWS):
+            until = min(end, at + LOGPROB_ROWS)
+            logits = self.decoder.logits(hidden[at - chunk.start : until - chunk.start])
+            columns.append(columns_of(logits, self.state.history[chunk.slot, at + 1 : until + 1], k))
+        host.num_prompt_logprobs = max(end, host.num_prompt_logprobs)
+        return columns
+
+    def _extend_prompt(self, chunk: Chunk, slots: Tensor, features: Tensor) -> None:
+        """Keep a chunk's features and write its draft keys: those whose next token is in the prompt."""
+        assert self._draft is not None
+        host = self.state.hosts[chunk.slot]
+        index = torch.arange(chunk.start, chunk.end, device=self.device)[None]
+        self._draft.keep_features(self.state.places(slots, index)[0], features)
+        until = chunk.end if chunk.is_last else chunk.end + 1
+        if until > host.draft_end:
+            width = until - host.draft_end
+            self._draft.catch_up(slots, torch.tensor([until], device=self.device), width, until)
+            host.draft_end = until
+        host.max_lag = max(1, chunk.end + 1 - host.draft_end)

@@ -1,0 +1,208 @@
+"""How trees grow below roots: one pass that brings the draft's keys up to the roots, then one pass per level.
+
+Draft row j pairs the target's fused feature of token j with token j + 1 and has its key at KV index j + 1. Rows of
+drafted tokens have no feature: their parent's own output takes its place. They are written behind the root one after
+the other and forgotten; the next step overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.backends.torch.draw import children, draw
+from aquiline.backends.torch.state import SlotState
+from aquiline.backends.torch.storage import PagedAttention, RowBlock, Storage
+from aquiline.backends.torch.trees import Trees
+from aquiline.models.eagle import DraftHead
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
+from aquiline.spec.tree import static_shape
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The b slots that a group of trees grows in: their numbers, on host and device, roots and root tokens [b], and the
+    draft's output [b, H] at the row right before each root."""
+
+    numbers: list[int]
+    slots: Tensor
+    root: Tensor
+    tokens: Tensor
+    output: Tensor
+
+
+class Draft:
+    """The draft model over its storage. fused [places, H]: the target's features as the draft reads them."""
+
+    def __init__(self, head: DraftHead, state: SlotState, storage: Storage) -> None:
+        self.head, self.state, self.storage, self.num_rows = head, state, storage, 0
+        config = head.config.model
+        self.fused = torch.zeros(state.scratch + 1, config.hidden_size, device=state.device)
+        self.target_ids = head.target_ids(torch.arange(head.config.draft_vocab_size, device=state.device))
+
+    def keep_features(self, places: Tensor, features: Tensor) -> None:
+        """Fuse the target's features [n, 3 Ht] of tokens whose KV indices have these places [n]."""
+        self.fused[places] = self.head.fuse(features)
+
+    def catch_up(self, slots: Tensor, until: Tensor, width: int, longest: int) -> Tensor:
+        """Write all keys below KV index until [b] that are missing, at most `width` of each slot and `longest` at all.
+        Returns the output [b, H] of each slot's last row, which stands at KV index until - 1."""
+        state = self.state
+        rows = until[:, None] - 2 - torch.arange(width - 1, -1, -1, device=state.device)
+        is_missing = rows >= state.draft_end[slots][:, None] - 1
+        rows = torch.where(is_missing, rows, until[:, None] - 2)
+        # Rows that only fill the shape compute the last row once more and write it nowhere.
+        known = state.places(slots, rows)
+        block = self._block(
+            slots, state.tokens_at(slots, rows + 1), rows, state.places(slots, rows + 1, is_missing),
+            rows + 1, rows + 1, longest,
+        )  # fmt: skip
+        output = self._run(block, self.fused[known].reshape(-1, self.fused.shape[1]))
+        state.draft_end[slots] = torch.maximum(state.draft_end[slots], until)
+        return output.view(len(slots), width, -1)[:, -1]
+
+    def grow(self, drafting: Drafting, roots: Roots, longest: int) -> Trees:
+        """A tree of that kind below every root; `longest`: KV indices that the rows may reach at most."""
+        if isinstance(drafting, Chain):
+            return self._chain(drafting, roots, longest)
+        if isinstance(drafting, Static):
+            return self._static(drafting, roots, longest)
+        assert isinstance(drafting, Dynamic), drafting
+        return self._dynamic(drafting, roots, longest)
+
+    def _chain(self, drafting: Chain, roots: Roots, longest: int) -> Trees:
+        """Each token is drawn as the target will draw it, by the draft's logits and with the same noise: that agrees
+        with the target more often than the draft's best guess. Source: Daliri, Musco and Suresh, arXiv 2408.07978."""
+        tokens, output, K = [roots.tokens], roots.output, drafting.num_spec_tokens
+        for level in range(K):
+            sampling = self.state.sampling(roots.numbers, roots.slots, roots.root + level + 1)
+            drawn = draw(self.head.logits(output), sampling, self.target_ids)
+            tokens.append(torch.where(drawn >= 0, drawn, self.target_ids[0]))  # no number: any token is as good
+            if level + 1 < K:
+                at = (roots.root + level)[:, None]
+                place = self.state.places(roots.slots, at + 1)
+                block = self._block(roots.slots, tokens[-1][:, None], at, place, at + 1, at + 1, longest)
+                output = self._run(block, self.head.feedback(output))
+        node = torch.arange(K + 1, device=self.state.device).expand(len(roots.slots), -1)
+        return Trees(torch.stack(tokens, 1), (node - 1).clamp(min=0), node, (K + 1,) * len(roots.slots), K)
+
+    def _static(self, drafting: Static, roots: Roots, longest: int) -> Trees:
+        shape, b = static_shape(drafting.static_paths), len(roots.slots)
+        num = len(shape.parents)
+        level_of, inner = shape.depths, set(shape.parents[1:])
+        tokens = torch.zeros(b, num, dtype=torch.int64, device=self.state.device)
+        tokens[:, 0] = roots.tokens
+        place_in_level: dict[int, int] = {0: 0}
+        scratch: dict[int, tuple[int, ...]] = {0: ()}  # the scratch rows of an inner node's path
+        output, num_scratch = roots.output[:, None], 0
+        best, _ = self._children(roots, output, 0, drafting.width)
+        for level in range(1, max(level_of) + 1):
+            nodes = [i for i in range(num) if level_of[i] == level]
+            for i in nodes:
+                tokens[:, i] = best[:, place_in_level[shape.parents[i]], shape.ranks[i]]
+            grown = [i for i in nodes if i in inner]
+            if not grown:
+                break
+            for number, i in enumerate(grown):
+                scratch[i] = (*scratch[shape.parents[i]], num_scratch + number)
+            num_scratch += len(grown)
+            tails = torch.tensor([scratch[i] for i in grown], device=self.state.device)
+            source = output[:, [place_in_level[shape.parents[i]] for i in grown]]
+            place_in_level |= {i: number for number, i in enumerate(grown)}
+            output = self._expand(roots, tokens[:, grown], source, tails.expand(b, *tails.shape), longest)
+            best, _ = self._children(roots, output, level, drafting.width)
+        every = [torch.tensor(a, device=self.state.device).expand(b, -1) for a in (shape.parents, shape.depths)]
+        return Trees(tokens, every[0], every[1], (num,) * b, max(level_of))
+
+    def _dynamic(self, drafting: Dynamic, roots: Roots, longest: int) -> Trees:
+        """Scores are cumulative log-probabilities. A child that ties with its parent stands behind it, so a parent is
+        chosen whenever its child is."""
+        k, b, device = drafting.top_k, len(roots.slots), self.state.device
+        every = torch.arange(b, device=device)[:, None]
+        best, logprobs = self._children(roots, roots.output[:, None], 0, k)
+        tokens, scores = [best[:, 0]], [logprobs[:, 0]]
+        parents = [torch.full((b, k), -1, device=device)]  # candidate number; -1 is the root
+        source = roots.output[:, None].expand(-1, k, -1)
+        beam = torch.arange(k, device=device).expand(b, k)  # places in the last level
+        paths = torch.zeros(b, k, 0, dtype=torch.int64, device=device)  # scratch rows of the beam's ancestors
+        first = 0
+        for level in range(1, drafting.depth + 1):
+            own = (torch.arange(k, device=device) + (level - 1) * k).expand(b, k)
+            tails = torch.cat((paths, own[..., None]), 2)
+            output = self._expand(roots, tokens[-1].gather(1, beam), source, tails, longest)
+            best, logprobs = self._children(roots, output, level, k)
+            reached = scores[-1].gather(1, beam)[..., None] + logprobs.clamp(max=0)
+            parents.append((first + beam).repeat_interleave(k, 1))
+            first += tokens[-1].shape[1]
+            tokens.append(best.reshape(b, k * k))
+            scores.append(reached.reshape(b, k * k))
+            beam = best_first(scores[-1], k)
+            paths, source = tails[every, beam // k], output[every, beam // k]
+        chosen, _ = best_first(torch.cat(scores, 1), drafting.num_nodes - 1).sort(1)
+        num_candidates = first + tokens[-1].shape[1]
+        number = torch.zeros(b, num_candidates + 1, dtype=torch.int64, device=device)  # the last stands for the root
+        number[every, chosen] = torch.arange(1, drafting.num_nodes, device=device).expand(b, -1)
+        above = number[every, torch.cat(parents, 1).gather(1, chosen)]
+        root = torch.zeros(b, 1, dtype=torch.int64, device=device)
+        node_parents = torch.cat((root, above), 1)
+        depths = (node_parents != torch.arange(drafting.num_nodes, device=device)).long()
+        jump = node_parents
+        for _ in range(drafting.max_depth.bit_length()):
+            depths, jump = depths + depths.gather(1, jump), jump.gather(1, jump)
+        node_tokens = torch.cat((roots.tokens[:, None], torch.cat(tokens, 1).gather(1, chosen)), 1)
+        return Trees(node_tokens, node_parents, depths, (drafting.num_nodes,) * b, drafting.max_depth)
+
+    def _children(self, roots: Roots, output: Tensor, level: int, k: int) -> tuple[Tensor, Tensor]:
+        """The k best children of nodes with outputs [b, m, H] at a level: tokens and log-probabilities [b, m, k]."""
+        b, m, _ = output.shape
+        owner, position = roots.slots.repeat_interleave(m), (roots.root + level + 1).repeat_interleave(m)
+        sampling = self.state.sampling(roots.numbers, owner, position)
+        found = children(self.head.logits(output.flatten(0, 1)), sampling, self.target_ids, k)
+        return found[0].view(b, m, k), found[1].view(b, m, k)
+
+    def _expand(self, roots: Roots, tokens: Tensor, source: Tensor, tails: Tensor, longest: int) -> Tensor:
+        """Run m nodes of one level: tokens [b, m], their parents' outputs [b, m, H], and the scratch rows of their
+        paths, themselves last [b, m, level]. Returns their outputs [b, m, H]."""
+        base = (roots.root + 1)[:, None]
+        level = tails.shape[2]
+        write = self.state.places(roots.slots, base + tails[..., -1])
+        order = (base + level - 1).expand_as(tokens)
+        block = self._block(roots.slots, tokens, order - 1, write, base - 1, order, longest)
+        on_path = base[..., None] + tails
+        places_on_path = base[..., None] + torch.arange(level, device=base.device)
+        block.visible.scatter_(2, on_path, True)
+        block.key_order.scatter_(1, on_path.flatten(1), places_on_path.expand_as(tails).flatten(1))
+        return self._run(block, self.head.feedback(source.flatten(0, 1))).view(*tokens.shape, -1)
+
+    def _block(
+        self, slots: Tensor, tokens: Tensor, positions: Tensor, write: Tensor, last: Tensor, order: Tensor, longest: int
+    ) -> RowBlock:
+        """Rows [b, n] that see the slot's draft keys up to KV index last [b, n]."""
+        index = torch.arange(longest, device=self.state.device).expand(len(slots), -1)
+        first = self.state.first_draft_key[slots][:, None, None]
+        visible = (index[:, None] >= first) & (index[:, None] <= last[..., None])
+        visible = visible.expand(-1, tokens.shape[1], -1).clone()
+        return RowBlock(tokens, positions, write, self.state.places(slots, index), visible, order, index.clone())
+
+    def _run(self, block: RowBlock, g: Tensor) -> Tensor:
+        config = self.head.config.model
+        self.num_rows += block.tokens.numel()
+        attention = PagedAttention(self.storage, config, [block])
+        output: Tensor = self.head(g, block.tokens.reshape(-1), block.positions.reshape(-1), attention)
+        return output
+
+
+def best_first(scores: Tensor, count: int) -> Tensor:
+    """Places [b, count] of the best scores in descending order, ties to the lowest place."""
+    return torch.argsort(scores, dim=1, descending=True, stable=True)[:, :count]
+
+
+def groups_of(draftings: Sequence[Drafting]) -> dict[Drafting, list[int]]:
+    """Places of those that draft alike, and so in the same passes."""
+    groups: dict[Drafting, list[int]] = {}
+    for place, drafting in enumerate(draftings):
+        groups.setdefault(drafting, []).append(place)
+    return groups

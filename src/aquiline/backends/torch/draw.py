@@ -1,0 +1,76 @@
+"""Drawing tokens by Gumbel-argmax, ranking a draft's children, log-probabilities: ops/reference.py over many rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from aquiline.backends.torch.state import MASK32, RowSampling
+from aquiline.ops.reference import GOLDEN, lowbias32
+
+
+def gumbel(sampling: RowSampling, ids: Tensor) -> Tensor:
+    """Noise [n, V] of token ids [V], each row by its seed and position. Twin: reference.gumbel."""
+    low, high = sampling.seed[:, 0], sampling.seed[:, 1]
+    a = lowbias32(lowbias32(low ^ 0x243F6A88) ^ high)
+    b = lowbias32(lowbias32(a ^ (sampling.position & MASK32)) ^ 0x85A308D3)
+    bits = lowbias32(lowbias32((ids * GOLDEN + a[:, None]) & MASK32) ^ b[:, None])
+    low_tail = -torch.log((bits.double() + 0.5) / 2**32)
+    high_tail = -torch.log1p(-((2**32 - bits).double() - 0.5) / 2**32)
+    exponential = torch.where(bits < 2**31, low_tail, high_tail).float()
+    return -torch.log(exponential)
+
+
+def filtered(scaled: Tensor, sampling: RowSampling) -> Tensor:
+    """Logits [n, V] over temperature, with what top-k, top-p and min-p exclude at -inf. Twin: filter_logits."""
+    V = scaled.shape[1]
+    ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    top_k = torch.where(sampling.top_k > 0, sampling.top_k, V)
+    keep = torch.arange(V, device=scaled.device) < top_k[:, None]
+    ranked = ranked.masked_fill(~keep, -math.inf)
+    probs = torch.softmax(ranked, dim=-1)
+    top_p = sampling.top_p[:, None]
+    keep &= ((torch.cumsum(probs, -1) - probs) < top_p) | (top_p >= 1)
+    min_p = sampling.min_p[:, None]
+    keep &= (ranked >= ranked[:, :1] + torch.log(min_p)) | (min_p <= 0)
+    keep[:, 0] = True
+    return torch.full_like(scaled, -math.inf).scatter(1, order, ranked.masked_fill(~keep, -math.inf))
+
+
+def scores(logits: Tensor, sampling: RowSampling, ids: Tensor, filters: bool) -> Tensor:
+    """What a draw maximises, [n, V]: the logits at temperature 0, else logits over temperature plus noise."""
+    is_greedy = (sampling.temperature == 0)[:, None]
+    scaled = logits / torch.where(is_greedy, 1.0, sampling.temperature[:, None])
+    if filters:
+        scaled = filtered(scaled, sampling)
+    return torch.where(is_greedy, logits, scaled + gumbel(sampling, ids))
+
+
+def draw(logits: Tensor, sampling: RowSampling, ids: Tensor) -> Tensor:
+    """The token drawn from each row of logits [n, V], as one of ids [V], ties to the lowest; -1 where a logit is NaN or
+    none is finite."""
+    found = scores(logits, sampling, ids, sampling.filters)
+    best = (found == found.max(-1, keepdim=True).values).int().argmax(-1)
+    is_number = ~logits.isnan().any(-1) & logits.isfinite().any(-1)
+    return torch.where(is_number, ids[best], -1)
+
+
+def children(logits: Tensor, sampling: RowSampling, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k tokens that a draw prefers in each row of a draft's logits [n, Vd], and their log-probabilities by what it
+    prefers them by: filters apart, so that a child beyond the target's filter still ranks."""
+    ranked = scores(logits, sampling, ids, filters=False)
+    order = torch.argsort(ranked, dim=-1, descending=True, stable=True)[:, :k]
+    return ids[order], torch.log_softmax(ranked.double(), -1).float().gather(1, order)
+
+
+def logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of token chosen[i] of logits [n, V] its log-probability and rank from 1; the k best ids and theirs."""
+    column = chosen[:, None]
+    own = logits.gather(1, column)
+    place = torch.arange(logits.shape[1], device=logits.device)
+    is_before = (logits > own) | ((logits == own) & (place < column))
+    every = torch.log_softmax(logits.double(), -1).float()
+    ids = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, :k]
+    return every.gather(1, column)[:, 0], 1 + is_before.sum(-1), ids, every.gather(1, ids)

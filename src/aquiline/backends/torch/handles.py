@@ -1,0 +1,107 @@
+"""What a step leaves on the device until somebody reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from aquiline.backends.base import Decoded, Prefilled, StepOutput
+from aquiline.backends.torch.draw import logprobs
+from aquiline.backends.torch.state import HostSlot
+from aquiline.backends.torch.trees import Kept, Trees
+from aquiline.spec.tree import DraftTree, Topology
+from aquiline.types import AcceptResult, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class LogprobColumns:
+    """Of n tokens: ids, log-probabilities and ranks [n], and the k best ids beside each with theirs [n, k]."""
+
+    chosen: Tensor
+    logprob: Tensor
+    rank: Tensor
+    ids: Tensor
+    best: Tensor
+
+    def read(self, count: int) -> list[TokenLogprobs]:
+        """The first `count` tokens."""
+        lists = [a[:count].tolist() for a in (self.chosen, self.logprob, self.rank, self.ids, self.best)]
+        return [
+            TokenLogprobs(token, logprob, rank, dict(zip(ids, best, strict=True)))
+            for token, logprob, rank, ids, best in zip(*lists, strict=True)
+        ]
+
+
+def columns_of(logits: Tensor, chosen: Tensor, k: int) -> LogprobColumns:
+    """Log-probabilities of chosen [n] and of the k best tokens by logits [n, V]."""
+    return LogprobColumns(chosen, *logprobs(logits, chosen.clamp(min=0), min(k, logits.shape[1])))
+
+
+@dataclass(frozen=True)
+class DraftedTrees:
+    """Drafts on the device."""
+
+    trees: Trees
+
+    def read(self) -> DraftTree:
+        """The trees without what only fills their shape."""
+        t = self.trees
+        keep = t.is_node().cpu().numpy()
+        tokens, parents, depths = (a.cpu().numpy()[keep].astype(np.int32) for a in (t.tokens, t.parents, t.depths))
+        offsets = np.cumsum([0, *t.sizes]).astype(np.int32)
+        return DraftTree(Topology(parents, depths, offsets), tokens)
+
+
+@dataclass(frozen=True)
+class PrefilledRows:
+    """What a chunk left: the token that its last row drew [1], or None; log-probabilities of it and of its prompt."""
+
+    token: Tensor | None
+    draft_end: int
+    columns: LogprobColumns | None
+    prompt: list[LogprobColumns]
+
+    def read(self) -> Prefilled:
+        """As the engine takes it."""
+        token = None if self.token is None else int(self.token)
+        own = None if self.columns is None else self.columns.read(1)
+        prompt = [entry for columns in self.prompt for entry in columns.read(len(columns.chosen))]
+        return Prefilled(token, self.draft_end, own, prompt)
+
+
+@dataclass(frozen=True)
+class IssuedStep:
+    """A step on its way. root and draft_end [B]: before the step, and after it; hosts: the slots that decode."""
+
+    trees: Trees
+    kept: Kept | None
+    root: Tensor
+    draft_end: Tensor
+    columns: list[LogprobColumns | None]
+    prefilled: list[PrefilledRows]
+    num_draft_rows: int
+    hosts: list[HostSlot]
+
+    def read(self) -> StepOutput:
+        """Wait for the device and fetch the outcome."""
+        decodes: list[Decoded] = []
+        result = AcceptResult(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
+        if self.kept is not None:
+            path, tokens, accepted = (
+                a.cpu().numpy().astype(np.int32) for a in (self.kept.path, self.kept.tokens, self.kept.num_accepted)
+            )
+            path = np.where(np.arange(path.shape[1]) <= accepted[:, None], path, 0).astype(np.int32)
+            result = AcceptResult(path, tokens, accepted)
+            roots, ends = self.root.tolist(), self.draft_end.tolist()
+            for b, host in enumerate(self.hosts):
+                num_kept = int(accepted[b]) + 1
+                host.grown(roots[b] + num_kept)
+                columns = self.columns[b]
+                entries = None if columns is None else columns.read(num_kept)
+                num_drafted = self.trees.sizes[b] - 1
+                decodes.append(Decoded(roots[b], tokens[b, :num_kept].tolist(), num_drafted, ends[b], entries))
+        chunks = [prefilled.read() for prefilled in self.prefilled]
+        trees = DraftedTrees(self.trees)
+        return StepOutput(decodes, chunks, self.num_draft_rows, {}, lambda: (trees.read(), result))

@@ -1,0 +1,67 @@
+"""A pair of models as modules on one device."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from aquiline.backends.base import Backend, Sizes
+from aquiline.backends.torch.backend import TorchBackend
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
+from aquiline.ops.quantise import LINEARS, QUANTISED, quantise
+
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TorchPair:
+    """Target and draft in torch: float32 arithmetic over weights that were rounded to their storage dtype, or to the
+    values that int8 or int4 codes have natively.
+
+    device "cuda" is accepted where torch has one; nothing was measured there. Raises ValueError for a device, dtype or
+    arithmetic that does not exist here."""
+
+    name, is_exact, arithmetic = "torch", False, "float32"
+
+    def __init__(
+        self, decoder: Decoder, head: DraftHead | None, dtype: str, kv_dtype: str = "auto", device: str = "cpu"
+    ) -> None:
+        kind = device.partition(":")[0]
+        if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"device={device!r}: torch has no such device here; use device='cpu'")
+        if kind == "cuda":
+            warnings.warn(f"device={device!r}: the torch backend was not measured on GPUs", stacklevel=2)
+        self.kv_dtype = kv_dtype if kv_dtype != "auto" else ("float32" if dtype == "float32" else "bfloat16")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype={kv_dtype!r}: must be one of auto, {', '.join(KV_DTYPES)}")
+        for module in (decoder,) if head is None else (decoder, head):
+            module.float().to(device)
+            if dtype in QUANTISED:
+                round_linears(module, dtype)
+        self.decoder, self.head, self.device = decoder, head, device
+        self.target, self.draft = decoder.config, None if head is None else head.config
+
+    def open(self, sizes: Sizes) -> Backend:  # noqa: D102
+        return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], sizes)
+
+    def kv_bytes_per_token(self) -> tuple[int, int]:  # noqa: D102
+        itemsize = KV_DTYPES[self.kv_dtype].itemsize
+        target, draft = self.target.kv_values_per_token * itemsize, 0
+        if self.draft is not None:
+            model = self.draft.model
+            draft = model.kv_values_per_token * itemsize + model.hidden_size * torch.float32.itemsize
+        return target, draft
+
+    def system(self) -> dict[str, object]:  # noqa: D102
+        return {"isa": "torch", "threads": torch.get_num_threads(), "device": self.device}
+
+
+def round_linears(module: nn.Module, dtype: str) -> None:
+    """Replace every linear weight by the float32 weight that its int8 or int4 codes stand for."""
+    for owner in module.modules():
+        for name, weight in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if name in LINEARS:
+                rounded = quantise(name, weight.data, dtype).dequantised()
+                setattr(owner, name, nn.Parameter(rounded, requires_grad=False))

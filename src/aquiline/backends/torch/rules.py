@@ -1,0 +1,70 @@
+"""What changes a sequence's logits before a token is drawn: penalties, bias, min_tokens, bad words, token masks.
+
+Applied per node on the node's own path, so that a node's logits are those that the same text decoded alone would have.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from aquiline.backends.base import Admit
+
+
+class Rules:
+    """The rules of one sequence. counts [V]: its output tokens so far, on the device."""
+
+    def __init__(self, admit: Admit, vocab_size: int, device: torch.device) -> None:
+        self.sampling, self.num_prompt, self.bad_words = admit.sampling, admit.num_prompt, admit.bad_words
+        tokens = torch.tensor(admit.tokens, device=device)
+        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.in_prompt[tokens[: admit.num_prompt]] = True
+        self.counts = torch.bincount(tokens[admit.num_prompt :], minlength=vocab_size)
+        self.bias = torch.zeros(vocab_size, device=device)
+        for token, bias in admit.sampling.logit_bias.items():
+            self.bias[token] = bias
+        self.is_end = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.is_end[list(admit.end_token_ids)] = True
+
+    @property
+    def max_back(self) -> int:
+        """Tokens before a node that its logits may depend on in order."""
+        return max((len(word) - 1 for word in self.bad_words), default=0)
+
+    def count(self, tokens: Tensor, is_real: Tensor) -> None:
+        """Note output tokens [n] where is_real."""
+        self.counts.scatter_add_(0, tokens.clamp(min=0), (is_real & (tokens >= 0)).to(self.counts.dtype))
+
+    def apply(self, logits: Tensor, on_path: Tensor, tokens: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        """Changed logits [N, V] of the nodes of one tree.
+
+        on_path [N, N]: whether node m lies on the path of node n, roots never; tokens [N]: the nodes' tokens; index
+        [N]: that of the token to be drawn; back [N, max_back]: the tokens before it, the last first."""
+        s = self.sampling
+        counts = self.counts.expand(len(logits), -1).scatter_add(
+            1, tokens.expand(len(logits), -1), on_path.to(self.counts.dtype)
+        )
+        if s.repetition_penalty != 1:
+            penalised = torch.where(logits > 0, logits / s.repetition_penalty, logits * s.repetition_penalty)
+            logits = torch.where(self.in_prompt | (counts > 0), penalised, logits)
+        logits = logits - s.presence_penalty * (counts > 0).float()
+        logits = logits - s.frequency_penalty * counts.float() + self.bias
+        if s.min_tokens:
+            is_early = (index - self.num_prompt < s.min_tokens)[:, None]
+            logits = logits.masked_fill(is_early & self.is_end, -math.inf)
+        for word in self.bad_words:
+            begun = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            for steps_back, token in enumerate(reversed(word[:-1])):
+                begun &= back[:, steps_back] == token
+            column = logits[:, word[-1]].masked_fill(begun, -math.inf)
+            logits = logits.index_copy(1, torch.tensor([word[-1]], device=logits.device), column[:, None])
+        return logits
+
+
+def mask_tokens(logits: Tensor, masks: Tensor) -> Tensor:
+    """Logits [R, V] with every token at -inf whose bit in masks [R, ceil(V / 32)] is 0."""
+    places = torch.arange(logits.shape[1], device=logits.device)
+    bits = (masks.long()[:, places // 32] >> (places % 32)) & 1
+    return logits.masked_fill(bits == 0, -math.inf)

@@ -1,0 +1,114 @@
+"""Trees of several slots as padded tensors: ancestors, paths, and which path the target's own tokens keep.
+
+Sample and match (ARCHITECTURE.md, decision 1), in symbols: for node i with parent p(i), ok(i) = token(i) ==
+drawn(p(i)); i is kept iff ok holds on its whole path; the deepest kept node's own drawn token follows it.
+Source: EAGLE3.md §4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aquiline.spec.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Trees:
+    """B trees of N nodes each, the root first, a parent before its children; nodes past sizes[b] only fill the shape.
+
+    tokens, parents (slot-local), depths [B, N]; sizes: known to the host; max_depth: an upper bound of depths."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    sizes: tuple[int, ...]
+    max_depth: int
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    def is_node(self) -> Tensor:
+        """[B, N]: whether a node is one, and no filling."""
+        sizes = torch.tensor(self.sizes, device=self.tokens.device)
+        return torch.arange(self.num_nodes, device=self.tokens.device) < sizes[:, None]
+
+    def ancestors(self) -> Tensor:
+        """bool [B, N, N]: whether node m lies on the path of node n, n itself and the root included."""
+        B, N = self.tokens.shape
+        on_path = torch.eye(N, dtype=torch.bool, device=self.tokens.device).expand(B, N, N)
+        jump = self.parents
+        for _ in range(self.max_depth.bit_length()):  # doubling: after round i the nearest 2^i ancestors are known
+            on_path = on_path | on_path.gather(1, jump[..., None].expand(B, N, N))
+            jump = jump.gather(1, jump)
+        return on_path
+
+    def levels(self, on_path: Tensor) -> Tensor:
+        """[B, N, D + 1]: the node at each level of each node's path; 0 past its own level."""
+        level = torch.arange(self.max_depth + 1, device=self.tokens.device)
+        is_at = on_path[..., None] & (self.depths[:, None, :, None] == level)
+        return is_at.int().argmax(2)
+
+
+def padded(tree: DraftTree, device: torch.device) -> Trees:
+    """Trees that the host made or changed."""
+    shape = tree.topology
+    sizes = np.diff(shape.offsets)
+    where = shape.owner, shape.local
+    columns = np.zeros((3, len(sizes), int(sizes.max(initial=1))), np.int64)
+    for column, values in zip(columns, (tree.tokens, shape.parents, shape.depths), strict=True):
+        column[where] = values
+    tokens, parents, depths = torch.from_numpy(columns).to(device)
+    return Trees(tokens, parents, depths, tuple(sizes.tolist()), shape.max_depth)
+
+
+def joined(parts: list[tuple[list[int], Trees]], num_slots: int, device: torch.device) -> Trees:
+    """Trees of several groups of slots as one; a part names the places of its trees."""
+    num_nodes = max((trees.num_nodes for _, trees in parts), default=1)
+    columns = torch.zeros(3, num_slots, num_nodes, dtype=torch.int64, device=device)
+    sizes, max_depth = [1] * num_slots, 0
+    for places, trees in parts:
+        for column, values in zip(columns, (trees.tokens, trees.parents, trees.depths), strict=True):
+            column[places, : trees.num_nodes] = values
+        max_depth = max(max_depth, trees.max_depth)
+        for place, size in zip(places, trees.sizes, strict=True):
+            sizes[place] = size
+    return Trees(columns[0], columns[1], columns[2], tuple(sizes), max_depth)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of B slots: num_accepted [B]; path [B, D + 1]: nodes from the root down, 0 past num_accepted; tokens [B, D + 1]:
+    the accepted tokens, then the target's own, then -1; is_kept [B, D + 1]: which of them are."""
+
+    num_accepted: Tensor
+    path: Tensor
+    tokens: Tensor
+    is_kept: Tensor
+
+
+def accept(trees: Trees, on_path: Tensor, drawn: Tensor, num_forced: Tensor | None = None) -> Kept:
+    """Keep the path whose tokens the target drew, drawn [B, N] being its own token behind every node.
+
+    num_forced [B]: accept so many drafts of a chain instead, where it is not negative."""
+    B, N = trees.tokens.shape
+    nodes = torch.arange(N, device=drawn.device)
+    ok = (trees.tokens == drawn.gather(1, trees.parents)) & trees.is_node()
+    ok[:, 0] = True
+    is_accepted = ~(on_path & ~ok[:, None]).any(-1)
+    # Siblings carry different tokens, so one path is accepted; were two equal, the first is as good as any.
+    best = (is_accepted * (trees.depths * N + (N - nodes))).argmax(-1)
+    if num_forced is not None:
+        best = torch.where(num_forced >= 0, num_forced, best)  # a chain's node is its depth
+    num_accepted = trees.depths.gather(1, best[:, None])[:, 0]
+    path = trees.levels(on_path)[torch.arange(B, device=drawn.device), best]
+    level = torch.arange(trees.max_depth + 1, device=drawn.device)
+    following = torch.cat((trees.tokens.gather(1, path)[:, 1:], torch.full((B, 1), -1, device=drawn.device)), 1)
+    own = drawn.gather(1, best[:, None])
+    tokens = torch.where(level < num_accepted[:, None], following, torch.where(level == num_accepted[:, None], own, -1))
+    return Kept(num_accepted, path, tokens, level <= num_accepted[:, None])

@@ -1,0 +1,101 @@
+"""Checks of what comes from outside: JSON that can be read, text that can be written, settings of their declared types.
+
+Whether a value is in range is its owner's to say; here it is only a value of the right kind.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+MAX_LEVELS = 100
+"""Lists and objects of JSON that may stand in one another: what reads, shows or writes them by recursion gets that far.
+Python's own limit depends on its version and on what called the parser."""
+
+_NAMES = {
+    int: "a whole number", float: "a number", bool: "True or False", str: "a text", NoneType: "None", Path: "a path",
+}  # fmt: skip
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; bytes are UTF-8.
+
+    Raises ValueError saying what is wrong: no UTF-8, no JSON, a number too long, or more than MAX_LEVELS levels."""
+    told = f"it nests lists and objects deeper than {MAX_LEVELS} levels"
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(told) from None
+    if text.count("[") + text.count("{") > MAX_LEVELS and isinstance(value, list | dict) and _is_deep(value):
+        raise ValueError(told)
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written: JSON's escapes may leave half a surrogate pair in it, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_fields(settings: object) -> None:
+    """Raise ValueError naming the first field of a dataclass whose value is not of the type it is declared with.
+
+    An int stands for a float, a bool for neither. Literals, unions, tuple[X, ...] and dict[K, V] are looked into."""
+    assert is_dataclass(settings) and not isinstance(settings, type), settings
+    for name, declared in _declared(type(settings)).items():
+        value = getattr(settings, name)
+        if not _is_of(value, declared):
+            raise ValueError(f"{name}={value!r}: must be {_described(declared)}")
+
+
+@lru_cache
+def _declared(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _is_of(value: object, declared: Any) -> bool:
+    origin, args = get_origin(declared), get_args(declared)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_of(item, args[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_of(k, args[0]) and _is_of(v, args[1]) for k, v in value.items())
+    if declared in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float if declared is float else declared)
+
+
+def _described(declared: Any) -> str:
+    origin, args = get_origin(declared), get_args(declared)
+    if origin in (Union, UnionType):
+        return " or ".join(_described(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if origin is tuple:
+        return f"a tuple (in JSON a list), each item {_described(args[0])}"
+    if origin is dict:
+        return f"a dict, each key {_described(args[0])} and each value {_described(args[1])}"
+    return _NAMES.get(declared) or f"a {declared.__name__}"
+
+
+def _is_deep(value: list[Any] | dict[str, Any]) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_LEVELS):
+        insides = [outer.values() if isinstance(outer, dict) else outer for outer in level]
+        level = [inner for inside in insides for inner in inside if isinstance(inner, list | dict)]
+        if not level:
+            return False
+    return True

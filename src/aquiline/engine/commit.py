@@ -1,0 +1,103 @@
+"""What a step decided becomes text: tokens are appended and cut at their stop, whole pages are published for others.
+
+Right whether an outcome is read at once or after the next step was issued: a sequence that has ended meanwhile ignores
+what that step computed for it.
+"""
+
+from __future__ import annotations
+
+from aquiline.backends.base import Extend
+from aquiline.engine.sequence import Sequence, TokenDelta
+from aquiline.engine.step import Step
+from aquiline.kv.pool import PagePool
+from aquiline.kv.prefix import PrefixCache
+from aquiline.types import TokenLogprobs
+
+
+class Committer:
+    """Commits outcomes to sequences. `extends` collects what published pages still want of the backend; the next step
+    takes it."""
+
+    def __init__(self, pool: PagePool, prefix: PrefixCache | None) -> None:
+        self.pool, self.prefix = pool, prefix
+        self.extends: list[Extend] = []
+
+    def take_extends(self) -> list[Extend]:
+        """The draft keys that published pages lack, since the last call."""
+        extends, self.extends = self.extends, []
+        return extends
+
+    def commit(self, step: Step) -> tuple[list[TokenDelta], list[Sequence]]:
+        """Append what a step decided. Returns the deltas, and the sequences that have new tokens in their pages."""
+        output, plan = step.read(), step.plan
+        deltas: list[TokenDelta] = []
+        touched: list[Sequence] = []
+        for sequence, message, decoded in zip(plan.decoding, step.message.decodes, output.decodes, strict=True):
+            sequence.in_flight -= sequence.max_step
+            if sequence.finish_reason is not None:
+                continue
+            num_accepted = len(decoded.kept) - 1
+            delta = append(sequence, decoded.kept, num_accepted, decoded.logprobs)
+            num_kept = len(delta.token_ids)
+            sequence.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
+            deltas.append(delta)
+            touched.append(sequence)
+            if sequence.slot == message.slot:
+                sequence.num_cached += num_kept
+                sequence.draft_end = decoded.draft_end
+        for chunk, prefilled in zip(plan.chunks, output.chunks, strict=True):
+            sequence = chunk.sequence
+            sequence.in_flight -= chunk.draws
+            if sequence.finish_reason is not None:
+                continue
+            sequence.prompt_logprobs += prefilled.prompt_logprobs
+            if sequence.slot == chunk.slot:
+                sequence.num_cached = chunk.end
+                sequence.draft_end = prefilled.draft_end
+            if prefilled.first_token is not None:
+                delta = append(sequence, [prefilled.first_token], 0, prefilled.logprobs)
+                sequence.counters.num_prefilled += len(delta.token_ids)
+                deltas.append(delta)
+            touched.append(sequence)
+        return deltas, touched
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offer the pages whose tokens are committed and whose draft keys, if the sequence drafts, are there or will be
+        before anybody reads them."""
+        size, end = self.pool.page_size, sequence.num_cached
+        if not sequence.is_published or end // size <= len(sequence.nodes) or sequence.slot < 0:
+            return
+        assert self.prefix is not None
+        if sequence.drafts and sequence.draft_end // size < end // size:
+            if sequence.finish_reason is None:
+                end = sequence.draft_end  # its next drafting step writes them
+            else:
+                self.extends.append(Extend(sequence.slot, end // size * size))
+        for index in range(len(sequence.nodes), end // size):
+            parent = sequence.nodes[-1] if sequence.nodes else None
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            space = sequence.request.cache_salt
+            has_draft = sequence.drafts and sequence.first_draft_key <= max(1, index * size)
+            node = self.prefix.publish(space, sequence.slot, parent, index, tokens, has_draft)
+            if node is None:
+                sequence.is_published = False
+                return
+            sequence.nodes.append(node)
+
+
+def append(
+    sequence: Sequence, tokens: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None
+) -> TokenDelta:
+    """Append a step's tokens. A last token of -1 says that the target's logits are not numbers: the sequence ends with
+    an error, unless the tokens before it end it."""
+    if tokens[-1] >= 0:
+        return sequence.append(tokens, num_accepted, logprobs)
+    delta = sequence.append(tokens[:-1], num_accepted, logprobs)
+    if delta.finish_reason is not None:
+        return delta
+    end = sequence.end(
+        "error",
+        f"request {sequence.request.id}: the target's logits at position {len(sequence.tokens)} are NaN or "
+        "have no finite value; check the checkpoint's weights and dtype",
+    )
+    return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)

@@ -1,0 +1,80 @@
+"""Fields of a checkpoint's JSON files, each of the kind and in the range it must have; null stands for an absent one.
+
+Every function raises CheckpointError naming file, field, value and what it must be. Knows no family and no format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from aquiline.errors import CheckpointError
+
+Raw = dict[str, Any]
+
+MAX_COUNT = 2**31 - 1
+"""Kernels count in int32."""
+MAX_LAYERS = 4096
+"""What is made per layer of a config must not fill the memory before a tensor is looked for."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Bounds of what is divided by, raised or taken the logarithm of: float32 keeps it, and a float its square."""
+
+
+def count(raw: Raw, file: Path, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_COUNT) -> int:
+    """A whole number from `least` to `most`; `default` stands in for one that is absent."""
+    value = raw.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"{file}: {name} is missing")
+    if type(value) is not int or not least <= value <= most:
+        kind = "a positive integer" if least == 1 else f"an integer from {least} on"
+        raise CheckpointError(f"{file}: {name}={value!r} must be {kind}, at most {most}")
+    return value
+
+
+def flag(raw: Raw, file: Path, name: str, default: bool = False) -> bool:
+    """True or false; `default` stands in for one that is absent."""
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{file}: {name}={value!r} must be true or false")
+    return value
+
+
+def nested(raw: Raw, file: Path, name: str) -> Raw:
+    """An object inside the config; an empty one for one that is absent."""
+    value = raw.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: {name}={value!r} must be an object")
+    return value
+
+
+def texts(raw: Raw, file: Path, name: str) -> list[str]:
+    """A list of texts; an empty one for one that is absent."""
+    value = raw.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{file}: {name}={value!r} must be a list of texts")
+    return value
+
+
+def token_ids(raw: Raw, file: Path, name: str) -> tuple[int, ...]:
+    """One token id, a list of them, or none."""
+    value = raw.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token) is int and 0 <= token <= MAX_COUNT for token in ids):
+        raise CheckpointError(f"{file}: {name}={value!r} must be a token id or a list of them")
+    return tuple(ids)
+
+
+def number(value: object, file: Path, name: str, *, may_be_zero: bool = False) -> float:
+    """A value that was read before, as a number between SMALLEST and LARGEST."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (SMALLEST <= value <= LARGEST or (may_be_zero and value == 0)):  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    zero = "0 or " if may_be_zero else ""
+    raise CheckpointError(f"{file}: {name}={value!r} must be {zero}a number from {SMALLEST:g} to {LARGEST:g}")

@@ -1,0 +1,243 @@
+"""Ways to draft, as values: none, chain, static tree, dynamic tree. A request carries one as its upper bound, a step
+carries one per sequence, and a backend grows the tree that the value describes.
+
+A value validates itself and knows its bounds, its label and the fields it has on a command line and in JSON. A way to
+draft that needs no draft model brings a Proposer instead: it sees the sequence's tokens and returns a Proposal. To add
+one, subclass Drafting in a file of its own; the engine and the backends need not change.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+from aquiline.checks import check_fields
+from aquiline.config import MAX_CHAIN, MAX_DEPTH, MAX_NODES, check
+
+DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
+    (0,),
+    (1,),
+    (0, 0),
+    (0, 1),
+    (1, 0),
+    (0, 0, 0),
+    (0, 0, 1),
+    (0, 0, 0, 0),
+)
+"""A node's path as child ranks from the root: (0, 1) is the second choice below the first. Deep along first choices,
+with a little width near the root, where second choices are right most often."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens from the host. parents[i]: the entry that token i follows, -1 for the root; () means a chain.
+    A parent stands before its children; children of one parent differ."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+
+
+class Proposer(Protocol):
+    """Drafts for one sequence on the host."""
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
+        """Up to max_tokens tokens that may follow `tokens`, prompt and output so far; none is a valid answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Drafting(ABC):
+    """What every way to draft can say of itself."""
+
+    name: ClassVar[str]
+    needs_draft_model: ClassVar[bool] = True
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of one slot's tree, the root included."""
+        return 1
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest level of a tree; the root is level 0. A step commits at most max_depth + 1 tokens."""
+        return self.max_nodes - 1
+
+    @property
+    def draft_passes(self) -> tuple[int, ...]:
+        """Rows of each pass of the draft model behind the first, which catches up with the root."""
+        return ()
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows that the draft model writes behind the root while one slot's tree grows."""
+        return sum(self.draft_passes)
+
+    @property
+    def width(self) -> int:
+        """Children of a node at most."""
+        return 1
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether a step may verify more than the root."""
+        return self.max_nodes > 1
+
+    @cached_property
+    def lookahead(self) -> int:
+        """KV indices from a sequence's last token on that one step may write."""
+        return max(self.max_nodes, self.draft_rows + 1)
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and file names."""
+        return self.name
+
+    def proposer(self) -> Proposer | None:
+        """Who drafts on the host, one for every sequence; None where the draft model does, or nobody."""
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The value as JSON: its name under "drafter" and its fields."""
+        return {"drafter": self.name} | asdict(self)
+
+
+@dataclass(frozen=True)
+class NoDraft(Drafting):
+    """One token a step: plain autoregressive decoding."""
+
+    name: ClassVar[str] = "none"
+    needs_draft_model: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:  # noqa: D102
+        return "baseline"
+
+
+@dataclass(frozen=True)
+class Chain(Drafting):
+    """num_spec_tokens drafted tokens, one after the other."""
+
+    name: ClassVar[str] = "chain"
+    num_spec_tokens: int = 3
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(
+            1 <= self.num_spec_tokens <= MAX_CHAIN, "num_spec_tokens", self.num_spec_tokens,
+            f"must be between 1 and {MAX_CHAIN}; drafter='none' switches speculation off",
+        )  # fmt: skip
+
+    @property
+    def max_nodes(self) -> int:  # noqa: D102
+        return 1 + self.num_spec_tokens
+
+    @property
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        return (1,) * (self.num_spec_tokens - 1)
+
+    @property
+    def label(self) -> str:  # noqa: D102
+        return f"chain-{self.num_spec_tokens}"
+
+
+@dataclass(frozen=True)
+class Static(Drafting):
+    """A fixed tree, given as paths of child ranks."""
+
+    name: ClassVar[str] = "static"
+    static_paths: tuple[tuple[int, ...], ...] = DEFAULT_STATIC_PATHS
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        paths = set(self.static_paths)
+        check(0 < len(paths) < MAX_NODES, "static_paths", len(paths), f"needs 1 to {MAX_NODES - 1} different paths")
+        check(len(paths) == len(self.static_paths), "static_paths", self.static_paths, "a path stands twice")
+        for path in self.static_paths:
+            check(
+                1 <= len(path) <= MAX_DEPTH and all(0 <= rank < 64 for rank in path),
+                "static_paths", path, f"a path is 1 to {MAX_DEPTH} child ranks, each 0 to 63",
+            )  # fmt: skip
+            check(len(path) == 1 or path[:-1] in paths, "static_paths", path, f"its parent {path[:-1]} is missing")
+
+    @property
+    def max_nodes(self) -> int:  # noqa: D102
+        return 1 + len(self.static_paths)
+
+    @property
+    def max_depth(self) -> int:  # noqa: D102
+        return max(len(path) for path in self.static_paths)
+
+    @property
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        expanded = {path[:-1] for path in self.static_paths if len(path) > 1}
+        by_level = Counter(len(path) for path in expanded)
+        return tuple(by_level[level] for level in sorted(by_level))
+
+    @property
+    def width(self) -> int:  # noqa: D102
+        return 1 + max(rank for path in self.static_paths for rank in path)
+
+    @property
+    def label(self) -> str:  # noqa: D102
+        return f"static-{self.max_nodes}"
+
+
+@dataclass(frozen=True)
+class Dynamic(Drafting):
+    """EAGLE-2's tree: from the top_k best children of the root on, the top_k best nodes of a level are expanded,
+    `depth` times; of all nodes found the num_nodes - 1 best are verified. num_nodes counts the root; the deepest level
+    is depth + 1. Source: Li et al., arXiv 2406.16858."""
+
+    name: ClassVar[str] = "dynamic"
+    depth: int = 2
+    top_k: int = 2
+    num_nodes: int = 6
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(0 <= self.depth < MAX_DEPTH, "depth", self.depth, f"must be between 0 and {MAX_DEPTH - 1}")
+        check(self.top_k >= 1, "draft_top_k", self.top_k, "must be at least 1")
+        rows = self.depth * self.top_k
+        check(rows <= MAX_NODES, "depth", self.depth, f"depth * draft_top_k = {rows} must be at most {MAX_NODES}")
+        limit = min(MAX_NODES, 1 + self.top_k + self.depth * self.top_k**2)
+        check(
+            2 <= self.num_nodes <= limit, "num_nodes", self.num_nodes,
+            f"must be between 2 and {limit}, the root included (1 + top_k + depth * top_k^2, at most {MAX_NODES})",
+        )  # fmt: skip
+
+    @property
+    def max_nodes(self) -> int:  # noqa: D102
+        return self.num_nodes
+
+    @property
+    def max_depth(self) -> int:  # noqa: D102
+        return min(self.depth + 1, self.num_nodes - 1)
+
+    @property
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        return (self.top_k,) * self.depth
+
+    @property
+    def width(self) -> int:  # noqa: D102
+        return self.top_k
+
+    @property
+    def label(self) -> str:  # noqa: D102
+        return f"dynamic-{self.num_nodes}"
+
+
+DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Chain, Static, Dynamic)}
+"""The ways to draft that a command line and a JSON file can name."""
+
+
+def drafting(name: str, **fields: Any) -> Drafting:
+    """The value called `name` with those of `fields` that it has; the others belong to other ways to draft.
+
+    Raises ValueError for a name that is not in DRAFTINGS and for a field's bad value."""
+    check(name in DRAFTINGS, "drafter", name, f"choose one of {', '.join(DRAFTINGS)}")
+    kind = DRAFTINGS[name]
+    return kind(**{k: v for k, v in fields.items() if k in kind.__dataclass_fields__ and v is not None})
