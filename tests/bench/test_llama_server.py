@@ -169,7 +169,10 @@ def test_a_head_brings_its_own_embedding_and_rotation_only_where_they_differ(tmp
     ("draft", "why"),
     [
         ({"fc_norm": True}, "draft: fc_norm=true; llama.cpp runs EAGLE-3 heads without it"),
-        ({"sliding_window": 16}, "draft: a sliding window; the llama.cpp peer writes drafts without it"),
+        (
+            {"sliding_window": 16, "producer": "aquiline"},
+            "draft: a sliding window; the llama.cpp peer writes drafts without it",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "draft: reads what leaves the target's last layer"),
     ],
 )

@@ -72,7 +72,7 @@ def test_what_float16_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"][3] = 70000.0
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds 70144, .* 65504; use dtype='bfloat16'"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds 70144, .* 65504: use dtype='bfloat16'"):
         load_target(tmp_path, dtype="float16")
     with pytest.raises(ValueError, match="needs dtype='bfloat16', and dtype is 'float16'"):
         resolve_arithmetic("bfloat16", "float16")

@@ -190,7 +190,7 @@ def test_a_run_s_figures_include_the_runs_inside_it() -> None:
     assert 0 < sum(s.num_target_forwards for s in own) < all_of_it.num_target_forwards
     assert all_of_it.counters.num_committed + all_of_it.counters.num_prefilled == 2 * 20 + 2 * 6
     assert all_of_it.slots.num_steps == all_of_it.num_decode_steps and all_of_it.slots.active_max <= 3
-    assert llm.engine.meter.summary().num_target_forwards == all_of_it.num_target_forwards
+    assert llm.engine.meter.num_target_forwards == all_of_it.num_target_forwards
 
 
 def test_an_id_whose_output_waits_to_be_taken_is_refused() -> None:

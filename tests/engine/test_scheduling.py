@@ -183,9 +183,10 @@ def test_a_prompt_waits_where_it_would_take_the_page_that_another_needs_next() -
 
 @pytest.mark.parametrize("gone", "abcdef")
 def test_who_leaves_the_queue_leaves_the_others_in_their_order(gone: str) -> None:
+    """Equals in priority: nobody is preempted, which would mend a wrong order."""
     llm, few = tiny_llm(max_batch=1), dataclasses.replace(PARAMS, max_tokens=2)
     started(llm, "runs", words(5), few)
-    for name, priority in zip("abcdef", (3, 1, 4, 1, 5, 2), strict=True):
-        add(llm, name, words(5), few, priority=priority)
+    for name in "abcdef":
+        add(llm, name, words(5), few)
     llm.engine.abort(gone)
-    assert ended(finish(llm)) == ["runs", *(name for name in "bdface" if name != gone)]
+    assert ended(finish(llm)) == ["runs", *(name for name in "abcdef" if name != gone)]

@@ -18,11 +18,12 @@ needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason
 BOUND = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from aquiline.backends.cpu import packed
+from aquiline.backends.cpu.pair import configure
 from aquiline.config import Environment
-from aquiline.backends.cpu import packed, pair
 for variable in ("", "2"):
     os.environ["AQUILINE_THREADS"] = variable
-    pair.configure(Environment.read())
+    configure(Environment.read())
     print(packed.library().num_threads())
 """
 

@@ -7,6 +7,7 @@ CheckpointError that names the file and the fix, and every tensor that does not 
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import zipfile
@@ -246,18 +247,31 @@ def check_entries(tensors: TensorSource, entries: Iterable[Entry], is_ignored: C
 def fill(module: nn.Module, tensors: TensorSource, entries: Iterable[Entry]) -> None:
     """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time.
 
-    Raises CheckpointError for a tensor with values that are finite in the file and infinite in float16."""
+    Raises CheckpointError listing every tensor that holds a NaN or an infinity, rounded as it is stored."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    problems = []
     for entry in entries:
         whole = parameters[entry.target].data
         rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1  # a stack of vectors takes one row each
-        part, found = whole.narrow(0, entry.start, rows).view(entry.shape), tensors.get(entry.source)
-        part.copy_(found)
-        if part.dtype == torch.float16 and not torch.equal(part.isfinite(), found.isfinite()):
-            largest = float(found[found.isfinite()].abs().max())
-            raise CheckpointError(
-                f"{tensors.path}: {entry.source} holds {largest:g}, and float16 ends at 65504; use dtype='bfloat16'"
-            )
+        place, found = whole.narrow(0, entry.start, rows).view(entry.shape), tensors.get(entry.source)
+        place.copy_(found)
+        # A sum is a tenth of the copy's time and takes no memory; it also overflows, so what it finds is counted.
+        if not math.isfinite(float(place.sum())) and not place.isfinite().all():
+            problems.append(_not_finite(entry.source, place, found))
+    refuse(tensors.path, problems)
+
+
+def _not_finite(name: str, place: Tensor, found: Tensor) -> str:
+    """What is wrong with a tensor that is not finite as it is stored in `place`: the file's, or its storage."""
+    if found.isfinite().all():
+        wider = "bfloat16" if place.dtype == torch.float16 else "float32"
+        stored, limit = str(place.dtype).removeprefix("torch."), torch.finfo(place.dtype).max
+        return f"tensor {name} holds {float(found.abs().max()):g}, and {stored} ends at {limit:g}: use dtype={wider!r}"
+    odd, nans = int(place.isfinite().logical_not_().sum()), int(place.isnan().sum())
+    return (
+        f"tensor {name} holds {odd} of {place.numel()} values that are not finite ({nans} NaN, {odd - nans} infinite): "
+        "download it again, or save it again from a sound run"
+    )
 
 
 def refuse(where: Path | str, problems: list[str]) -> None:
