@@ -45,7 +45,7 @@ class CountedAttention:
         self.config, self.batch, self.context = config, batch, context
         self.touched: set[tuple[int, int, int]] = set()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         rows_each, window = len(q) // self.batch, self.config.window(layer)
         out = torch.zeros(len(q), q.shape[1] * q.shape[2])
         keys = torch.zeros(self.context + rows_each, q.shape[2])
