@@ -39,7 +39,7 @@ sanitize: $(VENV)/dev
 	  $(BIN)/python setup.py -q build --build-base build/sanitize --build-lib build/sanitize/lib
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib AQUILINE_THREADS=2 OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest tests/ops tests/engine/test_cycle.py $(ARGS)
+	  $(BIN)/python -m pytest tests/ops tests/backends $(ARGS)
 
 nightly: $(VENV)/dev
 	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "make nightly SEED=$$seed repeats this run"; \

@@ -56,7 +56,8 @@ class BuildNative(build_ext):
     def _compile(self, objects: Path, target: Path) -> None:
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        units = [(name, f"{name}.cpp", []) for name in ("api", "batch", "check", "draft", "grow", "keep", "pack", "pool", "rules", "verify")]
+        stages = ("batch", "message", "draft", "grow", "verify", "rules", "keep")
+        units = [(name, f"{name}.cpp", []) for name in ("api", "check", "pack", "pool", *stages)]
         units += [(isa, "kernels.cpp", KERNEL + flags) for isa, flags in KERNELS.items() if x86 or isa == "portable"]
         units.append(("dot", "dot.cpp", KERNEL + (DOT if x86 and accepts(compiler, DOT) else [])))
         extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))

@@ -115,9 +115,11 @@ namespace aq {
 
 struct Message;
 
-// batch.cpp
+// message.cpp
 int read_message(const AqBatch& batch, const int32_t* message, Message* out);
 int check_step(const AqBatch& batch, const Message& message, const AqAdmit* admits, int num_admits);
+
+// batch.cpp
 void admit(AqBatch* batch, const AqAdmit& admit);
 
 // Where the parts of a message stand.

@@ -134,7 +134,8 @@ class EngineConfig:
 @dataclass(frozen=True)
 class Environment:
     """Settings from the environment: AQUILINE_ISA (avx512, avx2, portable; or "off" for the torch path),
-    AQUILINE_THREADS (native worker threads, the caller included) and AQUILINE_LLAMA_SERVER (llama.cpp's server, for
+    AQUILINE_THREADS (native worker threads, the caller included; unset: one for each physical core that the process may
+    use, by its affinity and its control groups' quotas) and AQUILINE_LLAMA_SERVER (llama.cpp's server, for
     `aquiline compare`)."""
 
     isa: str | None

@@ -1,6 +1,6 @@
 """The least an engine must do over a backend: it keeps texts in slots, hands out pages, and sends steps.
 
-Native storage is NaN until it is written, so that whatever is read too early shows. Pages are scattered.
+Storage is NaN until it is written, so that whatever is read too early shows. Pages are scattered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from aquiline.backends.base import (
     Decoded,
     Extend,
     Pages,
-    Pair,
     Prefilled,
     Sizes,
     StepInput,
@@ -79,12 +78,12 @@ class Text:
 class Player:
     """Plays texts. order: how pages are dealt out, from the first slot's first on."""
 
-    def __init__(self, pair: Pair, num_slots: int = 4, page_size: int = 16, row_budget: int = 48) -> None:
+    def __init__(self, pair: CpuPair, num_slots: int = 4, page_size: int = 16, row_budget: int = 48) -> None:
         per_slot = 480 // page_size
         self.pair, self.sizes = pair, Sizes(num_slots, (num_slots + 1) * per_slot, page_size, per_slot, row_budget)
         self.backend: Any = pair.open(self.sizes)
         if isinstance(self.backend, CpuBackend):
-            spoil(self.backend)
+            poison(self.backend)
         order = np.random.default_rng(1).permutation(self.sizes.num_pages).tolist()
         self.pages = [order[i * per_slot : (i + 1) * per_slot] for i in range(num_slots)]
         self.spare = order[num_slots * per_slot :]
@@ -194,12 +193,13 @@ class Player:
             self.step(left, **how)
 
 
-def spoil(backend: CpuBackend) -> None:
-    """Let all storage be NaN."""
-    groups = [backend.kv] if backend._pair.draft is None else [backend.kv, backend.draft_kv]
+def poison(backend: CpuBackend) -> None:
+    """Storage that nobody has written holds no numbers."""
+    groups = [backend.kv] if backend.draft_kv is None else [backend.kv, backend.draft_kv]
     for group in groups:
-        group.k.fill_(float("nan")), group.v.fill_(float("nan"))
-    if backend._pair.draft is not None:
+        group.k.fill_(float("nan"))
+        group.v.fill_(float("nan"))
+    if backend.fused is not None:
         backend.fused[:] = np.nan
 
 
@@ -209,7 +209,7 @@ def part(tree: DraftTree, result: AcceptResult, b: int) -> tuple[list[int], list
     return tree.tokens[first:end].tolist(), tree.topology.parents[first:end].tolist(), path.tolist()
 
 
-def play(pair: Pair, prompt: Sequence[int], drafting: Drafting, count: int, **settings: Any) -> Text:
+def play(pair: CpuPair, prompt: Sequence[int], drafting: Drafting, count: int, **settings: Any) -> Text:
     """One text by itself."""
     player = Player(pair)
     text = player.add(prompt, drafting, **settings)

@@ -138,6 +138,19 @@ def test_a_prompt_that_is_cached_whole(has_keys: bool) -> None:
         player.drop(text)
 
 
+def test_a_cached_page_is_never_written() -> None:
+    """Not even by the row that runs again: what stands there stays, were it another's."""
+    prompt = PROMPT[:32]
+    player = Player(pair())
+    player.add(prompt, NoDraft())
+    player.run(1)
+    page = player.pages[0][1]
+    kept = player.backend.kv.v[:, page, :, -1] = 7.0
+    player.add(prompt, NoDraft(), hit=player.pages[0][:2], slot=1)
+    player.run(1)
+    assert (player.backend.kv.v[:, page, :, -1] == kept).all()
+
+
 @pytest.mark.parametrize("way", [*WAYS.values(), NoDraft()], ids=lambda way: way.name)
 def test_a_text_that_gave_way_comes_back(way: Drafting) -> None:
     """Admitted with its output, in another slot: its tokens, trees and penalties go on as if it had stayed."""
@@ -169,14 +182,16 @@ def test_extends_write_the_keys_that_are_missing() -> None:
     assert output.num_draft_rows == until - len(PROMPT) and output.decodes[0].draft_end == until
     player.extends.append(Extend(text.slot, until - 5))
     assert player.step().num_draft_rows == 0
+    player.extends.append(Extend(text.slot, until + 1))
+    assert player.step().num_draft_rows == 1
     same = Player(pair())
     other = same.add(PROMPT, NoDraft(), output=text.output, drafts=True)
     while not other.decodes:
         same.step()
-    for index in (1, 15, 16, 37, 40, until - 1):
+    for index in (1, 15, 16, 37, 40, until):
         mine, theirs = key_at(player, text, index), key_at(same, other, index)
         assert torch.equal(mine, theirs) and not torch.isnan(mine).any()
-    assert torch.isnan(key_at(player, text, until)).all(), "no further"
+    assert torch.isnan(key_at(player, text, until + 1)).all(), "no further"
 
 
 def key_at(player: Player, text: Text, index: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from tests.conftest import needs_native, tiny_pair
 from aquiline.backends.base import Admit, Chunk, Decode, Extend, Pages, StepInput
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
+from aquiline.errors import NativeError
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal
 from aquiline.spec.tree import DraftTree, Topology
 
@@ -166,8 +167,6 @@ def test_a_step_is_verified_once_and_in_turn() -> None:
 
 def test_pages_that_are_not_there_fail_inside() -> None:
     """The step finds out in its forward. Roots, tokens and keys are as before: with the pages it goes on."""
-    from aquiline.errors import NativeError
-
     player = Player(pair())
     text = player.add(words(14), Chain(3))
     player.news = [Pages(0, 0, tuple(player.pages[0][:1]))]
@@ -181,6 +180,18 @@ def test_pages_that_are_not_there_fail_inside() -> None:
     other = same.add(words(14), Chain(3))
     same.run(20)
     assert text.tokens == other.tokens and text.trees == other.trees
+
+
+def test_a_slots_next_text_has_none_of_the_last_ones_pages() -> None:
+    player = Player(pair())
+    player.drop(player.add(words(14), NoDraft()))
+    player.backend.step(player.next_step([]))
+    text = player.add(words(14), NoDraft())
+    player.news = [Pages(0, 0, tuple(player.pages[0][:1]))]
+    player.run(2)
+    assert len(text.tokens) == 16
+    with pytest.raises(NativeError, match="lies in page -1"):
+        player.run(4)
 
 
 @pytest.mark.parametrize("name", WAYS)

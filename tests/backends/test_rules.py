@@ -17,7 +17,7 @@ from tests.ops.native_calls import draw as draw_rows
 from aquiline.backends.base import StepInput, TokenMasks
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 from aquiline.spec.tree import DraftTree
 from aquiline.types import SAMPLING, Float32
 
@@ -105,11 +105,30 @@ def test_min_tokens(way: Drafting) -> None:
     """End tokens are not drawn before there are so many, counted on each node's own path."""
     ends = frozenset(range(1, 60))
     player = Player(pair())
-    text = player.add(PROMPT, way, dataclasses.replace(BASE, min_tokens=13), end_token_ids=ends)
+    counts = (1, 5, 13)
+    for count in counts:
+        player.add(PROMPT, way, dataclasses.replace(BASE, min_tokens=count), end_token_ids=ends)
     player.run(24)
-    check(text, lambda before: ends if len(before) - len(PROMPT) < 13 else ())
-    assert ends.isdisjoint(text.output[:13]) and not ends.isdisjoint(text.output[13:])
-    assert way.name == "none" or any(step.root < len(PROMPT) + 12 <= step.root + 3 for step in text.steps)
+    for count, text in zip(counts, player.texts, strict=True):
+        check(text, lambda before, count=count: ends if len(before) - len(PROMPT) < count else ())  # type: ignore[misc]
+        assert ends.isdisjoint(text.output[:count])
+    assert any(text.output[count] in ends for count, text in zip(counts, player.texts, strict=True)), "no token later"
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_rules_along_a_path(rules: str) -> None:
+    """Four tokens a step are kept: each was drawn by what stands before it on its own path, the root counted once."""
+    sampling = dataclasses.replace(BASE, **RULES[rules], min_tokens=11, bad_words=("said",))
+    told: dict[str, Any] = {"end_token_ids": frozenset(range(40, 70)), "bad_words": ((3, 4), (17,))}
+    player = Player(pair())
+    plain = player.add(PROMPT, NoDraft(), sampling, **told)
+    player.run(40)
+    text = player.add(
+        PROMPT, NoDraft(), sampling, propose=lambda t: Proposal(tuple(plain.tokens[len(t.tokens) :][:3])), **told
+    )
+    player.run(33)
+    assert text.output == plain.output[: len(text.output)]
+    assert {len(step.kept) for step in text.steps} == {4}
 
 
 @pytest.mark.parametrize("way", SOME, ids=lambda way: way.name)

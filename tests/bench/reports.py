@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from tests.conftest import tiny_llm
 
+from aquiline.bench.intervals import spread
 from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft
@@ -103,7 +104,6 @@ class Page(HTMLParser):
 def peer_of(result: Result, engine: str = "llama.cpp", share: float = 0.5) -> Result:
     """The same work by another engine, so much slower."""
     peer = copy.deepcopy(result)
-    spread = peer["throughput_tokens_per_sec"]
-    spread["values"] = [share * value for value in spread["values"]]
-    peer["throughput_tokens_per_sec"] |= {name: share * spread[name] for name in ("mean", "min", "max")}
+    values = result["throughput_tokens_per_sec"]["values"]
+    peer["throughput_tokens_per_sec"] = spread([share * value for value in values])
     return peer | {"engine": engine, "stage_ms": {}, "system": {n: result["system"][n] for n in ("cpu", "threads")}}

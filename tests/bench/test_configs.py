@@ -118,8 +118,12 @@ def test_reading_a_file_and_taking_a_loaded_config_agree(family: str, tmp_path: 
     target = read_shape(tmp_path / "target", "bfloat16")
     assert target == shape_of(model)
     for layout in ("specforge", "safeailab", "speculators"):
-        write_draft(tmp_path / layout, model, layout, norm_before_fc=True)
+        write_draft(tmp_path / layout, model, layout, norm_before_fc=True, sliding_window=8, producer="aquiline")
         config = read_draft_config(tmp_path / layout, model)
+        assert read_draft_shape(tmp_path / layout, target) == draft_shape_of(config, target)
+        write_draft(tmp_path / layout, model, layout, sliding_window=8, layer_types=["sliding_attention"])
+        config = read_draft_config(tmp_path / layout, model)
+        assert config.model.window(0) == 8 * (layout == "speculators")
         assert read_draft_shape(tmp_path / layout, target) == draft_shape_of(config, target)
 
 

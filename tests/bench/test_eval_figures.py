@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquiline.bench.eval_figures import Ratio, best, figures, ratio, tables, verdict
+from aquiline.bench.eval_figures import Ratio, best, figures, ratio, suspicion, tables, verdict
 from aquiline.bench.eval_plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
 from aquiline.bench.eval_report import EvalFacts, as_document, notes
 from aquiline.bench.result import ModelFacts
@@ -142,6 +142,30 @@ def test_the_best_is_named_and_no_gain_where_there_is_none() -> None:
         "best is chain-3, 1.18x [0.83, 2.00], but its interval reaches down to the baseline"
     )
     assert not document(found)["best"][0]["is_faster"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "is_doubted"),
+    [
+        ([1, 2, 1, 3, 4], 0, True),
+        ([1, 2, 1, 3, 4], 2, True),  # 2 of 5 steps; always saying 1 is right in 2 of 5 tokens
+        ([1, 2, 1, 3, 4], 3, False),
+        ([1, 1, 1, 3, 4], 3, False),  # one token is most of the text, which says nothing of the draft
+        ([], 0, False),
+    ],
+)
+def test_a_draft_at_chance_is_doubted(tokens: list[int], accepted: int, is_doubted: bool) -> None:
+    plan = EvalPlan(settings_of((2,), ("1x2x4",)), lengths=(6,))
+    text = Text(0.0, 6, 0, 0, [1], tokens, "", "length")
+    chain = Counters(num_steps=len(tokens), accepted_at=[accepted, accepted] if accepted else [])
+    tree = Counters(num_steps=5, accepted_at=[5])  # a tree names several tokens at a place
+    runs = [
+        TurnRun(text, name, 0, 1.0, 1.0, 1.0, c) for name, c in zip(plan.settings, (chain, chain, tree), strict=True)
+    ]
+    said = suspicion(Evaluated(plan, [], runs, [], [], ""))
+    assert (said is not None) == is_doubted
+    if said:
+        assert f"next token in {accepted / 5:.1%} of the steps" in said and "in 40.0%" in said and "--capture" in said
 
 
 def test_gsm8k_accuracy_needs_references_of_that_form() -> None:

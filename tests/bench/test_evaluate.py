@@ -36,7 +36,7 @@ PLAN = EvalPlan(SETTINGS, lengths=(6, 12), temperatures=(0.0, 0.9), repeats=2)
 
 
 def tiny(config: EngineConfig | None = None, **replaced: Any) -> LLM:
-    loaded: LoadedModels = dataclasses.replace(tiny_models(max_batch=1), tokenizer=LETTERS, **replaced)
+    loaded: LoadedModels = dataclasses.replace(tiny_models(), tokenizer=LETTERS, **replaced)
     return LLM.from_models(loaded, config or engine_config(1))
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_json, write_draft, write_target
 
 from aquiline.bench.integrity import problems
+from aquiline.bench.peers import llama_server
 from aquiline.bench.peers.base import Place, parse_peer
 from aquiline.bench.peers.llama_server import BINARY, LlamaServerPeer, find_server, server_folder
 from aquiline.bench.peers.results import PeerModel, result_of
@@ -168,7 +169,10 @@ def test_a_head_brings_its_own_embedding_and_rotation_only_where_they_differ(tmp
     ("draft", "why"),
     [
         ({"fc_norm": True}, "draft: fc_norm=true; llama.cpp runs EAGLE-3 heads without it"),
-        ({"sliding_window": 16}, "draft: a sliding window; the llama.cpp peer writes drafts without it"),
+        (
+            {"sliding_window": 16, "producer": "aquiline"},
+            "draft: a sliding window; the llama.cpp peer writes drafts without it",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "draft: reads what leaves the target's last layer"),
     ],
 )
@@ -207,6 +211,7 @@ def steps(draft: Path) -> tuple[list[int], list[int]]:
         run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=Chain(3))
         (output,) = peer.generate([prompt], 64, 0.0).outputs
         assert output.token_ids == run.outputs[0].token_ids
+        assert peer.system()["drafting_reported"] == "draft-eagle3"
         assert output.num_tokens == 64 and 0 < output.ttft_ms < output.total_ms
         assert 2 * output.num_steps < output.num_draft_tokens <= 3 * output.num_steps
         ours.append(run.summary.num_decode_steps)
@@ -281,11 +286,59 @@ def test_its_result_holds_up_and_claims_no_memory_of_this_process(tmp_path: Path
     assert process.returncode is not None, "a peer that nobody holds runs on"
 
 
+NGRAMS = {
+    "server": ("none", False), "noflash:server": ("none", False), "ngram-simple=3x8": ("ngram-simple", True),
+    "ngram-map-k=3x8": ("ngram-map-k", True), "ngram-map-k4v=3x8": ("ngram-map-k4v", True),
+    "ngram-mod=3x8": ("ngram-mod", True), "ngram-cache": ("ngram-cache", True),
+    "int8:ngram-simple": ("ngram-simple", True),
+}  # fmt: skip
+
+
+@needs_server
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("options", NGRAMS)
+def test_the_servers_own_lookups_write_the_same_text_and_it_says_which_ran(options: str) -> None:
+    reported, drafts = NGRAMS[options]
+    llm = LLM(BUNDLED_TARGET, engine=EngineConfig(max_batch=1, prefix_cache=False))
+    prompt = llm.encode(read_prompts(BUNDLED_PROMPTS)[0].text)[:64]
+    run = llm.run([prompt], SamplingParams(max_tokens=48, ignore_eos=True), spec=NoDraft())
+    spec = parse_peer(f"llamacpp:{options}")
+    peer = LlamaServerPeer(spec, Place(BUNDLED_TARGET, None, 1, 128), spec.dtype or "float32")
+    (output,) = peer.generate([prompt], 48, 0.0).outputs
+    system = peer.system()
+    peer.close()
+    assert output.token_ids == run.outputs[0].token_ids or spec.dtype == "int8"
+    assert system["drafting_reported"] == reported and system["flash_attention"] == ("noflash" not in options)
+    assert (output.num_steps < 47) == (drafts and "=3x8" in options), "longer matches are rarer than this text is long"
+
+
+@needs_server
+@pytest.mark.usefixtures("server")
+def test_a_server_that_drafts_otherwise_than_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(BUNDLED_TARGET, None, 1, 64)
+    monkeypatch.setattr(llama_server, "drafting", lambda *_: [])
+    asked = LlamaServerPeer(parse_peer("llamacpp:ngram-cache"), place, "float32")
+    asked.expected = "ngram-cache"
+    with pytest.raises(ValueError, match="the server says that 'none' drafts; 'ngram-cache' was asked for"):
+        asked.generate([PROMPT], 4, 0.0)
+    asked.drafting = ["--spec-type", "ngram-cache"]
+    with pytest.raises(ValueError, match="says speculative=False of its slot; 'ngram-cache' was asked for"):
+        asked._check_speculative()
+    asked.close()
+
+
+def test_several_prompts_are_not_for_the_server() -> None:
+    pytest.importorskip("llama_cpp")
+    for options in ("server", "eagle", "ngram-cache"):
+        with pytest.raises(ValueError, match="the server runs one prompt at a time here; 4 given"):
+            parse_peer(f"llamacpp:{options}").open(Place(BUNDLED_TARGET, BUNDLED_DRAFT, 1, 64, batch=4))
+
+
 @needs_server
 @pytest.mark.usefixtures("server")
 def test_the_server_keeps_nothing_draws_and_says_what_is_wrong(tmp_path: Path) -> None:
     place = pair(tmp_path)
-    peer = LlamaServerPeer(parse_peer("llamacpp:eagle=2:flash"), place, "float32")
+    peer = LlamaServerPeer(parse_peer("llamacpp:eagle=2:noflash"), place, "float32")
     first, second = (peer.generate([PROMPT], 24, 0.0).outputs[0] for _ in range(2))
     assert first.token_ids == second.token_ids and first.num_tokens == 24
     assert first.num_steps == second.num_steps, "what one call drafted with, the next found"

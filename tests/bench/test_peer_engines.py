@@ -79,7 +79,7 @@ def test_every_family_writes_our_tokens(name: str, engine: str, tmp_path: Path, 
     place = Place(tmp_path / "target", None, 1, 64)
     expected = ours(place.target, PROMPT)
     assert len(set(expected)) > 4, "a text that loops at once shows nothing"
-    for options in ("f32", "f32:lookup"):
+    for options in {"openvino": ("f32:samekv", "f32:samekv:lookup"), "llamacpp": ("f32", "f32:noflash")}[engine]:
         peer = parse_peer(f"{engine}:{options}").open(place)
         assert tokens(peer, PROMPT) == expected, options
         assert peer.dtype == "float32"
@@ -92,13 +92,27 @@ def test_every_family_writes_our_tokens(name: str, engine: str, tmp_path: Path, 
 
 
 @needs_openvino
-def test_openvino_runs_a_batch_without_paged_caches_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "how"), [("sdpa", "one call"), ("samekv", "continuous"), ("lookup", "continuous")])
+def test_openvino_runs_a_batch_in_one_call_or_continuously(options: str, how: str, tmp_path: Path) -> None:
+    write_target(tmp_path / "target", **WIDTHS)
+    place = Place(tmp_path / "target", None, 1, 64, batch=2)
+    peer = parse_peer(f"openvino:f32:{options}" + ("" if "samekv" in options else ":samekv")).open(place)
+    assert peer.system()["batching"] == how
+    for _ in range(2):
+        run = peer.generate([PROMPT, PROMPT[::-1]], 12, 0.0)
+        assert [o.token_ids for o in run.outputs] == [ours(place.target, p, 12) for p in (PROMPT, PROMPT[::-1])]
+        assert run.decode_tokens_per_s > 0 and all(o.ttft_ms < o.total_ms for o in run.outputs)
+        assert all(o.num_steps == 11 or "lookup" in options for o in run.outputs)
+    with pytest.raises(ValueError, match="was opened for 2 prompts, 3 given"):
+        peer.generate([PROMPT] * 3, 12, 0.0)
+
+
+@needs_openvino
+def test_openvino_stores_keys_and_values_as_it_likes_unless_told(tmp_path: Path) -> None:
     write_target(tmp_path / "target", **WIDTHS)
     place = Place(tmp_path / "target", None, 1, 64)
-    run = parse_peer("openvino:f32:sdpa").open(place).generate([PROMPT, PROMPT[::-1]], 12, 0.0)
-    assert [o.token_ids for o in run.outputs] == [ours(place.target, p, 12) for p in (PROMPT, PROMPT[::-1])]
-    with pytest.raises(ValueError, match=r"runs one prompt at a time here, 2 given; choose sdpa"):
-        parse_peer("openvino:f32").open(place).generate([PROMPT, PROMPT], 12, 0.0)
+    stored = {o: parse_peer(f"openvino:{o}").open(place).system()["kv_precision"] for o in ("f32", "f32:samekv")}
+    assert stored == {"f32": "u8", "f32:samekv": "f32"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -106,9 +120,10 @@ def test_rounded_weights_still_write_the_bundled_targets_text(engine: str) -> No
     llm = LLM(BUNDLED_TARGET, engine=EngineConfig(max_batch=1))
     prompt = llm.encode(read_prompts(BUNDLED_PROMPTS)[2].text)
     place = Place(BUNDLED_TARGET, None, 1, len(prompt) + NEW_TOKENS + 1)
+    precise = ":samekv" if engine == "openvino" else ""
     expected = ours(BUNDLED_TARGET, prompt, dtype="bfloat16")
     for dtype in ("float32", "int8"):
-        peer = parse_peer(f"{engine}:{dtype}").open(place)
+        peer = parse_peer(f"{engine}:{dtype}{precise}").open(place)
         found = tokens(peer, prompt)
         assert peer.dtype == dtype
         assert found == expected if dtype == "float32" else found[:4] == expected[:4]
@@ -121,7 +136,7 @@ def test_openvino_drafts_with_our_head_as_well_as_we_do() -> None:
     llm = LLM(engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompts = [llm.encode(read_prompts(BUNDLED_PROMPTS)[i].text) for i in (2, 4, 5, 7)]
     place = Place(BUNDLED_TARGET, BUNDLED_DRAFT, 1, max(map(len, prompts)) + 65)
-    peer = parse_peer("openvino:f32:eagle=3").open(place)
+    peer = parse_peer("openvino:f32:eagle=3:samekv").open(place)
     steps = [0, 0]
     for prompt in prompts:
         run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=Chain(3))
@@ -164,7 +179,7 @@ def test_a_directory_that_is_converted_already_is_taken(tmp_path: Path, cache: P
     parse_peer("openvino:f32").open(place).close()
     (made,) = cache.iterdir()
     elsewhere = made.rename(tmp_path / "exported")
-    peer = parse_peer(f"openvino:f32:{elsewhere}").open(place)
+    peer = parse_peer(f"openvino:f32:samekv:{elsewhere}").open(place)
     assert tokens(peer, PROMPT) == ours(place.target, PROMPT) and not list(cache.iterdir())
 
 
@@ -245,6 +260,4 @@ def test_llamacpp_continues_several_prompts_together(tmp_path: Path) -> None:
     assert len({tuple(o.token_ids) for o in peer.generate(prompts[:1] * 4, 8, 1.5).outputs}) == 4, "drawn apart"
     with pytest.raises(ValueError, match="was opened for 4 prompts, 5 given"):
         peer.generate([*prompts, prompts[0]], 8, 0.0)
-    with pytest.raises(ValueError, match="prompt lookup runs one prompt at a time"):
-        parse_peer("llamacpp:f32:lookup").open(Place(tmp_path / "target", None, 1, 256, batch=4))
     peer.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.bench.reports import ACCEPTANCE, FACTS, SPEEDUP, Page, Results, measured, peer_of, results
 
+from aquiline.bench.intervals import paired
 from aquiline.bench.report.page import render
 from aquiline.bench.report.sections import sections
 from aquiline.bench.result import Result
@@ -41,8 +42,8 @@ def test_peers_are_series_of_their_own(results: Results) -> None:
     (section,) = sections(results | peers)
     rows = {row.file: row for row in section.rows}
     assert rows["p-16x1-chain-3.json"].label == "llama.cpp (bfloat16): chain-3"
-    own = results["16x1-chain-3.json"], results["16x1-baseline.json"]
-    speedup = own[0]["throughput_tokens_per_sec"]["median"] / own[1]["throughput_tokens_per_sec"]["median"]
+    own = (results[f"16x1-{name}.json"]["throughput_tokens_per_sec"]["values"] for name in ("chain-3", "baseline"))
+    speedup = paired(*own).value
     assert rows["p-16x1-chain-3.json"].speedup == pytest.approx(speedup), "over its own baseline"
     assert rows["p-16x1-chain-3.json"].style != rows["16x1-chain-3.json"].style
     for peer in peers.values():

@@ -104,9 +104,10 @@ def test_prompts_that_cannot_run(pair: Path) -> None:
 
 
 def test_nan_logits_stop_the_request_and_lose_nothing(pair: Path, tmp_path: Path) -> None:
+    """Weights that are finite, and so load, but overflow to infinities of both signs."""
     broken = copy(pair / "target", tmp_path / "nan")
     tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"][3] = float("nan")
+    tensors["model.norm.weight"].fill_(3e38)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     llm = LLM(broken, engine=EngineConfig(max_batch=2))
     for temperature in (0.0, 1.0):
@@ -122,10 +123,13 @@ def test_a_refused_prompt_leaves_the_engine_ready() -> None:
     assert llm.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
 
 
-def test_infinite_weights_are_an_error_too(pair: Path, tmp_path: Path) -> None:
+def test_infinite_weights_are_refused_and_infinite_logits_an_error(pair: Path, tmp_path: Path) -> None:
     broken = copy(pair / "target", tmp_path / "inf")
     tensors = load_file(broken / "model.safetensors")
     tensors["lm_head.weight"].fill_(torch.inf)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight holds 7680 of 7680 values" in refused("generate", "--target", str(broken), "--prompt", "x")
+    tensors["lm_head.weight"].fill_(3e38)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NumericalError):
         LLM(broken).generate([[1, 2]], SamplingParams(max_tokens=4))

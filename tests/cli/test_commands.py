@@ -168,8 +168,8 @@ def offsets(draft: Path) -> None:
     weights(draft, lambda t: t["d2t"].add_(10_000))
 
 
-def nan(target: Path) -> None:
-    weights(target, lambda t: t["model.norm.weight"].fill_(torch.nan))
+def norm_of(target: Path, value: float) -> None:
+    weights(target, lambda t: t["model.norm.weight"].fill_(value))
 
 
 BROKEN: dict[str, tuple[Callable[[Path, Path], object], list[str]]] = {
@@ -188,7 +188,8 @@ BROKEN: dict[str, tuple[Callable[[Path, Path], object], list[str]]] = {
         ["hidden_size=64, the target has 48", "vocab_size=161, the target has 160"],
     ),
     "broken tokenizer": (lambda t, d: (t / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
-    "NaN logits": (lambda t, d: nan(t), ["position 3 are NaN"]),
+    "NaN weights": (lambda t, d: norm_of(t, torch.nan), ["model.norm.weight holds 48 of 48 values", "48 NaN"]),
+    "NaN logits": (lambda t, d: norm_of(t, 3e38), ["position 3 are NaN"]),  # finite weights that overflow
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from aquiline.bench.peers import transformers as peer_module
 from aquiline.bench.peers.base import Place, parse_peer
 from aquiline.bench.peers.compare import Plan, compare
-from aquiline.bench.result import read_results
+from aquiline.bench.result import commit, read_results
 from aquiline.cli.main import app
 from aquiline.models.load import read_model_config
 
@@ -74,11 +74,13 @@ def test_a_pair_against_transformers(pair: Path, tmp_path: Path) -> None:
     for row in data["rows"]:
         assert row["void"] == "" and row["agreed"] == 16 and row["tau"] >= 1 and len(row["tokens_per_s"]) == 2
         assert row["is_speculative"] == (row["label"].split()[-1] not in ("baseline", "f32"))
-    assert data["agreed_in_float32"] == {"transformers": 16}
+    assert data["agreed_in_float32"] == {"transformers": [16, 16, 16]}
+    assert data["rows"][0]["over_baseline"]["value"] == 1 and data["rows"][0]["low"] is None, "two rounds"
     assert list(data["moved_gb_per_s"]) == ["aquiline baseline"]
     assert data["moved_gb_per_s"]["aquiline baseline"]["moved"] > 0 and data["rows"][0]["tokens_per_s"]
     assert list(data["absent"]) == [CLOSED.replace(":", " ", 1)] and "cannot be reached" in data["absent"].popitem()[1]
-    assert len(data["verdict"]) == 2 and "x the fastest peer setting, transformers f32" in data["verdict"][1]
+    assert len(data["verdict"]) == 2 and "x the fastest of 2 peer settings, transformers f32" in data["verdict"][1]
+    assert "of all: aquiline " in data["verdict"][1] and "(the fastest of 3 settings, " in data["verdict"][1]
     found = read_results(tmp_path / "out")
     names = {result["setting"]["name"] for result in found.values()}
     assert names == {label.removeprefix("aquiline ") for label in labels} and len(found) == len(labels)
@@ -94,9 +96,10 @@ def test_the_table_says_who_is_faster_and_what_is_absent(pair: Path) -> None:
     assert done.exit_code == 0, (done.stderr, done.exception)
     text = " ".join(done.stdout.split())
     assert "aquiline baseline moves" in text and "plain reads reach" in text
-    assert "transformers in float32: 16 of the first 16 tokens are ours" in text
+    assert "transformers in float32: 16, 16, 16 of the first 16 tokens are ours, prompt by prompt" in text
+    assert ("uncommitted changes: nobody can measure this again" in text) == commit().endswith("-dirty")
     assert "not run: openai http://127.0.0.1:9/v1#small:" in text
-    assert "the fastest peer without speculation, transformers f32" in text and "void" not in text.lower()
+    assert "without drafting: aquiline baseline" in text and "void" not in text.lower()
 
 
 def test_random_weights_run_without_a_draft(pair: Path) -> None:
@@ -110,6 +113,7 @@ def test_random_weights_run_without_a_draft(pair: Path) -> None:
 
 def test_drawn_text_is_compared_among_ours_only(pair: Path) -> None:
     options = ("--target", pair / "target", "--draft", pair / "draft", "--temperature", 1, "--peer", "transformers:f32")
+    options += ("--num-spec-tokens", 3)
     data = json.loads(run(*options, *SIZE, "--json").stdout)
     assert [row["agreed"] for row in data["rows"]] == [16, 16, 16, None]
 
@@ -129,9 +133,25 @@ def test_a_peer_that_runs_another_model_is_void(pair: Path, tmp_path: Path, monk
         repeats=1,
     )
     found = compare(plan)
-    assert found.checks["transformers"] < 8
+    assert min(found.checks["transformers"]) < 8
     assert found.rows[1].void.startswith("its first tokens in float32 are not ours")
     assert found.verdict == ["no peer to compare with"]
+
+
+def test_every_round_begins_with_another_setting(pair: Path) -> None:
+    """And all are timed alike: from the first token to the last by the wall clock."""
+    told: list[str] = []
+    plan = Plan(
+        pair / "target", None, (parse_peer("transformers:f32"), parse_peer("transformers:f32:eager")), ("t", None),
+        prompt_tokens=24, new_tokens=12, repeats=3,
+    )  # fmt: skip
+    found = compare(plan, told.append)
+    own, plain, eager = "aquiline baseline", "transformers f32", "transformers f32 eager"
+    order = [line.partition(": ")[2] for line in told if line.startswith("run ")]
+    assert order == [own, plain, eager, plain, eager, own, eager, own, plain]
+    for result in found.results:
+        rates, between = result["throughput_tokens_per_sec"]["values"], result["itl_ms"]["values"]
+        assert rates == pytest.approx([1e3 / ms for ms in between])
 
 
 def test_no_engine_has_seen_what_it_is_measured_on(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

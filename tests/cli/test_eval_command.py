@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_draft, write_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from aquiline.cli.main import app
+from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
 
 QUESTIONS = [
@@ -67,6 +70,19 @@ def test_help_waits_for_nothing_heavy_and_has_examples() -> None:
     assert done.returncode == 0 and "aquiline eval --num-spec-tokens 1 2 3" in done.stdout.replace("\n", " "), (
         done.stderr
     )
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_draft_that_names_wrong_tokens_is_doubted(is_broken: bool, tmp_path: Path) -> None:
+    """The bundled draft, and the same with the rows of its head moved by one, which every check of files lets pass."""
+    draft = Path(shutil.copytree(BUNDLED_DRAFT, tmp_path / "draft"))
+    tensors = load_file(draft / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(int(is_broken), 0)
+    save_file(tensors, draft / "model.safetensors")
+    pair = ("--target", BUNDLED_TARGET, "--draft", draft, "--count", 2, "--lengths", 24)
+    result = run(*pair, "--num-spec-tokens", 2, "--no-teacher-forced")
+    assert result.exit_code == 0, result.output
+    assert ("warning: the draft is at chance" in result.output) == is_broken
 
 
 def test_out_of_the_box_on_the_bundled_pair(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config
 from aquiline.models.load import load_target
-from aquiline.spec.drafting import Drafting
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 Path = tuple[int, ...]
 """Tokens of a node's path, the root's excluded."""
@@ -124,11 +124,11 @@ class Text:
 
     def tree(self, root: int, spec: Drafting) -> set[Path]:
         """Paths of all nodes that a drafter should propose below the token at `root`."""
-        if spec.drafter == "chain":
+        if isinstance(spec, Chain):
             return self._static(root, [(0,) * depth for depth in range(1, spec.num_spec_tokens + 1)])
-        if spec.drafter == "static":
+        if isinstance(spec, Static):
             return self._static(root, sorted(spec.static_paths, key=len))
-        return self._dynamic(root, spec) if spec.drafter == "dynamic" else set()
+        return self._dynamic(root, spec) if isinstance(spec, Dynamic) else set()
 
     def _static(self, root: int, ranks: list[tuple[int, ...]]) -> set[Path]:
         paths: dict[tuple[int, ...], Path] = {(): ()}
@@ -137,7 +137,7 @@ class Text:
             paths[rank] = (*above, self.children(root, above)[0][rank[-1]])
         return set(paths.values()) - {()}
 
-    def _dynamic(self, root: int, spec: Drafting) -> set[Path]:
+    def _dynamic(self, root: int, spec: Dynamic) -> set[Path]:
         """EAGLE-2: a path scores the product of its probabilities; each level expands its best `top_k` paths, and the
         best `num_nodes - 1` of all that were met are verified."""
         chances: dict[Path, float] = {(): 0.0}

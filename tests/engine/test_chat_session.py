@@ -29,7 +29,7 @@ SHORT = SamplingParams(max_tokens=8, temperature=0.9, seed=1, ignore_eos=True)
 
 
 def session(sampling: SamplingParams = SHORT, source: str | None = SOURCE, **settings: Any) -> ChatSession:
-    loaded = dataclasses.replace(tiny_models(max_batch=1), tokenizer=LETTERS)
+    loaded = dataclasses.replace(tiny_models(), tokenizer=LETTERS)
     llm = LLM.from_models(loaded, engine_config(1, prefix_cache=True, **settings))
     return ChatSession(llm, ChatTemplate(source, {}, LETTERS), sampling)
 

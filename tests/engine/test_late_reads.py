@@ -75,14 +75,14 @@ def test_a_step_in_vain_behind_the_last_position(name: str, max_tokens: int) -> 
 
 
 def test_stop_strings_cut_texts_that_ran_on() -> None:
-    loaded = dataclasses.replace(tiny_models(max_batch=2), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     at_once, late = (LLM.from_models(loaded, engine_config(2, late_reads=is_late)) for is_late in (False, True))
     batch = prompts(6)
     text = at_once.run(batch, GREEDY, spec=BASELINE).outputs[2].text
     params = dataclasses.replace(GREEDY, stop=(text[5:7], text[9]))
     expected = at_once.run(batch, params, spec=BASELINE)
     assert {*ends(expected)} == {"stop", "length"}
-    teach(late, SPECS["chain4"], batch, at_once.run(batch, GREEDY, spec=BASELINE))
+    teach(late, texts(batch, at_once.run(batch, GREEDY, spec=BASELINE)))
     result = late.run(batch, params, spec=SPECS["chain4"])
     assert [(o.text, o.token_ids) for o in result.outputs] == [(o.text, o.token_ids) for o in expected.outputs]
     assert result.summary.counters.tokens_cut > 0

@@ -1,5 +1,4 @@
-"""Many engines over one pair of models: each takes its caches and buffers along when it goes, and the models take none
-they have no room for."""
+"""Many engines over one pair of models: each takes its caches and buffers along when it goes."""
 
 from __future__ import annotations
 
@@ -8,12 +7,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_models
+from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models
 from tests.engine.driving import words
-from tests.engine.test_exact import SPECS, tokens
+from tests.engine.test_exact import BASELINE, SPECS, tokens
 
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.spec.drafting import Dynamic
 from aquiline.types import KVGroup
 
 pytestmark = needs_native
@@ -53,3 +53,18 @@ def test_an_engine_that_is_dropped_frees_its_caches() -> None:
             resident.append(process.memory_info().rss)
     assert len(live_caches()) == before
     assert resident[1] - resident[0] < 40e6, f"{(resident[1] - resident[0]) / 1e6:.0f} MB more after 20 engines"
+
+
+LARGE = Dynamic(depth=5, top_k=10, num_nodes=60)
+
+
+def test_models_run_in_engines_of_any_size() -> None:
+    """Buffers are the engine's: one long chunk after the other; a full batch that drafts wide trees."""
+    prompts = [words(300, i) for i in range(9)]
+    expected = tokens(tiny_llm().run(prompts, PARAMS, spec=BASELINE))
+    long_chunks = LLM.from_models(tiny_models(), engine_config(8, 2088, prefix_cache=True), LARGE)
+    assert tokens(long_chunks.run(prompts, PARAMS)) == expected
+    many_slots = LLM.from_models(tiny_models(), engine_config(34, 48, num_pages=34 * 8), LARGE)
+    short = [prompt[:8] for prompt in prompts] * 4
+    found = tokens(many_slots.run(short, PARAMS))
+    assert found == 4 * found[:9] == tokens(tiny_llm().run(short, PARAMS, spec=BASELINE))

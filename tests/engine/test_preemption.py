@@ -26,7 +26,7 @@ PAGES = 10
 
 @lru_cache
 def lettered(num_pages: int | None, prefix_cache: bool) -> LLM:
-    loaded = dataclasses.replace(tiny_models(max_batch=5), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     return LLM.from_models(loaded, engine_config(5, num_pages=num_pages, prefix_cache=prefix_cache))
 
 

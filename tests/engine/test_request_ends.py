@@ -154,7 +154,7 @@ WRONG = [
     *(("priority", value, "priority") for value in NOT_WHOLE),
     *(("deadline_s", value, "deadline_s") for value in ("1", math.nan, math.inf, True, 0, -1.0, 10**400, [1])),
     *(("request_id", value, "request id") for value in (1.5, math.nan, True, ("a",), ["a"], b"a")),
-    *(("prompt", [5, value], "prompt token") for value in (*NOT_WHOLE, 5.0)),
+    *(("prompt", [5, value], "whole number") for value in (*NOT_WHOLE, 5.0)),
     *(("sampling", value, "sampling") for value in ({"max_tokens": 3}, "greedy", 3)),
     *(("spec", value, "spec") for value in ("chain", {"drafter": "none"}, 3)),
 ]

@@ -179,3 +179,14 @@ def test_a_prompt_waits_where_it_would_take_the_page_that_another_needs_next() -
     result = tiny_llm(max_batch=2, num_pages=2).run(batch, params, spec=BASELINE)
     assert result.summary.num_preemptions == 0
     assert tokens(result) == [alone(prompt, params) for prompt in batch]
+
+
+@pytest.mark.parametrize("gone", "abcdef")
+def test_who_leaves_the_queue_leaves_the_others_in_their_order(gone: str) -> None:
+    """Equals in priority: nobody is preempted, which would mend a wrong order."""
+    llm, few = tiny_llm(max_batch=1), dataclasses.replace(PARAMS, max_tokens=2)
+    started(llm, "runs", words(5), few)
+    for name in "abcdef":
+        add(llm, name, words(5), few)
+    llm.engine.abort(gone)
+    assert ended(finish(llm)) == ["runs", *(name for name in "abcdef" if name != gone)]

@@ -33,7 +33,7 @@ def letters() -> Tokenizer:
 
 
 def lettered_llm(max_batch: int = 8) -> LLM:
-    loaded = dataclasses.replace(tiny_models(max_batch=max_batch), tokenizer=letters())
+    loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     return LLM.from_models(loaded, engine_config(max_batch))
 
 

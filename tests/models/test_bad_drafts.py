@@ -93,7 +93,10 @@ def test_a_good_map_without_t2d_loads(target: Decoder, tmp_path: Path) -> None:
         ("specforge", {"eagle_config": {IDS: [1, 1, 4]}}, ["ascending"]),
         ("speculators", {IDS: [0, 3, 4]}, ["ascending layers", "0 .. 7"]),
         ("specforge", {"eagle_config": {IDS: "1,3,4"}}, ["list of layer numbers"]),
-        ("specforge", {"norm_output": True}, ["norm_output", "#879", "norm_feedback=False", "norm_feedback=True"]),
+        ("specforge", {"norm_output": True}, ["norm_output=true", "#879", "--no-norm-feedback", "--norm-feedback"]),
+        ("specforge", {"norm_output": False}, ["norm_output=false", "#879", "without", "pass norm_feedback=False"]),
+        ("specforge", {"aux_layer_ids": [0, 1, 2]}, ["aux_layer_ids=[0, 1, 2] is not known", IDS]),
+        ("specforge", {IDS: [1, 3, 5], "eagle_config": {IDS: [1, 3, 6]}}, ["[1, 3, 5]", "[1, 3, 6] differ"]),
         ("specforge", {"fc_norm": True, "norm_before_fc": True}, ["norm_before_fc and fc_norm"]),
         ("specforge", {"target_hidden_size": 64}, ["target_hidden_size=64, the target has 48"]),
     ],
@@ -120,6 +123,9 @@ def test_layers_and_flags(
         ({"speculators_model_type": "eagle3"}, ["transformer_layer_config"]),
         ({"hidden_size": None}, ["hidden_size", "missing"]),
         ({"fc_norm": "false"}, ["fc_norm='false'", "true or false"]),
+        ({"norm_output": "true"}, ["norm_output='true'", "true or false"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings=1", "true or false"]),
+        ({"sliding_window": 6, "use_sliding_window": "false"}, ["use_sliding_window='false'", "true or false"]),
         ({"norm_before_residual": 1}, ["norm_before_residual=1", "true or false"]),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True, 3, 4]}}, ["[True, 3, 4]", "layer numbers"]),
         ({"rope_theta": 0}, ["rope_theta=0", "number"]),
@@ -135,6 +141,28 @@ def test_unsupported_configs(change: dict[str, Any], words: list[str], target: D
 def test_speculators_must_say_norm_before_residual(target: Decoder, tmp_path: Path) -> None:
     write_draft(tmp_path, target.config, "speculators", edit=lambda c, t: c.pop("norm_before_residual"))
     assert "norm_before_residual is missing" in error(tmp_path, target)
+
+
+def test_speculators_layer_types(target: Decoder, tmp_path: Path) -> None:
+    write_draft(tmp_path / "two", target.config, "speculators", layer_types=["sliding_attention"] * 2)
+    assert "layer_types=['sliding_attention', 'sliding_attention']; supported is one" in error(tmp_path / "two", target)
+    write_draft(tmp_path / "none", target.config, "speculators", layer_types=["sliding_attention"])
+    assert "sliding_window is missing" in error(tmp_path / "none", target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_tensor_with_a_nan_or_an_infinity_is_named(dtype: str, target: Decoder, tmp_path: Path) -> None:
+    def poison(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["fc.weight"][3, :2] = float("nan")
+        tensors["fc.weight"][7, 7] = float("-inf")
+        tensors["midlayer.self_attn.v_proj.weight"][0, 0] = float("inf")
+        tensors["fc_norm.2.weight"][:] = 3e38  # finite in float32, but its sum is not
+
+    write_draft(tmp_path, target.config, edit=poison, fc_norm=True)
+    message = error(tmp_path, target, dtype=dtype)
+    assert "2 problems" in message and "fc_norm" not in message
+    assert f"fc.weight holds 3 of {48 * 144} values that are not finite (2 NaN, 1 infinite)" in message
+    assert "midlayer.self_attn.v_proj.weight holds 1 of" in message
 
 
 def test_a_small_target_needs_explicit_layers(tmp_path: Path) -> None:
@@ -158,6 +186,9 @@ def test_a_narrow_draft_must_ship_embedding_and_head(target: Decoder, tmp_path: 
     message = error(tmp_path, target)
     assert "missing tensor embed_tokens.weight" in message
     assert "missing tensor lm_head.weight" in message
+    write_draft(tmp_path, target.config, edit=_set(**{"lm_head.weight": None}), tie_word_embeddings=True, **change)
+    message = error(tmp_path, target)
+    assert "missing tensor embed_tokens.weight" in message and "lm_head" not in message
 
 
 def test_bin_files_run_no_code_and_may_be_truncated(target: Decoder, tmp_path: Path) -> None:

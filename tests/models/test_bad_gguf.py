@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import read_draft_config
@@ -109,6 +111,17 @@ def test_types_are_refused_by_name(kind: int, tmp_path: Path) -> None:
     file.write_bytes(data[:at] + struct.pack("<I", kind) + data[at + 4 :])
     name = kind.name if isinstance(kind, gguf.GGMLQuantizationType) else "number 97"
     assert f"model.layers.0.mlp.down_proj.weight has dtype {name}; F32, F16" in error(file)
+
+
+def test_values_that_are_not_finite(checkpoint: Path, tmp_path: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
+    poisoned = tmp_path / "poisoned"
+    shutil.copytree(checkpoint, poisoned)
+    save_file(tensors, poisoned / "model.safetensors", metadata={"format": "pt"})
+    write_gguf_target(tmp_path / "model.gguf", poisoned)
+    message = error(tmp_path / "model.gguf")
+    assert "model.layers.1.mlp.down_proj.weight holds 1 of" in message and "(1 NaN, 0 infinite)" in message
 
 
 def test_factors_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:

@@ -33,6 +33,22 @@ def error(directory: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_tensor_with_a_nan_or_an_infinity_is_named(dtype: str, broken: Path) -> None:
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.5.self_attn.k_proj.weight"][1, 2:5] = float("nan")
+        tensors["model.embed_tokens.weight"][9] = float("inf")
+        tensors["model.layers.1.input_layernorm.weight"][:2] = torch.tensor([3e38, 3e38])  # finite; their sum is not
+
+    edit_tensors(broken, poison)
+    with pytest.raises(CheckpointError) as caught:
+        load_target(broken, dtype=dtype)
+    message = str(caught.value)
+    assert "2 problems" in message and "input_layernorm" not in message
+    assert f"embed_tokens.weight holds 48 of {160 * 48} values that are not finite (0 NaN, 48 infinite)" in message
+    assert "layers.5.self_attn.k_proj.weight holds 3 of 1536 values that are not finite (3 NaN, 0" in message
+
+
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}, ["gpt_neox", "LlamaForCausalLM"]),
     ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "Qwen3ForCausalLM"]),

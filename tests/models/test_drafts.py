@@ -58,7 +58,6 @@ FLAGS: list[dict[str, Any]] = [
     {"fc_norm": True},
     {"norm_before_fc": True},
     {"norm_before_residual": True},
-    {"sliding_window": 6},
     {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 40},
 ]
 
@@ -72,7 +71,7 @@ def test_output_equals_the_reference(format: str, flags: dict[str, Any], target:
     reference = Reference(
         flat, tensors, target.embed.data, tensors["lm_head.weight"],
         layer="layers.0" if format == "speculators" else "midlayer",
-        theta=10000.0 if format == "safeailab" else 500000.0, window=flags.get("sliding_window", 0),
+        theta=10000.0 if format == "safeailab" else 500000.0,
     )  # fmt: skip
     agree(head, reference, *inputs(target))
     assert head.embed is target.embed
@@ -88,7 +87,9 @@ def test_norm_output_is_followed_by_producer(feedback: bool, target: Decoder, tm
     write_draft(tmp_path / "spec", target.config, "speculators", **flags)
     assert read_draft_config(tmp_path / "spec", target.config).norm_feedback
     write_draft(tmp_path / "off", target.config, norm_output=False)
-    assert not read_draft_config(tmp_path / "off", target.config).norm_feedback
+    assert read_draft_config(tmp_path / "off", target.config, norm_feedback=feedback).norm_feedback == feedback
+    write_draft(tmp_path / "spec-off", target.config, "speculators", norm_output=False)
+    assert not read_draft_config(tmp_path / "spec-off", target.config).norm_feedback
 
 
 def test_a_shipped_embedding_and_a_wider_target(tmp_path: Path) -> None:

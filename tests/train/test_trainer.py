@@ -11,8 +11,8 @@ import pytest
 import tiny
 import torch
 
-from aquiline.errors import NumericalError
-from aquiline.models.formats import load_draft
+from aquiline.errors import CheckpointError, NumericalError
+from aquiline.models.formats import load_draft, read_draft_config
 from aquiline.models.load import load_target
 from aquiline.train.batches import Assembler, Batch
 from aquiline.train.config import TrainConfig
@@ -94,6 +94,30 @@ def test_init_continues_from_a_draft(config: TrainConfig) -> None:
     assert first["held_out_loss"] == pytest.approx(last["held_out_loss"], abs=0.005)
     with pytest.raises(ValueError, match="intermediate_size=8"):
         train(replace(more, intermediate_size=8, out=config.out / "other"), quiet=True)
+
+
+def test_init_keeps_the_layers_its_draft_reads(config: TrainConfig) -> None:
+    """Four layers have no default; a draft says which it was trained on."""
+    start = replace(config, out=config.out / "others", steps=1, capture=(0, 1, 3))
+    train(start, quiet=True)
+    more = replace(config, out=config.out / "more-others", steps=1, init=start.out, capture=None, draft_vocab_size=None)
+    train(more, quiet=True)
+    assert read_draft_config(more.out, config.target).capture == (0, 1, 3)
+
+
+def test_init_can_be_told_what_its_draft_feeds_back(config: TrainConfig) -> None:
+    start = replace(config, out=config.out / "unmarked", steps=1)
+    train(start, quiet=True)
+    file = start.out / "config.json"
+    unmarked = json.loads(file.read_text()) | {"producer": "another", "norm_output": True}
+    file.write_text(json.dumps(unmarked))
+    more = replace(config, out=config.out / "told", steps=1, init=start.out, draft_vocab_size=None)
+    with pytest.raises(CheckpointError, match=r"norm_output=true means two things .*\(--norm-feedback\)"):
+        train(more, quiet=True)
+    train(replace(more, norm_feedback=True), quiet=True)
+    assert read_draft_config(more.out, config.target).norm_feedback
+    with pytest.raises(ValueError, match="norm_feedback: says how to read --init"):
+        replace(config, norm_feedback=True)
 
 
 def test_accumulated_batches_give_the_gradients_of_one_large_batch(config: TrainConfig) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from aquiline.bench.shapes import Body, DraftShape, LayerShape, Matrix, ModelShape, Precision, Storage, precision_of
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig
-from aquiline.models.draft_config import FC_NORM_FLAGS, LAYER_IDS
+from aquiline.models.draft_config import FC_NORM_FLAGS
 from aquiline.models.families import config_file, read_fields
 from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, texts
 from aquiline.models.files import read_json, resolve
+from aquiline.models.producers import LAYER_IDS, find_format, is_windowed
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
 
 
 def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
-    """The shape of an EAGLE-3 head's config.json, in any of the layouts that models/draft_config.py names.
+    """The shape of an EAGLE-3 head's config.json, in any of the layouts that models/producers.py names.
 
     Raises CheckpointError naming file, field and value, also if it is no draft of this target."""
     file = shape_file(draft)
@@ -112,7 +113,7 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
     has_norm = any(flag(eagle, file, name) for name in FC_NORM_FLAGS)
     layer = _attention(raw, file, UNKNOWN, inputs=2 * hidden)
     fixed = layer.fixed + mlp(hidden, count(raw, file, "intermediate_size"))
-    window = _windows(raw, file, UNKNOWN, 1)[0]
+    window = count(raw, file, "sliding_window") if is_windowed(raw, find_format(outer, file), file) else 0
     return _draft(
         replace(layer, fixed=fixed, window=window), count(outer, file, "draft_vocab_size", vocab),
         len(ids) * features, target, has_norm=has_norm,

@@ -9,6 +9,7 @@ the choice of the best of many settings.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,6 +197,27 @@ def verdict(group: list[Figures]) -> str:
         return f"none is faster than the baseline; {winner.setting} comes nearest, {winner.speedup}"
     doubt = "" if winner.speedup.is_above_one else ", but its interval reaches down to the baseline"
     return f"best is {winner.setting}, {winner.speedup}{doubt}"
+
+
+def suspicion(found: Evaluated) -> str | None:
+    """What to say of a draft whose chains name the next token no more often than always naming the commonest token
+    would; None for any better draft, where no chain ran, and where one token is most of the text."""
+    chains = [run for run in found.runs if run.setting in found.plan.chains.values()]
+    counters, tokens = Counters(), Counter(token for run in chains for token in run.text.token_ids)
+    for run in chains:
+        counters.merge(run.counters)
+    if not counters.num_steps:
+        return None
+    commonest = max(tokens.values()) / tokens.total()
+    right = counters.per_position[0] if counters.accepted_at else 0.0
+    if right > commonest or commonest > 0.5:
+        return None
+    return (
+        f"the draft is at chance: it names the next token in {right:.1%} of the steps, and always naming the commonest "
+        f"token would in {commonest:.1%}. It was trained for another target, or it is read otherwise than it was "
+        "trained: try --capture and --norm-feedback, and compare rope_theta in its config.json (SpecForge before "
+        "2025-11 and SafeAILab train with 10000 whatever the field says)"
+    )
 
 
 def _task_accuracy(found: Evaluated, temperature: float, length: int) -> TaskAccuracy | None:

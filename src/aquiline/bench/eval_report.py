@@ -34,7 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from aquiline import __version__
-from aquiline.bench.eval_figures import Figures, Ratio, Tables, best, real_tau, verdict
+from aquiline.bench.eval_figures import Figures, Ratio, Tables, best, real_tau, suspicion, verdict
 from aquiline.bench.eval_plan import Evaluated, TeacherForced, TurnRun, Unfit
 from aquiline.bench.result import ModelFacts, commit
 from aquiline.bench.scenarios import Source
@@ -227,8 +227,10 @@ def teacher_table(found: Evaluated, taught: TeacherForced) -> dict[str, list[str
 
 
 def notes(found: Evaluated, derived: Tables) -> list[str]:
-    """What must be said beside the tables: the best, accuracy, what did not fit."""
+    """What must be said beside the tables: the best, a draft at chance, accuracy, what did not fit."""
     lines = [f"{title(group)}: {verdict(group)}" for group in groups(derived)]
+    doubt = suspicion(found)
+    lines += [f"warning: {doubt}"] if doubt else []
     lines += [
         f"GSM8K accuracy, {s.length} new tokens, temperature {s.temperature:g}: {s.num_correct}/{s.num_questions} = "
         f"{s.num_correct / s.num_questions:.1%} ({s.num_cut} answers were cut by the length)"

@@ -112,8 +112,8 @@ def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
     deadline = time.perf_counter() + seconds
     limit = deadline + 3 * seconds
     while math.inf in best.values() or time.perf_counter() < deadline:
-        for name, calls in ways.items():
-            for call in calls:
+        for name, each in ways.items():
+            for call in each:
                 began = time.perf_counter()
                 call()
                 ended = time.perf_counter()

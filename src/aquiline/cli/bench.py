@@ -22,8 +22,11 @@ def bench(
     scenario: Annotated[
         list[str] | None, typer.Option(help="Only these: baseline single batch large-context stress long.")
     ] = None,
-    contexts: Annotated[list[int] | None, typer.Option(help="These contexts, in tokens, with every batch.")] = None,
-    batches: Annotated[list[int] | None, typer.Option(help="These batches, with every context.")] = None,
+    contexts: Annotated[
+        list[int] | None,
+        typer.Option(help="These contexts, in tokens, with every batch; beside --scenario: only these of its own."),
+    ] = None,
+    batches: Annotated[list[int] | None, typer.Option(help="These batches, in the same way.")] = None,
     num_spec_tokens: Annotated[list[int] | None, typer.Option(help="Chains to compare. Default: 2 3 4 5.")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Default: 0.")] = None,
     micro_steps: Annotated[int, typer.Option(help="Decode steps of the baseline; all settings write as much.")] = 128,
@@ -117,11 +120,18 @@ def _loads(
     unknown = set(names or ()) - {load.name for load in loads}
     if unknown:
         raise ValueError(f"scenario={sorted(unknown)}: must be of {', '.join(dict.fromkeys(x.name for x in loads))}")
-    if contexts or batches:
-        if names:
-            raise ValueError("scenario: --contexts and --batches make scenarios of their own; leave --scenario out")
+    if not names and (contexts or batches):
         return tuple(Load("custom", c, b) for c in contexts or (512,) for b in batches or (1,))
-    return tuple(load for load in loads if not names or load.name in names)
+    found = tuple(
+        load
+        for load in loads
+        if (not names or load.name in names)
+        and (not contexts or load.context in contexts)
+        and (not batches or load.batch in batches)
+    )
+    if not found:
+        raise ValueError(f"scenario={names}: none has contexts={contexts}, batches={batches} in profile {profile!r}")
+    return found
 
 
 def _line(result: dict[str, object]) -> str:

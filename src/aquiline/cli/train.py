@@ -109,10 +109,15 @@ def train(
     capture: Annotated[
         str | None,
         typer.Option(
-            help="Three target layers whose outputs the draft reads, as 1,4,6; default: 1, L/2-1, L-4.",
+            help="Three target layers whose outputs the draft reads, as 1,4,6; default: as --init says, else 1, "
+            "L/2-1, L-4.",
             rich_help_panel=SHAPE,
         ),
     ] = None,
+    norm_feedback: Annotated[
+        bool | None,
+        typer.Option(help="What --init feeds back, where its checkpoint leaves that open.", rich_help_panel=SHAPE),
+    ] = C.norm_feedback,
     draft_window: Annotated[
         int | None,
         typer.Option(

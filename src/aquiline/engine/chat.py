@@ -115,18 +115,16 @@ class ChatSession:
         sequence = engine.add(request)
         began = engine.meter.mark()
         pieces = Detokenizer(self.llm.models.tokenizer, request.prompt_ids, ())
-        text = ""
         try:
             while sequence.finish_reason is None:
                 for delta in [engine.abort(request.id)] if is_stopped() else engine.step():
-                    text += delta.text
                     for piece in _pieces(delta, sequence, pieces):
                         on_piece(piece)
         finally:
             engine.reset()  # nothing runs on, whatever was raised
         if sequence.error is not None:
             raise NumericalError(sequence.error)
-        return Answer(output_of(sequence, text), engine.meter.since(began))
+        return Answer(output_of(sequence), engine.meter.since(began))
 
 
 def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[Piece]:

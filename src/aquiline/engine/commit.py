@@ -28,7 +28,7 @@ class Committer:
         return extends
 
     def commit(self, step: Step) -> tuple[list[TokenDelta], list[Sequence]]:
-        """Append what a step decided. Returns the deltas and the sequences that ended by it."""
+        """Append what a step decided. Returns the deltas, and the sequences that have new tokens in their pages."""
         output, plan = step.read(), step.plan
         deltas: list[TokenDelta] = []
         touched: list[Sequence] = []
@@ -59,11 +59,9 @@ class Committer:
                 sequence.counters.num_prefilled += len(delta.token_ids)
                 deltas.append(delta)
             touched.append(sequence)
-        for sequence in touched:
-            self._publish(sequence)
-        return deltas, [sequence for sequence in touched if sequence.finish_reason is not None]
+        return deltas, touched
 
-    def _publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: Sequence) -> None:
         """Offer the pages whose tokens are committed and whose draft keys, if the sequence drafts, are there or will be
         before anybody reads them."""
         size, end = self.pool.page_size, sequence.num_cached
@@ -79,7 +77,8 @@ class Committer:
             parent = sequence.nodes[-1] if sequence.nodes else None
             tokens = sequence.tokens[index * size : (index + 1) * size]
             space = sequence.request.cache_salt
-            node = self.prefix.publish(space, sequence.slot, parent, index, tokens, sequence.drafts)
+            has_draft = sequence.drafts and sequence.first_draft_key <= max(1, index * size)
+            node = self.prefix.publish(space, sequence.slot, parent, index, tokens, has_draft)
             if node is None:
                 sequence.is_published = False
                 return

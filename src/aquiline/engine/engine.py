@@ -116,7 +116,7 @@ class Engine:
         if plan is None:
             return None
         extends, pages = self.committer.take_extends(), self.pool.take_changes()
-        message = message_of(plan, pages, extends, self.pool.page_size, self.models.simulated)
+        message = message_of(plan, pages, extends, self.models.simulated)
         self.last = Step(plan, message, self.backend.step(message))
         return self.last
 
@@ -127,9 +127,11 @@ class Engine:
 
     def _commit(self, step: Step) -> list[TokenDelta]:
         output = step.read()
-        deltas, ended = self.committer.commit(step)
-        for sequence in ended:
-            self._forget(sequence)
+        deltas, touched = self.committer.commit(step)
+        for sequence in touched:
+            self.committer.publish(sequence)
+            if sequence.finish_reason is not None:  # its pages may be another's at once
+                self._forget(sequence)
         plan = step.plan
         self.meter.add_step(output.seconds, output.parts, step.num_decode_rows, plan.num_chunk_rows)
         if plan.decoding:

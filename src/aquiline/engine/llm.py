@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,14 @@ class Result:
     summary: RunSummary
 
 
+@dataclass(eq=False)
+class _Run:
+    """One call of `outputs`: its requests that have not been handed out, and what they said since it last looked."""
+
+    live: dict[int | str, Sequence] = field(default_factory=dict)
+    arrived: deque[TokenDelta] = field(default_factory=deque)
+
+
 class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
@@ -102,6 +111,7 @@ class LLM:
         self.spec = spec or (NoDraft() if models.draft_config is None else Chain())
         models.check_spec(self.spec)
         self.engine = Engine(models, config)
+        self._owners: dict[int | str, _Run] = {}  # whose a request is
 
     def close(self) -> None:
         """Give the caches back; nothing can be generated afterwards. Also the end of `with LLM(...) as llm:`."""
@@ -133,12 +143,14 @@ class LLM:
         """`generate` with the run's figures, another way to draft for this call, and deltas as they come.
 
         Every prompt is checked before the first token is computed. Raises NumericalError if the target's logits are
-        not numbers."""
+        not numbers. The figures are those of all that the engine computed meanwhile."""
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"sampling: {len(each)} parameters for {len(batch)} prompts; give one, or one per prompt")
-        requests = [self.request(i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
+        # From 0, or behind the numbers that are in use where this run stands inside another.
+        first = 1 + max((name for name in self.engine.sequences if isinstance(name, int)), default=-1)
+        requests = [self.request(first + i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
         for request in requests:
             self.engine.check(request)
         began = self.engine.meter.mark()
@@ -158,31 +170,65 @@ class LLM:
         it may be endless. None in place of a request says that the next one has to wait for an output: the iterable is
         asked again after the next step. Closing the iterator drops what has not finished.
 
+        Between two outputs, in on_delta and in the iterable, the LLM may be used: `generate` there runs its own
+        requests to their end, these go on beside them, and what they say meanwhile comes next. A request that somebody
+        else ends is an output too.
+
         Raises ValueError for a request that cannot work, and for None while nothing runs."""
-        engine, texts = self.engine, dict[int | str, list[str]]()
-        live: dict[int | str, Sequence] = {}
+        engine, mine = self.engine, _Run()
         ahead = 2 * engine.config.max_batch + 16  # enough that no slot waits
         source = iter(requests)
         try:
             while True:
-                for request in itertools.islice(source, max(0, ahead - len(live))):
-                    if request is None:
-                        if not live:
-                            raise ValueError("requests: None waits for an output, and no request runs")
-                        break
-                    live[request.id] = engine.add(request)
-                    texts[request.id] = []
-                if not live and not engine.is_busy:
-                    return
-                for delta in engine.step():
-                    texts[delta.request_id].append(delta.text)
+                while mine.arrived:  # more may arrive wherever the caller has the word
+                    delta = mine.arrived.popleft()
                     if on_delta is not None:
                         on_delta(delta)
                     if delta.finish_reason is not None:
-                        yield output_of(live.pop(delta.request_id), "".join(texts.pop(delta.request_id)))
+                        yield output_of(self._take(delta.request_id, mine))
+                ended = [name for name, sequence in mine.live.items() if sequence.finish_reason is not None]
+                for name in ended:  # by Engine.abort or Engine.reset, which somebody else called
+                    yield output_of(self._take(name, mine))
+                for request in itertools.islice(source, max(0, ahead - len(mine.live))):
+                    if request is None:
+                        if not mine.live:
+                            raise ValueError("requests: None waits for an output, and no request runs")
+                        break
+                    self._add(request, mine)
+                if not mine.live and (engine.sequences or not engine.is_busy):
+                    return
+                self._step()
         finally:
-            if live:
+            for name in list(mine.live):
+                sequence = self._take(name, mine)
+                if sequence.finish_reason is None:
+                    engine.abort(name)
+            if not engine.sequences:
                 engine.reset()
+
+    def _add(self, request: Request, run: _Run) -> None:
+        if request.id in run.live and request.id not in self.engine.sequences:
+            raise ValueError(
+                f"request id {request.id!r}: is in use by an output that waits to be taken; choose another"
+            )
+        run.live[request.id] = self.engine.add(request)
+        self._owners[request.id] = run
+
+    def _take(self, name: int | str, run: _Run) -> Sequence:
+        if self._owners.get(name) is run:  # else a later request has the same id, whose deltas go elsewhere
+            del self._owners[name]
+        return run.live.pop(name)
+
+    def _step(self) -> None:
+        """One step of the engine; each delta goes to the run that its request belongs to."""
+        try:
+            deltas = self.engine.step()
+        except BaseException:
+            self.engine.reset()  # any sequence may have been left half way
+            raise
+        for delta in deltas:
+            if delta.request_id in self._owners:
+                self._owners[delta.request_id].arrived.append(delta)
 
     def request(
         self,
@@ -223,7 +269,7 @@ class LLM:
         return ids
 
 
-def output_of(sequence: Sequence, text: str) -> Output:
+def output_of(sequence: Sequence) -> Output:
     """What a finished sequence leaves."""
     assert sequence.finish_reason is not None
     sampling = sequence.request.sampling
@@ -232,7 +278,7 @@ def output_of(sequence: Sequence, text: str) -> Output:
         prompt=sequence.request.prompt,
         prompt_ids=list(sequence.request.prompt_ids),
         token_ids=sequence.output_ids,
-        text=text,
+        text=sequence.text,
         finish_reason=sequence.finish_reason,
         by_draft=sequence.by_draft,
         metrics=sequence.counters,

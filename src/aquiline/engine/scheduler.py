@@ -180,6 +180,11 @@ class Scheduler:
         sequence.num_hit = sequence.draft_end = len(nodes) * pool.page_size
         sequence.prefill_end, sequence.in_flight = end, 0
         sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
+        # Draft keys are used from the page behind the last page that has none. The first of them pairs the first
+        # feature there, in a page or computed now, with the token after it, so it stands one index further.
+        num_undrafted = max((i + 1 for i, node in enumerate(nodes) if not node.has_draft), default=0)
+        first_feature = min(num_undrafted * pool.page_size, sequence.num_cached) if num_undrafted else 0
+        sequence.first_draft_key = first_feature + 1
         if sequence.num_preempted == 0:
             sequence.counters.num_prompt_tokens += end
             sequence.counters.num_prefix_hits += sequence.num_hit

@@ -124,10 +124,12 @@ class Sequence:
     prefill_end: int = 0
     num_planned: int = 0  # tokens of the prefill that are cached or planned
     in_flight: int = 0  # tokens at most that planned steps will add
-    draft_end: int = 0  # KV indices below it have their draft keys
+    first_draft_key: int = 1  # no KV index below it has a draft key that may be read
+    draft_end: int = 0  # KV indices from the first on and below it have their draft keys
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
     is_published: bool = True  # whether further pages may follow them
     by_draft: list[bool] = field(default_factory=list)  # per output token: written by the draft
+    pieces: list[str] = field(default_factory=list)  # its text, as deltas have said it
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second prompt token and on
     num_preempted: int = 0
@@ -151,6 +153,11 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """Output tokens, a stop token included."""
         return self.tokens[self.num_prompt :]
+
+    @property
+    def text(self) -> str:
+        """The text that is final: what its deltas have said so far."""
+        return "".join(self.pieces)
 
     @property
     def is_prefilling(self) -> bool:
@@ -193,10 +200,13 @@ class Sequence:
             logprobs = logprobs[: len(kept)]
             self.logprobs += logprobs
         self.finish_reason = reason
+        self.pieces.append(text)
         assert len(kept) <= room, (len(kept), room)
         return TokenDelta(self.request.id, kept, num_kept_drafts, text, reason, logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> TokenDelta:
         """End it where it stands."""
         self.finish_reason, self.error, self.ended_s = reason, error, time.monotonic()
-        return TokenDelta(self.request.id, [], 0, self.detokenizer.finish(), reason, None, error)
+        text = self.detokenizer.finish()
+        self.pieces.append(text)
+        return TokenDelta(self.request.id, [], 0, text, reason, None, error)

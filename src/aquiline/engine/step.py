@@ -60,14 +60,14 @@ class Step:
 
 
 def message_of(
-    plan: StepPlan, pages: Iterable[tuple[int, int, int]], extends: Iterable[Extend], page_size: int,
+    plan: StepPlan, pages: Iterable[tuple[int, int, int]], extends: Iterable[Extend],
     simulated: SimulatedAcceptance | None,
 ) -> StepInput:  # fmt: skip
     """The plan as a backend takes it, with the table entries that changed and the draft keys that pages still want."""
     return StepInput(
         decodes=tuple(_decode(sequence, simulated) for sequence in plan.decoding),
         chunks=tuple(Chunk(c.slot, c.start, c.end, c.is_last, c.draws) for c in plan.chunks),
-        admits=tuple(_admit(sequence, page_size) for sequence in plan.admitted),
+        admits=tuple(_admit(sequence) for sequence in plan.admitted),
         pages=tuple(Pages(slot, index, (page,)) for slot, index, page in pages),
         extends=tuple(extends),
     )
@@ -81,13 +81,7 @@ def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode
     return Decode(sequence.slot, spec, proposal, forced)
 
 
-def _admit(sequence: Sequence, page_size: int) -> Admit:
-    # Draft keys are used from the page behind the last page that has none. The first of them pairs the first feature
-    # there, in a page or computed now, with the token after it, so it stands one index further.
-    first = len(sequence.nodes)
-    while first > 0 and sequence.nodes[first - 1].has_draft:
-        first -= 1
-    first_feature = 0 if first == 0 else min(first * page_size, sequence.num_cached)
+def _admit(sequence: Sequence) -> Admit:
     return Admit(
         slot=sequence.slot,
         tokens=tuple(sequence.tokens),
@@ -97,6 +91,6 @@ def _admit(sequence: Sequence, page_size: int) -> Admit:
         bad_words=sequence.bad_words,
         num_hit=sequence.num_hit,
         drafts=sequence.drafts,
-        first_draft_key=first_feature + 1,
+        first_draft_key=sequence.first_draft_key,
         num_prompt_logprobs=len(sequence.prompt_logprobs),
     )

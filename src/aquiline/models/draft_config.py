@@ -1,55 +1,31 @@
-"""What a draft checkpoint says it is: producers as data, their two capture-layer numberings, one DraftConfig.
+"""What a draft checkpoint says it is: one DraftConfig, and everything in it that does not fit its target.
 
-Which numbering a producer uses is a fact about its code, not a guess. "input" ids name the layer that the feature
-ENTERS, "output" ids the layer it LEAVES; input id i is output id i - 1, and outputs are the canonical form.
-
-- SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py@f2f2366, LlamaModel.forward keeps the hidden state before layers
-  {2, L//2, L-3} run. Hard-coded: its configs name no layers.
-- sgl-project/SpecForge, specforge/modeling/target/eagle3_target_model.py@00c4bba, HFEagle3TargetModel hooks the
-  OUTPUTS of eagle_config.eagle_aux_hidden_state_layer_ids, by default {1, L//2-1, L-4}: the same three vectors.
-- vllm-project/vllm #16937 and speculators count what enters a layer, {2, L//2, L-3} by default (id L: what leaves the
-  last one). sglang #25454 met both numberings under one field and lost acceptance by guessing.
+Who trained it, and what its trainer makes of the fields, is producers.py's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig, default_capture
 from aquiline.models.families import EOS, geometry, read_model_config, refuse_features
-from aquiline.models.fields import Raw, count, flag, nested, texts, token_ids
+from aquiline.models.fields import Raw, count, flag, flag_or_none, nested, token_ids
 from aquiline.models.files import is_gguf, read_json, refuse, resolve
+from aquiline.models.producers import (
+    AQUILINE,
+    LAYER_IDS,
+    SPECULATORS,
+    Format,
+    find_format,
+    is_windowed,
+    trained_rope,
+)
 
-Numbering = Literal["input", "output"]
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-PRODUCER = "aquiline"
 FC_NORM_FLAGS = ("norm_before_fc", "fc_norm")
 
-
-@dataclass(frozen=True)
-class Format:
-    """One producer's layout. `layer` prefixes the decoder layer's tensors; `section` holds its geometry, "" the top.
-
-    `norm_output_is_feedback`: whether the flag norm_output means that the normed output is fed back; None where the
-    producer changed its mind (SpecForge #879) and the caller has to say."""
-
-    name: str
-    architectures: tuple[str, ...]
-    layer: str
-    numbering: Numbering
-    norm_output_is_feedback: bool | None
-    section: str = ""
-
-
-SAFEAILAB = Format("SafeAILab", ("LlamaForCausalLM", "Eagle3LlamaForCausalLM"), "midlayer", "input", None)
-SPECFORGE = Format("SpecForge", ("LlamaForCausalLMEagle3",), "midlayer", "output", None)
-AQUILINE = Format("aquiline", ("LlamaForCausalLMEagle3",), "midlayer", "output", True)
-SPECULATORS = Format("speculators", ("Eagle3Speculator",), "layers.0", "input", True, "transformer_layer_config")
-FORMATS = (SAFEAILAB, SPECFORGE, AQUILINE, SPECULATORS)
-
+_WITHOUT_FINAL_NORM = "its head was trained without the final norm, which is not supported; train it again"
 _EAGLE_FIELDS = {LAYER_IDS, "use_aux_hidden_state", *FC_NORM_FLAGS}
 
 
@@ -68,12 +44,15 @@ NO_OVERRIDES = DraftOverrides()
 class DraftReading:
     """A draft config as read, and everything about it that does not fit its target, one line each.
 
-    `vocab_is_named`: the config gives draft_vocab_size; otherwise the length of d2t does."""
+    `vocab_is_named`: the config gives draft_vocab_size; otherwise the length of d2t does. `tied_head`: a head that the
+    checkpoint does not hold is the draft's own embedding. `notices`: fields that have no effect, to be logged."""
 
     format: Format
     config: DraftConfig
     problems: list[str]
     vocab_is_named: bool = True
+    tied_head: bool = False
+    notices: list[str] = field(default_factory=list)
 
 
 def read_draft_config(
@@ -106,9 +85,10 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
     if not section:
         raise CheckpointError(f"{file}: {fmt.section} is missing; a {fmt.name} config has its geometry there")
     refuse_features(section, file)
-    model = _geometry(section, file)
     problems: list[str] = []
-    ids = eagle.get(LAYER_IDS, raw.get(LAYER_IDS))
+    notices: list[str] = []
+    model = _geometry(section, fmt, file, notices)
+    ids = None if overrides.capture is not None else _layer_ids(raw, eagle, problems)
     layers = canonical_capture(ids, fmt, target.num_layers, overrides.capture, problems)
     target_hidden = count(raw, file, "target_hidden_size", model.hidden_size)
     config = DraftConfig(
@@ -119,7 +99,7 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
         norm_before_fc=flag(raw | eagle, file, "norm_before_fc"),
         fc_norm=flag(raw | eagle, file, "fc_norm"),
         norm_before_residual=_norm_before_residual(raw, fmt, file),
-        norm_feedback=_norm_feedback(raw, fmt, file, overrides.norm_feedback, problems),
+        norm_feedback=_norm_feedback(flag_or_none(raw, file, "norm_output"), fmt, overrides.norm_feedback, problems),
     )
     if config.norm_before_fc and config.fc_norm:
         problems.append("norm_before_fc and fc_norm are both true; a head has one or the other")
@@ -130,25 +110,8 @@ def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) 
         problems.append(f"{name}={target_hidden}, the target has {target.hidden_size}")
     if config.draft_vocab_size > model.vocab_size:
         problems.append(f"draft_vocab_size={config.draft_vocab_size} exceeds vocab_size={model.vocab_size}")
-    return DraftReading(fmt, config, problems, raw.get("draft_vocab_size") is not None)
-
-
-def find_format(raw: Raw, file: Path) -> Format:
-    """The producer a config declares: its own mark, else its architecture. Raises CheckpointError if unknown."""
-    architectures = texts(raw, file, "architectures")
-    if raw.get("speculators_config") or raw.get("speculators_model_type"):
-        kind = raw.get("speculators_model_type", "eagle3")
-        if kind != "eagle3":
-            raise CheckpointError(f"{file}: speculators_model_type={kind!r}; supported is 'eagle3'")
-        return SPECULATORS
-    known = sorted({name for fmt in FORMATS for name in fmt.architectures})
-    if not set(architectures) <= set(known):
-        raise CheckpointError(f"{file}: architectures={architectures!r}; supported drafts are {', '.join(known)}")
-    if raw.get("producer") == PRODUCER:
-        return AQUILINE
-    if SPECFORGE.architectures[0] in architectures or "eagle_config" in raw:
-        return SPECFORGE
-    return SAFEAILAB
+    is_tied, vocab_is_named = flag(raw, file, "tie_word_embeddings"), raw.get("draft_vocab_size") is not None
+    return DraftReading(fmt, config, problems, vocab_is_named, is_tied, notices)
 
 
 def canonical_capture(
@@ -191,16 +154,33 @@ def _numbering_trap(ids: tuple[int, ...], fmt: Format, num_layers: int) -> list[
     ]
 
 
-def _geometry(section: Raw, file: Path) -> ModelConfig:
+def _geometry(section: Raw, fmt: Format, file: Path, notices: list[str]) -> ModelConfig:
     """The draft layer: Llama with its own RoPE (base 10000 unless named) and, if it trained with one, its window."""
     if section.get("model_type", "llama") != "llama":
         raise CheckpointError(f"{file}: model_type={section['model_type']!r}; supported draft layers are 'llama'")
     if count(section, file, "num_hidden_layers") != 1:
         raise CheckpointError(f"{file}: num_hidden_layers={section['num_hidden_layers']}; supported is 1")
     model = replace(geometry(section, file, "llama", token_ids(section, file, EOS)), tied_head=False)
-    if section.get("sliding_window") is None or not flag(section, file, "use_sliding_window", True):
-        return model
-    return replace(model, windows=(count(section, file, "sliding_window"),))
+    model = replace(model, rope=trained_rope(model.rope, section, fmt, notices))
+    window = section.get("sliding_window")
+    if is_windowed(section, fmt, file):
+        return replace(model, windows=(count(section, file, "sliding_window"),))
+    if window is not None and flag(section, file, "use_sliding_window", True):
+        told = "without layer_types=['sliding_attention']" if fmt is SPECULATORS else "whatever the config says"
+        notices.append(f"sliding_window={window!r} has no effect: {fmt.name} trains without a window, {told}")
+    return model
+
+
+def _layer_ids(raw: Raw, eagle: Raw, problems: list[str]) -> object:
+    """The ids of the layers that are captured, None where the config names none."""
+    others = [name for name in raw if name.endswith("layer_ids") and name != LAYER_IDS and raw[name] is not None]
+    problems += [
+        f"{name}={raw[name]!r} is not known here; captured layers are read from {LAYER_IDS}" for name in others
+    ]
+    inner, outer = eagle.get(LAYER_IDS), raw.get(LAYER_IDS)
+    if inner is not None and outer is not None and inner != outer:
+        problems.append(f"{LAYER_IDS}={outer} and eagle_config.{LAYER_IDS}={inner} differ; leave the right one")
+    return outer if inner is None else inner
 
 
 def _eagle_section(raw: Raw, file: Path) -> Raw:
@@ -215,19 +195,23 @@ def _eagle_section(raw: Raw, file: Path) -> Raw:
 
 
 def _norm_before_residual(raw: Raw, fmt: Format, file: Path) -> bool:
-    if raw.get("norm_before_residual") is None and fmt is SPECULATORS:  # speculators defaults it to false, vLLM to true
+    value = flag_or_none(raw, file, "norm_before_residual")
+    if value is None and fmt is SPECULATORS:  # speculators defaults it to false, vLLM to true
         raise CheckpointError(f"{file}: norm_before_residual is missing; a speculators config must say true or false")
-    return flag(raw, file, "norm_before_residual")
+    return bool(value)
 
 
-def _norm_feedback(raw: Raw, fmt: Format, file: Path, override: bool | None, problems: list[str]) -> bool:
+def _norm_feedback(said: bool | None, fmt: Format, override: bool | None, problems: list[str]) -> bool:
+    """Whether the normed output is fed back. Where SpecForge #879 (2026-09) gave both values another meaning, a config
+    that says one needs the override; one that says nothing is plain EAGLE-3 before and after."""
     if override is not None:
         return override
-    if not flag(raw, file, "norm_output"):
-        return False
-    if fmt.norm_output_is_feedback is None:
-        problems.append(
-            f"norm_output=true means two things in {fmt.name} checkpoints: pass norm_feedback=False if it was trained "
-            "before SpecForge #879 (2026-09), where the raw output is fed back, norm_feedback=True after it"
-        )
-    return bool(fmt.norm_output_is_feedback)
+    if said is None or fmt.norm_output_is_feedback is not None:
+        return bool(said)
+    plain, normed = "norm_feedback=False (--no-norm-feedback)", "norm_feedback=True (--norm-feedback)"
+    before, after = (f"pass {plain}", f"pass {normed}") if said else (_WITHOUT_FINAL_NORM, f"pass {plain}")
+    problems.append(
+        f"norm_output={str(said).lower()} means two things in {fmt.name} checkpoints. Trained before SpecForge #879 "
+        f"(2026-09): {before}. Trained after it: {after}"
+    )
+    return said

@@ -34,10 +34,14 @@ def count(raw: Raw, file: Path, name: str, default: int | None = None, *, least:
 
 def flag(raw: Raw, file: Path, name: str, default: bool = False) -> bool:
     """True or false; `default` stands in for one that is absent."""
+    value = flag_or_none(raw, file, name)
+    return default if value is None else value
+
+
+def flag_or_none(raw: Raw, file: Path, name: str) -> bool | None:
+    """True or false; None for one that is absent, where that says something else than false."""
     value = raw.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
+    if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"{file}: {name}={value!r} must be true or false")
     return value
 

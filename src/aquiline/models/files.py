@@ -7,6 +7,7 @@ CheckpointError that names the file and the fix, and every tensor that does not 
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import zipfile
@@ -244,12 +245,25 @@ def check_entries(tensors: TensorSource, entries: Iterable[Entry], is_ignored: C
 
 
 def fill(module: nn.Module, tensors: TensorSource, entries: Iterable[Entry]) -> None:
-    """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time."""
+    """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time.
+
+    Raises CheckpointError listing every tensor that holds a NaN or an infinity, rounded as it is stored."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    problems = []
     for entry in entries:
         whole = parameters[entry.target].data
         rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1  # a stack of vectors takes one row each
-        whole.narrow(0, entry.start, rows).view(entry.shape).copy_(tensors.get(entry.source))
+        place = whole.narrow(0, entry.start, rows).view(entry.shape)
+        place.copy_(tensors.get(entry.source))
+        # A sum is a tenth of the copy's time and takes no memory; it also overflows, so what it finds is counted.
+        odd = 0 if math.isfinite(float(place.sum())) else int(place.isfinite().logical_not_().sum())
+        if odd:
+            nans = int(place.isnan().sum())
+            problems.append(
+                f"tensor {entry.source} holds {odd} of {place.numel()} values that are not finite ({nans} NaN, "
+                f"{odd - nans} infinite): download it again, or save it again from a sound run"
+            )
+    refuse(tensors.path, problems)
 
 
 def refuse(where: Path | str, problems: list[str]) -> None:

@@ -1,12 +1,13 @@
 """Draft heads in and out of checkpoints: load (SafeAILab, SpecForge, speculators), save (SpecForge), start anew.
 
-`draft_config.py` says what a checkpoint is; here its tensors become a DraftHead. Nothing falls back to random, zeros or
-identity: a head, an embedding or a vocabulary that is absent comes from the target by a rule, or is an error.
+`draft_config.py` reads what a checkpoint says it is; here its tensors become a DraftHead. Nothing falls back to random,
+zeros or identity: a head, an embedding or a vocabulary that is absent comes from the target by a rule, or is an error.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +18,16 @@ from torch import Tensor, nn
 
 from aquiline.models.config import DraftConfig, RopeConfig
 from aquiline.models.decoder import Decoder
-from aquiline.models.draft_config import (
-    LAYER_IDS,
-    PRODUCER,
-    SPECFORGE,
-    DraftOverrides,
-    read_draft,
-    read_draft_config,
-)
+from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_config
 from aquiline.models.eagle import DraftHead
 from aquiline.models.files import Entry, Tensors, check_entries, fill, parameters_in, refuse, resolve
 from aquiline.models.load import ROWS, layer_entries
+from aquiline.models.producers import LAYER_IDS, PRODUCER, SPECFORGE
 from aquiline.types import storage_dtype
 
 __all__ = ["draft_entries", "load_draft", "read_draft_config", "save_draft", "share_embedding"]
+
+logger = logging.getLogger(__name__)
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -69,10 +66,11 @@ def load_draft(
     """A draft head for `target` from a directory or hub id, stored in `dtype` (default: the target's).
 
     `capture` (output-of-layer indices, ascending) and `norm_feedback` override what the checkpoint declares; see
-    draft_config.py for the producers and their numberings. An absent embedding is the target's own, shared where the
-    dtypes agree; an absent lm_head is the target's rows chosen by d2t; an absent d2t is the identity only if the draft
-    vocabulary is the whole one. The embedding is frozen, the rest can be trained. Raises CheckpointError listing EVERY
-    mismatch with the target and every missing, unexpected or mis-shaped tensor."""
+    producers.py for who trains drafts and their numberings. An absent embedding is the target's own, shared where the
+    dtypes agree; an absent lm_head is rows chosen by d2t, of the draft's own embedding if the config says
+    tie_word_embeddings, else of the target's head; an absent d2t is the identity only if the draft vocabulary is the
+    whole one. The embedding is frozen, the rest can be trained. Raises CheckpointError listing EVERY mismatch with the
+    target and every missing, unexpected or mis-shaped tensor, or every tensor with a NaN or an infinity."""
     directory = resolve(path)
     reading = read_draft(directory, target.config, DraftOverrides(capture, norm_feedback))
     config, problems, tensors = reading.config, reading.problems, Tensors(directory)
@@ -82,12 +80,14 @@ def load_draft(
         problems.append(f"it needs capture={config.capture}, the target was loaded with capture={target.capture}")
     own_embed, own_head = EMBED in tensors, HEAD in tensors
     if config.target_hidden_size != config.model.hidden_size:
-        needs = [name for name, own in ((EMBED, own_embed), (HEAD, own_head)) if not own]
+        needs = [name for name, own in ((EMBED, own_embed), (HEAD, own_head or reading.tied_head)) if not own]
         problems += [f"missing tensor {name}: a draft of another hidden_size must ship its own" for name in needs]
     entries = draft_entries(config, reading.format.layer, embed=own_embed, head=own_head)
     problems += check_entries(tensors, entries, lambda name: name in ("d2t", "t2d") or name.endswith(".inv_freq"))
     d2t = _read_d2t(config, tensors, problems)
     refuse(directory, problems)
+    for notice in reading.notices:
+        logger.warning("%s: %s", directory, notice)
 
     with parameters_in(target.embed.dtype if dtype is None else storage_dtype(dtype)):
         head = DraftHead(config)
@@ -96,7 +96,7 @@ def load_draft(
     if not own_embed:
         share_embedding(head, target)
     if not own_head:
-        head.head.data.copy_(target.head.data[head_rows(d2t)])
+        head.head.data.copy_((head.embed if reading.tied_head else target.head).data[head_rows(d2t)])
     head.embed.requires_grad_(False)
     return head.eval()
 
@@ -210,8 +210,8 @@ def _config_json(head: DraftHead) -> dict[str, object]:
     }
     if c.target_hidden_size != m.hidden_size:
         fields["target_hidden_size"] = c.target_hidden_size
-    if m.window(0):
-        fields["sliding_window"] = m.window(0)
+    if m.window(0):  # both fields, so that readers that go by either of them window it
+        fields |= {"sliding_window": m.window(0), "layer_types": ["sliding_attention"]}
     flags = {
         "norm_before_fc": c.norm_before_fc,
         "fc_norm": c.fc_norm,

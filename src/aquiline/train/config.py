@@ -30,7 +30,8 @@ class TrainConfig:
     intermediate_size: int | None = None  # None: the target's
     num_heads: int | None = None
     num_kv_heads: int | None = None
-    capture: tuple[int, ...] | None = None  # None: EAGLE-3's three layers
+    capture: tuple[int, ...] | None = None  # None: as init says, else EAGLE-3's three layers
+    norm_feedback: bool | None = None  # what init feeds back, where its checkpoint leaves that open
     draft_window: int | None = None  # positions the draft attends to, 0: all; None: as --init has it, else all
     rope_scaling: str | None = None  # of the draft's rotary embedding, as yarn:FACTOR or yarn:FACTOR:ORIGINAL
     context: int = 512
@@ -95,6 +96,7 @@ class TrainConfig:
             (self.clip > 0, f"clip={self.clip}: must be above 0"),
             (self.weight_decay >= 0, f"weight_decay={self.weight_decay}: must be at least 0"),
             (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
+            (self.norm_feedback is None or bool(self.init), "norm_feedback: says how to read --init; name that draft"),
             (self.log_every >= 1 and self.eval_every >= 1, "log_every and eval_every must be at least 1"),
             (0 <= self.ema < 1, f"ema={self.ema}: must be in [0, 1)"),
             (self.eval_tokens >= 2, f"eval_tokens={self.eval_tokens}: must be at least 2"),

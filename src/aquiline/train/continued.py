@@ -21,7 +21,7 @@ def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead
     """The float32 draft in folder `source`, with its vocabulary and shape: a head's rows mean nothing under another.
 
     Raises ValueError if the config asks for another shape."""
-    head = load_draft(source, target, dtype="float32", capture=target.capture)
+    head = load_draft(source, target, dtype="float32", capture=target.capture, norm_feedback=config.norm_feedback)
     for name, has in shape_of(head).items():
         asked = getattr(config, name)
         if asked is not None and asked != has:

@@ -17,7 +17,8 @@ from torch import Tensor
 from aquiline.config import Environment
 from aquiline.engine.model import Loading, load_models
 from aquiline.errors import CheckpointError
-from aquiline.models.config import default_capture
+from aquiline.models.config import ModelConfig, default_capture
+from aquiline.models.draft_config import read_draft_config
 from aquiline.models.eagle import DraftHead
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
@@ -93,7 +94,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     path = resolve(config.target)
     geometry = read_model_config(path)
     stored = {} if start is None else start.state["settings"]
-    capture = tuple(config.capture or stored.get("capture") or default_capture(geometry.num_layers))
+    capture = tuple(config.capture or stored.get("capture") or _default_capture(config, geometry))
     teacher = Teacher(path, capture, device, max(2048, config.context))
     ids = token_ids(path, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids)
     split = load_split(config.data, config.held_out, ids, config.loss_on)
@@ -157,6 +158,13 @@ def target_digest(teacher: Teacher) -> str:
         rows = matrix[:: max(1, len(matrix) // 16)]
         digest.update(rows.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _default_capture(config: TrainConfig, target: ModelConfig) -> tuple[int, ...]:
+    """The layers that the draft which the run begins with reads; EAGLE-3's for a new one."""
+    if config.init is None:
+        return default_capture(target.num_layers)
+    return read_draft_config(config.init, target, norm_feedback=config.norm_feedback).capture
 
 
 def _cache(config: TrainConfig, teacher: Teacher, digest: str) -> FeatureCache | None:

@@ -19,7 +19,7 @@ import yaml
 from aquiline.train.config import TrainConfig
 from aquiline.train.shapes import TargetShape
 
-NOT_IN_RECIPES = ("target", "data", "out", "held_out", "init", "resume", "may_differ")
+NOT_IN_RECIPES = ("target", "data", "out", "held_out", "init", "norm_feedback", "resume", "may_differ")
 """Fields of TrainConfig that belong to a run, not to a recipe."""
 _PATHS, _TUPLES = ("features",), ("capture", "log")
 

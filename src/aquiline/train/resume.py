@@ -35,8 +35,8 @@ BUDGET = ("steps", "tokens", "minutes", "epochs")
 UNSTORED = {"replay": 1.0}
 """Fields that older checkpoints lack, with the value that their runs had."""
 FREE = (
-    "out", "init", "resume", "may_differ", "log_every", "eval_every", "features", "keep", "save_every_minutes",
-    "parallel", "attention", "log",
+    "out", "init", "norm_feedback", "resume", "may_differ", "log_every", "eval_every", "features", "keep",
+    "save_every_minutes", "parallel", "attention", "log",
 )  # fmt: skip
 """Nothing the weights depend on, rounding apart: `parallel` and `attention` add in another order."""
 

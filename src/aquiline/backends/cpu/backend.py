@@ -23,7 +23,7 @@ from aquiline.backends.cpu.packed import library
 from aquiline.backends.cpu.storage import new_group
 from aquiline.metrics import PARTS
 from aquiline.spec.tree import DraftTree
-from aquiline.types import AcceptResult, Int32, Rows
+from aquiline.types import AcceptResult, Float32, Int32, KVGroup, Rows
 
 if TYPE_CHECKING:
     from aquiline.backends.cpu.pair import CpuPair
@@ -67,6 +67,8 @@ class CpuBackend:
         self._target = pair.target_model
         max_rows, width = sizes.max_rows, pair.target_model.hidden_size
         self.kv = new_group(pair.target, sizes.num_pages, sizes.page_size, pair.kv_dtype)
+        self.draft_kv: KVGroup | None = None
+        self.fused: Float32 | None = None  # [P, page_size, H]: by KV index, what the draft reads of the target
         self._hidden = np.empty((max_rows, width), np.float32)
         self._features = np.empty((max_rows, pair.target_model.num_capture * width), np.float32)
         config = AqBatchConfig(

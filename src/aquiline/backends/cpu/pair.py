@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops.quantise import QUANTISED
+from aquiline.ops.threads import usable_cores
 from aquiline.types import Float32, Int32, storage_dtype
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,7 +34,7 @@ def missing_reason(environment: Environment) -> str | None:
 def configure(environment: Environment) -> None:
     """Use the instruction set and the threads that the environment names: by default the best and a core each."""
     calls.select_isa(environment.isa)
-    calls.set_threads(environment.num_threads or psutil.cpu_count(logical=False) or 1)
+    calls.set_threads(environment.num_threads or usable_cores())
 
 
 def resolve_arithmetic(arithmetic: str, dtype: str) -> str:

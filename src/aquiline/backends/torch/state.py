@@ -82,7 +82,7 @@ class SlotState:
         assert s.seed is not None, "the engine resolves seeds"
         # All draft keys of the hit are there, or none: then the first stands one index behind it.
         draft_end = max(admit.num_hit, admit.first_draft_key)
-        rules = Rules(admit, vocab_size, self.device) if s.changes_logits else None
+        rules = Rules(admit, vocab_size, self.device) if s.changes_logits or admit.bad_words else None
         self.hosts[slot] = HostSlot(
             admit, draft_end=draft_end, num_prompt_logprobs=admit.num_prompt_logprobs, rules=rules
         )

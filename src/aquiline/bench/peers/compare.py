@@ -110,6 +110,8 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
         _measure(plan, settings, prompts[:-1], on_progress)
         results = [setting.result(scenario, _model(plan, llm)) for setting in settings]
         rows = _rows(plan, settings, results, checks, llm.models.tokenizer)
+        for row, result in zip(rows, results, strict=True):
+            result["void"] = row.void
         on_progress("this machine's bandwidth")
         moved = {row.label: _moved(plan, ours.llm, row) for ours, row in zip(own, rows, strict=False) if ours.is_plain}
         return Comparison(rows, results, checks, absent, llm.models.system(), moved)

@@ -88,6 +88,7 @@ class LlamaServerPeer:
         self._end = weakref.finalize(self, _end, self.process, self.log)  # also where nobody closes it
         try:
             self._await_health()
+            self._check_speculative()
         except ValueError:
             self.close()
             raise
@@ -117,7 +118,8 @@ class LlamaServerPeer:
         token_ids, timings = answer["tokens"], answer["timings"]
         if len(token_ids) != new_tokens:
             raise self._error(f"made {len(token_ids)} tokens, {new_tokens} were asked for")
-        self.reported = answer["generation_settings"]["speculative.types"]
+        # It lists its own default before what it was told, which none alone is.
+        self.reported = answer["generation_settings"]["speculative.types"].removeprefix("none,")
         if self.reported != self.expected:
             raise self._error(f"says that {self.reported!r} drafts; {self.expected!r} was asked for")
         arrivals = [total_ms - timings["predicted_ms"], total_ms]  # it counts from the first token
@@ -151,7 +153,13 @@ class LlamaServerPeer:
             time.sleep(0.1)
         raise self._error(f"was not ready after {START_S:.0f} s")
 
-    def _request(self, method: str, path: str, body: str | None = None) -> dict[str, Any]:
+    def _check_speculative(self) -> None:
+        """What was set may not be what runs: a context that cannot draft goes on without, and says so of its slot."""
+        (slot,) = self._request("GET", "/slots")
+        if slot["speculative"] != bool(self.drafting):
+            raise self._error(f"says speculative={slot['speculative']} of its slot; {self.expected!r} was asked for")
+
+    def _request(self, method: str, path: str, body: str | None = None) -> Any:
         """The JSON it answers."""
         try:
             status, said = self._ask(method, path, body)
@@ -159,8 +167,7 @@ class LlamaServerPeer:
             raise self._error(f"broke off its answer ({error!r})") from None
         if status != OK:
             raise self._error(f"answered {status}: {said.decode(errors='replace')}")
-        answer: dict[str, Any] = json.loads(said)
-        return answer
+        return json.loads(said)
 
     def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
         """Its status and answer."""

@@ -1,0 +1,160 @@
+"""Measure what README's tables show, and write the tables into it. Run: python benchmarks/readme.py
+
+About 25 minutes on two quiet cores. The rules: every figure a median over six rounds or more with its 95 % interval; in
+every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers swept over
+the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from uncommitted source.
+Which parts run can be named (--only); --smoke runs all of them for seconds, in a folder of its own, and writes nothing
+into README. Needs the extra `peers` and llama.cpp's server (benchmarks/llama_server.py). Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aquiline.bench.peers.table import read_comparisons, short
+from aquiline.bench.result import DIRTY, commit, read_results
+from aquiline.bench.summary import summary
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-c", "from aquiline.cli.main import app; app()"]
+EAGLE = ("openvino:eagle", "openvino:eagle:samekv", "llamacpp:eagle", "llamacpp:eagle:noflash")
+PLAIN = (
+    "transformers", "openvino", "openvino:samekv", "openvino:sdpa", "openvino:int8", "llamacpp", "llamacpp:noflash",
+    "llamacpp:server", "llamacpp:int8", "llamacpp:int8:noflash", "llamacpp:int4", "llamacpp:int4:noflash",
+)  # fmt: skip
+LOOKUP = (
+    "openvino:lookup", "openvino:lookup=10", "llamacpp:ngram-simple", "llamacpp:ngram-simple=3x8",
+    "llamacpp:ngram-map-k=3x8", "llamacpp:ngram-map-k4v=3x8", "llamacpp:ngram-mod=3x8", "llamacpp:ngram-cache",
+)  # fmt: skip
+BATCHED = (
+    "openvino", "openvino:samekv", "openvino:sdpa", "openvino:eagle", "openvino:lookup", "llamacpp", "llamacpp:noflash",
+)  # fmt: skip
+RANDOM = (
+    "transformers", "openvino", "openvino:int8", "openvino:lookup", "llamacpp", "llamacpp:noflash", "llamacpp:int8",
+    "llamacpp:int4", "llamacpp:ngram-simple=3x8",
+)  # fmt: skip
+COMPARISONS: dict[str, list[str]] = {
+    "bundled": ["--num-spec-tokens", "3", "4", "5", "--peer", *PLAIN, *EAGLE, *LOOKUP, "transformers:lookup=10"],
+    "bundled-t08": ["--temperature", "0.8", "--num-spec-tokens", "2", "3", "--peer", *PLAIN[1:3], *PLAIN[5:8], *EAGLE],
+    "bundled-batch8": ["--batch", "8", "--num-spec-tokens", "1", "2", "--peer", *BATCHED],
+    "random-230m": ["--random-weights", "llama-230m", "--new-tokens", "64", "--peer", *RANDOM],
+    "random-32m": ["--random-weights", "llama-32m", "--peer", *RANDOM],
+}
+SUITE = ["--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]
+LOADS = [
+    ["--scenario", "baseline", "single", "batch", "large-context", "stress"],
+    ["--scenario", "long", "--contexts", "8192", "32768"],
+]
+SMOKE_SUITE = ["--measurement-runs", "1", "--warmup-runs", "0", "--micro-steps", "8"]
+SMOKE_LOADS = [["--scenario", "baseline"], ["--scenario", "long", "--contexts", "8192"]]
+SMOKE_COMPARE = ["--repeats", "1", "--new-tokens", "9", "--prompt-tokens", "32"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where results go, and whether this is a smoke run."""
+
+    results: Path
+    smoke: bool
+
+
+def demo(job: Job) -> str:
+    """The demo's table and picture."""
+    plot = [] if job.smoke else ["--plot", str(ROOT / "docs" / "demo.png")]
+    found = json.loads(_run(["demo", "--json", *plot]))
+    columns = ("setting", "temperature", "tok/s", "speedup", "tau", "accepted by position", "repeated 8-grams")
+    lines = [columns, ["---"] * len(columns)]
+    for row in found["runs"]:
+        (low, high), (slow, fast) = row["tokens_per_s_interval"], row["speedup_interval"]
+        lines.append((
+            row["name"], f"{row['temperature']:g}", f"{row['tokens_per_s']:.0f} [{low:.0f}, {high:.0f}]",
+            f"{row['speedup']:.2f}x [{slow:.2f}, {fast:.2f}]" if row["drafter"] != "none" else "",
+            f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in row["per_position"]), f"{row['repeated_share']:.0%}",
+        ))  # fmt: skip
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{table}\nEvery token identical to its baseline's: {'yes' if found['identical'] else 'NO'}.\n"
+
+
+def suite(job: Job) -> str:
+    """Every scenario of the suite's table."""
+    for file in job.results.glob("*.json"):
+        if json.loads(file.read_text(encoding="utf-8")).get("commit") != commit():
+            file.unlink()  # a run that was broken off goes on; another commit's results do not stay
+    for loads in SMOKE_LOADS if job.smoke else LOADS:
+        _run(["bench", "--out", str(job.results), *SUITE, *loads, *(SMOKE_SUITE if job.smoke else [])])
+    return summary(read_results(job.results))
+
+
+def peers(job: Job) -> str:
+    """Every comparison."""
+    for name, options in COMPARISONS.items():
+        began = time.perf_counter()
+        out = job.results / "peers" / name
+        shutil.rmtree(out, ignore_errors=True)  # settings that are no longer run
+        said = json.loads(
+            _run(["compare", "--out", str(out), "--json", *options, *(SMOKE_COMPARE if job.smoke else [])])
+        )
+        print(f"{name}: {time.perf_counter() - began:.0f} s", *said["verdict"], sep="\n  ")
+        for label, reason in said["absent"].items():
+            print(f"  not run: {label}: {reason}")
+    return short(read_comparisons(job.results / "peers"))
+
+
+PARTS: dict[str, tuple[str, Callable[[Job], str]]] = {
+    "demo": ("<!-- aquiline demo -->", demo),
+    "suite": ("<!-- aquiline bench table results --short -->", suite),
+    "peers": ("<!-- aquiline compare -->", peers),
+}
+"""Parts by name: what marks their place in README, up to the next `<!-- end -->`, and what measures them."""
+
+
+def insert(text: str, mark: str, table: str) -> str | None:
+    """A text with the block behind its mark replaced; None if it has no such mark."""
+    before, found, after = text.partition(f"{mark}\n")
+    _, end, rest = after.partition("<!-- end -->")
+    return f"{before}{mark}\n{table}{end}{rest}" if found and end else None
+
+
+def _run(arguments: list[str]) -> str:
+    """What the command printed."""
+    done = subprocess.run([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"aquiline {' '.join(arguments)}: ended with {done.returncode}")
+    return done.stdout
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--smoke", action="store_true", help="seconds each, into a folder of its own")
+    args = parser.parse_args()
+    if commit().endswith(DIRTY) or commit() == "unknown":
+        raise SystemExit(f"commit {commit()}: commit the source first, or nobody can measure this again")
+    job = Job(Path(tempfile.mkdtemp()) if args.smoke else ROOT / "results", args.smoke)
+    seconds = {}
+    for name in args.only:
+        began = time.perf_counter()
+        mark, measure = PARTS[name]
+        table = measure(job)
+        seconds[name] = time.perf_counter() - began
+        print(f"{mark}\n{table}<!-- end -->\n")
+        text = insert((ROOT / "README.md").read_text(encoding="utf-8"), mark, table)
+        if text is None:
+            print(f"README.md has no {mark} ... <!-- end -->: put the table there by hand")
+        elif not args.smoke:
+            (ROOT / "README.md").write_text(text, encoding="utf-8")
+    print(json.dumps({"benchmark": "readme", "commit": commit(), "seconds": seconds, "results": str(job.results)}))
+
+
+if __name__ == "__main__":
+    main()
