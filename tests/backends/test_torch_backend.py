@@ -254,7 +254,7 @@ def test_the_host_changes_the_trees() -> None:
         return DraftTree(type(shape)(*flat), np.array(own, np.int32))
 
     player = Player(torch_pair())
-    texts = [player.add(words(5), way, SAMPLED, chunk=9) for way in (Chain(3), NoDraft(), Chain(2), Dynamic())]
+    texts = [player.add(words(5), way, SAMPLED, chunk=9) for way in (Chain(3), NoDraft(), Chain(2))]
     player.step()
     for _ in range(6):
         player.step(change=change)

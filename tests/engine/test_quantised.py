@@ -9,22 +9,24 @@ import numpy as np
 import pytest
 import torch
 from tests.checkpoints import write_draft, write_target
-from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_llm, tiny_pair
-from tests.engine.logits import fused_of, head_of, logits_of
+from tests.conftest import TINY_DRAFT, engine_config, needs_native, round_to, tiny_llm, tiny_pair
+from tests.engine.logits import head_of, logits_of
+from tests.engine.storage import native as backend_of
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 from tests.engine.test_golden import observe, restored_isa
 from torch import nn
 
+from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.pair import resolve_arithmetic
-from aquiline.config import Environment
+from aquiline.config import Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.engine.score import Scorer
 from aquiline.models.load import read_model_config
 from aquiline.ops.quantise import weight_bytes
-from aquiline.types import storage_dtype
+from aquiline.spec.drafting import Static
 
 __all__ = ["restored_isa"]
 
@@ -81,28 +83,43 @@ def test_every_path_reproduces_the_golden_run(
 def pair_llm(dtype: str, isa: str | None) -> LLM:
     decoder, head = tiny_pair()
     for module in (decoder, head):
-        round_to(module, storage_dtype(dtype))
+        round_to(module, torch.bfloat16)
     head.embed = decoder.embed
     decoder.head = decoder.embed  # tied: the head is quantised, the embedding is not
     config = engine_config(3)
     return LLM.from_models(from_modules(decoder, head, None, Loading(dtype), Environment(isa, 1)), config)
 
 
+def preferred(models: LoadedModels, prompt: list[int]) -> list[int]:
+    """All tokens that the draft has, as it prefers them behind a prompt, and as it prefers them behind its first."""
+    assert models.draft_config is not None
+    width = models.draft_config.draft_vocab_size
+    backend, root = models.pair.open(Sizes(1, 16, 16, 16, 128)), len(prompt) - 1
+    admit = Admit(0, prompt, root, SamplingParams(seed=0), drafts=True)
+    chunk = Chunk(0, 0, root, is_last=True, draws=False)
+    backend.step(StepInput(admits=(admit,), pages=(Pages(0, 0, tuple(range(16))),), chunks=(chunk,))).read()
+    paths = tuple((*above, rank) for above in ((), (0,)) for rank in range(width))
+    drafts = backend.draft(StepInput(decodes=(Decode(0, Static(paths)),)))
+    return drafts.read().tokens[1:].tolist()
+
+
 @needs_native
 @both
 def test_the_torch_path_has_the_same_weights(dtype: str) -> None:
-    """Logits of every row within 1e-4 of the native ones, features and fused features too, and the path is named."""
-    found = []
+    """Hidden states, features and logits of every row within 1e-4 of the native ones, drafts in the same order of
+    preference, and the path is named."""
+    found, prompt = [], prompts(6)[5][:40]
     for isa in (None, "off"):
         models = pair_llm(dtype, isa).models
-        scored = Scorer(models, 64)([np.array(prompts(6)[5][:40], np.int32)])
-        features = np.random.default_rng(0).normal(0, 1, (5, 3 * TINY.hidden_size)).astype(np.float32)
-        found.append((head_of(models.pair, scored.hidden), scored.features, fused_of(models.pair, features), models))
+        scored = Scorer(models, 64)([np.array(prompt, np.int32)])
+        hidden = scored.hidden.copy()
+        found.append((hidden, scored.features.copy(), head_of(models.pair, hidden), preferred(models, prompt), models))
     for ours, theirs in zip(found[0][:3], found[1][:3], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+    assert found[0][3] == found[1][3] and len(set(found[0][3])) == TINY_DRAFT.draft_vocab_size
     assert [m.system()["path"] for *_, m in found] == ["native", "torch"]
     assert [m.system()["dtype"] for *_, m in found] == [dtype, dtype]
-    assert found[0][3].weight_bytes == found[1][3].weight_bytes
+    assert found[0][4].weight_bytes == found[1][4].weight_bytes
 
 
 @needs_native
@@ -136,7 +153,7 @@ def test_a_checkpoint_is_quantised_as_it_loads(dtype: str, tmp_path: Path) -> No
         llm = LLM(tmp_path / "target", tmp_path / "draft", dtype=storage, engine=engine_config(2))
         outputs[storage] = tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"]))
         assert outputs[storage] == tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE))
-        assert llm.models.pair.kv_dtype == "bfloat16"
+        assert backend_of(llm.engine).kv.k.dtype == torch.bfloat16
         outputs[storage, "bytes"] = llm.engine.memory.weight_bytes
     assert outputs[dtype] != outputs["bfloat16"]
     assert outputs[dtype, "bytes"] < 0.8 * outputs["bfloat16", "bytes"]
@@ -160,7 +177,7 @@ def test_what_cannot_be_is_a_value_error(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"arithmetic='bfloat16': needs dtype='bfloat16', and dtype is '{dtype}'"):
             resolve_arithmetic("bfloat16", dtype)
     write_target(tmp_path)
-    with pytest.raises(ValueError, match=r"dtype='int3': must be one of float32, bfloat16, float16, int8, int4"):
+    with pytest.raises(ValueError, match=r"dtype='int3': must be one of float32, bfloat16, int8, int4"):
         LLM(tmp_path, dtype="int3")
     with pytest.raises(ValueError, match=r"qkv is \[128, 48\]: dtype='int4' needs a width .* of 32; use 'int8'"):
         LLM(tmp_path, dtype="int4", engine=engine_config(1))
