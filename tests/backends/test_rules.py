@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.playing import WAYS, Player, Text, new_pair, words
-from tests.conftest import needs_native
+from tests.conftest import needs_native, tiny_pair
 from tests.ops.native_calls import draw as draw_rows
 
 from aquiline.backends.base import StepInput, TokenMasks
 from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.torch.pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 from aquiline.spec.tree import DraftTree
@@ -115,12 +116,13 @@ def test_min_tokens(way: Drafting) -> None:
     assert any(text.output[count] in ends for count, text in zip(counts, player.texts, strict=True)), "no token later"
 
 
+@pytest.mark.parametrize("backend", [CpuPair, TorchPair])
 @pytest.mark.parametrize("rules", RULES)
-def test_rules_along_a_path(rules: str) -> None:
+def test_rules_along_a_path(rules: str, backend: type[CpuPair] | type[TorchPair]) -> None:
     """Four tokens a step are kept: each was drawn by what stands before it on its own path, the root counted once."""
     sampling = dataclasses.replace(BASE, **RULES[rules], min_tokens=11, bad_words=("said",))
     told: dict[str, Any] = {"end_token_ids": frozenset(range(40, 70)), "bad_words": ((3, 4), (17,))}
-    player = Player(pair())
+    player = Player(backend(*tiny_pair(), "float32"))
     plain = player.add(PROMPT, NoDraft(), sampling, **told)
     player.run(40)
     text = player.add(

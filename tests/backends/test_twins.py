@@ -7,11 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, Player, words
-from tests.conftest import TINY, needs_native, round_to, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair
 
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.backends.torch.pair import TorchPair
 from aquiline.config import SamplingParams
+from aquiline.models.config import DraftConfig
 from aquiline.types import storage_dtype
 
 pytestmark = needs_native
@@ -24,12 +25,15 @@ SAMPLINGS = {
         logit_bias={3: 2.0}, min_tokens=9, bad_words=("said",),
     ),
 }  # fmt: skip
+NORMED = dataclasses.replace(TINY_DRAFT, fc_norm=True, norm_feedback=True)
+CASES = [*((name, TINY_DRAFT) for name in SAMPLINGS), ("sampled", NORMED)]
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_same_trees_and_texts(name: str) -> None:
-    """Every shape beside every other, prompts in chunks, and rules: root by root, node by node."""
-    pairs = CpuPair(*tiny_pair(), "float32"), TorchPair(*tiny_pair(), "float32")
+@pytest.mark.parametrize(("name", "draft"), CASES, ids=[*SAMPLINGS, "normed"])
+def test_the_same_trees_and_texts(name: str, draft: DraftConfig) -> None:
+    """Every shape beside every other, prompts in chunks, rules, and a draft that is fed normed states: root by root,
+    node by node."""
+    pairs = CpuPair(*tiny_pair(draft=draft), "float32"), TorchPair(*tiny_pair(draft=draft), "float32")
     players = [Player(pair, num_slots=len(WAYS)) for pair in pairs]
     for player in players:
         for i, way in enumerate(WAYS.values()):
