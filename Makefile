@@ -1,5 +1,6 @@
 # make demo   the main job on the bundled pair        make test   the tests
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
+# make format  Python and C++ in the format that lint checks
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make nightly   all tests, the slow ones too, with random examples; SEED=N repeats those of a run that printed N
 # make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
@@ -14,7 +15,9 @@ JOBS ?= 2
 
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-.PHONY: demo test lint bench sanitize nightly mutants clean
+CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
+
+.PHONY: demo test format lint bench sanitize nightly mutants clean
 
 demo: $(VENV)/run
 	$(BIN)/aquiline demo
@@ -22,8 +25,13 @@ demo: $(VENV)/run
 test: $(VENV)/dev
 	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+format: $(VENV)/dev
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -57,7 +65,7 @@ $(VENV)/torch:
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	touch $@
 
-$(VENV)/run: $(VENV)/torch pyproject.toml setup.py $(wildcard csrc/*)
+$(VENV)/run: $(VENV)/torch pyproject.toml setup.py $(CPP)
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 

@@ -1,8 +1,9 @@
-"""Builds the native CPU library, aquiline/_native.so: a plain shared library that ops/native.py loads with ctypes.
+"""Builds the native CPU library, aquiline/_native.so: a plain shared library that backends/cpu/native.py loads with
+ctypes.
 
-kernels.cpp is compiled once per instruction set, each with its own flags; the rest is baseline code. CXX, CXXFLAGS and
-LDFLAGS are heeded. Without a working
-compiler the package still installs, says so, and runs on its slower torch path.
+csrc/kernels/kernels.cpp is compiled once per instruction set, each with its own flags, csrc/api and csrc/stages as
+baseline code. CXX, CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and
+runs on its slower torch path.
 """
 
 import os
@@ -17,19 +18,25 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
-KERNEL = ["-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
+COMMON += ["-Wno-psabi", "-iquote", str(ROOT / "csrc")]  # vectors are passed between inlined functions only
+KERNEL = ["-fno-exceptions", "-fno-rtti"]
 KERNELS = {
-    "avx512": ["-DAQ_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
-    "avx2": ["-DAQ_AVX2", "-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "portable": [],
 }
-DOT = [*KERNELS["avx512"][1:], "-mavx512bf16"]
+DOT = [*KERNELS["avx512"], "-mavx512bf16"]
 
 
 def accepts(compiler: list[str], flags: list[str]) -> bool:
     """Whether the compiler knows these flags."""
     command = [*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def simd(name: str, header: str) -> list[str]:
+    """The flags by which csrc/simd/simd.h knows its instruction set: a namespace and a header of that folder."""
+    return [f"-DAQ_NAMESPACE={name}", f'-DAQ_SIMD="{header}"']
 
 
 class BuildNative(build_ext):
@@ -56,10 +63,13 @@ class BuildNative(build_ext):
     def _compile(self, objects: Path, target: Path) -> None:
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        stages = ("batch", "message", "draft", "grow", "verify", "rules", "keep")
-        units = [(name, f"{name}.cpp", []) for name in ("api", "check", "pack", "pool", *stages)]
-        units += [(isa, "kernels.cpp", KERNEL + flags) for isa, flags in KERNELS.items() if x86 or isa == "portable"]
-        units.append(("dot", "dot.cpp", KERNEL + (DOT if x86 and accepts(compiler, DOT) else [])))
+        host = [file for folder in ("api", "stages") for file in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+        units: list[tuple[str, str, list[str]]] = [(file.stem, f"{file.parent.name}/{file.name}", []) for file in host]
+        for isa, flags in KERNELS.items():
+            if x86 or isa == "portable":
+                units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
+        dot = DOT if x86 and accepts(compiler, DOT) else []
+        units.append(("dot", "kernels/dot.cpp", [*KERNEL, *dot, *simd("dot", "avx512_bf16.h")]))
         extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))
         running = []
         for name, source, flags in units:
@@ -81,6 +91,6 @@ class BuildNative(build_ext):
 
 
 setup(
-    ext_modules=[Extension("aquiline._native", sources=["csrc/api.cpp"])],
+    ext_modules=[Extension("aquiline._native", sources=["csrc/api/api.cpp"])],
     cmdclass={"build_ext": BuildNative},
 )

@@ -13,20 +13,22 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
+from aquiline.backends.cpu.backend import CpuBackend
 from aquiline.bench.prompts import read_prompts
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules, geometry
+from aquiline.engine.model import Loading, from_modules
 from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.spec.drafting import NoDraft
-from aquiline.types import Rows
 
 NEW_TOKENS = 128
 RANDOM_TARGET = ModelConfig(
@@ -81,32 +83,28 @@ def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, fl
     decoder = Decoder(RANDOM_TARGET)
     for weight in decoder.parameters():
         weight.data = (torch.randn(weight.shape) * 0.02).to(torch.bfloat16)
-    config = EngineConfig(max_batch=1)
     models = from_modules(decoder, None, None, Loading("bfloat16"), Environment.read())
-    pages = RANDOM_TARGET.max_positions // config.page_size
-    kv = models.new_target_kv(pages, config.page_size)
-    kv.k.normal_()
-    kv.v.normal_()
-    rows = Rows(1, 1, np.arange(pages, dtype=np.int32)[None])
-    rows.num = 1
-    scattered = np.random.default_rng(0).permutation(pages).astype(np.int32)
+    size, pages = 64, RANDOM_TARGET.max_positions // 64
+    backend = models.pair.open(Sizes(1, pages, size, pages, 1))
+    assert isinstance(backend, CpuBackend), "this benchmark is about the native library"
+    backend.kv.k.normal_()
+    backend.kv.v.normal_()
+    in_order, scattered = range(pages), np.random.default_rng(0).permutation(pages).tolist()
     bandwidth = read_bandwidth()
 
-    def step_ms(context: int, order: np.ndarray | None = None) -> float:
-        rows.page_table[0] = np.arange(pages, dtype=np.int32) if order is None else order
-        rows.positions[0] = rows.write[0] = context - 1
-        rows.context_len[0] = context
-        times = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            models.target.forward(rows, kv)
-            times.append(time.perf_counter() - began)
-        return 1e3 * statistics.median(times)
+    def step_ms(context: int, order: Sequence[int] = in_order) -> float:
+        """Of a forward of one row that sees `context` keys or up to `repeats` more; the keys before it are as a prefix
+        cache would have them."""
+        admit = Admit(0, [1] * context, context, SamplingParams(seed=0), num_hit=context - 1)
+        prompt = (Chunk(0, context - 1, context, is_last=True, draws=True),)
+        backend.step(StepInput(admits=(admit,), pages=(Pages(0, 0, tuple(order)),), chunks=prompt)).read()
+        step = StepInput(decodes=(Decode(0, NoDraft()),))
+        return 1e3 * statistics.median(backend.step(step).read().seconds["verify"] for _ in range(repeats))
 
     linears_ms = step_ms(1)
     table = []
     for context in contexts:
-        kv_bytes = context * geometry(RANDOM_TARGET).bytes_per_token(torch.bfloat16)
+        kv_bytes = context * models.pair.kv_bytes_per_token()[0]
         kv_ms = 1e3 * kv_bytes / bandwidth
         ms, scattered_ms = step_ms(context), step_ms(context, scattered)
         table.append({

@@ -22,7 +22,17 @@ import torch
 
 from aquiline.backends.cpu import buffers, calls, native, packed
 from aquiline.ops.quantise import QUANTISED
-from aquiline.types import SAMPLING, KVGroup, LayerWeights, ModelWeights, Rows, RowSampling, storage_dtype
+from aquiline.types import (
+    SAMPLING,
+    AttentionWeights,
+    DenseWeights,
+    KVGroup,
+    LayerWeights,
+    ModelWeights,
+    Rows,
+    RowSampling,
+    storage_dtype,
+)
 
 ROW_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 CACHE_BYTES = 160 << 20  # what the rotated copies must exceed
@@ -73,14 +83,9 @@ def random_model(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, 
         return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
 
     def layer() -> LayerWeights:
-        return LayerWeights(
-            qkv=weight((heads + 2 * kv_heads) * dim, hidden),
-            o=weight(hidden, heads * dim),
-            gate_up=weight(2 * ffn, hidden),
-            down=weight(hidden, ffn),
-            input_norm=torch.ones(hidden),
-            post_norm=torch.ones(hidden),
-        )
+        attention = AttentionWeights(weight((heads + 2 * kv_heads) * dim, hidden), weight(hidden, heads * dim))
+        mlp = DenseWeights(weight(2 * ffn, hidden), weight(hidden, ffn))
+        return LayerWeights(attention, mlp, input_norm=torch.ones(hidden), post_norm=torch.ones(hidden))
 
     embed = weight(vocab, hidden)
     return ModelWeights(

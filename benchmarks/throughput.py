@@ -13,42 +13,39 @@ import json
 import statistics
 import time
 
-import numpy as np
-
+from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.bench.prompts import read_prompts
-from aquiline.config import EngineConfig, SamplingParams
+from aquiline.config import MAX_NODES, EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM
 from aquiline.metrics import RunSummary, repeated_share
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 
 NEW_TOKENS = 128
 PROMPT_TOKENS = 192
 BASELINE = NoDraft()
 
 
-def step_costs(llm: LLM, batches: list[int], nodes: int) -> dict[int, float]:
-    """Median ms of a target forward and its draw for n rows, n of every batch with and without drafts."""
-    stepper = llm.engine.stepper
-    rows, target = stepper.rows, llm.models.target
-    costs = {}
-    for n in sorted({1, *batches, *(b * nodes for b in batches)}):
-        slots = max(1, n // nodes)
-        rows.num = n
-        rows.slots[:n] = np.sort(np.arange(n) % slots)
-        rows.positions[:n] = rows.write[:n] = PROMPT_TOKENS
-        rows.context_len[:n] = PROMPT_TOKENS + 1
-        rows.tail_len[:n] = rows.key_start[:n] = 0
-        stepper.pool.table[:slots, : PROMPT_TOKENS // 64 + 1] = np.arange(slots * 4).reshape(slots, 4)
-        every = np.arange(n, dtype=np.int32)
-        times = []
-        for _ in range(40):
-            began = time.perf_counter()
-            target.forward(rows, stepper.kv)
-            target.draw(every, stepper.slots.sampling(rows.slots[:n], rows.positions[:n]))
-            times.append(time.perf_counter() - began)
-        costs[n] = 1e3 * statistics.median(times)
-    return costs
+def step_ms(llm: LLM, batch: int, nodes: int) -> float:
+    """Median ms of verifying `batch` chains of so many nodes, roots included: a target forward of their rows, the draws
+    and what is kept of them."""
+    pages = -(-(PROMPT_TOKENS + 64 + MAX_NODES) // 64)
+    backend = llm.models.pair.open(Sizes(batch, batch * pages, 64, pages, PROMPT_TOKENS))
+    for slot in range(batch):
+        admit = Admit(slot, [1] * PROMPT_TOKENS, PROMPT_TOKENS, SamplingParams(seed=0))
+        places = Pages(slot, 0, tuple(range(slot * pages, (slot + 1) * pages)))
+        chunk = Chunk(slot, 0, PROMPT_TOKENS, is_last=True, draws=True)
+        backend.step(StepInput(admits=(admit,), pages=(places,), chunks=(chunk,))).read()
+    proposal = Proposal((1,) * (nodes - 1))
+    step = StepInput(decodes=tuple(Decode(slot, BASELINE, proposal, num_forced=0) for slot in range(batch)))
+    times = []
+    for _ in range(40):
+        drafts = backend.draft(step)
+        began = time.perf_counter()
+        backend.verify(step, drafts).read()
+        times.append(time.perf_counter() - began)
+    backend.close()
+    return 1e3 * statistics.median(times)
 
 
 def measure(
@@ -88,33 +85,33 @@ def main() -> None:
         llm = LLM(engine=config, arithmetic=args.arithmetic)
         texts = [llm.encode(prompt.text) for prompt in read_prompts(BUNDLED_PROMPTS)]
         prompts = [texts[i % len(texts)][i // len(texts) :][:PROMPT_TOKENS] for i in range(batch)]
-        costs = step_costs(llm, [batch], 1)
+        one_row_ms, plain_ms = step_ms(llm, 1, 1), step_ms(llm, batch, 1)
         for temperature in args.temperatures:
             print(f"batch {batch}, temperature {temperature:g}, {len(prompts[0])} prompt tokens")
             runs = measure(llm, prompts, specs, temperature, args.repeats)
             base = statistics.median(s.decode_tokens_per_s for s in runs["baseline"])
             for name, summaries in runs.items():
                 nodes = specs[name].max_nodes
-                costs |= step_costs(llm, [batch], nodes)
+                verify_ms = step_ms(llm, batch, nodes)
                 rate = statistics.median(s.decode_tokens_per_s for s in summaries)
                 last = summaries[-1]
                 steps = last.num_decode_steps
                 ms = {stage: value / steps for stage, value in last.stage_ms.items()}
                 total = sum(ms.values())
                 # With drafting for nothing, no host and everyone active: what the verify forward alone allows.
-                allowed = last.counters.tau * costs[batch] / costs[batch * nodes]
+                allowed = last.counters.tau * plain_ms / verify_ms
                 row: dict[str, object] = {
                     "batch": batch, "temperature": temperature, "setting": name, "tokens_per_s": rate,
                     "speedup": rate / base, "speedup_free_draft": allowed, "tau": last.counters.tau,
                     "step_ms": total, "host_share": ms["host"] / total, "stage_ms_per_step": ms,
-                    "verify_ms": costs[batch * nodes], "one_row_ms": costs[1],
+                    "verify_ms": verify_ms, "one_row_ms": one_row_ms,
                 }  # fmt: skip
                 table.append(row)
                 print(
                     f"  {name:>10}: {rate:6.0f} tok/s {rate / base:.2f}x (a free draft would give {allowed:.2f}x), tau "
                     f"{last.counters.tau:.2f}; step {total:.2f} ms: " + ", ".join(f"{k} {v:.2f}" for k, v in ms.items())
                     + f"; host {ms['host'] / total:.1%}; {batch * nodes} rows cost "
-                    f"{costs[batch * nodes] / costs[1]:.2f} of one"
+                    f"{verify_ms / one_row_ms:.2f} of one"
                 )  # fmt: skip
     print(json.dumps({"benchmark": "throughput", "table": table, "system": llm.models.system()}))
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from aquiline.spec.drafters import depths_of
 
 from aquiline.spec.tree import ancestor_masks
 
@@ -52,9 +51,11 @@ def row_clones(parents: np.ndarray) -> torch.Tensor:
 
 
 def packed_words(parents: np.ndarray) -> np.ndarray:
-    """Depths and packed ancestors, as the dynamic drafter builds them."""
-    depths = depths_of(parents)
-    return ancestor_masks(parents, np.arange(len(parents), dtype=np.int32), int(depths.max()))
+    """Packed ancestors as spec/tree.py builds them, the depth of the tree found first."""
+    depth, jump = 0, parents
+    while jump.any():
+        depth, jump = depth + 1, parents[jump]
+    return ancestor_masks(parents, np.arange(len(parents), dtype=np.int32), depth + 1)
 
 
 def unpack(words: np.ndarray) -> np.ndarray:

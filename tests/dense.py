@@ -18,8 +18,9 @@ class DenseAttention:
     def __init__(self, config: ModelConfig, documents: Tensor | None = None) -> None:
         self.config, self.documents = config, documents
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [B, T, Hq, Dh], k and v [B, T, Hkv, Dh] -> [B, T, Hq * Dh]; allocates, keeps nothing."""
+        assert sinks is None
         length, window = q.shape[1], self.config.window(layer)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.documents is None and not 0 < window < length:

@@ -19,8 +19,10 @@ REASONS = {
     "no Chromium on the path": "a Chromium or Chrome",
     "set AQUILINE_TEST_TARGET": "AQUILINE_TEST_TARGET=DIR, a trained checkpoint",
     "needs the right to mount": "root, outside a container that forbids mounts",
+    "this system has no affinity": "Linux",
+    "this system does not fork": "an operating system other than Windows",
     "needs a terminal": "an operating system other than Windows",
-    "an installed package has no results beside it": "a checkout",
+    "there are no results beside this source": "python benchmarks/readme.py, in a checkout",
 }
 """How a reason begins, and what makes the tests run that give it."""
 

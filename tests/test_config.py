@@ -59,6 +59,12 @@ README = Path(__file__).resolve().parents[1] / "README.md"
         ({"logit_bias": [1]}, "logit_bias=[1]"),
         ({"logit_bias": {"3": 1.0}}, "logit_bias={'3': 1.0}"),
         ({"logit_bias": {3: "1"}}, "logit_bias={3: '1'}"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: must be in [0, max_tokens=8]"),
+        ({"min_tokens": 1.0}, "min_tokens=1.0"),
+        ({"bad_words": "word"}, "bad_words='word'"),
+        ({"bad_words": ["a", ""]}, "bad_words=('a', '')"),
+        ({"bad_words": [3]}, "bad_words=(3,)"),
     ],
 )
 def test_sampling_params_name_what_is_wrong(settings: dict[str, object], named: str) -> None:
@@ -75,25 +81,42 @@ def test_the_ends_of_every_range_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "name", "value"),
     [
-        {"drafter": "tree"},
-        {"drafter": ["chain"]},
-        {"num_spec_tokens": 2.5},
-        {"num_spec_tokens": True},
-        {"depth": 2.0},
-        {"top_k": "2"},
-        {"num_nodes": 6.0},
-        {"static_paths": ((0,), (0, 0.5))},
-        {"static_paths": ((0,), [0, 0])},
+        (Chain, "num_spec_tokens", 2.5),
+        (Chain, "num_spec_tokens", True),
+        (Chain, "num_spec_tokens", None),
+        (Dynamic, "depth", 2.0),
+        (Dynamic, "top_k", "2"),
+        (Dynamic, "num_nodes", 6.0),
+        (Static, "static_paths", ((0,), (0, 0.5))),
+        (Static, "static_paths", ((0,), [0, 0])),
     ],
 )
-def test_spec_config_names_what_is_of_another_kind(settings: dict[str, object]) -> None:
-    """Also a field that the drafter does not read: a setting that is wrong is never passed over."""
-    ((name, value),) = settings.items()
-    for drafter in ("none", "chain", "static", "dynamic"):
+def test_ways_to_draft_name_what_is_of_another_kind(kind: type[Drafting], name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be ")):
+        kind(**{name: value})
+    if value is None:  # an option that was not given
+        assert drafting(kind.name, **{name: None}) == kind()
+    else:
         with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be ")):
-            drafting(**{"drafter": drafter} | settings)  # type: ignore[arg-type]
+            drafting(kind.name, **{name: value})
+
+
+def test_ways_to_draft_by_name() -> None:
+    """Fields of other ways are left aside; what no way has is a mistake."""
+    assert drafting("chain", num_spec_tokens=5, depth=4, static_paths=((0,),)) == Chain(5)
+    assert drafting("none", num_spec_tokens=5) == NoDraft() and drafting("static") == Static()
+    for value in (Chain(2), Dynamic(1, 2, 4), Static(((0,), (1,))), NoDraft()):
+        fields_ = value.as_dict()
+        assert drafting(fields_.pop("drafter"), **fields_) == value
+    for name in ("tree", ["chain"], None):
+        with pytest.raises(
+            ValueError, match=re.escape(f"drafter={name!r}: must be one of none, chain, static, dynamic")
+        ):
+            drafting(name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, num_nodes, "):
+        drafting("chain", num_tokens=5)
 
 
 def test_lists_and_whole_numbers_stand_for_tuples_and_floats() -> None:
@@ -162,13 +185,14 @@ def test_sizes_that_buffers_are_made_for(spec: Drafting, nodes: int, depth: int,
     assert (spec.max_nodes, spec.max_depth, spec.draft_rows) == (nodes, depth, rows)
 
 
-def test_the_readmes_table_says_what_spec_config_has() -> None:
+def test_the_readmes_table_says_what_ways_to_draft_have() -> None:
     rows = re.findall(r"^\|([^|]*)\| `(\w+)` \|([^|]*)\|", README.read_text(encoding="utf-8"), re.MULTILINE)
     table = {name: (flag.strip(" `"), default.strip()) for flag, name, default in rows}
-    assert list(table) == [f.name for f in fields(Drafting)]
-    flags = {"drafter": "--drafter", "top_k": "--draft-top-k", "static_paths": ""}
-    for f in fields(Drafting):
+    own = [f for kind in (Chain, Dynamic, Static) for f in fields(kind)]
+    assert list(table) == ["drafter", *(f.name for f in own)] and table["drafter"][0] == "--drafter"
+    flags = {"top_k": "--draft-top-k", "static_paths": ""}
+    for f in own:
         flag, default = table[f.name]
         assert flag == flags.get(f.name, f"--{f.name.replace('_', '-')}")
         if isinstance(f.default, int):
-            assert default == str(f.default), f"README says {f.name} is {default}, Drafting {f.default}"
+            assert default == str(f.default), f"README says {f.name} is {default}, spec/drafting.py {f.default}"

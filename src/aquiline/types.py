@@ -39,31 +39,50 @@ KEY_GROUP = 16
 class Attention(Protocol):
     """The seam between models and caches: the only thing a model knows of attention."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend from rotated q [..., Hq, Dh] over everything the rows may see, k and v [..., Hkv, Dh] included.
 
-        Returns [..., Hq * Dh]. Writes k and v where the rows' keys belong."""
+        sinks [Hq]: a logit per head that joins the softmax's denominator and has no value. Returns [..., Hq * Dh].
+        Writes k and v where the rows' keys belong."""
         ...
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer, fused: qkv [(Hq + 2 Hkv) Dh, In], gate_up [2 I, H] (gate rows first), o, down; norms [H].
+class AttentionWeights:
+    """The attention of one layer: qkv [(Hq + 2 Hkv) Dh, In] and o [H, Hq Dh], with biases of their rows.
 
-    In is H for a target, 2H for a draft, which then also has hidden_norm. q_norm and k_norm are [Dh] (qwen3)."""
+    In is H for a target, 2H for a draft. q_norm and k_norm [Dh] norm every head (qwen3); sinks [Hq] are described in
+    `Attention`."""
 
     qkv: Tensor
     o: Tensor
-    gate_up: Tensor
-    down: Tensor
-    input_norm: Tensor
-    post_norm: Tensor
     qkv_bias: Tensor | None = None
-    hidden_norm: Tensor | None = None
+    o_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     sinks: Tensor | None = None
     window: int = 0  # 0: every earlier position is visible
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    """The SwiGLU MLP of one layer: gate_up [2 I, H], the gate's rows first, and down [H, I], with row biases."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer: its blocks and the norms [H] before them. A draft's layer also norms the hidden state."""
+
+    attention: AttentionWeights
+    mlp: DenseWeights
+    input_norm: Tensor
+    post_norm: Tensor
+    hidden_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -196,11 +215,13 @@ class AcceptResult:
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a `dtype` setting, which names how weights and KV are stored.
+    """The torch dtype of the weights under a `dtype` setting. Raises ValueError for an unknown setting.
 
-    int8 and int4 are for linears (ops/quantise.py); what else there is, KV among it, is bfloat16 beside them."""
+    int8 and int4 are for linears (ops/quantise.py); the other weights are bfloat16 beside them."""
     beside = torch.bfloat16
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": beside, "int4": beside}
+    dtypes = {
+        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": beside, "int4": beside,
+    }  # fmt: skip
     if name not in dtypes:
         raise ValueError(f"dtype={name!r}: must be one of {', '.join(dtypes)}")
     return dtypes[name]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, Player, words
-from tests.conftest import TINY_DRAFT, needs_native, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair
 
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.backends.torch.pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.models.config import DraftConfig
+from aquiline.types import storage_dtype
 
 pytestmark = needs_native
 
@@ -42,3 +44,25 @@ def test_the_same_trees_and_texts(name: str, draft: DraftConfig) -> None:
         assert ours.tokens == theirs.tokens and ours.trees == theirs.trees, ours.drafting
         assert [s.draft_end for s in ours.steps] == [s.draft_end for s in theirs.steps]
         assert [p.draft_end for p in ours.first] == [p.draft_end for p in theirs.first]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_biases_and_sinks(dtype: str) -> None:
+    """A target with a bias on every linear and sinks: hidden states within 1e-4, and the same texts."""
+    config = dataclasses.replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True)
+    hidden, texts = [], []
+    for new in (CpuPair, TorchPair):
+        decoder, head = tiny_pair(7, config)
+        for module in (decoder, head):
+            round_to(module, storage_dtype(dtype))
+        pair = new(decoder, head, dtype)
+        assert pair.kv_dtype == ("float32" if dtype == "float32" else "bfloat16")
+        player = Player(pair, num_slots=2)
+        for name in ("chain3", "dynamic"):
+            player.add(words(40, 5), WAYS[name], SAMPLED)
+        player.run(12)
+        texts.append([text.tokens for text in player.texts])
+        hidden.append(pair.open(player.sizes).score([np.array(words(40), np.int32)]).hidden.copy())
+    tolerance = 1e-4 if dtype == "float32" else 1e-2  # keys that land on the other side of a rounding boundary
+    np.testing.assert_allclose(*hidden, rtol=0, atol=tolerance * np.abs(hidden[0]).max())
+    assert texts[0] == texts[1], "no near tie in this fixture"

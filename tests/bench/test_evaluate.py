@@ -19,7 +19,7 @@ from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.errors import ResultError
-from aquiline.spec.drafting import Chain, drafting
+from aquiline.spec.drafting import Chain, Dynamic, drafting
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.questions import Question
@@ -216,7 +216,7 @@ def test_settings_by_name() -> None:
     assert settings_of()["tree-2x2x6"] == drafting("dynamic")
     assert list(settings_of((5, 1))) == ["baseline", "chain-5", "chain-1"]
     assert settings_of((), ("4x8x32", "static")) == {
-        "baseline": drafting("none"), "tree-4x8x32": Chain("dynamic", depth=4, top_k=8, num_nodes=32),
+        "baseline": drafting("none"), "tree-4x8x32": Dynamic(4, 8, 32),
         "tree-static": drafting("static"),
     }  # fmt: skip
 

@@ -328,7 +328,7 @@ def test_a_server_that_drafts_otherwise_than_asked_is_refused(monkeypatch: pytes
 
 
 def test_several_prompts_are_not_for_the_server() -> None:
-    pytest.importorskip("llama_cpp")
+    pytest.importorskip("llama_cpp", reason="not installed: llama_cpp")
     for options in ("server", "eagle", "ngram-cache"):
         with pytest.raises(ValueError, match="the server runs one prompt at a time here; 4 given"):
             parse_peer(f"llamacpp:{options}").open(Place(BUNDLED_TARGET, BUNDLED_DRAFT, 1, 64, batch=4))

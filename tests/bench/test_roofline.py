@@ -19,15 +19,18 @@ from tests.bench.published import (
     QWEN_7B,
     write_config,
 )
-from tests.conftest import TINY, TINY_DRAFT, tiny_llm, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, engine_config, tiny_pair
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from aquiline.backends.torch.pair import TorchPair
 from aquiline.bench.configs import draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.bench.device import Ceilings, Figure
-from aquiline.bench.roofline import Cost, Roofline, Rows, draft_rows, forward_cost, keys_read, keys_seen
+from aquiline.bench.roofline import Cost, Roofline, Rows, forward_cost, keys_read, keys_seen
 from aquiline.bench.shapes import expected_experts, precision_of
 from aquiline.config import SamplingParams
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import LoadedModels
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
@@ -45,7 +48,7 @@ class CountedAttention:
         self.config, self.batch, self.context = config, batch, context
         self.touched: set[tuple[int, int, int]] = set()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         rows_each, window = len(q) // self.batch, self.config.window(layer)
         out = torch.zeros(len(q), q.shape[1] * q.shape[2])
         keys = torch.zeros(self.context + rows_each, q.shape[2])
@@ -240,38 +243,27 @@ def test_each_phase_takes_the_longer_of_its_two_times() -> None:
     assert (mixed.memory_s, mixed.compute_s, mixed.bound) == (2.0, 4.0, "compute") and mixed.seconds == 6.0
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        Chain(1),
-        Chain(4),
-        Dynamic(depth=3, top_k=2, num_nodes=7),
-        Static(),
-    ],
-    ids=lambda spec: f"{spec.drafter} {spec.max_nodes}",
-)
-def test_a_cycle_has_the_forwards_that_the_engine_makes(spec: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = tiny_llm(max_batch=1)
+@pytest.mark.parametrize("spec", [Chain(1), Chain(4), Dynamic(3, 2, 7), Static()], ids=lambda spec: spec.label)
+def test_a_cycle_has_the_forwards_that_a_backend_makes(spec: Drafting) -> None:
+    """Counted where a backend runs modules, which is torch; the native one counts its rows, the same ones."""
+    pair = TorchPair(*tiny_pair(), "float32")
+    llm = LLM.from_models(LoadedModels(pair, None, "float32", 0), engine_config(1))
     calls: list[tuple[str, int]] = []
-    for name in ("target", "draft"):
-        runner = getattr(llm.models, name)
-
-        def forward(rows, *rest, name=name, run=runner.forward):  # type: ignore[no-untyped-def]
-            calls.append((name, rows.num))
-            return run(rows, *rest)
-
-        monkeypatch.setattr(runner, "forward", forward)
-    llm.engine.stepper.cycle = None  # forward by forward, which is the same
-    llm.run([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True), spec=spec)
-    monkeypatch.undo()
+    assert pair.head is not None
+    pair.decoder.register_forward_hook(lambda module, args, out: calls.append(("target", len(args[0]))))
+    pair.head.register_forward_hook(lambda module, args, out: calls.append(("draft", len(args[0]))))
+    summary = llm.run([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True), spec=spec).summary
     verified = [place for place, (name, _) in enumerate(calls) if name == "target"]
     cycles = [calls[a + 1 : b + 1] for a, b in pairwise(verified)]
     assert len(cycles) >= 3
     for *passes, last in cycles[1:]:
         assert last == ("target", spec.max_nodes)
-        assert [rows for _, rows in passes[1:]] == list(draft_rows(spec))
+        assert [rows for _, rows in passes[1:]] == list(spec.draft_passes)
         assert 1 <= passes[0][1] <= spec.max_depth + 1
-    assert sum(draft_rows(spec)) == spec.draft_rows
+    assert sum(spec.draft_passes) == spec.draft_rows
+    drafted = [rows for cycle in cycles for name, rows in cycle if name == "draft"]
+    assert drafted[0] == 2, "the prompt's own"
+    assert summary.slots.num_draft_rows == sum(drafted[1:])
 
 
 def test_a_tau_that_cannot_be_is_refused() -> None:

@@ -20,7 +20,7 @@ from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
-from aquiline.spec.drafting import Drafting
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 from aquiline.spec.simulate import SimulatedAcceptance
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
@@ -112,7 +112,7 @@ def test_every_round_begins_with_another_setting(tmp_path: Path, monkeypatch: py
     decode = suite.LoadRun._decode
 
     def noted(self: suite.LoadRun, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
-        order.append(0 if spec.drafter == "none" else spec.num_spec_tokens)
+        order.append(spec.max_depth)
         return decode(self, llm, prompts, spec)
 
     monkeypatch.setattr(suite.LoadRun, "_decode", noted)
@@ -141,22 +141,18 @@ def test_what_cannot_run_is_named_and_the_rest_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tau", [1.0, 1.3, 2.5, 3.0, 4.0, 9.0])
 def test_simulated_tau_is_met_and_capped(tau: float) -> None:
-    import numpy as np
+    simulated = SimulatedAcceptance(tau)
+    accepted = [simulated.next(Chain(3)) for _ in range(600)]
+    assert {*accepted} <= {0, 1, 2, 3}
+    assert 1 + sum(a or 0 for a in accepted) / len(accepted) == pytest.approx(min(tau, 4), abs=0.01)
+    assert simulated.next(NoDraft()) is None
 
-    from aquiline.spec.tree import DraftTree, chain_topology
 
-    simulate = SimulatedAcceptance(tau)
-    shape = chain_topology(3, 4)
-    drawn = np.arange(12, dtype=np.int32) + 100
-    committed = []
-    for _ in range(200):
-        result = simulate(DraftTree(shape, np.arange(12, dtype=np.int32)), drawn)
-        for b, a in enumerate(result.num_accepted.tolist()):
-            assert result.tokens[b].tolist() == [*range(4 * b + 1, 4 * b + 1 + a), 100 + 4 * b + a, *[-1] * (3 - a)]
-            committed.append(a + 1)
-    assert sum(committed) / len(committed) == pytest.approx(min(tau, 4), abs=0.01)
+def test_simulated_tau_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"simulate_tau=0\.5"):
         SimulatedAcceptance(0.5)
+    with pytest.raises(ValueError, match="simulate_tau: acceptance is simulated for chains"):
+        SimulatedAcceptance(2).next(Dynamic())
 
 
 def test_the_command(tmp_path: Path) -> None:

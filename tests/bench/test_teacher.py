@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import TINY, needs_native, tiny_llm
-from tests.engine.oracle import Oracle
+from tests.engine.oracle import deepest, teach
 
 from aquiline.bench.prompts import read_prompts
 from aquiline.bench.teacher import Guesses, accuracy, guess, teacher
@@ -38,8 +38,9 @@ def test_a_draft_that_knows_the_text_and_one_that_knows_it_wrong(K: int, wrong: 
     llm = tiny_llm(max_batch=1)
     text = llm.run([PROMPT], SAMPLINGS[0]).outputs[0].token_ids
     judge = teacher(llm, len(PROMPT) + len(text))
+    drafts = [(token + wrong) % TINY.vocab_size for token in text]
     for own in (llm, judge):
-        own.engine.drafters[chain(K)] = Oracle(K, {0: PROMPT + text}, TINY.vocab_size, wrong)
+        teach(own, [PROMPT + drafts], deepest)
     found = guess(judge, PROMPT, SAMPLINGS[0], K)
     assert found.token_ids == text, "accepting nothing leaves the target's own text"
     result = accuracy([found], K)

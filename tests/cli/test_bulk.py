@@ -186,9 +186,9 @@ def test_the_command(tmp_path: Path) -> None:
     args = ["generate", "--prompts-file", str(rows), "--out", str(out), "--max-batch", "2", "--max-tokens", "5"]
     shown = CliRunner().invoke(app, args)
     assert shown.exit_code == 0, shown.output
-    assert "KV 5632 bytes per token" in shown.stderr and "line 2: prompt=''" in shown.stderr
+    assert "KV 7168 bytes per token" in shown.stderr and "line 2: prompt=''" in shown.stderr
     assert "3 rows (0 were there, 1 failed)" in shown.stderr and "disabled_other 0" in shown.stderr
     data = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     assert (data["num_rows"], data["num_resumed"], list(data["failed"])) == (3, 3, ["2"])
-    assert data["memory"]["kv_bytes_per_token"] == 5632 and data["metrics"]["peak_memory_bytes"] > 0
+    assert data["memory"]["kv_bytes_per_token"] == 7168 and data["metrics"]["peak_memory_bytes"] > 0
     assert CliRunner().invoke(app, args[:3]).exit_code == 2

@@ -1,13 +1,17 @@
-"""The logits of a target at every token of a text, as the backend of a pair computes them."""
+"""The logits of a target at every token of a text, and what a draft reads of features, as the backend of a pair
+computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import byref
 
 import numpy as np
 import torch
 
 from aquiline.backends.base import Pair
+from aquiline.backends.cpu.buffers import pointer
+from aquiline.backends.cpu.packed import library
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.backends.torch.pair import TorchPair
 from aquiline.engine.model import LoadedModels
@@ -22,6 +26,18 @@ def head_of(pair: Pair, hidden: Float32) -> Float32:
     assert isinstance(pair, TorchPair)
     with torch.no_grad():
         return pair.decoder.logits(torch.from_numpy(hidden)).numpy()
+
+
+def fused_of(pair: Pair, features: Float32) -> Float32:
+    """The draft's input [n, Hd] made of the target's features [n, F]."""
+    if isinstance(pair, CpuPair):
+        assert pair.draft_model is not None
+        fused = np.empty((len(features), pair.draft_model.model.hidden_size), np.float32)
+        library().fuse(byref(pair.draft_model.fusion), pointer(features), len(features), pointer(fused))
+        return fused
+    assert isinstance(pair, TorchPair) and pair.head is not None
+    with torch.no_grad():
+        return pair.head.fuse(torch.from_numpy(features)).numpy()
 
 
 def logits_of(models: LoadedModels, text: Sequence[int]) -> Float32:

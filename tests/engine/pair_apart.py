@@ -39,7 +39,7 @@ class AlongAPath:
         self.text, self.length, self.path = text, length, path
         self.own: tuple[Tensor, Tensor]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         self.own = k, v
         keys = torch.cat([self.text.k[:, : self.length], *(k for k, _ in self.path), k], 1)
         values = torch.cat([self.text.v[:, : self.length], *(v for _, v in self.path), v], 1)
@@ -55,9 +55,9 @@ class Recorded(DenseAttention):
     k: Tensor
     v: Tensor
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         self.k, self.v = k, v
-        return super().attend(layer, q, k, v)
+        return super().attend(layer, q, k, v, sinks)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from functools import lru_cache
 
 import pytest
 import torch
-from aquiline.models.runner import resolve_arithmetic
 from tests.conftest import engine_config, needs_native, round_to, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 
 from aquiline.backends.cpu import packed
+from aquiline.backends.cpu.pair import resolve_arithmetic
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 
 pytestmark = needs_native
 
@@ -59,19 +59,29 @@ def test_the_two_differ() -> None:
 def test_auto_is_the_faster_of_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_dot, expected in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(packed, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
-        assert resolve_arithmetic("auto", "bfloat16", True) == expected
-        for dtype, is_native in (("float32", True), ("int8", True), ("int4", True), ("bfloat16", False)):
-            assert resolve_arithmetic("auto", dtype, is_native) == "float32"
+        assert resolve_arithmetic("auto", "bfloat16") == expected
+        for dtype in ("float32", "int8", "int4"):
+            assert resolve_arithmetic("auto", dtype) == "float32"
+
+
+def on_torch(arithmetic: str) -> LoadedModels:
+    return from_modules(*tiny_pair(), None, Loading("bfloat16", arithmetic), Environment("off", 1))
 
 
 def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arithmetic, dtype, is_native, named in (
-        ("int8", "bfloat16", True, "arithmetic='int8': must be one of"),
-        ("bfloat16", "float32", True, "needs dtype='bfloat16'"),
-        ("bfloat16", "bfloat16", False, "torch path.*use arithmetic='float32'"),
-    ):
+    for arithmetic, dtype, named in (
+        ("int8", "bfloat16", "arithmetic='int8': must be one of"), ("bfloat16", "float32", "needs dtype='bfloat16'"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
-            resolve_arithmetic(arithmetic, dtype, is_native)
+            resolve_arithmetic(arithmetic, dtype)
     monkeypatch.setattr(packed, "has_bf16_dot", lambda: False)
     with pytest.raises(ValueError, match="AVX512_BF16; use arithmetic='float32'"):
-        resolve_arithmetic("bfloat16", "bfloat16", True)
+        resolve_arithmetic("bfloat16", "bfloat16")
+
+
+def test_the_torch_path_has_float32_alone() -> None:
+    assert on_torch("auto").arithmetic == on_torch("float32").arithmetic == "float32"
+    with pytest.raises(ValueError, match=r"torch path.*use arithmetic='float32'"):
+        on_torch("bfloat16")
+    with pytest.raises(ValueError, match="arithmetic='int8': must be one of auto, float32, bfloat16"):
+        on_torch("int8")

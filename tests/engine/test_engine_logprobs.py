@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
-import torch
 from tests.conftest import TINY, needs_native, tiny_llm
-from tests.engine.oracle import Oracle, TreeOracle
-from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, run_with
+from tests.engine.logits import log_laws
+from tests.engine.oracle import known
+from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts
 
 from aquiline.config import SamplingParams
-from aquiline.engine.llm import LLM, Result
-from aquiline.spec.drafting import Static
+from aquiline.engine.llm import Result
 
 pytestmark = needs_native
 
 
 def logprobs(result: Result) -> list[object]:
     return [(o.logprobs, o.prompt_logprobs) for o in result.outputs]
-
-
-def log_softmax_after(llm: LLM, prefix: list[int]) -> torch.Tensor:
-    """From the logits of a forward of its own."""
-    llm.run([prefix], SamplingParams(max_tokens=1))
-    row = np.array([llm.engine.stepper.rows.num - 1], np.int32)
-    return torch.from_numpy(llm.models.target.logits(row)).double().log_softmax(-1)[0]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
@@ -39,14 +30,13 @@ def test_the_same_bits_with_every_drafter_and_chunk(sampling: SamplingParams) ->
             assert logprobs(llm.run(prompts(5), params, spec=SPECS[name])) == expected, f"{name}, late={late}"
 
 
-@pytest.mark.parametrize("kind", [Oracle, TreeOracle])
-def test_the_same_bits_for_accepted_tokens(kind: type[Oracle]) -> None:
+@pytest.mark.parametrize("is_comb", [False, True])
+def test_the_same_bits_for_accepted_tokens(is_comb: bool) -> None:
     llm = tiny_llm()
     params = SamplingParams(max_tokens=21, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
     batch = prompts(4)
     expected = llm.run(batch, params, spec=BASELINE)
-    spec = Static(tuple((*(1,) * d, r) for d in range(4) for r in (0, 1)))
-    result = run_with(llm, lambda truth: kind(4, truth, TINY.vocab_size), batch, expected, params, spec)
+    result = llm.run(batch, params, spec=known(batch, expected, 4, TINY.vocab_size, is_comb=is_comb))
     assert result.summary.counters.tau > 4
     assert logprobs(result) == logprobs(expected)
 
@@ -64,7 +54,7 @@ def test_they_are_the_models_own() -> None:
     whole = prompt + output.token_ids
     entries = output.prompt_logprobs + output.logprobs
     for at in (1, 2, 15, 16, 17, 31, 32, len(prompt) - 1, len(prompt), len(prompt) + 5, len(whole) - 1):
-        law, entry = log_softmax_after(llm, whole[:at]), entries[at - 1]
+        law, entry = log_laws(llm.models, whole[:at])[-1], entries[at - 1]
         assert entry.logprob == pytest.approx(float(law[whole[at]]), abs=1e-4), f"token {at}"
         assert entry.rank == 1 + int((law > law[whole[at]]).sum())
         if at >= len(prompt):

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.checkpoints import write_target
-from tests.conftest import TINY, TINY_DRAFT, engine_config, tiny_llm, tiny_models
+from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, tiny_llm, tiny_models
+from tests.engine.storage import native
 
 from aquiline.config import EngineConfig
 from aquiline.engine.engine import Engine
@@ -15,14 +16,16 @@ from aquiline.engine.llm import LLM
 from aquiline.errors import OutOfMemory
 
 
+@needs_native
 def test_the_plan_counts_what_the_tensors_hold() -> None:
     engine = tiny_llm("bfloat16").engine
-    plan, kv = engine.memory, engine.stepper.kv
-    assert engine.stepper.session is not None
-    draft = engine.stepper.session.kv
-    assert plan.kv_bytes == kv.k.nbytes + kv.v.nbytes + draft.k.nbytes + draft.v.nbytes
+    plan, backend = engine.memory, native(engine)
+    groups = (backend.kv, backend.draft_kv)
+    assert plan.kv_bytes == sum(group.k.nbytes + group.v.nbytes for group in groups) + backend.fused.nbytes
+    draft = TINY_DRAFT.model
     assert plan.target_kv_bytes_per_token == 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 2
-    assert plan.draft_kv_bytes_per_token == 2 * TINY_DRAFT.model.num_kv_heads * TINY_DRAFT.model.head_dim * 2
+    fused = 4 * draft.hidden_size
+    assert plan.draft_kv_bytes_per_token == 2 * draft.num_kv_heads * draft.head_dim * 2 + fused
     assert f"KV {plan.kv_bytes_per_token} bytes per token" in str(plan)
     assert plan.as_dict()["num_pages"] == engine.pool.num_pages
 

@@ -18,6 +18,7 @@ FLAGS = {
     "mistral": {"windows": (24,) * 4},
     "qwen2": {"qkv_bias": True, "windows": (0, 0, 9, 9)},
     "qwen3": {"qk_norm": True, "tied_head": True},
+    "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True},
 }
 
 

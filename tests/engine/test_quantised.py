@@ -8,25 +8,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from aquiline.models.runner import resolve_arithmetic, weight_bytes
 from tests.checkpoints import write_draft, write_target
-from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_llm, tiny_pair
+from tests.conftest import TINY_DRAFT, engine_config, needs_native, round_to, tiny_llm, tiny_pair
+from tests.engine.logits import head_of, logits_of
+from tests.engine.storage import native as backend_of
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 from tests.engine.test_golden import observe, restored_isa
 from torch import nn
 
+from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu import native
+from aquiline.backends.cpu.pair import resolve_arithmetic
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.score import Scorer
 from aquiline.models.load import read_model_config
+from aquiline.ops.quantise import weight_bytes
+from aquiline.spec.drafting import Static
 
 __all__ = ["restored_isa"]
 
 GOLDEN = Path(__file__).with_name("golden_quantised.json")
 DTYPES = ["int8", "int4"]
-ONE_TOKEN = SamplingParams(max_tokens=1)
 both = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -40,7 +45,7 @@ def test_every_drafter_gives_the_baseline(dtype: str, sampling: str) -> None:
         result = llm.run(prompts(8), SAMPLINGS[sampling], spec=spec)
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in {dtype}"
         check_accounting(result)
-    assert llm.models.system()["dtype"] == dtype and llm.models.dtype == torch.bfloat16
+    assert llm.models.system()["dtype"] == dtype and llm.models.pair.kv_dtype == "bfloat16"
 
 
 @needs_native
@@ -85,24 +90,36 @@ def pair_llm(dtype: str, isa: str | None) -> LLM:
     return LLM.from_models(from_modules(decoder, head, None, Loading(dtype), Environment(isa, 1)), config)
 
 
+def preferred(models: LoadedModels, prompt: list[int]) -> list[int]:
+    """All tokens that the draft has, as it prefers them behind a prompt, and as it prefers them behind its first."""
+    assert models.draft_config is not None
+    width = models.draft_config.draft_vocab_size
+    backend, root = models.pair.open(Sizes(1, 16, 16, 16, 128)), len(prompt) - 1
+    admit = Admit(0, prompt, root, SamplingParams(seed=0), drafts=True)
+    chunk = Chunk(0, 0, root, is_last=True, draws=False)
+    backend.step(StepInput(admits=(admit,), pages=(Pages(0, 0, tuple(range(16))),), chunks=(chunk,))).read()
+    paths = tuple((*above, rank) for above in ((), (0,)) for rank in range(width))
+    drafts = backend.draft(StepInput(decodes=(Decode(0, Static(paths)),)))
+    return drafts.read().tokens[1:].tolist()
+
+
 @needs_native
 @both
 def test_the_torch_path_has_the_same_weights(dtype: str) -> None:
-    """Logits of every row within 1e-4 of the native ones, features and fused features too, and the path is named."""
-    found = []
+    """Hidden states, features and logits of every row within 1e-4 of the native ones, drafts in the same order of
+    preference, and the path is named."""
+    found, prompt = [], prompts(6)[5][:40]
     for isa in (None, "off"):
-        llm = pair_llm(dtype, isa)
-        target, draft = llm.models.target, llm.models.draft
-        assert draft is not None
-        llm.run([prompts(6)[5][:40]], ONE_TOKEN, spec=BASELINE)
-        index = np.arange(40, dtype=np.int32)
-        fused = draft.fuse(np.random.default_rng(0).normal(0, 1, (5, 3 * TINY.hidden_size)).astype(np.float32))
-        found.append((target.logits(index), target.features[index], fused, llm.models))
+        models = pair_llm(dtype, isa).models
+        scored = Scorer(models, 64)([np.array(prompt, np.int32)])
+        hidden = scored.hidden.copy()
+        found.append((hidden, scored.features.copy(), head_of(models.pair, hidden), preferred(models, prompt), models))
     for ours, theirs in zip(found[0][:3], found[1][:3], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+    assert found[0][3] == found[1][3] and len(set(found[0][3])) == TINY_DRAFT.draft_vocab_size
     assert [m.system()["path"] for *_, m in found] == ["native", "torch"]
     assert [m.system()["dtype"] for *_, m in found] == [dtype, dtype]
-    assert found[0][3].weight_bytes == found[1][3].weight_bytes
+    assert found[0][4].weight_bytes == found[1][4].weight_bytes
 
 
 @needs_native
@@ -136,7 +153,7 @@ def test_a_checkpoint_is_quantised_as_it_loads(dtype: str, tmp_path: Path) -> No
         llm = LLM(tmp_path / "target", tmp_path / "draft", dtype=storage, engine=engine_config(2))
         outputs[storage] = tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"]))
         assert outputs[storage] == tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE))
-        assert llm.engine.stepper.kv.k.dtype == torch.bfloat16
+        assert backend_of(llm.engine).kv.k.dtype == torch.bfloat16
         outputs[storage, "bytes"] = llm.engine.memory.weight_bytes
     assert outputs[dtype] != outputs["bfloat16"]
     assert outputs[dtype, "bytes"] < 0.8 * outputs["bfloat16", "bytes"]
@@ -149,8 +166,7 @@ def test_the_bundled_target_stays_close_to_itself() -> None:
     logits = {}
     for dtype in ("bfloat16", *DTYPES):
         llm = LLM(BUNDLED_TARGET, dtype=dtype, spec=BASELINE)
-        llm.run([llm.encode(text)[:200]], ONE_TOKEN)
-        logits[dtype] = llm.models.target.logits(np.arange(200, dtype=np.int32))
+        logits[dtype] = logits_of(llm.models, llm.encode(text)[:200])
     for dtype, difference, agreement in (("int8", 0.04, 0.96), ("int4", 0.5, 0.8)):
         assert 0 < np.abs(logits[dtype] - logits["bfloat16"]).mean() < difference
         assert (logits[dtype].argmax(-1) == logits["bfloat16"].argmax(-1)).mean() > agreement
@@ -159,7 +175,7 @@ def test_the_bundled_target_stays_close_to_itself() -> None:
 def test_what_cannot_be_is_a_value_error(tmp_path: Path) -> None:
     for dtype in DTYPES:
         with pytest.raises(ValueError, match=f"arithmetic='bfloat16': needs dtype='bfloat16', and dtype is '{dtype}'"):
-            resolve_arithmetic("bfloat16", dtype, True)
+            resolve_arithmetic("bfloat16", dtype)
     write_target(tmp_path)
     with pytest.raises(ValueError, match=r"dtype='int3': must be one of float32, bfloat16, int8, int4"):
         LLM(tmp_path, dtype="int3")

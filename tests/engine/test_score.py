@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 from tests.conftest import engine_config, needs_native, tiny_models
+from tests.engine.storage import native
 
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
@@ -33,7 +34,7 @@ def test_scores_are_what_decoding_computed() -> None:
     seen: list[np.ndarray] = []
 
     def read(delta: object) -> None:
-        seen.append(models.target.features[0].copy())
+        seen.append(native(llm.engine)._features[0].copy())
 
     output = llm.run([[5, 6, 7]], SamplingParams(max_tokens=20), spec=NoDraft(), on_delta=read).outputs[0]
     scored = Scorer(models, 64)([np.array(output.prompt_ids + output.token_ids, np.int32)])

@@ -20,11 +20,11 @@ class Kept:
         return [ord(letter) for letter in text for _ in range(SIZE)]
 
     def match(self, text: str) -> str:
-        return "".join(chr(node.tokens[0]) for node in self.cache.match(self.tokens(text)))
+        return "".join(chr(node.tokens[0]) for node in self.cache.match(None, self.tokens(text)))
 
     def seat(self, slot: int, text: str) -> int:
         """Take what the cache has of a text and pages for the rest; how many pages it had."""
-        found = self.cache.match(self.tokens(text))
+        found = self.cache.match(None, self.tokens(text))
         self.pool.share(slot, [node.page for node in found])
         self.pool.reserve(slot, len(text) * SIZE)
         self.nodes[slot] = found
@@ -34,7 +34,7 @@ class Kept:
         """Offer every page of a text; whether all of them could be."""
         for index in range(len(self.nodes[slot]), len(text)):
             parent = self.nodes[slot][-1] if self.nodes[slot] else None
-            node = self.cache.publish(slot, parent, index, self.tokens(text[index]), has_draft)
+            node = self.cache.publish(None, slot, parent, index, self.tokens(text[index]), has_draft)
             if node is None:
                 return False
             self.nodes[slot].append(node)

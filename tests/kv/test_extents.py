@@ -74,5 +74,5 @@ def test_room_that_is_given_back_is_one_run_again() -> None:
 def test_extents_count_breaks_in_either_direction() -> None:
     pool = PagePool(8, SIZE, 1, 8)
     pool.reserve(0, 4 * SIZE)
-    pool.table[0, :4] = pool.owned[0] = [0, 1, 5, 4]
+    pool.owned[0] = [0, 1, 5, 4]
     assert pool.num_extents(0) == 3

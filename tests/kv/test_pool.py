@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +64,6 @@ def test_check_notices(damage: str) -> None:
     elif damage == "double":
         pool.is_free[pool.owned[1][0]] = True
     else:
-        pool.table[1, :2] = np.flip(pool.table[1, :2].copy())
+        pool.owned[1] += [6] * pool.pages_per_slot
     with pytest.raises(AssertionError):
         pool.check()

@@ -16,9 +16,18 @@ def test_the_longest_path_of_whole_pages_is_found() -> None:
     kept.keep("abd")
     for asked, found in (("abc", "abc"), ("abdx", "abd"), ("ab", "ab"), ("axc", "a"), ("bc", ""), ("", "")):
         assert kept.match(asked) == found, asked
-    assert len(kept.cache.match([*kept.tokens("ab"), *[ord("c")] * (SIZE - 1)])) == 2, "a page is found whole"
-    assert len(kept.cache.match([*kept.tokens("a"), *[ord("b")] * (SIZE - 1), ord("x")])) == 1, "a token differs"
+    assert len(kept.cache.match(None, [*kept.tokens("ab"), *[ord("c")] * (SIZE - 1)])) == 2, "a page is found whole"
+    assert len(kept.cache.match(None, [*kept.tokens("a"), *[ord("b")] * (SIZE - 1), ord("x")])) == 1, "a token differs"
     kept.check()
+
+
+def test_spaces_share_nothing() -> None:
+    """A salt keeps what one caller said from being found by another."""
+    kept = Kept()
+    kept.pool.reserve(0, SIZE)
+    node = kept.cache.publish("salt", 0, None, 0, kept.tokens("a"), True)
+    assert node is not None and kept.cache.match("salt", kept.tokens("a")) == [node]
+    assert kept.cache.match(None, kept.tokens("a")) == kept.cache.match("pepper", kept.tokens("a")) == []
 
 
 def test_a_match_takes_no_page() -> None:
@@ -53,7 +62,7 @@ def test_who_computed_the_same_page_takes_the_tree_s_and_drops_its_own(first: bo
         if is_idle:
             kept.leave(0)
         assert kept.publish(1, "ab", second)
-        assert kept.pool.owned[1] == theirs and kept.pool.table[1, :2].tolist() == theirs
+        assert kept.pool.owned[1] == theirs and kept.pool.take_changes()[-2:] == [(1, 0, theirs[0]), (1, 1, theirs[1])]
         assert kept.pool.num_free == 10, "its own pages are free again"
         assert all(node.has_draft is first for node in kept.nodes[1])
         kept.check()
@@ -63,10 +72,10 @@ def test_an_idle_page_without_draft_keys_gives_way_to_one_with_them() -> None:
     kept = Kept()
     kept.seat(1, "ab")
     kept.keep("ab", has_draft=False)
-    old = [node.page for node in kept.cache.match(kept.tokens("ab"))]
+    old = [node.page for node in kept.cache.match(None, kept.tokens("ab"))]
     assert kept.publish(1, "ab", has_draft=True)
     assert [node.page for node in kept.nodes[1]] == kept.pool.owned[1] and not set(old) & set(kept.pool.owned[1])
-    assert kept.cache.match(kept.tokens("ab")) == kept.nodes[1] and all(node.has_draft for node in kept.nodes[1])
+    assert kept.cache.match(None, kept.tokens("ab")) == kept.nodes[1] and all(node.has_draft for node in kept.nodes[1])
     assert kept.pool.num_free == 10 and not kept.pool.idle and kept.pool.is_free[old].all()
     kept.check()
 
@@ -79,7 +88,7 @@ def test_a_page_without_draft_keys_that_is_in_use_stays_and_nothing_follows() ->
     own = list(kept.pool.owned[1])
     assert not kept.publish(1, "abc", has_draft=True)
     assert kept.pool.owned[1] == own and kept.nodes[1] == []
-    assert kept.match("abc") == "ab" and not any(node.has_draft for node in kept.cache.match(kept.tokens("ab")))
+    assert kept.match("abc") == "ab" and not any(node.has_draft for node in kept.cache.match(None, kept.tokens("ab")))
     kept.leave(1)
     assert not kept.pool.idle, "what nobody was told of is free"
     kept.check()
@@ -90,7 +99,7 @@ def test_children_stay_below_an_upgraded_page() -> None:
     kept.seat(1, "a")
     kept.keep("abc", has_draft=False)
     assert kept.publish(1, "a", has_draft=True)
-    found = kept.cache.match(kept.tokens("abc"))
+    found = kept.cache.match(None, kept.tokens("abc"))
     assert [node.has_draft for node in found] == [True, False, False]
     kept.leave(1)
     kept.check()
@@ -107,8 +116,8 @@ def test_a_context_of_many_pages_is_found_and_checked(num_pages: int) -> None:
     cache, node = PrefixCache(pool), None
     pool.reserve(0, num_pages * SIZE)
     for index in range(num_pages):
-        node = cache.publish(0, node, index, [index] * SIZE, True)
-    assert len(cache.match([index for index in range(num_pages) for _ in range(SIZE)])) == num_pages
+        node = cache.publish(None, 0, node, index, [index] * SIZE, True)
+    assert len(cache.match(None, [index for index in range(num_pages) for _ in range(SIZE)])) == num_pages
     cache.check()
     pool.release(0)
     cache.check()
@@ -117,9 +126,9 @@ def test_a_context_of_many_pages_is_found_and_checked(num_pages: int) -> None:
 def test_publishing_again_changes_nothing() -> None:
     kept = Kept()
     kept.seat(0, "a")
-    node = kept.cache.publish(0, None, 0, kept.tokens("a"), True)
-    assert kept.cache.publish(0, None, 0, kept.tokens("a"), True) is node
-    assert kept.cache.publish(0, None, 0, kept.tokens("a"), False) is node and node is not None and node.has_draft
+    node = kept.cache.publish(None, 0, None, 0, kept.tokens("a"), True)
+    assert kept.cache.publish(None, 0, None, 0, kept.tokens("a"), True) is node
+    assert kept.cache.publish(None, 0, None, 0, kept.tokens("a"), False) is node and node is not None and node.has_draft
     kept.check()
 
 
@@ -204,7 +213,7 @@ def test_check_notices(damage: str) -> None:
     kept.keep("abc")
     kept.keep("xy")
     kept.check()
-    first, second, third = kept.cache.match(kept.tokens("abc"))
+    first, second, third = kept.cache.match(None, kept.tokens("abc"))
     if damage == "page named twice":
         third.page = second.page
     elif damage == "node lost":
@@ -220,6 +229,6 @@ def test_check_notices(damage: str) -> None:
 def test_a_page_that_is_dropped_before_its_children_is_noticed_at_once() -> None:
     kept = Kept(num_pages=3)
     kept.keep("abc")
-    kept.pool.idle.move_to_end(kept.cache.match(kept.tokens("a"))[0].page, last=False)
+    kept.pool.idle.move_to_end(kept.cache.match(None, kept.tokens("a"))[0].page, last=False)
     with pytest.raises(AssertionError, match="is dropped before those below it"):
         kept.seat(0, "x")

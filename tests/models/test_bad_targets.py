@@ -53,8 +53,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}, ["gpt_neox", "LlamaForCausalLM"]),
     ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "Qwen3ForCausalLM"]),
     ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-    ({"attention_bias": True}, ["attention_bias"]),
-    ({"mlp_bias": True}, ["mlp_bias"]),
     ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "bfloat16"]),
     ({"num_local_experts": 8}, ["num_local_experts", "8", "mixture"]),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, ["dynamic", "llama3", "yarn"]),
@@ -111,7 +109,8 @@ def test_unsupported_config_is_refused_by_name(change: dict[str, Any], words: li
         ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 8}, "layer_types"),
         ("qwen2", {"use_mrope": True}, "use_mrope"),
         ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
-        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias"),
     ],
 )
 def test_family_specific_refusals(family: str, change: dict[str, Any], word: str, tmp_path: Path) -> None:

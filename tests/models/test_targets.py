@@ -33,12 +33,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_yarn": ("llama", {"rope_parameters": YARN}),
     "llama_yarn_full": ("llama", {"rope_parameters": YARN_FULL}),
     "llama_yarn_mscale": ("llama", {"rope_parameters": YARN_MSCALE}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {}),
     "mistral_window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {}),
     "qwen2_tied_yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 3}),
     "qwen3": ("qwen3", {}),
+    "qwen3_biases": ("qwen3", {"attention_bias": True}),
     "qwen3_types": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "layer_types": LISTED}),
 }
 LENGTHS = (1, 7, 23, 24, 25, 100)
@@ -167,8 +169,8 @@ def test_storage_rounds_once_and_widens_exactly(tmp_path: Path) -> None:
         assert a.equal(b.float()), name
     assert not any(p.requires_grad for p in wide.parameters())
     assert torch.get_default_dtype() == torch.float32
-    with pytest.raises(ValueError, match="float16"):
-        load_target(tmp_path / "bf16", dtype="float16")
+    with pytest.raises(ValueError, match="float64"):
+        load_target(tmp_path / "bf16", dtype="float64")
 
 
 def test_features_are_the_outputs_of_the_captured_layers(tmp_path: Path) -> None:
@@ -210,12 +212,12 @@ def test_every_parameter_is_filled_once_with_a_sharding_axis() -> None:
     """The weight map covers each parameter exactly; matrices name the axis tensor parallelism splits."""
     from aquiline.models.config import ModelConfig, RopeConfig
 
-    config = ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 8, 64, 1e-6, RopeConfig(), qkv_bias=True, qk_norm=True)
+    config = ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 8, 64, 1e-6, RopeConfig(), True, True, True, True, True)
     model, filled = Decoder(config), {}
     entries = target_entries(config)
     for entry in entries:
         filled.setdefault(entry.target, []).append((entry.start, entry.start + entry.shape[0]))
-        assert (entry.shard is None) == entry.target.endswith("norm"), entry
+        assert (entry.shard is None) == entry.target.endswith(("norm", ".o_bias", "down_bias")), entry
     for name, parameter in model.named_parameters():
         spans = sorted(filled.pop(name))
         assert spans[0][0] == 0 and spans[-1][1] == parameter.shape[0], name

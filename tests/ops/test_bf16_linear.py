@@ -54,7 +54,7 @@ def test_rounds_to_nearest_even_and_keeps_what_is_no_number(isa):
 @needs_dot
 @pytest.mark.parametrize("is_draft", [False, True])
 def test_forward_does_not_depend_on_chunks_threads_or_isa(is_draft):
-    w = random_weights(qwen=not is_draft, draft=is_draft, layers=1 if is_draft else 3)
+    w = random_weights(extras=not is_draft, draft=is_draft, layers=1 if is_draft else 3)
     w = replace(w, norm_before_residual=is_draft)
     model, exact = calls.NativeModel(w, "bfloat16"), calls.NativeModel(w)
     g = np.random.default_rng(0).normal(0, 1, (140, HIDDEN)).astype(np.float32) if is_draft else None

@@ -10,12 +10,12 @@ from test_sampling import reference_draws, sampling
 
 from aquiline.backends.cpu import calls
 from aquiline.ops import reference as ref
-from aquiline.types import KVGroup, LayerWeights, ModelWeights, Rows
+from aquiline.types import AttentionWeights, DenseWeights, KVGroup, LayerWeights, ModelWeights, Rows
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 64, 4, 2, 32, 96, 203
 
 
-def random_weights(dtype=torch.bfloat16, layers=3, draft=False, qwen=False):
+def random_weights(dtype=torch.bfloat16, layers=3, draft=False, extras=False):
     generator = torch.Generator().manual_seed(layers)
 
     def weight(*shape, scale=1.0):
@@ -37,18 +37,25 @@ def random_weights(dtype=torch.bfloat16, layers=3, draft=False, qwen=False):
         embed=weight(VOCAB, HIDDEN, scale=8.0),
         layers=tuple(
             LayerWeights(
-                qkv=weight(width, 2 * HIDDEN if draft else HIDDEN),
-                o=weight(HIDDEN, HEADS * DIM),
-                gate_up=weight(2 * FFN, HIDDEN),
-                down=weight(HIDDEN, FFN),
+                AttentionWeights(
+                    qkv=weight(width, 2 * HIDDEN if draft else HIDDEN),
+                    o=weight(HIDDEN, HEADS * DIM),
+                    qkv_bias=weight(width) if extras else None,
+                    o_bias=weight(HIDDEN) if extras else None,
+                    q_norm=norm(DIM) if extras else None,
+                    k_norm=norm(DIM) if extras else None,
+                    sinks=torch.linspace(-1, 1, HEADS) if extras else None,
+                    window=40 if extras and i % 2 else 0,
+                ),
+                DenseWeights(
+                    gate_up=weight(2 * FFN, HIDDEN),
+                    down=weight(HIDDEN, FFN),
+                    gate_up_bias=weight(2 * FFN) if extras else None,
+                    down_bias=weight(HIDDEN) if extras else None,
+                ),
                 input_norm=norm(HIDDEN),
                 post_norm=norm(HIDDEN),
-                qkv_bias=weight(width) if qwen else None,
                 hidden_norm=norm(HIDDEN) if draft else None,
-                q_norm=norm(DIM) if qwen else None,
-                k_norm=norm(DIM) if qwen else None,
-                sinks=torch.linspace(-1, 1, HEADS) if qwen else None,
-                window=40 if qwen and i % 2 else 0,
             )
             for i in range(layers)
         ),
@@ -72,20 +79,21 @@ def reference_forward(w, tokens, positions, paths, g=None, kv_dtype=torch.bfloat
     cos, sin = ref.rope_cos_sin(torch.as_tensor(positions), w.inv_freq, w.rope_scale)
     features, x = [], embed if g is None else g
     for index, layer in enumerate(w.layers):
+        a, mlp = layer.attention, layer.mlp
         h = ref.rms_norm(embed if w.is_draft else x, layer.input_norm, w.rms_norm_eps)
         if w.is_draft:
             normed_g = ref.rms_norm(g, layer.hidden_norm, w.rms_norm_eps)
             h, x = torch.cat((h, normed_g), -1), normed_g if w.norm_before_residual else g
-        qkv = ref.linear(h, layer.qkv, layer.qkv_bias).view(len(tokens), -1, DIM)
+        qkv = ref.linear(h, a.qkv, a.qkv_bias).view(len(tokens), -1, DIM)
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        if layer.q_norm is not None:
-            q, k = ref.rms_norm(q, layer.q_norm, w.rms_norm_eps), ref.rms_norm(k, layer.k_norm, w.rms_norm_eps)
+        if a.q_norm is not None:
+            q, k = ref.rms_norm(q, a.q_norm, w.rms_norm_eps), ref.rms_norm(k, a.k_norm, w.rms_norm_eps)
         q, k, v = ref.rope(q, cos, sin), ref.rope(k, cos, sin).to(kv_dtype).float(), v.to(kv_dtype).float()
-        seen = [path[-layer.window :] if layer.window else path for path in paths]
-        rows = [ref.attention(q[i], k[p], v[p], DIM**-0.5, layer.sinks) for i, p in enumerate(seen)]
-        x = x + ref.linear(torch.stack(rows), layer.o)
-        h = ref.rms_norm(x, layer.post_norm, w.rms_norm_eps)
-        x = x + ref.linear(ref.swiglu(ref.linear(h, layer.gate_up)), layer.down)
+        seen = [path[-a.window :] if a.window else path for path in paths]
+        rows = [ref.attention(q[i], k[p], v[p], DIM**-0.5, a.sinks) for i, p in enumerate(seen)]
+        x = x + ref.linear(torch.stack(rows), a.o, a.o_bias)
+        gate_up = ref.linear(ref.rms_norm(x, layer.post_norm, w.rms_norm_eps), mlp.gate_up, mlp.gate_up_bias)
+        x = x + ref.linear(ref.swiglu(gate_up), mlp.down, mlp.down_bias)
         if index in w.capture:
             features.append(x)
     return x, torch.cat(features, -1) if features else None
@@ -109,15 +117,16 @@ def run(model, kv, rows, width=HIDDEN, features=0, g=None):
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, 140).astype(np.int32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("qwen", [False, True], ids=["llama", "norms-bias-window-sinks"])
-def test_target_matches_reference(dtype, qwen, isa):
-    w = random_weights(dtype, qwen=qwen)
-    kv, table = new_kv(w, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("extras", [False, True], ids=["llama", "norms-biases-window-sinks"])
+def test_target_matches_reference(dtype, extras, isa):
+    w = random_weights(dtype, extras=extras)
+    stored = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    kv, table = new_kv(w, dtype=stored)
     num = 100 if isa != "portable" else 20
     hidden, captured = run(calls.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, num), features=2)
     expected, features = reference_forward(
-        w, TOKENS[:num], np.arange(num), [list(range(i + 1)) for i in range(num)], kv_dtype=dtype
+        w, TOKENS[:num], np.arange(num), [list(range(i + 1)) for i in range(num)], kv_dtype=stored
     )
     # Where a key lands on the other side of a bf16 rounding boundary, the results differ by its share of the attention.
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
@@ -143,7 +152,7 @@ def test_draft_matches_reference_and_feeds_back_in_place(norm_before_residual, i
 
 
 def test_bits_do_not_depend_on_chunks_threads_or_isa():
-    w = random_weights(qwen=True)
+    w = random_weights(extras=True)
     model = calls.NativeModel(w)
     expected = None
     for isa, threads, sizes in (
@@ -168,7 +177,7 @@ def test_bits_do_not_depend_on_chunks_threads_or_isa():
 @pytest.mark.parametrize("root", [15, 16, 62, 63, 64, 65, 100])
 def test_tree_equals_sequences_decoded_alone_and_moving_its_path_keeps_them_equal(root):
     """A root with two children and a grandchild below the second; then the winning path made contiguous."""
-    w = random_weights(qwen=True)
+    w = random_weights(extras=True)
     model = calls.NativeModel(w)
     kv, table = new_kv(w)
     run(model, kv, chunk_rows(table, TOKENS, 0, root))

@@ -9,7 +9,7 @@ from aquiline.backends.cpu import calls
 
 # n: one block, a partial block, odd block counts, several panels. k: one unroll step up to several cache lines.
 SHAPES = [(16, 16), (1, 32), (17, 48), (48, 64), (100, 128), (144, 96), (336, 160)]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def inputs(n, k, rows, dtype):
@@ -52,6 +52,19 @@ def test_sums_run_in_k_order():
     assert calls.NativeLinear(weight)(x)[0, 0] == 0.0
     x[0, [0, 1, 8]] = 2.0**24, -(2.0**24), 1.0
     assert calls.NativeLinear(weight)(x)[0, 0] == 1.0
+
+
+def test_every_half_precision_number_is_read_as_it_is():
+    """All 65,536 as weights, infinities and subnormal numbers among them; NaNs too have the same bits everywhere."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    weight = torch.zeros(2**16, 16, dtype=torch.float16)
+    weight[:, 0] = halves
+    x, found = np.eye(1, 16, dtype=np.float32), {}
+    for isa in ISAS:
+        calls.select_isa(isa)
+        found[isa] = calls.NativeLinear(weight)(x)[0]
+        assert np.array_equal(found[isa], halves.float().numpy(), equal_nan=True), isa
+        assert np.array_equal(bits(found[isa]), bits(found[ISAS[0]])), isa
 
 
 def test_no_rows():

@@ -18,12 +18,12 @@ needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason
 BOUND = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from aquiline.backends.cpu import packed
+from aquiline.backends.cpu.pair import configure
 from aquiline.config import Environment
-from aquiline.models.runner import use_native
-from aquiline.ops import packed
 for variable in ("", "2"):
     os.environ["AQUILINE_THREADS"] = variable
-    assert use_native(Environment.read())
+    configure(Environment.read())
     print(packed.library().num_threads())
 """
 

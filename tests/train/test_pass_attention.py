@@ -129,7 +129,7 @@ class WindowedCache:
     def __init__(self, window: int) -> None:
         self.window, self.k, self.v = window, torch.zeros(0, 2, 16), torch.zeros(0, 2, 16)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         self.k, self.v = torch.cat((self.k, k)), torch.cat((self.v, v))
         at = torch.arange(len(self.k) - len(q), len(self.k))[:, None]
         keys = torch.arange(len(self.k))

@@ -24,7 +24,7 @@ class CachedAttention:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         k = k if self.k is None else torch.cat((self.k, k))
         v = v if self.v is None else torch.cat((self.v, v))
         self.k, self.v = k, v

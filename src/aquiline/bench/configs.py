@@ -196,13 +196,13 @@ def _draft(layer: LayerShape, vocab: int, features: int, target: ModelShape, *, 
 
 
 def _layer_of(config: ModelConfig, index: int, inputs: int) -> LayerShape:
-    hidden, dim = config.hidden_size, config.head_dim
-    fixed = attention(
-        hidden, config.num_heads, config.num_kv_heads, dim, inputs=inputs, bias="qkv" if config.qkv_bias else ""
-    )
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    bias = " ".join(name for name, has_it in (("qkv", config.qkv_bias), ("o", config.o_bias)) if has_it)
+    fixed = attention(hidden, config.num_heads, config.num_kv_heads, dim, inputs=inputs, bias=bias)
+    vectors = 2 * hidden + 2 * dim * config.qk_norm + config.num_heads * config.sinks
     return LayerShape(
-        config.num_heads, config.num_kv_heads, dim, fixed + mlp(hidden, config.intermediate_size),
-        num_vector=2 * hidden + 2 * dim * config.qk_norm, window=config.window(index),
+        config.num_heads, config.num_kv_heads, dim, fixed + mlp(hidden, inner, config.mlp_bias),
+        num_vector=vectors, window=config.window(index),
     )  # fmt: skip
 
 

@@ -26,11 +26,10 @@ RANGES = {
 PARTS = {
     "EAGLE_DRAFT": {
         "EAGLE_DRAFT_ATTENTION_FMHA": "draft_attention", "EAGLE_DRAFT_FFN": "draft_mlp",
-        "EAGLE_DRAFT_LM_HEAD": "draft_head",
+        "EAGLE_DRAFT_LM_HEAD": "draft_head", "EAGLE_DRAFT_FUSE": "draft_fusion",
     },
     "BASE_DECODE_STEP": {"BASE_ATTENTION_FMHA": "target_attention", "BASE_FFN": "target_mlp"},
     "EAGLE_ACCEPT": {"BASE_LM_HEAD": "target_head"},
-    "EAGLE_TAIL_COMMIT": {"EAGLE_DRAFT_FUSE": "draft_fusion"},
 }  # fmt: skip
 """What the native backend tells of a range: its parts, in order, and their names in metrics.PARTS."""
 

@@ -46,7 +46,7 @@ Capture = Annotated[
 NormFeedback = Annotated[
     bool | None, typer.Option(help="Feed the draft's normed output back. Default: as its checkpoint says.")
 ]
-Dtype = Annotated[str, typer.Option(help="Storage of weights: bfloat16, float32, int8 or int4.")]
+Dtype = Annotated[str, typer.Option(help="Storage of weights: bfloat16, float16, float32, int8 or int4.")]
 Arithmetic = Annotated[str, typer.Option(help="auto, float32, or bfloat16, the faster where the CPU has AVX512_BF16.")]
 
 _FLAGS = {

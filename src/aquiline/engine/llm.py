@@ -68,8 +68,8 @@ class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
     `spec` is the default way to draft: a chain of 3 where a draft is there, none elsewhere. `dtype` names how weights
-    are stored: bfloat16, float32, int8 or int4; `kv_dtype` how keys and values are: "auto" is float32 beside float32
-    weights, else bfloat16. `arithmetic`
+    are stored: bfloat16, float16, float32, int8 or int4; `kv_dtype` how keys and values are: "auto" is float32 beside
+    float32 weights, else bfloat16. `arithmetic`
     "float32" gives the same text on every x86 CPU; "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16, rounds
     activations too: faster, as exact between drafters, a text of its own; "auto" takes it where it is there. `capture`
     (target layers whose outputs the draft reads) and `norm_feedback` replace what a draft's checkpoint says or leaves

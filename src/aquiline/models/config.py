@@ -33,6 +33,9 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False  # of gate, up and down
+    sinks: bool = False  # a logit per head in the softmax's denominator
     qk_norm: bool = False  # qwen3: one RMS norm per head on q and k, before the rotation
     tied_head: bool = False
     windows: tuple[int, ...] = ()  # per layer, 0 for none; empty: none anywhere

@@ -16,12 +16,21 @@ from torch import Tensor, nn
 from aquiline.models.config import ModelConfig
 from aquiline.models.rope import rotary
 from aquiline.ops import reference as ops
-from aquiline.types import Attention, LayerWeights, ModelWeights
+from aquiline.types import Attention, AttentionWeights, DenseWeights, LayerWeights, ModelWeights
 
 
 def parameter(*shape: int) -> nn.Parameter:
     """An uninitialised weight; checkpoints and `init_weights` fill it."""
     return nn.Parameter(torch.empty(*shape))
+
+
+def optional(exists: bool, *shape: int) -> nn.Parameter | None:
+    """A weight that only some models have."""
+    return parameter(*shape) if exists else None
+
+
+def _data(weight: nn.Parameter | None) -> Tensor | None:
+    return None if weight is None else weight.data
 
 
 @dataclass(frozen=True)
@@ -58,14 +67,18 @@ class DecoderLayer(nn.Module):
         q_width, kv_width = config.num_heads * Dh, config.num_kv_heads * Dh
         self.split = [q_width, kv_width, kv_width]
         self.qkv = parameter(q_width + 2 * kv_width, in_features or H)
-        self.qkv_bias = parameter(q_width + 2 * kv_width) if config.qkv_bias else None
+        self.qkv_bias = optional(config.qkv_bias, q_width + 2 * kv_width)
         self.o = parameter(H, q_width)
+        self.o_bias = optional(config.o_bias, H)
+        self.sinks = optional(config.sinks, config.num_heads)
         self.gate_up = parameter(2 * config.intermediate_size, H)
+        self.gate_up_bias = optional(config.mlp_bias, 2 * config.intermediate_size)
         self.down = parameter(H, config.intermediate_size)
+        self.down_bias = optional(config.mlp_bias, H)
         self.input_norm = parameter(H)
         self.post_norm = parameter(H)
-        self.q_norm = parameter(Dh) if config.qk_norm else None
-        self.k_norm = parameter(Dh) if config.qk_norm else None
+        self.q_norm = optional(config.qk_norm, Dh)
+        self.k_norm = optional(config.qk_norm, Dh)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attn: Attention) -> Tensor:
         """hidden [..., H] -> [..., H]."""
@@ -79,8 +92,9 @@ class DecoderLayer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         q, k = ops.rope(q, rotation.cos, rotation.sin), ops.rope(k, rotation.cos, rotation.sin)
-        hidden = residual + ops.linear(attn.attend(self.index, q, k, v), self.o)
-        return hidden + ops.linear(ops.swiglu(ops.linear(self.norm(hidden, self.post_norm), self.gate_up)), self.down)
+        hidden = residual + ops.linear(attn.attend(self.index, q, k, v, self.sinks), self.o, self.o_bias)
+        gate_up = ops.linear(self.norm(hidden, self.post_norm), self.gate_up, self.gate_up_bias)
+        return hidden + ops.linear(ops.swiglu(gate_up), self.down, self.down_bias)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm with this model's epsilon."""
@@ -88,14 +102,12 @@ class DecoderLayer(nn.Module):
 
     def weights(self, hidden_norm: Tensor | None = None) -> LayerWeights:
         """This layer as plain tensors, for a backend that runs the whole forward itself."""
-        return LayerWeights(
-            qkv=self.qkv.data, o=self.o.data, gate_up=self.gate_up.data, down=self.down.data,
-            input_norm=self.input_norm.data, post_norm=self.post_norm.data, hidden_norm=hidden_norm,
-            qkv_bias=None if self.qkv_bias is None else self.qkv_bias.data,
-            q_norm=None if self.q_norm is None else self.q_norm.data,
-            k_norm=None if self.k_norm is None else self.k_norm.data,
-            window=self.config.window(self.index),
+        attention = AttentionWeights(
+            self.qkv.data, self.o.data, _data(self.qkv_bias), _data(self.o_bias), _data(self.q_norm),
+            _data(self.k_norm), _data(self.sinks), self.config.window(self.index),
         )  # fmt: skip
+        mlp = DenseWeights(self.gate_up.data, self.down.data, _data(self.gate_up_bias), _data(self.down_bias))
+        return LayerWeights(attention, mlp, self.input_norm.data, self.post_norm.data, hidden_norm)
 
 
 @dataclass(frozen=True)

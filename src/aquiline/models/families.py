@@ -29,16 +29,19 @@ class Family:
     windows: Literal["none", "all", "listed"] = "none"
     head_dim: int | None = None  # when the config names none: hidden_size / num_attention_heads
     num_kv_heads: int | None = None  # when the config names none: num_attention_heads
-    bias_allowed: tuple[str, ...] = ()  # *_bias flags that change nothing here
+    biases: tuple[str, ...] = ()  # *_bias flags of the config that give weights: attention (of q, k, v and o), mlp
+    bias_ignored: tuple[str, ...] = ()  # *_bias flags that change nothing
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM"),
+    "llama": Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
     "mistral": Family("MistralForCausalLM", windows="all", num_kv_heads=8),
     "qwen2": Family(
-        "Qwen2ForCausalLM", qkv_bias=True, windows="listed", num_kv_heads=32, bias_allowed=("attention_bias",)
+        "Qwen2ForCausalLM", qkv_bias=True, windows="listed", num_kv_heads=32, bias_ignored=("attention_bias",)
     ),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, windows="listed", head_dim=128, num_kv_heads=32),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", qk_norm=True, windows="listed", head_dim=128, num_kv_heads=32, biases=("attention_bias",)
+    ),
 }
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -74,7 +77,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     generation = file.with_name("generation_config.json")
     extra = read_json(generation) if generation.exists() and not is_gguf(file) else {}
     family = _family(raw, file)
-    refuse_features(raw, file, FAMILIES[family].bias_allowed)
+    refuse_features(raw, file, FAMILIES[family].biases + FAMILIES[family].bias_ignored)
     return geometry(raw, file, family, (*token_ids(raw, file, EOS), *token_ids(extra, generation, EOS)))
 
 
@@ -107,6 +110,7 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
         raise CheckpointError(f"{file}: {len(rope.factors)} rope factors; head_dim={head_dim} takes {head_dim // 2}")
     bos = token_ids(raw, file, "bos_token_id")
+    has_bias = {name: name in kind.biases and flag(raw, file, name) for name in ("attention_bias", "mlp_bias")}
     return ModelConfig(
         family=family,
         vocab_size=count(raw, file, "vocab_size"),
@@ -119,7 +123,9 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         max_positions=max_positions,
         rms_norm_eps=number(raw.get("rms_norm_eps", 1e-6), file, "rms_norm_eps"),
         rope=rope,
-        qkv_bias=kind.qkv_bias,
+        qkv_bias=kind.qkv_bias or has_bias["attention_bias"],
+        o_bias=has_bias["attention_bias"],
+        mlp_bias=has_bias["mlp_bias"],
         qk_norm=kind.qk_norm,
         tied_head=flag(raw, file, "tie_word_embeddings"),
         windows=_windows(raw, file, kind, layers),
@@ -143,7 +149,8 @@ def refuse_features(raw: Raw, file: Path, allowed: tuple[str, ...] = ()) -> None
             raise CheckpointError(f"{file}: {name}={raw[name]!r}; mixture-of-experts layers are not supported")
     for name in ("attention_bias", "mlp_bias"):
         if flag(raw, file, name) and name not in allowed:
-            raise CheckpointError(f"{file}: {name}=true adds biases that are not supported; supported is false")
+            kind = raw.get("model_type")
+            raise CheckpointError(f"{file}: {name}=true adds biases that {kind} does not have here; supported is false")
     if flag(raw, file, "use_mrope"):
         raise CheckpointError(f"{file}: use_mrope=true is not supported; supported is false")
 

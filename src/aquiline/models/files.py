@@ -253,17 +253,25 @@ def fill(module: nn.Module, tensors: TensorSource, entries: Iterable[Entry]) -> 
     for entry in entries:
         whole = parameters[entry.target].data
         rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1  # a stack of vectors takes one row each
-        place = whole.narrow(0, entry.start, rows).view(entry.shape)
-        place.copy_(tensors.get(entry.source))
+        place, found = whole.narrow(0, entry.start, rows).view(entry.shape), tensors.get(entry.source)
+        place.copy_(found)
         # A sum is a tenth of the copy's time and takes no memory; it also overflows, so what it finds is counted.
-        odd = 0 if math.isfinite(float(place.sum())) else int(place.isfinite().logical_not_().sum())
-        if odd:
-            nans = int(place.isnan().sum())
-            problems.append(
-                f"tensor {entry.source} holds {odd} of {place.numel()} values that are not finite ({nans} NaN, "
-                f"{odd - nans} infinite): download it again, or save it again from a sound run"
-            )
+        if not math.isfinite(float(place.sum())) and not place.isfinite().all():
+            problems.append(_not_finite(entry.source, place, found))
     refuse(tensors.path, problems)
+
+
+def _not_finite(name: str, place: Tensor, found: Tensor) -> str:
+    """What is wrong with a tensor that is not finite as it is stored in `place`: the file's, or its storage."""
+    if found.isfinite().all():
+        wider = "bfloat16" if place.dtype == torch.float16 else "float32"
+        stored, limit = str(place.dtype).removeprefix("torch."), torch.finfo(place.dtype).max
+        return f"tensor {name} holds {float(found.abs().max()):g}, and {stored} ends at {limit:g}: use dtype={wider!r}"
+    odd, nans = int(place.isfinite().logical_not_().sum()), int(place.isnan().sum())
+    return (
+        f"tensor {name} holds {odd} of {place.numel()} values that are not finite ({nans} NaN, {odd - nans} infinite): "
+        "download it again, or save it again from a sound run"
+    )
 
 
 def refuse(where: Path | str, problems: list[str]) -> None:

@@ -50,6 +50,16 @@ def layer_entries(config: ModelConfig, source: str, target: str, in_features: in
         entries += [
             Entry(f"{attn}.{name}_proj.bias", f"{target}.qkv_bias", (rows,), start, ROWS) for name, start, rows in parts
         ]
+    if config.o_bias:
+        entries.append(Entry(f"{attn}.o_proj.bias", f"{target}.o_bias", (H,)))
+    if config.mlp_bias:
+        entries += [
+            Entry(f"{mlp}.gate_proj.bias", f"{target}.gate_up_bias", (inner,), 0, ROWS),
+            Entry(f"{mlp}.up_proj.bias", f"{target}.gate_up_bias", (inner,), inner, ROWS),
+            Entry(f"{mlp}.down_proj.bias", f"{target}.down_bias", (H,)),
+        ]
+    if config.sinks:
+        entries.append(Entry(f"{attn}.sinks", f"{target}.sinks", (config.num_heads,), 0, ROWS))
     if config.qk_norm:
         entries += [Entry(f"{attn}.{name}_norm.weight", f"{target}.{name}_norm", (Dh,)) for name in "qk"]
     return [
@@ -81,14 +91,15 @@ def open_tensors(checkpoint: Path) -> TensorSource:
 
 
 def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
-    """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16 or float32),
-    frozen. With int8 and int4 they are bfloat16 here: a runner quantises its linears.
+    """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16, float16
+    or float32), frozen. With int8 and int4 they are bfloat16 here: a runner quantises its linears.
 
     `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
     place, so the peak is the model plus one tensor. float32 files and GGUF's packed blocks round to bfloat16 storage;
     into float32 everything is exact.
-    Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file or
-    unsupported field; ValueError for an unknown dtype or capture layers out of range."""
+    Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file, the
+    unsupported field or the tensor that float16 cannot hold; ValueError for an unknown dtype or capture layers out of
+    range."""
     storage = storage_dtype(dtype)
     checkpoint = resolve(path)
     config = read_model_config(checkpoint)

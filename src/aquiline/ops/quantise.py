@@ -1,6 +1,6 @@
 """Linear weights as int8 or int4 codes times scales: how a weight is rounded, and what the rounded weight is.
 
-Symmetric, without zero points; multiplied in float32 (csrc/aquiline.h says in which order). Every step is exact or
+Symmetric, without zero points; multiplied in float32 (csrc/formats says in which order). Every step is exact or
 correctly rounded per element, and no sum is taken, so a checkpoint gives the same codes on every machine.
 """
 

@@ -1,6 +1,6 @@
 """Plain, obvious torch in float32: what every faster path is tested against, and what training differentiates.
 
-Owns no state. Each function has a native twin of the same name in csrc/aquiline.h.
+Owns no state. Each function has a native twin of the same name in csrc/api/aquiline.h.
 """
 
 from __future__ import annotations

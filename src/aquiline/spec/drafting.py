@@ -12,6 +12,7 @@ from abc import ABC
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -237,7 +238,11 @@ DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Ch
 def drafting(name: str, **fields: Any) -> Drafting:
     """The value called `name` with those of `fields` that it has; the others belong to other ways to draft.
 
-    Raises ValueError for a name that is not in DRAFTINGS and for a field's bad value."""
-    check(name in DRAFTINGS, "drafter", name, f"choose one of {', '.join(DRAFTINGS)}")
+    Raises ValueError for a name that is not in DRAFTINGS, for a field that none of them has, and for a bad value."""
+    check(isinstance(name, str) and name in DRAFTINGS, "drafter", name, f"must be one of {', '.join(DRAFTINGS)}")
+    known = {f.name for kind in DRAFTINGS.values() for f in dataclass_fields(kind)}
+    for unknown in fields.keys() - known:
+        check(False, unknown, fields[unknown], f"no way to draft has this; there are {', '.join(sorted(known))}")
     kind = DRAFTINGS[name]
-    return kind(**{k: v for k, v in fields.items() if k in kind.__dataclass_fields__ and v is not None})
+    own = {f.name for f in dataclass_fields(kind)}
+    return kind(**{k: v for k, v in fields.items() if k in own and v is not None})

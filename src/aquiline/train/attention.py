@@ -59,8 +59,9 @@ class PackedAttention:
         windows = {config.window(i) for i in range(config.num_layers)}
         self.masks = {w: visibility(document, queries, w) for w in windows}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [B, T, Hq, Dh], k and v [B, T, Hkv, Dh] -> [B, T, Hq * Dh]."""
+        assert sinks is None, "training reads targets without sinks"
         return step_attention(q, [k], [v], self.masks[self.config.window(layer)])
 
 
@@ -90,9 +91,10 @@ class TTTAttention:
         if self.seen is not None and is_new:
             self.seen = visibility(self.document, self.queries, self.window - step if self.window else 0)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [B, N, Hq, Dh], k and v [B, N, Hkv, Dh] of this step's rows -> [B, N, Hq * Dh]; keeps k and v."""
         assert len(self.keys) == self.step, "begin(step) must precede each pass"
+        assert sinks is None, "a draft has no sinks"
         self.keys.append(k)
         self.values.append(v)
         if self.seen is not None:

@@ -29,6 +29,8 @@ class TargetShape:
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     has_biases: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
@@ -42,7 +44,7 @@ class TargetShape:
         """The shape of a target that this version loads."""
         return TargetShape(
             c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size,
-            c.tied_head, c.qkv_bias, c.qk_norm,
+            c.tied_head, c.qkv_bias, c.qk_norm, c.o_bias, c.mlp_bias,
         )  # fmt: skip
 
     @property
@@ -65,6 +67,8 @@ class TargetShape:
         layer += q + 2 * kv if self.qkv_bias or self.has_biases else 0
         layer += H + self.num_heads if self.has_biases else 0
         layer += 2 * self.head_dim if self.qk_norm else 0
+        layer += H if self.o_bias else 0
+        layer += 2 * self.intermediate_size + H if self.mlp_bias else 0
         if self.num_experts:
             layer += H * self.num_experts + (self.num_experts if self.has_biases else 0)
         else:

@@ -52,7 +52,8 @@ def new_head(
     vocab int64 [Vd]: target ids, ascending. The embedding is a frozen copy of the target's. `fit` makes it useful."""
     t = target.config
     model = replace(
-        t, family="llama", num_layers=1, qkv_bias=False, qk_norm=False, tied_head=False, windows=(),
+        t, family="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, sinks=False,
+        qk_norm=False, tied_head=False, windows=(),
         intermediate_size=intermediate_size or t.intermediate_size,
         num_heads=num_heads or t.num_heads, num_kv_heads=num_kv_heads or t.num_kv_heads,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Steps over the native library: messages in, what they decided out. See backends/base.py, Backend.
 
-Owns the memory that a step computes with; the library owns the slots (csrc/batch.h).
+Owns the memory that a step computes with; the library owns the slots (csrc/stages/batch.h).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aquiline.backends.base import Decoded, Drafts, Prefilled, Scored, Sizes, StepInput, StepOutput, TokenMasks
-from aquiline.backends.cpu.batch import AqBatchConfig, NativeBatch, new_tree
+from aquiline.backends.cpu.batch import NativeBatch, new_tree
 from aquiline.backends.cpu.buffers import address, describe_kv, pointer
 from aquiline.backends.cpu.logprobs import LogprobReader
+from aquiline.backends.cpu.native import AqBatchConfig
 from aquiline.backends.cpu.packed import library
 from aquiline.backends.cpu.storage import new_group
 from aquiline.metrics import PARTS
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from aquiline.backends.cpu.pair import CpuPair
 
 STAGE_NAMES = ("draft", "masks", "verify", "accept", "commit")
-"""Stages in the order of csrc/batch.h, StageTime."""
+"""Stages in the order of csrc/stages/batch.h, StageTime."""
 
 
 class CpuDrafts:

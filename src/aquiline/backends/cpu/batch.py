@@ -1,9 +1,9 @@
-"""The ctypes mirror of csrc/stages.h: a running batch inside the native library, and a step as one message to it."""
+"""A running batch inside the native library (csrc/stages/stages.h), and a step as one message to it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_uint64, c_void_p
+from ctypes import byref, c_double, c_int32
 from itertools import chain
 from typing import Any
 from weakref import finalize
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
 from aquiline.backends.cpu.buffers import address, pointer
-from aquiline.backends.cpu.native import AqFusion, AqKV, AqModel
+from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqSampling, AqShape
 from aquiline.backends.cpu.packed import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
@@ -25,50 +25,6 @@ REFUSED = -1
 """What a stage returns where it refuses its input, and has changed nothing."""
 
 CHAIN, STATIC, DYNAMIC = range(3)
-
-
-class AqSampling(Structure):
-    """How a token is drawn."""
-
-    _fields_ = [
-        *((n, c_float) for n in ("temperature", "top_p", "min_p")),
-        *((n, c_int32) for n in ("top_k", "position")),
-        ("seed", c_uint64),
-    ]
-
-
-class AqBatchConfig(Structure):
-    """All that a batch works on."""
-
-    _fields_ = [
-        *((n, POINTER(AqModel)) for n in ("target", "draft")),
-        *((n, POINTER(AqKV)) for n in ("target_kv", "draft_kv")),
-        *((n, c_void_p) for n in ("hidden", "features", "draft_hidden", "fused", "d2t")),
-        ("fusion", AqFusion),
-        *((n, c_int32) for n in ("num_slots", "pages_per_slot", "max_rows", "norm_feedback")),
-    ]
-
-
-class AqAdmit(Structure):
-    """A sequence takes a slot."""
-
-    _fields_ = [
-        *((n, c_int32) for n in ("slot", "num_tokens", "num_prompt", "num_hit", "drafts", "first_draft_key")),
-        *((n, c_int32) for n in ("min_tokens", "num_biases", "num_end_tokens", "bad_words_size")),
-        *((n, c_float) for n in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
-        ("sampling", AqSampling),
-        *((n, c_void_p) for n in ("tokens", "bias_tokens", "biases", "end_tokens", "bad_words")),
-    ]
-
-
-class AqShape(Structure):
-    """How a tree grows."""
-
-    _fields_ = [
-        *((n, c_int32) for n in ("kind", "depth", "width", "num_nodes")),
-        ("parents", c_void_p),
-        ("ranks", c_void_p),
-    ]
 
 
 class NativeBatch:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aquiline.backends.cpu.native import AqKV, AqRows
-from aquiline.backends.cpu.packed import dtype_code
+from aquiline.backends.cpu.packed import kv_code
 from aquiline.types import KEY_GROUP, KVGroup, Rows
 
 ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")
@@ -39,7 +39,7 @@ def describe_kv(kv: KVGroup) -> AqKV:
         raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected} beside v {tuple(kv.v.shape)}")
     if not (kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype):
         raise ValueError("KVGroup.k and v must be contiguous and of one dtype")
-    dtype = dtype_code("KVGroup.k", kv.k)
+    dtype = kv_code("KVGroup.k", kv.k)
     return AqKV(kv.k.data_ptr(), kv.v.data_ptr(), num_layers, num_pages, page_size, heads, dim, dtype)
 
 

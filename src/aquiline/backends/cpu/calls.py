@@ -17,11 +17,13 @@ from torch import Tensor
 
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
-from aquiline.backends.cpu.native import AqKV, AqLayer, AqModel, AqRows
-from aquiline.backends.cpu.packed import Arena, PackedLinear, dtype_code, interleave, library
+from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
+from aquiline.backends.cpu.packed import Arena, PackedLinear, interleave, library, weight_code
 from aquiline.types import (
     KEY_GROUP,
     SAMPLING,
+    AttentionWeights,
+    DenseWeights,
     Float32,
     Int32,
     KVGroup,
@@ -92,7 +94,7 @@ class NativeModel:
         embed = weights.embed.detach().contiguous()
         head = self._pack("head", weights.head)
         capture = np.asarray(weights.capture, np.int32)
-        self._kept += [layers, embed, head, capture]
+        self._kept += [layers, embed, capture]
         return AqModel(
             hidden=weights.hidden_size,
             num_layers=len(weights.layers),
@@ -101,7 +103,7 @@ class NativeModel:
             head_dim=weights.head_dim,
             intermediate=weights.intermediate_size,
             vocab=embed.shape[0],
-            embed_dtype=dtype_code("embed", embed),
+            embed_dtype=weight_code("embed", embed),
             is_draft=weights.is_draft,
             norm_before_residual=weights.norm_before_residual,
             num_capture=len(weights.capture),
@@ -112,25 +114,29 @@ class NativeModel:
             embed=embed.data_ptr(),
             layers=layers,
             final_norm=self._floats(weights.final_norm),
-            head=head.struct,
+            head=head,
             capture=capture.ctypes.data,
         )
 
     def _layer(self, weights: LayerWeights) -> AqLayer:
-        linears: dict[str, tuple[Tensor, Tensor | None]] = {
-            "qkv": (weights.qkv, weights.qkv_bias),
-            "o": (weights.o, None),
-            "gate_up": (interleave(weights.gate_up.detach()), None),
-            "down": (weights.down, None),
-        }
-        packed = {name: self._pack(name, *linear) for name, linear in linears.items()}
-        self._kept.append(packed)
-        names = ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")
-        floats = {name: self._floats(getattr(weights, name)) for name in names}
-        return AqLayer(**{name: linear.struct for name, linear in packed.items()}, **floats, window=weights.window)
+        norms = {name: self._floats(getattr(weights, name)) for name in ("input_norm", "post_norm", "hidden_norm")}
+        return AqLayer(self._attention(weights.attention), self._mlp(weights.mlp), **norms)
 
-    def _pack(self, name: str, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return PackedLinear(name, weight, bias, self._arithmetic, self._arena, self._dtype)
+    def _attention(self, weights: AttentionWeights) -> AqAttention:
+        qkv, o = self._pack("qkv", weights.qkv, weights.qkv_bias), self._pack("o", weights.o, weights.o_bias)
+        floats = {name: self._floats(getattr(weights, name)) for name in ("q_norm", "k_norm", "sinks")}
+        return AqAttention(qkv, o, **floats, window=weights.window)
+
+    def _mlp(self, weights: DenseWeights) -> AqMlp:
+        bias = weights.gate_up_bias
+        interleaved = None if bias is None else interleave(bias.detach()[:, None])[:, 0]
+        gate_up = self._pack("gate_up", interleave(weights.gate_up.detach()), interleaved)
+        return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), native.DENSE)
+
+    def _pack(self, name: str, weight: Tensor, bias: Tensor | None = None) -> AqLinear:
+        packed = PackedLinear(name, weight, bias, self._arithmetic, self._arena, self._dtype)
+        self._kept.append(packed)
+        return packed.struct
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -237,7 +243,8 @@ class NativeModel:
 
 
 class NativeLinear:
-    """x [R, K] float32 times a packed weight [N, K] stored as given (float32 or bfloat16) or quantised, plus a bias.
+    """x [R, K] float32 times a packed weight [N, K], plus a bias. The weight is stored as given (float32, bfloat16 or
+    float16) or quantised.
 
     `arithmetic` and `dtype` are NativeModel's; num_bytes is what one call reads of the weight."""
 

@@ -1,4 +1,5 @@
-"""The ctypes mirror of csrc/aquiline.h and csrc/stages.h: structs, signatures, loading.
+"""The ctypes mirror of csrc/api/aquiline.h and csrc/stages/stages.h: structs, signatures, loading. A library that was
+built from other structs or signatures is refused with the fix when it is loaded. Knows nothing of models or the engine.
 
 Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
 behind it alive.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,11 @@ from typing import Any
 
 from aquiline.errors import NativeError
 
-FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4 = range(5)
+FORMATS = ("float32", "bfloat16", "bfloat16_dot", "int8", "int4", "float16")
+"""Storage formats, each at the place that is its code."""
+
+FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(len(FORMATS))
+DENSE = 0
 
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"
 
@@ -26,13 +32,30 @@ class AqLinear(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32), ("dtype", c_int32)]
 
 
+class AqAttention(Structure):
+    """The attention of one layer."""
+
+    _fields_ = [
+        ("qkv", AqLinear),
+        ("o", AqLinear),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks")),
+        ("window", c_int32),
+    ]
+
+
+class AqMlp(Structure):
+    """The MLP of one layer; kind is DENSE."""
+
+    _fields_ = [("gate_up", AqLinear), ("down", AqLinear), ("kind", c_int32)]
+
+
 class AqLayer(Structure):
     """One decoder layer."""
 
     _fields_ = [
-        *((name, AqLinear) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm", "sinks")),
-        ("window", c_int32),
+        ("attention", AqAttention),
+        ("mlp", AqMlp),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "hidden_norm")),
     ]
 
 
@@ -72,6 +95,16 @@ class AqRows(Structure):
     ]
 
 
+class AqSampling(Structure):
+    """How a row is drawn: types.SAMPLING."""
+
+    _fields_ = [
+        *((n, c_float) for n in ("temperature", "top_p", "min_p")),
+        *((n, c_int32) for n in ("top_k", "position")),
+        ("seed", c_uint64),
+    ]
+
+
 class AqFusion(Structure):
     """How target features become a draft's input."""
 
@@ -83,6 +116,44 @@ class AqFusion(Structure):
         ("eps", c_float),
     ]
 
+
+class AqBatchConfig(Structure):
+    """All that a batch works on."""
+
+    _fields_ = [
+        *((n, POINTER(AqModel)) for n in ("target", "draft")),
+        *((n, POINTER(AqKV)) for n in ("target_kv", "draft_kv")),
+        *((n, c_void_p) for n in ("hidden", "features", "draft_hidden", "fused", "d2t")),
+        ("fusion", AqFusion),
+        *((n, c_int32) for n in ("num_slots", "pages_per_slot", "max_rows", "norm_feedback")),
+    ]
+
+
+class AqAdmit(Structure):
+    """A sequence takes a slot."""
+
+    _fields_ = [
+        *((n, c_int32) for n in ("slot", "num_tokens", "num_prompt", "num_hit", "drafts", "first_draft_key")),
+        *((n, c_int32) for n in ("min_tokens", "num_biases", "num_end_tokens", "bad_words_size")),
+        *((n, c_float) for n in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
+        ("sampling", AqSampling),
+        *((n, c_void_p) for n in ("tokens", "bias_tokens", "biases", "end_tokens", "bad_words")),
+    ]
+
+
+class AqShape(Structure):
+    """How a tree grows."""
+
+    _fields_ = [
+        *((n, c_int32) for n in ("kind", "depth", "width", "num_nodes")),
+        ("parents", c_void_p),
+        ("ranks", c_void_p),
+    ]
+
+
+STRUCTS: tuple[type[Structure], ...] = (
+    AqLinear, AqAttention, AqMlp, AqLayer, AqModel, AqKV, AqRows, AqSampling, AqFusion, AqBatchConfig, AqAdmit, AqShape,
+)  # fmt: skip
 
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
 _P, _I, _F = c_void_p, c_int32, c_float
@@ -125,6 +196,28 @@ _STAGES: dict[str, list[Any]] = {
     "aq_step": [_P, _P, _P, _I, _P, _P],
 }
 """Functions whose result the caller looks at: 0, -1 for refused input, -2 for a failure inside."""
+
+
+def abi() -> int:
+    """A hash of this mirror, structs and signatures: AQ_ABI of the aquiline.h that it mirrors."""
+    fields = [(struct.__name__, [(name, kind.__name__) for name, kind, *_ in struct._fields_]) for struct in STRUCTS]
+    signatures = [(name, [kind.__name__ for kind in kinds]) for name, kinds in (_CHECKED | _STAGES).items()]
+    return zlib.crc32(repr((fields, signatures)).encode())
+
+
+def mismatch(dll: ctypes.CDLL) -> str | None:
+    """How a library differs from what this mirror says of it; None if it does not."""
+    dll.aq_abi.restype, dll.aq_abi.argtypes = c_int64, [c_char_p]
+    dll.aq_format_name.restype, dll.aq_format_name.argtypes = c_char_p, [c_int32]
+    for struct in STRUCTS:
+        found, expected = dll.aq_abi(struct.__name__.encode()), ctypes.sizeof(struct)
+        if found != expected:
+            return f"{struct.__name__} takes {found} bytes there and {expected} here"
+    for code, expected_name in enumerate((*FORMATS, None)):
+        name = dll.aq_format_name(code)
+        if (name.decode() if name else None) != expected_name:
+            return f"storage format {code} is {name!r} there and {expected_name!r} here"
+    return None if dll.aq_abi(None) == abi() else f"its interface is {dll.aq_abi(None):#010x}, and {abi():#010x} here"
 
 
 class Library:
@@ -174,8 +267,11 @@ class Library:
         return bool(self._dll.aq_has_bf16_dot())
 
     def packed_bytes(self, n: int, k: int, dtype: int) -> int:
-        """Size of a packed weight."""
-        return int(self._dll.aq_packed_bytes(n, k, dtype))
+        """Size of a packed weight. Raises NativeError for a dtype that no format has."""
+        num_bytes = int(self._dll.aq_packed_bytes(n, k, dtype))
+        if num_bytes < 0:
+            raise NativeError(f"aq_packed_bytes: {self._dll.aq_last_error().decode()}")
+        return num_bytes
 
 
 @dataclass(frozen=True)
@@ -192,7 +288,11 @@ def load_from(path: Path) -> Loaded:
     if not path.exists():
         return Loaded(None, f"{path} does not exist: it is built by `pip install .` where a C++17 compiler is present")
     try:
-        return Loaded(Library(ctypes.CDLL(str(path))), None)
+        dll = ctypes.CDLL(str(path))
+        found = mismatch(dll)
+        if found is not None:
+            return Loaded(None, f"{path} was built from another version: {found}; reinstall aquiline to rebuild it")
+        return Loaded(Library(dll), None)
     except (OSError, AttributeError) as error:
         return Loaded(None, f"{path} cannot be loaded: {error}; reinstall aquiline to rebuild it")
 

@@ -27,12 +27,21 @@ def has_bf16_dot() -> bool:
     return library().has_bf16_dot()
 
 
-def dtype_code(name: str, tensor: Tensor) -> int:
-    """The library's code of a tensor's dtype. Raises ValueError for one it does not store."""
-    codes = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
-    if tensor.dtype not in codes:
-        raise ValueError(f"{name} is {tensor.dtype}: the native path stores float32 or bfloat16")
-    return codes[tensor.dtype]
+_CODES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16, torch.float16: native.FLOAT16}
+
+
+def weight_code(name: str, weight: Tensor) -> int:
+    """The library's code of a weight's or an embedding's dtype. Raises ValueError for a dtype it does not store."""
+    if weight.dtype not in _CODES:
+        raise ValueError(f"{name} is {weight.dtype}: the native path stores float32, bfloat16 or float16")
+    return _CODES[weight.dtype]
+
+
+def kv_code(name: str, keys: Tensor) -> int:
+    """The library's code of the dtype of keys and values. Raises ValueError for a dtype it does not store them in."""
+    if keys.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{name} is {keys.dtype}: the native path stores keys and values in float32 or bfloat16")
+    return _CODES[keys.dtype]
 
 
 def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> None:
@@ -78,7 +87,7 @@ class PackedLinear:
         n, k = weight.shape
         if k % KEY_GROUP != 0:
             raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
-        code, scales = dtype_code(name, weight), None
+        code, scales = weight_code(name, weight), None
         source = weight.detach().contiguous()
         if arithmetic != "float32":
             check_dot(name, weight, arithmetic, dtype)

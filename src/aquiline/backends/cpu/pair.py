@@ -57,7 +57,8 @@ def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
 def resolve_kv_dtype(kv_dtype: str, dtype: str) -> str:
     """How keys and values are stored beside weights stored as `dtype`: "auto" is float32 beside float32, else bfloat16.
 
-    Raises ValueError for one that the library does not store."""
+    Keys are bfloat16 beside float16 weights too: a key has no bound that float16's 65504 would be sure to hold. Raises
+    ValueError for one that the library does not store."""
     if kv_dtype == "auto":
         return "float32" if storage_dtype(dtype) == torch.float32 else "bfloat16"
     if kv_dtype not in KV_DTYPES:
@@ -79,8 +80,8 @@ class NativeDraft:
 class CpuPair:
     """A target and an optional draft, packed; the modules' own tensors may be dropped. See backends/base.py, Pair.
 
-    dtype: how the weights are stored, float32, bfloat16, int8 or int4. Raises ValueError for an arithmetic or a
-    kv_dtype that cannot run and for widths that the library does not have."""
+    dtype: how the weights are stored, float32, bfloat16, float16, int8 or int4. Raises ValueError for an arithmetic or
+    a kv_dtype that cannot run and for widths that the library does not have."""
 
     name = "native"
     is_exact = True

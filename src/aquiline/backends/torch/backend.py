@@ -131,10 +131,8 @@ class TorchBackend:
             parts += self._draft_trees(decodes, drafted)
         for i in sorted(set(range(len(decodes))) - set(drafted)):
             parts.append(([i], self._given_tree(decodes[i])))
-        for decode in decodes:
-            host, nodes = self.state.hosts[decode.slot], decode.drafting.max_nodes
-            is_drafted = decode.proposal is None and decode.drafting.is_speculative
-            host.max_lag = nodes if is_drafted else host.max_lag + nodes
+        for i in drafted:
+            self.state.hosts[decodes[i].slot].max_lag = 0  # its keys now reach its root
         return joined(parts, len(decodes), self.device)
 
     def _draft_trees(self, decodes: tuple[Decode, ...], drafted: list[int]) -> list[tuple[list[int], Trees]]:
@@ -166,7 +164,8 @@ class TorchBackend:
         root = self.state.history[slot, self.state.root[slot]][None]
         tokens = torch.cat((root, torch.tensor(given, dtype=torch.int64, device=self.device)))
         rows = [torch.tensor([a], dtype=torch.int64, device=self.device) for a in (parents, depths)]
-        return Trees(tokens[None], rows[0], rows[1], (len(parents),), max(depths))
+        is_chain = depths == list(range(len(depths)))
+        return Trees(tokens[None], rows[0], rows[1], (len(parents),), max(depths), is_chain)
 
     # Verify
 
@@ -234,7 +233,7 @@ class TorchBackend:
         level = torch.arange(trees.max_depth + 1, device=self.device)
         index = base[:, None] + level
         target = state.places(slots, index, kept.is_kept)
-        if any(decode.drafting.max_nodes > decode.drafting.max_depth + 1 or decode.proposal for decode in decodes):
+        if not trees.is_chain:
             self.storage.move(state.places(slots, base[:, None] + kept.path, kept.is_kept).flatten(), target.flatten())
         drafting = [b for b, d in enumerate(decodes) if state.hosts[d.slot].admit.drafts]
         if drafting:
@@ -244,8 +243,9 @@ class TorchBackend:
         state.write_tokens(slots, index + 1, kept.tokens.clamp(min=0), kept.is_kept)
         state.root[slots] = base + kept.num_accepted + 1
         for b, decode in enumerate(decodes):
-            host = state.hosts[decode.slot]
-            host.grow(trees.max_depth + 1)
+            host, num_tokens = state.hosts[decode.slot], min(trees.max_depth + 1, trees.sizes[b])
+            host.grow(num_tokens)
+            host.max_lag += num_tokens
             if host.rules is not None:
                 host.rules.count(kept.tokens[b], kept.is_kept[b])
 

@@ -50,7 +50,7 @@ class Draft:
     def catch_up(self, slots: Tensor, until: Tensor, width: int, longest: int) -> Tensor:
         """Write all keys below KV index until [b] that are missing, at most `width` of each slot and `longest` at all.
         Returns the output [b, H] of each slot's last row, which stands at KV index until - 1."""
-        state = self.state
+        state, width = self.state, max(1, width)  # the last row's output is wanted even where its key is there
         rows = until[:, None] - 2 - torch.arange(width - 1, -1, -1, device=state.device)
         is_missing = rows >= state.draft_end[slots][:, None] - 1
         rows = torch.where(is_missing, rows, until[:, None] - 2)
@@ -87,7 +87,7 @@ class Draft:
                 block = self._block(roots.slots, tokens[-1][:, None], at, place, at + 1, at + 1, longest)
                 output = self._run(block, self.head.feedback(output))
         node = torch.arange(K + 1, device=self.state.device).expand(len(roots.slots), -1)
-        return Trees(torch.stack(tokens, 1), (node - 1).clamp(min=0), node, (K + 1,) * len(roots.slots), K)
+        return Trees(torch.stack(tokens, 1), (node - 1).clamp(min=0), node, (K + 1,) * len(roots.slots), K, True)
 
     def _static(self, drafting: Static, roots: Roots, longest: int) -> Trees:
         shape, b = static_shape(drafting.static_paths), len(roots.slots)

@@ -21,7 +21,9 @@ class Rules:
         tokens = torch.tensor(admit.tokens, device=device)
         self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.in_prompt[tokens[: admit.num_prompt]] = True
-        self.counts = torch.bincount(tokens[admit.num_prompt :], minlength=vocab_size)
+        self.counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+        output = tokens[admit.num_prompt :]
+        self.count(output, torch.ones_like(output, dtype=torch.bool))
         self.bias = torch.zeros(vocab_size, device=device)
         for token, bias in admit.sampling.logit_bias.items():
             self.bias[token] = bias

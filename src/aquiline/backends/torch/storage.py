@@ -50,18 +50,20 @@ class PagedAttention:
         self.storage, self.config, self.blocks = storage, config, blocks
         self.write = torch.cat([block.write.reshape(-1) for block in blocks])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [R, Hq, Dh], k and v [R, Hkv, Dh] -> [R, Hq * Dh]; stores k and v first."""
         keys, values = self.storage.k[layer], self.storage.v[layer]
         keys[self.write], values[self.write] = k.to(keys.dtype), v.to(values.dtype)
         outputs, first = [], 0
         for block in self.blocks:
             num = block.tokens.numel()
-            outputs.append(self._attend(layer, block, q[first : first + num], keys, values))
+            outputs.append(self._attend(layer, block, q[first : first + num], keys, values, sinks))
             first += num
         return torch.cat(outputs)
 
-    def _attend(self, layer: int, block: RowBlock, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(
+        self, layer: int, block: RowBlock, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         b, n, _ = block.visible.shape
         heads = self.config.num_kv_heads
         grouped = q.float().view(b, n, heads, -1, self.config.head_dim)
@@ -71,5 +73,8 @@ class PagedAttention:
         if window := self.config.window(layer):
             visible = visible & (block.key_order[:, None] > block.order[..., None] - window)
         scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
-        probs = torch.softmax(scores, dim=-1)
+        if sinks is not None:  # as a key of their own, which has no value
+            column = sinks.float().view(heads, -1, 1).expand(b, n, heads, -1, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        probs = torch.softmax(scores, dim=-1)[..., : k.shape[1]]
         return torch.einsum("bnhgt,bthd->bnhgd", probs, v).reshape(b * n, -1)

@@ -20,13 +20,15 @@ from aquiline.spec.tree import DraftTree
 class Trees:
     """B trees of N nodes each, the root first, a parent before its children; nodes past sizes[b] only fill the shape.
 
-    tokens, parents (slot-local), depths [B, N]; sizes: known to the host; max_depth: an upper bound of depths."""
+    tokens, parents (slot-local), depths [B, N]; sizes: known to the host; max_depth: an upper bound of depths;
+    is_chain: whether every node surely hangs below the one before it, so that a kept path need not be moved."""
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     sizes: tuple[int, ...]
     max_depth: int
+    is_chain: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -64,7 +66,7 @@ def padded(tree: DraftTree, device: torch.device) -> Trees:
     for column, values in zip(columns, (tree.tokens, shape.parents, shape.depths), strict=True):
         column[where] = values
     tokens, parents, depths = torch.from_numpy(columns).to(device)
-    return Trees(tokens, parents, depths, tuple(sizes.tolist()), shape.max_depth)
+    return Trees(tokens, parents, depths, tuple(sizes.tolist()), shape.max_depth, shape.is_chain)
 
 
 def joined(parts: list[tuple[list[int], Trees]], num_slots: int, device: torch.device) -> Trees:
@@ -78,7 +80,8 @@ def joined(parts: list[tuple[list[int], Trees]], num_slots: int, device: torch.d
         max_depth = max(max_depth, trees.max_depth)
         for place, size in zip(places, trees.sizes, strict=True):
             sizes[place] = size
-    return Trees(columns[0], columns[1], columns[2], tuple(sizes), max_depth)
+    is_chain = all(trees.is_chain for _, trees in parts)
+    return Trees(columns[0], columns[1], columns[2], tuple(sizes), max_depth, is_chain)
 
 
 @dataclass(frozen=True)

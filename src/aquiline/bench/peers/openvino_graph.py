@@ -131,11 +131,13 @@ class _Graph:
         flat = ops.reshape(
             ops.transpose(mixed, self.ints([0, 2, 1, 3])), self.ints([0, 0, c.num_heads * c.head_dim]), True
         )
-        hidden = ops.add(residual, self.linear(flat, layer.o))
+        hidden = ops.add(residual, self.linear(flat, layer.o, layer.o_bias))
         normed = self.norm(hidden, layer.post_norm)
         gate, up = torch.chunk(layer.gate_up, 2)
-        product = ops.multiply(ops.swish(self.linear(normed, gate)), self.linear(normed, up))
-        return ops.add(hidden, self.linear(product, layer.down), name=name)
+        bias = layer.gate_up_bias
+        gate_bias, up_bias = (None, None) if bias is None else torch.chunk(bias, 2)
+        product = ops.multiply(ops.swish(self.linear(normed, gate, gate_bias)), self.linear(normed, up, up_bias))
+        return ops.add(hidden, self.linear(product, layer.down, layer.down_bias), name=name)
 
     def _state(self, new: Node, layer: int, kind: str) -> Node:
         """The keys or values so far with the new ones [B, Hkv, S, Dh] behind them."""

@@ -1,0 +1,32 @@
+// What a caller compares its mirror of aquiline.h and stages.h with before it calls anything else.
+#include <string.h>
+
+#include "aquiline.h"
+#include "formats/formats.h"
+#include "stages/stages.h"
+
+int64_t aq_abi(const char* name) {
+  if (name == nullptr) return AQ_ABI;
+#define AQ_SIZE(type)   \
+  {                     \
+    #type, sizeof(type) \
+  }
+  static const struct {
+    const char* name;
+    size_t size;
+  } structs[] = {
+      AQ_SIZE(AqLinear), AQ_SIZE(AqAttention),   AQ_SIZE(AqMlp),   AQ_SIZE(AqLayer),
+      AQ_SIZE(AqModel),  AQ_SIZE(AqKV),          AQ_SIZE(AqRows),  AQ_SIZE(AqSampling),
+      AQ_SIZE(AqFusion), AQ_SIZE(AqBatchConfig), AQ_SIZE(AqAdmit), AQ_SIZE(AqShape),
+  };
+#undef AQ_SIZE
+  for (const auto& entry : structs)
+    if (strcmp(entry.name, name) == 0) return (int64_t)entry.size;
+  return -1;
+}
+
+const char* aq_format_name(int32_t code) {
+  const char* name = nullptr;
+  host::with_format(code, [&](auto format) { name = format.kName; });
+  return name;
+}

@@ -1,0 +1,160 @@
+// The C interface of the native CPU library. Plain structs of raw pointers, mirrored by backends/cpu/native.py.
+//
+// Every function returns 0, or -1 after setting aq_last_error(): a null or misaligned pointer, a shape, dtype or
+// index out of range. Nothing is read or written in that case. All arrays are C-contiguous.
+//
+// Exactness (ARCHITECTURE.md, "Decisions"): every result of a row is the same bits whatever the other rows, the thread
+// count, the chunking of the prompt and the instruction set. Linears are one fused-multiply-add sum over k in
+// order; attention reduces blocks of AQ_BLOCK absolute positions, each in position order, folded in block order within
+// spans of 512 positions, and the spans in order;
+// other reductions use 16 partial sums (lane = index mod 16) and one fixed merge tree.
+#pragma once
+#include <stdint.h>
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Changes with every struct and signature, those of stages/stages.h too: backends/cpu/native.py computes it from its
+// mirror of them, and tests/test_abi.py says what it should be.
+#define AQ_ABI 0x76f84a09u
+
+enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
+
+// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. Each has a header in formats/,
+// which says how it is packed and in which order it is summed.
+typedef struct {
+  const void* weight;
+  const float* bias;  // [n] or NULL
+  int32_t n, k, dtype;
+} AqLinear;
+
+typedef struct {
+  AqLinear qkv, o;
+  const float *q_norm, *k_norm;    // [head_dim] or NULL
+  const float* sinks;              // [num_heads] or NULL: a logit that joins the softmax denominator
+  int32_t window;                  // 0: none
+} AqAttention;
+
+// kind: AQ_DENSE, silu(gate) * up and a projection down. gate_up: gate and up rows, and their biases, interleaved in
+// runs of 16.
+enum { AQ_DENSE = 0 };
+typedef struct {
+  AqLinear gate_up, down;
+  int32_t kind;
+} AqMlp;
+
+typedef struct {
+  AqAttention attention;
+  AqMlp mlp;
+  const float *input_norm, *post_norm;  // [hidden], before attention and before the MLP
+  const float* hidden_norm;             // draft only
+} AqLayer;
+
+typedef struct {
+  int32_t hidden, num_layers, num_heads, num_kv_heads, head_dim, intermediate, vocab;
+  int32_t embed_dtype, is_draft, norm_before_residual, num_capture;
+  float eps, attn_scale, rope_scale;
+  const float* inv_freq;           // [head_dim / 2]
+  const void* embed;               // [vocab, hidden] row-major
+  const AqLayer* layers;
+  const float* final_norm;
+  AqLinear head;
+  const int32_t* capture;          // ascending layer indices; features[r] = their outputs, concatenated
+} AqModel;
+
+// k [layer][page][kv_head][page_size / 16][head_dim][16], v [layer][page][kv_head][page_size][head_dim]
+typedef struct {
+  void *k, *v;
+  int32_t num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype;
+} AqKV;
+
+// The flat rows of one forward: types.py, Rows.
+typedef struct {
+  const int32_t *tokens, *positions, *slots, *write, *key_start, *context_len, *tail, *tail_len, *page_table;
+  int32_t num_rows, tail_stride, table_stride, num_slots;
+} AqRows;
+
+// How a row is drawn: types.py, SAMPLING.
+typedef struct {
+  float temperature, top_p, min_p;
+  int32_t top_k, position;
+  uint64_t seed;
+} AqSampling;
+
+const char* aq_last_error(void);
+// What the library was built as. NULL: AQ_ABI; the name of a struct of this file or stages.h: its size; -1 for another
+// name.
+int64_t aq_abi(const char* name);
+const char* aq_format_name(int32_t code);    // of a storage format (formats/); NULL where no format has that code
+const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
+int aq_select_isa(const char* name);         // NULL: the best this CPU has
+const char* aq_available_isas(void);         // comma-separated, best first
+int aq_has_bf16_dot(void);  // whether this CPU and build have the dot product of the second arithmetic
+int aq_set_threads(int32_t threads);  // >= 1, the calling thread included
+int32_t aq_num_threads(void);
+
+int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype);
+// weight [n, k] of dtype. Of a quantised format weight holds the codes as int8, and scales is what the format's header
+// says.
+int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_t dtype, void* packed);
+
+// One forward of a decoder: embeds, runs every layer, writes KV, leaves the residual stream of the last layer
+// (before the final norm) in hidden [R, hidden] and the captured features in features [R, num_capture * hidden]
+// (NULL: not wanted). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
+int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, float* hidden, float* features);
+
+// From now on every call adds to seconds[7] what its parts took: the target's attention (norm to output projection),
+// its MLP and its head, the same three of a draft, and fusion; NULL stops that.
+int aq_time_parts(double* seconds);
+
+// Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
+int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, float* logits);
+// Draws without writing logits to the caller, row i by the i-th AqSampling; tokens[i] = -1 where a logit is NaN or none
+// is finite. d2t [head.n], of a draft: what to add to its ids, so that target ids are drawn, each with the noise the
+// target gives it.
+int aq_head_draw(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
+                 const int32_t* d2t, int32_t* tokens);
+// The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. These are NaN
+// where a logit is NaN or +inf or none is finite; which ids the row then gets means nothing. With an AqSampling per row
+// and a temperature above 0, "logits" are those over the temperature plus the noise of a draw. d2t as above.
+int aq_head_topk(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, const AqSampling*,
+                 const int32_t* d2t, int32_t* ids, float* logprobs);
+// The k best by the logits as they are and, of token chosen[i] of row i, the log-probability and the rank in that
+// order, counted from 1.
+int aq_head_logprobs(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
+                     float* logprobs, const int32_t* chosen, float* chosen_logprobs, int32_t* ranks);
+int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling*, int32_t* tokens);
+
+// Single parts, for tests and for the draft's fusion layer.
+int aq_linear(const AqLinear*, const float* x, int32_t rows, float* y);
+int aq_rms_norm(const float* x, const float* weight, int32_t rows, int32_t width, float eps, float* y);
+int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y);  // gate_up interleaved in runs of 16
+int aq_rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int32_t rows, int32_t heads,
+            int32_t head_dim);
+int aq_write_kv(const AqKV*, int32_t layer, const AqRows*, const float* k, const float* v);
+// arithmetic: 0, float32, or 2, the second arithmetic, which forwards use whose output projection does.
+int aq_attention(const AqKV*, int32_t layer, const AqRows*, const float* q, int32_t num_heads, float scale,
+                 int32_t window, const float* sinks, int32_t arithmetic, float* out);
+int aq_exp_log(const float* x, int32_t count, float* exps, float* logs);  // logs[i] = 0 where x[i] <= 0
+int aq_gumbel(uint64_t seed, int32_t position, int32_t count, float* noise);  // token ids 0 .. count - 1
+
+// How target features [k of fc] become a draft's input: two optional norms, then fc. norm [fc.k]: over all of them;
+// part_norms [num_parts, fc.k / num_parts]: over each part by itself.
+typedef struct {
+  AqLinear fc;
+  const float *norm, *part_norms;
+  int32_t num_parts;
+  float eps;
+} AqFusion;
+int aq_fuse(const AqFusion*, const float* features, int32_t rows, float* g);  // [rows, fc.k] to [rows, fc.n]
+
+// Copies keys and values of every layer from KV index src[i] to dst[i] of slot slots[i], in order.
+int aq_move_kv(const AqKV*, const int32_t* page_table, int32_t table_stride, const int32_t* slots, const int32_t* src,
+               const int32_t* dst, int32_t count);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop

@@ -1,0 +1,264 @@
+#include "check.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#include <string>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "formats/formats.h"
+#include "kernels/kernels.h"
+
+namespace aq {
+namespace {
+
+thread_local char message[256] = "";
+
+// __builtin_cpu_supports knows whether the operating system keeps 512-bit registers, but not AVX512_BF16 in every
+// compiler.
+bool detect_dot() {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  __builtin_cpu_init();
+  return kHasDot && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5)) != 0;
+#else
+  return false;
+#endif
+}
+
+// The codes and names of the formats that is_wanted(format) holds for.
+template <class F>
+std::string codes_of(const F& is_wanted) {
+  std::string codes;
+  for (int code = 0; code < host::kMaxFormats; code++)
+    host::with_format(code, [&](auto format) {
+      if (is_wanted(format)) codes += (codes.empty() ? "" : ", ") + std::to_string(code) + " (" + format.kName + ")";
+    });
+  return codes;
+}
+
+int check_element(const char* name, int dtype, const void* pointer) {
+  size_t size = 0;
+  host::with_elements(dtype, [&](auto* element) { size = sizeof *element; });
+  const auto is_wanted = [](auto format) { return !host::kIsSame<typename decltype(format)::Element, void>; };
+  AQ_REQUIRE(size > 0, "%s_dtype=%d: must be one of %s", name, dtype, codes_of(is_wanted).c_str());
+  return check_pointer(name, pointer, size);
+}
+
+int check_floats(const char* name, const float* pointer) { return check_pointer(name, pointer, sizeof(float)); }
+
+int check_optional(const char* name, const float* pointer) {
+  return pointer == nullptr ? 0 : check_floats(name, pointer);
+}
+
+int check_attention(const AqModel& m, const AqAttention& attention) {
+  const int heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
+  AQ_TRY(check_linear("qkv", attention.qkv, heads, m.is_draft ? 2 * m.hidden : m.hidden));
+  AQ_TRY(check_linear("o", attention.o, m.hidden, m.num_heads * m.head_dim));
+  AQ_TRY(check_optional("q_norm", attention.q_norm));
+  AQ_TRY(check_optional("k_norm", attention.k_norm));
+  AQ_TRY(check_optional("sinks", attention.sinks));
+  AQ_REQUIRE(attention.window >= 0, "window=%d: must be at least 0 (none)", attention.window);
+  return 0;
+}
+
+int check_layer(const AqModel& m, const AqLayer& layer) {
+  AQ_TRY(check_attention(m, layer.attention));
+  AQ_REQUIRE(layer.mlp.kind == AQ_DENSE, "mlp.kind=%d: must be 0 (dense)", layer.mlp.kind);
+  AQ_TRY(check_linear("gate_up", layer.mlp.gate_up, 2 * m.intermediate, m.hidden));
+  AQ_TRY(check_linear("down", layer.mlp.down, m.hidden, m.intermediate));
+  AQ_TRY(check_floats("input_norm", layer.input_norm));
+  AQ_TRY(check_floats("post_norm", layer.post_norm));
+  if (m.is_draft) AQ_TRY(check_floats("hidden_norm", layer.hidden_norm));
+  return 0;
+}
+
+// Pages of the context [key_start, context_len) of rows [begin, end), which are of one slot and overlap.
+int check_context(const AqRows& rows, const AqKV& kv, int begin, int end) {
+  const int slot = rows.slots[begin];
+  AQ_REQUIRE(slot >= 0 && slot < rows.num_slots, "slots[%d]=%d: must be in [0, %d)", begin, slot, rows.num_slots);
+  int low = INT32_MAX, high = 0;
+  for (int r = begin; r < end; r++) {
+    const int start = rows.key_start[r], length = rows.context_len[r], tail = rows.tail_len[r];
+    AQ_REQUIRE(start >= 0, "key_start[%d]=%d: must be at least 0", r, start);
+    AQ_REQUIRE(length >= 0, "context_len[%d]=%d: must be at least 0", r, length);
+    AQ_REQUIRE(tail >= 0 && tail <= rows.tail_stride, "tail_len[%d]=%d: must be in [0, %d]", r, tail, rows.tail_stride);
+    AQ_REQUIRE((int64_t)length + tail > start, "row %d sees no key: key_start=%d, context_len=%d, tail_len=%d", r,
+               start, length, tail);
+    if (start < length) low = start < low ? start : low, high = length > high ? length : high;
+  }
+  const int32_t* table = rows.page_table + (size_t)slot * rows.table_stride;
+  const int64_t capacity = (int64_t)rows.table_stride * kv.page_size;
+  AQ_REQUIRE(high <= capacity, "context_len=%d of slot %d: its page table holds %lld", high, slot, (long long)capacity);
+  for (int page = low / kv.page_size; low < high && page <= (high - 1) / kv.page_size; page++)
+    AQ_REQUIRE(table[page] >= 0 && table[page] < kv.num_pages, "page_table[%d][%d]=%d: must be in [0, %d)", slot, page,
+               table[page], kv.num_pages);
+  for (int r = begin; r < end; r++)
+    for (int t = 0; t < rows.tail_len[r]; t++)
+      AQ_TRY(check_index("tail", r, rows.tail[(size_t)r * rows.tail_stride + t], kv, table, rows.table_stride));
+  return 0;
+}
+
+}  // namespace
+
+bool has_dot() {
+  static const bool has = detect_dot();  // asking takes microseconds in a virtual machine, which traps CPUID
+  return has;
+}
+
+int fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(message, sizeof message, format, arguments);
+  va_end(arguments);
+  return -1;
+}
+
+const char* last_error() { return message; }
+
+int check_pointer(const char* name, const void* pointer, size_t alignment) {
+  AQ_REQUIRE(pointer != nullptr, "%s is NULL", name);
+  AQ_REQUIRE((uintptr_t)pointer % alignment == 0, "%s is not aligned to %zu bytes", name, alignment);
+  return 0;
+}
+
+int check_linear(const char* name, const AqLinear& linear, int n, int k) {
+  const char* format_name = nullptr;
+  int alignment = 0, channels = 0, checked = 0;
+  host::with_format(linear.dtype, [&](auto format) {
+    format_name = format.kName, alignment = format.kAlignment, channels = format.kChannels;
+    checked = format.check_cpu(name);
+  });
+  AQ_REQUIRE(format_name != nullptr, "%s.dtype=%d: must be one of %s", name, linear.dtype,
+             codes_of([](auto) { return true; }).c_str());
+  AQ_TRY(checked);
+  AQ_TRY(check_pointer(name, linear.weight, alignment));
+  AQ_TRY(check_optional(name, linear.bias));
+  AQ_REQUIRE(linear.n > 0 && (n == 0 || linear.n == n), "%s.n=%d: must be %d", name, linear.n, n);
+  AQ_REQUIRE(linear.k > 0 && linear.k % AQ_LANES == 0, "%s.k=%d: must be a positive multiple of 16", name, linear.k);
+  AQ_REQUIRE(linear.k % channels == 0, "%s.k=%d: must be a multiple of %d in %s", name, linear.k, channels,
+             format_name);
+  AQ_REQUIRE(k == 0 || linear.k == k, "%s.k=%d: must be %d", name, linear.k, k);
+  return 0;
+}
+
+int check_model(const AqModel* model) {
+  AQ_TRY(check_pointer("model", model, alignof(AqModel)));
+  const AqModel& m = *model;
+  AQ_REQUIRE(m.hidden > 0 && m.hidden % 16 == 0, "hidden=%d: must be a positive multiple of 16", m.hidden);
+  AQ_REQUIRE(m.intermediate > 0 && m.intermediate % 16 == 0, "intermediate=%d: must be a positive multiple of 16",
+             m.intermediate);
+  AQ_REQUIRE(m.head_dim > 0 && m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim,
+             "head_dim=%d: must be a positive multiple of 16 up to %d", m.head_dim, kMaxHeadDim);
+  AQ_REQUIRE(m.num_kv_heads > 0 && m.num_heads > 0 && m.num_heads % m.num_kv_heads == 0 &&
+                 m.num_heads / m.num_kv_heads <= kTileQueries,
+             "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", m.num_heads, kTileQueries,
+             m.num_kv_heads);
+  AQ_REQUIRE(m.num_layers > 0 && (!m.is_draft || m.num_layers == 1), "num_layers=%d: must be positive, 1 for a draft",
+             m.num_layers);
+  AQ_REQUIRE(m.vocab > 0, "vocab=%d: must be positive", m.vocab);
+  AQ_TRY(check_element("embed", m.embed_dtype, m.embed));
+  AQ_TRY(check_floats("inv_freq", m.inv_freq));
+  AQ_TRY(check_floats("final_norm", m.final_norm));
+  AQ_TRY(check_linear("head", m.head, 0, m.hidden));
+  AQ_TRY(check_pointer("layers", m.layers, alignof(AqLayer)));
+  for (int i = 0; i < m.num_layers; i++) AQ_TRY(check_layer(m, m.layers[i]));
+  AQ_REQUIRE(m.num_capture >= 0, "num_capture=%d: must be at least 0", m.num_capture);
+  if (m.num_capture > 0) AQ_TRY(check_pointer("capture", m.capture, sizeof(int32_t)));
+  for (int i = 0; i < m.num_capture; i++)
+    AQ_REQUIRE(m.capture[i] < m.num_layers && m.capture[i] > (i == 0 ? -1 : m.capture[i - 1]),
+               "capture[%d]=%d: must ascend within [0, %d)", i, m.capture[i], m.num_layers);
+  return 0;
+}
+
+int check_kv(const AqKV* kv, int num_kv_heads, int head_dim) {
+  AQ_TRY(check_pointer("kv", kv, alignof(AqKV)));
+  size_t size = 0;
+  host::with_keys(kv->dtype, [&](auto* element) { size = sizeof *element; });
+  const auto is_wanted = [](auto format) { return decltype(format)::kHoldsKeys; };
+  AQ_REQUIRE(size > 0, "kv.dtype=%d: must be one of %s", kv->dtype, codes_of(is_wanted).c_str());
+  AQ_TRY(check_pointer("kv.k", kv->k, size));
+  AQ_TRY(check_pointer("kv.v", kv->v, size));
+  AQ_REQUIRE(kv->num_layers > 0, "kv.num_layers=%d: must be positive", kv->num_layers);
+  AQ_REQUIRE(kv->num_pages > 0, "kv.num_pages=%d: must be positive", kv->num_pages);
+  AQ_REQUIRE(kv->page_size > 0 && kv->page_size % 16 == 0, "kv.page_size=%d: must be a positive multiple of 16",
+             kv->page_size);
+  AQ_REQUIRE(kv->num_kv_heads > 0 && (num_kv_heads == 0 || kv->num_kv_heads == num_kv_heads),
+             "kv.num_kv_heads=%d: must be %d", kv->num_kv_heads, num_kv_heads);
+  AQ_REQUIRE(kv->head_dim > 0 && kv->head_dim % 16 == 0 && kv->head_dim <= kMaxHeadDim,
+             "kv.head_dim=%d: must be a positive multiple of 16 up to %d", kv->head_dim, kMaxHeadDim);
+  AQ_REQUIRE(head_dim == 0 || kv->head_dim == head_dim, "kv.head_dim=%d: must be %d", kv->head_dim, head_dim);
+  return 0;
+}
+
+int check_index(const char* name, int row, int index, const AqKV& kv, const int32_t* table, int table_stride) {
+  AQ_REQUIRE(index >= 0 && index / kv.page_size < table_stride, "%s[%d]=%d: must be in [0, %lld)", name, row, index,
+             (long long)table_stride * kv.page_size);
+  const int page = table[index / kv.page_size];
+  AQ_REQUIRE(page >= 0 && page < kv.num_pages, "%s[%d]=%d lies in page %d: must be in [0, %d)", name, row, index, page,
+             kv.num_pages);
+  return 0;
+}
+
+// vocab 0: tokens and positions are not used. reads: the rows also attend.
+int check_rows(const AqRows* rows, const AqKV& kv, int vocab, bool reads) {
+  AQ_TRY(check_pointer("rows", rows, alignof(AqRows)));
+  AQ_REQUIRE(rows->num_rows >= 0, "num_rows=%d: must be at least 0", rows->num_rows);
+  AQ_REQUIRE(rows->num_slots > 0, "num_slots=%d: must be positive", rows->num_slots);
+  AQ_REQUIRE(rows->table_stride > 0, "table_stride=%d: must be positive", rows->table_stride);
+  AQ_REQUIRE(rows->tail_stride >= 0, "tail_stride=%d: must be at least 0", rows->tail_stride);
+  const struct {
+    const char* name;
+    const int32_t* pointer;
+    bool needed;
+  } arrays[] = {
+      {"slots", rows->slots, true},
+      {"write", rows->write, true},
+      {"page_table", rows->page_table, true},
+      {"key_start", rows->key_start, reads},
+      {"tail_len", rows->tail_len, reads},
+      {"context_len", rows->context_len, reads},
+      {"tail", rows->tail, reads && rows->tail_stride > 0},
+      {"tokens", rows->tokens, vocab > 0},
+      {"positions", rows->positions, vocab > 0},
+  };
+  for (const auto& array : arrays)
+    if (array.needed) AQ_TRY(check_pointer(array.name, array.pointer, sizeof(int32_t)));
+  for (int r = 0; r < rows->num_rows; r++) {
+    const int slot = rows->slots[r];
+    AQ_REQUIRE(slot >= 0 && slot < rows->num_slots, "slots[%d]=%d: must be in [0, %d)", r, slot, rows->num_slots);
+    if (vocab > 0) {
+      AQ_REQUIRE(rows->tokens[r] >= 0 && rows->tokens[r] < vocab, "tokens[%d]=%d: must be in [0, %d)", r,
+                 rows->tokens[r], vocab);
+      AQ_REQUIRE(rows->positions[r] >= 0, "positions[%d]=%d: must be at least 0", r, rows->positions[r]);
+    }
+    AQ_REQUIRE(rows->write[r] >= -1, "write[%d]=%d: must be at least -1 (nothing)", r, rows->write[r]);
+    if (rows->write[r] >= 0)
+      AQ_TRY(check_index("write", r, rows->write[r], kv, rows->page_table + (size_t)slot * rows->table_stride,
+                         rows->table_stride));
+  }
+  for (int begin = 0, end; reads && begin < rows->num_rows; begin = end) {
+    for (end = begin + 1; end < rows->num_rows && rows->slots[end] == rows->slots[begin];) end++;
+    AQ_TRY(check_context(*rows, kv, begin, end));
+  }
+  return 0;
+}
+
+int check_sampling(const AqSampling* sampling, int n) {
+  AQ_TRY(check_pointer("sampling", sampling, alignof(AqSampling)));
+  for (int i = 0; i < n; i++) {
+    const AqSampling& s = sampling[i];
+    AQ_REQUIRE(s.temperature >= 0.0f && s.temperature < 1e30f, "temperature[%d]=%g: must be finite, at least 0", i,
+               (double)s.temperature);
+    AQ_REQUIRE(s.top_p >= 0.0f && s.top_p <= 1.0f, "top_p[%d]=%g: must be in [0, 1]", i, (double)s.top_p);
+    AQ_REQUIRE(s.min_p >= 0.0f && s.min_p <= 1.0f, "min_p[%d]=%g: must be in [0, 1]", i, (double)s.min_p);
+    AQ_REQUIRE(s.top_k >= 0, "top_k[%d]=%d: must be at least 0 (off)", i, s.top_k);
+  }
+  return 0;
+}
+
+}  // namespace aq

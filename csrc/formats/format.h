@@ -1,0 +1,77 @@
+// What a storage format says of itself. Each header of this folder defines one, a struct derived from Format, and gives
+// it a code by AQ_FORMAT; formats.h lists them, and every switch over formats comes from that list.
+//
+// A linear weight [n, k] is packed in blocks of 16 outputs, zero-padded. A block is a run of steps. A step holds the
+// weights of kChannels channels in units, which the tile reads one after the other. A unit holds what 16 outputs
+// multiply kRun inputs with. A format defines
+//   kName                   as Python names it
+//   Step, kChannels         the packed layout
+//   kParts, kUnits, kRun    a step has kParts * kUnits units, and the tile unrolls kUnits of them; inputs of a unit
+//   unit(step, i)           unit i: its address, or its words in a register
+//   weight(unit, j)         its 16 weights for input j, as a Vec
+//   kAlignment              of a packed weight
+//   kSourceBytes            of one weight before it is packed; aq_pack's weight is aligned to it
+//   pack(source, packed)    aq_pack's work: 0, or -1 after fail()
+// and where they differ from below
+//   Sum                     how products become sums (sums.h)
+//   Input                   what the weights multiply
+//   Element                 one number, where rows of numbers (embeddings) are stored so: load(const Element*) exists;
+//                           void for linears only
+//   kHoldsKeys              keys and values may be stored so: store(Element*, Vec) and narrow(float, Element*) exist
+#pragma once
+#include "api/aquiline.h"
+#include "api/check.h"
+#include "sums.h"
+
+namespace AQ_NAMESPACE {
+
+// The arguments of aq_pack.
+struct Source {
+  const void *weight, *scales;
+  int n, k;
+};
+
+struct Format {
+  using Sum = InOrder;
+  using Input = float;
+  using Element = void;
+  static constexpr bool kHoldsKeys = false;
+  static constexpr int kParts = 1;
+  static constexpr int kRows = 6;  // rows of a tile
+  static constexpr int kScaleBytes = 0;  // per output, behind all steps
+  static constexpr size_t kUnitsFrom = 0;  // bytes of a step before its units
+  static constexpr bool kIsApart = false;  // its tiles need instructions of their own: dot.cpp
+  // What the sums are multiplied with, [n]; NULL for nothing.
+  AQ_INLINE const float* output_scale(const AqLinear&) { return nullptr; }
+  // Whether this CPU can compute with it: 0, or -1 after fail(). `name` is the linear's.
+  static int check_cpu(const char*) { return 0; }
+};
+
+template <class A, class B> constexpr bool kIsSame = false;
+template <class A> constexpr bool kIsSame<A, A> = true;
+
+// T of a const T*.
+template <class P> struct Pointee;
+template <class T> struct Pointee<const T*> {
+  using Type = T;
+};
+template <class P> using ValueOf = typename Pointee<P>::Type;
+
+// Packs [n, k] as [ceil(n / 16)][k / run][16][run].
+template <class T> static void pack_runs(const T* weight, int n, int k, int run, T* packed) {
+  for (int block = 0; block < n; block += 16)
+    for (int i = 0; i < k; i += run)
+      for (int lane = 0; lane < 16; lane++)
+        for (int j = i; j < i + run; j++) *packed++ = block + lane < n ? weight[((size_t)block + lane) * k + j] : T{};
+}
+
+constexpr int kMaxFormats = 16;  // codes are below
+template <int code> struct FormatOf {
+  using Type = void;
+};
+#define AQ_FORMAT(code, type)         \
+  template <> struct FormatOf<code> { \
+    using Type = type;                \
+  };
+
+}  // namespace AQ_NAMESPACE

@@ -1,0 +1,54 @@
+// The storage formats there are: one line each. Every switch over them is made here.
+#pragma once
+#include "bfloat16.h"
+#include "bfloat16_dot.h"
+#include "float16.h"
+#include "float32.h"
+#include "int4.h"
+#include "int8.h"
+
+namespace AQ_NAMESPACE {
+
+// Calls f(format) with the format of a code; false if there is none.
+template <int code = 0, class F> AQ_INLINE bool with_format(int dtype, const F& f) {
+  if constexpr (code == kMaxFormats) {
+    return false;
+  } else {
+    using Type = typename FormatOf<code>::Type;
+    if constexpr (!kIsSame<Type, void>)
+      if (dtype == code) return f(Type{}), true;
+    return with_format<code + 1>(dtype, f);
+  }
+}
+
+// Calls f with a null pointer to the number that rows of numbers, or keys and values, stored as dtype consist of.
+template <class F> AQ_INLINE bool with_elements(int dtype, const F& f) {
+  bool found = false;
+  with_format(dtype, [&](auto format) {
+    using Element = typename decltype(format)::Element;
+    if constexpr (!kIsSame<Element, void>) f((const Element*)nullptr), found = true;
+  });
+  return found;
+}
+template <class F> AQ_INLINE bool with_keys(int dtype, const F& f) {
+  bool found = false;
+  with_format(dtype, [&](auto format) {
+    if constexpr (decltype(format)::kHoldsKeys) f((const typename decltype(format)::Element*)nullptr), found = true;
+  });
+  return found;
+}
+
+// Whether linears stored as dtype take rounded inputs: the second arithmetic.
+AQ_INLINE bool takes_rounded(int dtype) {
+  bool takes = false;
+  with_format(dtype, [&](auto format) { takes = !kIsSame<typename decltype(format)::Input, float>; });
+  return takes;
+}
+// Whether keys stored as dtype are what the second arithmetic multiplies.
+AQ_INLINE bool holds_rounded(int dtype) {
+  bool holds = false;
+  with_keys(dtype, [&](auto* element) { holds = kIsSame<decltype(element), const Rounded*>; });
+  return holds;
+}
+
+}  // namespace AQ_NAMESPACE

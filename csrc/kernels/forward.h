@@ -1,0 +1,171 @@
+// A whole decoder forward as one call of the pool: every worker walks all layers, meeting the others at barriers. For
+// few rows a barrier costs as much as a small linear, so there are four a layer: after attention, o, gate_up and down.
+#pragma once
+#include "attention.h"
+
+namespace AQ_NAMESPACE {
+
+using aq::ForwardJob;
+
+static void rope_table(int position, const float* inv_freq, float scale, int half, float* cosine, float* sine) {
+  for (int i = 0; i < half; i++) {
+    double c, s;
+    cos_sin((float)position * inv_freq[i], &c, &s);
+    cosine[i] = (float)c * scale, sine[i] = (float)s * scale;
+  }
+}
+
+static void rotate(float* x, const float* cosine, const float* sine, int half) {
+  for (int i = 0; i < half; i++) {
+    const float first = x[i], second = x[half + i];
+    x[i] = first * cosine[i] - second * sine[i];
+    x[half + i] = second * cosine[i] + first * sine[i];
+  }
+}
+
+template <class S>
+static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key,
+                      const float* value) {
+  const Pages<S> pages(kv, layer, head, rows.page_table + (size_t)rows.slots[row] * rows.table_stride);
+  const int index = rows.write[row];
+  S* k = const_cast<S*>(pages.key_group(index)) + index % 16;
+  S* v = const_cast<S*>(pages.value(index));
+  for (int d = 0; d < kv.head_dim; d++) narrow(key[d], k + d * 16);
+  for (int d = 0; d < kv.head_dim; d++) narrow(value[d], v + d);
+}
+
+static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key,
+                      const float* value) {
+  if (rows.write[row] < 0) return;
+  with_keys(kv.dtype,
+            [&](auto* element) { store_key<ValueOf<decltype(element)>>(kv, layer, head, rows, row, key, value); });
+}
+
+// The residual stream of one row, and a draft's first input: [norm of the embedding; norm of g], where g may be
+// `hidden` itself, since a draft feeds back its own output.
+template <class E>
+static void enter_row(const ForwardJob& job, int row, const E* embedding) {
+  const AqModel& model = *job.model;
+  const AqLayer& layer = model.layers[0];
+  const int width = model.hidden;
+  float* hidden = job.hidden + (size_t)row * width;
+  if (!model.is_draft) {
+    for (int i = 0; i < width; i += 16) store(hidden + i, load(embedding + i));
+    return;
+  }
+  const float* g = job.g + (size_t)row * width;
+  const size_t at = (size_t)row * 2 * width;
+  norm_into(layer.attention.qkv, job.normed, at, embedding, layer.input_norm, width, model.eps);
+  norm_into(layer.attention.qkv, job.normed, at + width, g, layer.hidden_norm, width, model.eps);
+  if (model.norm_before_residual) rms_norm_row(g, layer.hidden_norm, width, model.eps, hidden);
+  else memmove(hidden, g, width * sizeof(float));
+}
+
+// What one worker does before the first layer: its share of the rotary angles and of the rows.
+static void enter(const Worker& worker, const ForwardJob& job) {
+  const AqModel& model = *job.model;
+  const int width = model.hidden, half = model.head_dim / 2, num_rows = job.rows->num_rows;
+  const Share angles = share(worker, num_rows * half), rows = share(worker, num_rows);
+  for (int i = angles.begin; i < angles.end; i++)
+    rope_table(job.rows->positions[i / half], model.inv_freq + i % half, model.rope_scale, 1, job.cosine + i,
+               job.sine + i);
+  for (int r = rows.begin; r < rows.end; r++) {
+    const size_t token = (size_t)job.rows->tokens[r] * width;
+    with_elements(model.embed_dtype, [&](auto* element) { enter_row(job, r, (decltype(element))model.embed + token); });
+  }
+  worker.barrier();
+}
+
+// Norms and rotates one head of qkv; a key head also goes to the cache, with its value.
+static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, int row, int head) {
+  const AqModel& model = *job.model;
+  const int dim = model.head_dim, half = dim / 2, kv_head = head - model.num_heads;
+  float* x = job.qkv + (size_t)row * layer.attention.qkv.n + (size_t)head * dim;
+  const float* norm = kv_head < 0 ? layer.attention.q_norm : layer.attention.k_norm;
+  if (norm != nullptr) rms_norm_row(x, norm, dim, model.eps, x);
+  rotate(x, job.cosine + (size_t)row * half, job.sine + (size_t)row * half, half);
+  if (kv_head >= 0) store_key(*job.kv, index, kv_head, *job.rows, row, x, x + (size_t)model.num_kv_heads * dim);
+}
+
+// From the normed input to the attended values of kv heads `mine` and the query heads that read them.
+static void attend_own(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, Share mine,
+                       const void* normed) {
+  const AqModel& model = *job.model;
+  const AqLayer& layer = model.layers[attend.layer];
+  const int num_rows = job.rows->num_rows, dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
+  const Share queries{mine.begin * group, mine.end * group};
+  const Share keys{model.num_heads + mine.begin, model.num_heads + mine.end};
+  const Share values{keys.begin + model.num_kv_heads, keys.end + model.num_kv_heads};
+  const Share owned[] = {queries, keys, values};
+  for (const Share heads : owned)
+    linear_store(layer.attention.qkv, Share{heads.begin * dim / 16, heads.end * dim / 16}, normed, num_rows, job.qkv);
+  for (int r = 0; r < num_rows; r++) {
+    for (int h = queries.begin; h < queries.end; h++) finish_head(job, layer, attend.layer, r, h);
+    for (int h = keys.begin; h < keys.end; h++) finish_head(job, layer, attend.layer, r, h);
+  }
+  float* workspace = attend.workspace + worker.index * attend.workspace_floats;
+  with_keys(attend.kv->dtype,
+            [&](auto* element) { attend_heads<ValueOf<decltype(element)>>(attend, mine, workspace); });
+}
+
+static void attend_shared(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, const void* normed) {
+  const AqModel& model = *job.model;
+  const AqLayer& layer = model.layers[attend.layer];
+  const int num_rows = job.rows->num_rows, num_heads = model.num_heads + model.num_kv_heads;
+  linear_store(layer.attention.qkv, share_blocks(worker, layer.attention.qkv), normed, num_rows, job.qkv);
+  worker.barrier();
+  const Share heads = share(worker, num_rows * num_heads);
+  for (int i = heads.begin; i < heads.end; i++) finish_head(job, layer, attend.layer, i / num_heads, i % num_heads);
+  worker.barrier();
+  attention(worker, attend);
+}
+
+// Where the output of layer `index` is kept as a feature; NULL where it is not.
+static float* feature_of(const ForwardJob& job, int index) {
+  const AqModel& model = *job.model;
+  for (int c = 0; c < model.num_capture && job.features != nullptr; c++)
+    if (model.capture[c] == index) return job.features + (size_t)c * model.hidden;
+  return nullptr;
+}
+
+static void forward(const Worker& worker, const ForwardJob& job) {
+  const AqModel& model = *job.model;
+  const int num_rows = job.rows->num_rows, width = model.hidden;
+  // A worker that owns whole kv heads needs nobody else's queries, keys or values.
+  const bool owns_heads = model.num_kv_heads % worker.count == 0;
+  AttentionJob attend = job.attention;
+  enter(worker, job);
+  const bool is_timed = job.seconds != nullptr && worker.index == 0;
+  double last = is_timed ? aq::seconds() : 0.0;
+  const auto lap = [&](int part) {
+    if (!is_timed) return;
+    const double now = aq::seconds();
+    job.seconds[part] += now - last, last = now;
+  };
+  for (int index = 0; index < model.num_layers; index++) {
+    const AqLayer& layer = model.layers[index];
+    attend.layer = index, attend.window = layer.attention.window, attend.sinks = layer.attention.sinks;
+    attend.is_rounded = takes_rounded(layer.attention.o.dtype);
+    attend.is_dot = attend.is_rounded && holds_rounded(job.kv->dtype);
+    const void* normed = job.normed;
+    if (!model.is_draft)
+      normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.attention.qkv,
+                         job.normed);
+    if (owns_heads) attend_own(worker, job, attend, share(worker, model.num_kv_heads), normed);
+    else attend_shared(worker, job, attend, normed);
+    worker.barrier();
+    linear_add(worker, layer.attention.o, job.attended, num_rows, job.hidden);
+    worker.barrier();
+    lap(0);
+    normed =
+        norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
+    linear_swiglu(worker, layer.mlp.gate_up, normed, num_rows, layer.mlp.down, job.gate_up);
+    worker.barrier();
+    linear_add(worker, layer.mlp.down, job.gate_up, num_rows, job.hidden, feature_of(job, index),
+               (size_t)model.num_capture * width);
+    worker.barrier();
+    lap(1);
+  }
+}
+
+}  // namespace AQ_NAMESPACE

@@ -1,0 +1,157 @@
+// What the dispatching side (api.cpp) and the kernels, compiled once per instruction set, know of each other.
+//
+// A kernel is called by every worker of the pool at once and divides the work by (index, count); how it divides it
+// never changes a result. Plain data only: see simd/inline.h for why nothing from std:: may appear here.
+#pragma once
+#include <stddef.h>
+
+#include "api/aquiline.h"
+#include "simd/types.h"
+
+namespace aq {
+
+struct Worker {
+  int index, count;
+  void barrier() const;  // returns once every worker has arrived; pool.cpp
+};
+
+double seconds();  // of a steady clock; pool.cpp
+
+constexpr int kSpan = 512;         // attention folds blocks within spans of this many positions, then the spans
+constexpr int kMaxHeadDim = 512;
+constexpr int kTileQueries = 128;  // attention reads a block of keys once for this many (row, head) pairs
+constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all of them for itself
+
+// Copies of normed rows that a call needs.
+static inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
+
+// The tiles of a linear and the blocks of attention in the second arithmetic, from dot.cpp: what needs AVX512_BF16. w
+// and x are the steps and inputs of the one format that is apart. False: not compiled in.
+extern const bool kHasDot;
+void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x, size_t next, float* sums);
+
+constexpr int kGroups = AQ_BLOCK / 16;
+
+// The keys of one block that a row sees: positions [from, to) of it. k[g]: [dim][16] of a group, v[j]: [dim].
+// next_k and next_v are groups of 16 keys to prefetch meanwhile: pages are too short for the hardware to run ahead.
+// In pairs, k[g] is [dim / 2][16] and v[j] holds positions 2 j and 2 j + 1 of every channel.
+template <class S>
+struct Keys {
+  const S *k[kGroups], *next_k[kGroups], *next_v[kGroups];
+  const S* v[AQ_BLOCK];
+  int from, to;
+};
+
+// block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values.
+// From dot.cpp.
+void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* paired,
+               float* maximum, float* sum, float* accumulator);
+
+struct Tile {
+  int32_t row, num_rows;  // consecutive rows of one slot
+};
+
+struct AttentionJob {
+  const AqKV* kv;
+  const AqRows* rows;
+  const float* q;  // [R, q_stride], heads first
+  void* out;       // [R, num_heads * head_dim], float or, if is_rounded, Rounded
+  bool is_rounded, is_dot;  // is_dot: in the second arithmetic
+  const float* sinks;
+  int layer, num_heads, q_stride, window;
+  float scale;
+  const Tile* tiles;
+  int num_tiles, num_spans;
+  bool deferred;       // each span is a work item of its own, and its state goes to `partials`
+  float* partials;     // [R, num_heads, num_spans, 16 + head_dim]: maximum, sum, ..., accumulator
+  float* workspace;    // per worker
+  size_t workspace_floats;
+};
+
+struct ForwardJob {
+  const AqModel* model;
+  const AqKV* kv;
+  const AqRows* rows;
+  const float* g;
+  float *hidden, *features;
+  // normed: norm_copies. normed, attended and gate_up hold Rounded where the linear that reads them takes it.
+  float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
+  AttentionJob attention;  // the fields that are the same for every layer
+  double* seconds;         // NULL, or where the time of attention and of the MLP is added
+};
+
+struct LinearJob {
+  const AqLinear* linear;
+  const float* x;
+  int rows;
+  float* y;
+  Rounded* rounded;  // [rows, k]: x for a linear that takes rounded inputs
+};
+
+// The best score of a row that one worker has seen, per lane.
+struct alignas(64) Best {
+  float score[16];
+  uint32_t id[16];
+  uint32_t has_nan, has_finite;
+};
+
+struct DrawJob {
+  const AqModel* model;      // NULL: logits are given
+  const float* hidden;
+  const int32_t* row_index;
+  const float* given_logits;
+  int n, vocab;
+  const int32_t* d2t;        // of a draft that draws target ids, else NULL
+  const AqSampling* sampling;
+  int32_t* tokens;
+  float* normed;             // norm_copies of [n, hidden]
+  float* logits;             // [n, padded vocab], used by rows with a filter
+  Best* best;                // [workers, n]
+  float* workspace;          // per worker: 6 * padded vocab
+  size_t workspace_floats;
+};
+
+struct TopKJob {
+  const AqModel* model;
+  const float* hidden;
+  const int32_t* row_index;
+  int n, k;
+  const AqSampling* sampling;  // NULL: by the logits as they are
+  const int32_t* d2t;          // of a draft that ranks target ids, else NULL
+  int32_t* ids;
+  float* logprobs;
+  const int32_t* chosen;     // NULL: only the k best are wanted
+  float* chosen_logprobs;
+  int32_t* ranks;
+  float *normed, *logits;
+  float* workspace;          // per worker: 3 * padded vocab
+  size_t workspace_floats;
+};
+
+struct Kernels {
+  void (*forward)(const Worker&, const ForwardJob&);
+  void (*attention)(const Worker&, const AttentionJob&);
+  void (*linear)(const Worker&, const LinearJob&);
+  void (*head_logits)(const Worker&, const TopKJob&);
+  void (*head_topk)(const Worker&, const TopKJob&);
+  void (*draw)(const Worker&, const DrawJob&);
+  void (*rms_norm)(const float* x, const float* weight, int rows, int width, float eps, float* y);
+  void (*swiglu)(const float* gate_up, int rows, int width, float* y);
+  void (*rope)(float* x, const int32_t* positions, const float* inv_freq, float scale, int rows, int heads, int dim);
+  void (*write_kv)(const AqKV& kv, int layer, const AqRows& rows, const float* k, const float* v);
+  void (*gumbel)(uint64_t seed, int32_t position, int count, float* noise);
+  void (*exp_log)(const float* x, int count, float* exps, float* logs);
+};
+
+}  // namespace aq
+
+// One table per instruction set, each from kernels.cpp.
+namespace avx512 {
+extern const aq::Kernels kKernels;
+}
+namespace avx2 {
+extern const aq::Kernels kKernels;
+}
+namespace portable {
+extern const aq::Kernels kKernels;
+}

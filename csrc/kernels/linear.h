@@ -1,0 +1,133 @@
+// y = x w^T over packed weights: every output is one chain of fused multiply-adds in k order, whatever the number of
+// rows and threads. Workers split the output blocks.
+#pragma once
+#include "kernels.h"
+#include "math.h"
+#include "tile.h"
+
+namespace AQ_NAMESPACE {
+
+using aq::Worker;
+
+// Contiguous share of worker.index among `count` items.
+struct Share {
+  int begin, end;
+};
+AQ_INLINE Share share(const Worker& worker, int count) {
+  return Share{(int)((int64_t)count * worker.index / worker.count),
+               (int)((int64_t)count * (worker.index + 1) / worker.count)};
+}
+
+// Calls epilogue(row, column, width, sums) for every row of x [rows, k] and panel of output blocks `mine`; width <=
+// kPanelWidth columns are valid.
+template <class F, class Epilogue>
+static void panels(const AqLinear& linear, Share mine, const typename F::Input* x, int rows, const Epilogue& epilogue) {
+  constexpr int kRows = F::kRows, kInputs = F::kParts * F::kUnits * F::kRun;
+  const int num_tiles = (rows + kRows - 1) / kRows, steps = linear.k / F::kChannels;
+  const size_t stride = (size_t)steps * kInputs;
+  const float* scale = F::output_scale(linear);
+  for (int block = mine.begin; block < mine.end; block += kPanel) {
+    const typename F::Step* w = (const typename F::Step*)linear.weight + (size_t)block * steps;
+    const int blocks = mine.end - block < kPanel ? mine.end - block : kPanel;
+    const int column = block * 16;
+    const int width = linear.n - column < blocks * 16 ? linear.n - column : blocks * 16;
+    for (int t = 0; t < num_tiles; t++) {  // balanced: 8 rows by 6 are 4 + 4, not 6 + 2
+      const int first = (int)((int64_t)rows * t / num_tiles), last = (int)((int64_t)rows * (t + 1) / num_tiles);
+      alignas(64) float sums[kRows * kPanelWidth];
+      // The first tile streams the panel from memory, the second the next panel into L2: no tile has to wait for all of
+      // it.
+      const size_t next = t == 1 ? (size_t)kPanel * steps : 0;
+      if constexpr (F::kIsApart) aq::dot_tile(last - first, w, blocks, steps, x + first * stride, next, sums);
+      else any_tile<F>(last - first, w, blocks, steps, x + first * stride, next, sums);
+      for (int r = first; r < last; r++) {
+        float* row_sums = sums + (r - first) * kPanelWidth;
+        if (scale != nullptr)
+          for (int i = 0; i < width; i++) row_sums[i] *= scale[column + i];
+        if (linear.bias != nullptr)
+          for (int i = 0; i < width; i++) row_sums[i] += linear.bias[column + i];
+        epilogue(r, column, width, row_sums);
+      }
+    }
+  }
+}
+
+// x [rows, k] is float, or Rounded where the linear takes that.
+template <class Epilogue>
+static void linear_rows(const AqLinear& linear, Share mine, const void* x, int rows, const Epilogue& epilogue) {
+  with_format(linear.dtype, [&](auto format) {
+    using F = decltype(format);
+    panels<F>(linear, mine, (const typename F::Input*)x, rows, epilogue);
+  });
+}
+
+// The output blocks of one worker. They start at even ones, so that a gate block and its up block come together.
+static Share share_blocks(const Worker& worker, const AqLinear& linear) {
+  const int num_blocks = (linear.n + 15) / 16;
+  const Share pairs = share(worker, (num_blocks + 1) / 2);
+  return Share{2 * pairs.begin, 2 * pairs.end < num_blocks ? 2 * pairs.end : num_blocks};
+}
+
+static void linear_store(const AqLinear& linear, Share mine, const void* x, int rows, float* y) {
+  linear_rows(linear, mine, x, rows, [&](int row, int column, int width, const float* sums) {
+    memcpy(y + (size_t)row * linear.n + column, sums, width * sizeof(float));
+  });
+}
+
+// y += x w^T, for the residual stream; `copy` (or NULL) also gets the new values, its rows copy_stride apart.
+static void linear_add(const Worker& worker, const AqLinear& linear, const void* x, int rows, float* y,
+                       float* copy = nullptr, size_t copy_stride = 0) {
+  linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
+    float* to = y + (size_t)row * linear.n + column;
+    for (int i = 0; i < width; i++) to[i] += sums[i];
+    if (copy != nullptr) memcpy(copy + row * copy_stride + column, to, width * sizeof(float));
+  });
+}
+
+template <class Y>
+AQ_INLINE void swiglu_run(const float* gate_up, Y* y) {
+  store(y, mul(silu(load(gate_up)), load(gate_up + 16)));
+}
+
+// y [rows, n / 2] = silu(gate) * up, as `next` takes it, for a weight whose gate and up rows alternate in runs of 16.
+static void linear_swiglu(const Worker& worker, const AqLinear& linear, const void* x, int rows, const AqLinear& next,
+                          void* y) {
+  const bool is_rounded = takes_rounded(next.dtype);
+  linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
+    const size_t at = ((size_t)row * linear.n + column) / 2;
+    for (int i = 0; i < width; i += 32)
+      if (is_rounded) swiglu_run(sums + i, (Rounded*)y + at + i / 2);
+      else swiglu_run(sums + i, (float*)y + at + i / 2);
+  });
+}
+
+// y = x / sqrt(mean(x^2) + eps) * weight; x may be y. width is a multiple of 16.
+template <class X, class Y>
+static void rms_norm_row(const X* x, const float* weight, int width, float eps, Y* y) {
+  Vec squares = zero();
+  for (int i = 0; i < width; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  const float scale = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)width + eps);
+  for (int i = 0; i < width; i += 16) store(y + i, mul(mul(load(x + i), set1(scale)), load(weight + i)));
+}
+
+// The norm of x as `next` takes it, from element `at` of its input y on.
+template <class X>
+static void norm_into(const AqLinear& next, void* y, size_t at, const X* x, const float* weight, int width, float eps) {
+  if (takes_rounded(next.dtype)) rms_norm_row(x, weight, width, eps, (Rounded*)y + at);
+  else rms_norm_row(x, weight, width, eps, (float*)y + at);
+}
+
+// The normed rows of x [*, next.k] (those that row_index names, if given) for this worker to hand to `next`. Few rows
+// are normed by every worker into a copy of its own, the same bits: that takes less time than meeting.
+static const void* norm_rows(const Worker& worker, const float* x, const int32_t* row_index, int rows,
+                             const float* weight, float eps, const AqLinear& next, float* normed) {
+  const bool is_own = rows <= aq::kOwnRows;
+  const size_t width = next.k;
+  if (is_own) normed += worker.index * rows * width;
+  const Share mine = is_own ? Share{0, rows} : share(worker, rows);
+  for (int r = mine.begin; r < mine.end; r++)
+    norm_into(next, normed, r * width, x + (row_index == nullptr ? r : row_index[r]) * width, weight, next.k, eps);
+  if (!is_own) worker.barrier();
+  return normed;
+}
+
+}  // namespace AQ_NAMESPACE

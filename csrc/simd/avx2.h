@@ -1,0 +1,99 @@
+// The vocabulary of simd.h in AVX2, FMA and F16C: a Vec is two registers.
+#pragma once
+#include "avx.h"
+
+namespace AQ_NAMESPACE {
+
+constexpr int kAccumulators = 5;  // with 6 in two blocks, GCC keeps one of them in memory
+struct Vec {
+  __m256 lo, hi;
+};
+struct IVec {
+  __m256i lo, hi;
+};
+struct Mask {
+  __m256 lo, hi;
+};
+
+#define AQ_BOTH(type, op, ...) \
+  return type { op((a).lo, ##__VA_ARGS__), op((a).hi, ##__VA_ARGS__) }
+#define AQ_PAIR(type, op) \
+  return type { op(a.lo, b.lo), op(a.hi, b.hi) }
+AQ_INLINE Vec set1(float x) {
+  const __m256 v = _mm256_set1_ps(x);
+  return Vec{v, v};
+}
+AQ_INLINE Vec load(const float* p) { return Vec{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+AQ_INLINE __m256 widen(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+AQ_INLINE Vec load(const int8_t* p) { return Vec{widen(p), widen(p + 8)}; }
+AQ_INLINE Vec load_half(const uint16_t* p) {
+  return Vec{_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+AQ_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+AQ_INLINE Vec add(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_add_ps); }
+AQ_INLINE Vec sub(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_sub_ps); }
+AQ_INLINE Vec mul(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_mul_ps); }
+AQ_INLINE Vec div(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_div_ps); }
+AQ_INLINE Vec fma(Vec a, Vec b, Vec c) {
+  return Vec{_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+AQ_INLINE Vec max(Vec a, Vec b) { AQ_PAIR(Vec, _mm256_max_ps); }
+AQ_INLINE Mask less(Vec a, Vec b) {
+  return Mask{_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
+}
+AQ_INLINE Mask is_nan(Vec a) {
+  return Mask{_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q)};
+}
+AQ_INLINE Mask both(Mask a, Mask b) { AQ_PAIR(Mask, _mm256_and_ps); }
+AQ_INLINE bool any(Mask a) { return _mm256_movemask_ps(_mm256_or_ps(a.lo, a.hi)) != 0; }
+AQ_INLINE Vec select(Mask m, Vec yes, Vec no) {
+  return Vec{_mm256_blendv_ps(no.lo, yes.lo, m.lo), _mm256_blendv_ps(no.hi, yes.hi, m.hi)};
+}
+
+AQ_INLINE IVec iset1(uint32_t x) {
+  const __m256i v = _mm256_set1_epi32((int)x);
+  return IVec{v, v};
+}
+AQ_INLINE IVec iload(const uint32_t* p) {
+  return IVec{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+AQ_INLINE void istore(uint32_t* p, IVec a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo), _mm256_storeu_si256((__m256i*)(p + 8), a.hi);
+}
+AQ_INLINE IVec iload(const uint16_t* p) {
+  return IVec{_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
+              _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+AQ_INLINE void istore(uint16_t* p, IVec a) {
+  uint32_t lane[16];
+  istore(lane, a);
+  for (int i = 0; i < 16; i++) p[i] = (uint16_t)lane[i];
+}
+AQ_INLINE IVec iadd(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_add_epi32); }
+AQ_INLINE IVec isub(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_sub_epi32); }
+AQ_INLINE IVec imul(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_mullo_epi32); }
+AQ_INLINE IVec iand(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_and_si256); }
+AQ_INLINE IVec ixor(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_xor_si256); }
+template <int N> AQ_INLINE IVec shl(IVec a) { AQ_BOTH(IVec, _mm256_slli_epi32, N); }
+template <int N> AQ_INLINE IVec shr(IVec a) { AQ_BOTH(IVec, _mm256_srli_epi32, N); }
+AQ_INLINE Vec to_float(IVec a) { AQ_BOTH(Vec, _mm256_cvtepi32_ps); }
+AQ_INLINE Vec as_float(IVec a) { AQ_BOTH(Vec, _mm256_castsi256_ps); }
+AQ_INLINE IVec as_int(Vec a) { AQ_BOTH(IVec, _mm256_castps_si256); }
+AQ_INLINE IVec iselect(Mask m, IVec yes, IVec no) { return as_int(select(m, as_float(yes), as_float(no))); }
+AQ_INLINE __m256 nibble(__m256i a, int i) {
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 28 - 4 * i), 28));
+}
+AQ_INLINE Vec nibble(IVec a, int i) { return Vec{nibble(a.lo, i), nibble(a.hi, i)}; }
+AQ_INLINE Mask sign_bit(IVec a) { AQ_BOTH(Mask, _mm256_castsi256_ps); }  // blends and movemask look at the sign only
+AQ_INLINE Vec low_halves(const uint32_t* p) { return as_float(shl<16>(iload(p))); }
+AQ_INLINE Vec high_halves(const uint32_t* p) { return as_float(iand(iload(p), iset1(0xffff0000))); }
+
+AQ_INLINE float sum_lanes(Vec a) { return sum_lanes(a.lo, a.hi); }
+AQ_INLINE float max_lanes(Vec a) { return max_lanes(a.lo, a.hi); }
+#undef AQ_BOTH
+#undef AQ_PAIR
+
+}  // namespace AQ_NAMESPACE

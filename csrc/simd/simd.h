@@ -1,0 +1,34 @@
+// Vec, 16 floats, and IVec, 16 uint32, for the instruction set that a file is compiled for: AQ_SIMD names its header.
+//
+// Every operation is exact or correctly rounded, so all instruction sets give the same bits. Each header defines
+//   kAccumulators            the Vecs that an inner loop may keep as sums in registers
+//   set1 load store          floats; load also takes 16 signed bytes
+//   load_half                floats of 16 IEEE half-precision numbers (binary16)
+//   add sub mul div fma max  a op b; fma(a, b, c) = a * b + c, rounded once
+//   less is_nan both any select          comparisons and what is done with them
+//   iset1 iload istore       uint32, or 16-bit words in memory (load extends with zeros, store drops the upper half)
+//   iadd isub imul iand ixor shl shr iselect sign_bit
+//   to_float as_float as_int             conversion of signed integers; the same bits
+//   low_halves high_halves   of 16 words of 32 bits: floats whose upper 16 bits are the lower or the upper half
+//   nibble                   the i-th four bits of each lane, two's complement, as a float
+//   sum_lanes max_lanes      of 16 lanes by one merge tree: halves with halves
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include "inline.h"
+
+#include AQ_SIMD
+
+namespace AQ_NAMESPACE {
+
+// Into L2: a core has few slots for lines on their way to L1 (about 10 GB/s' worth at the latency of memory), but many
+// for L2. Measured on Zen 4: attention at 2K keys reads 24 GB/s a core so, 10 with a prefetch into L1.
+AQ_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+AQ_INLINE Vec zero() { return set1(0.0f); }
+AQ_INLINE IVec iota() {
+  static const uint32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return iload(lanes);
+}
+
+}  // namespace AQ_NAMESPACE

@@ -1,0 +1,143 @@
+// A running batch from the inside: slots, the step in progress, and the rows of a forward. Plain state; the stages
+// (draft.cpp, verify.cpp, keep.cpp) work on it one after the other.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "api/check.h"
+#include "kernels/kernels.h"
+#include "rules.h"
+#include "stages.h"
+
+namespace aq {
+
+// What a sequence leaves in its slot between steps.
+struct Slot {
+  bool is_admitted = false, decodes = false, drafts = false;
+  int num_prompt = 0;
+  int num_computed = 0;  // tokens whose keys are there and, if it drafts, features; the root's index while it decodes
+  int first_draft_key = 1, draft_end = 1;  // draft keys exist for the KV indices from one to below the other
+  int num_hit = 0;
+  AqSampling sampling{};
+  Rules rules;
+  std::vector<int32_t> history;  // every token known
+
+  int root() const { return (int)history.size() - 1; }
+  AqSampling sampling_at(int index) const {  // how the token with that index is drawn
+    AqSampling own = sampling;
+    own.position = index;
+    return own;
+  }
+};
+
+// An AqShape with what follows from it. Of a static tree, per node: level, whether it has children (is_inner), the row
+// that its parent has among its level's rows, and the rows of its own path, which the draft writes behind the root.
+struct Shape {
+  int kind = AQ_CHAIN, depth = 0, width = 1, num_nodes = 1;
+  std::vector<int32_t> parents, ranks, levels, is_inner, parent_rows;
+  std::vector<std::vector<int32_t>> paths;
+};
+
+// The trees of a step: nodes of slot after slot, roots first; parents are slot-local, levels count from the root's 0.
+struct Trees {
+  std::vector<int32_t> tokens, parents, levels, offsets;
+
+  void clear() { tokens.clear(), parents.clear(), levels.clear(), offsets.assign(1, 0); }
+  int size(int b) const { return offsets[b + 1] - offsets[b]; }
+  bool is_chain(int b) const { return levels[offsets[b + 1] - 1] == size(b) - 1; }
+};
+
+// Buffers of a forward's rows, and the one way to fill them. A draft's keys stand one index behind their positions.
+class RowBuffer {
+ public:
+  void open(int max_rows, bool is_draft, const int32_t* page_table, int pages_per_slot, int num_slots);
+  void clear() { rows_.num_rows = 0; }
+  int num_rows() const { return rows_.num_rows; }
+  const AqRows& rows() const { return rows_; }
+  // A token at KV index `index` that sees every key from key_start to its own, which it writes if is_written.
+  void add(int slot, int token, int index, int key_start, bool is_written = true);
+  // A tree's node that sees the keys from key_start to below `base`, then those at base + path[i], itself last.
+  void add_node(int slot, int token, int base, const std::vector<int32_t>& path, int key_start);
+
+ private:
+  int next(int slot, int token, int index, int key_start);
+
+  AqRows rows_{};
+  bool is_draft_ = false;
+  std::unique_ptr<int32_t[]> tokens_, positions_, slots_, write_, key_start_, context_len_, tail_, tail_len_;
+};
+
+// Draft rows [begin, end) of a slot.
+struct Span {
+  int slot, begin, end;
+};
+
+enum class Stage { idle, drafted, verified };
+
+// Tells the caller what each stage took.
+enum StageTime { kDraftTime, kBindTime, kVerifyTime, kAcceptTime, kKeepTime, kNumTimes };
+
+}  // namespace aq
+
+struct AqBatch {
+  AqBatchConfig config{};
+  std::vector<aq::Slot> slots;
+  std::vector<aq::Shape> shapes;
+  std::vector<int32_t> page_table;  // [num_slots, pages_per_slot]; -1: the slot has no such page
+  aq::RowBuffer rows, draft_rows;
+
+  // The step in progress.
+  aq::Stage stage = aq::Stage::idle;
+  std::vector<AqExtend> extends;
+  std::vector<AqChunk> chunks;
+  std::vector<AqDecode> decodes;
+  aq::Trees trees;
+  std::vector<int32_t> first_rows;  // of each chunk
+  std::vector<int32_t> chunk_tokens;  // drawn by each chunk; -2: it does not draw
+  std::vector<std::vector<int32_t>> paths, kept;  // of each decode: accepted nodes, root first; tokens
+  int num_draft_rows = 0;
+  double seconds[aq::kNumTimes] = {};
+  double lapped = 0.0;
+
+  // Memory that stages reuse.
+  std::vector<float> g, states, gathered, logits, logprobs;
+  std::vector<int32_t> ids, drawn;
+  std::vector<AqSampling> samplings;
+
+  int vocab() const { return config.target->vocab; }
+  int page_size() const { return config.target_kv->page_size; }
+  int max_context() const { return config.pages_per_slot * page_size(); }
+  float* fused_at(int slot, int index) const;
+  void lap(aq::StageTime stage);
+};
+
+namespace aq {
+
+struct Message;
+
+// message.cpp
+int read_message(const AqBatch& batch, const int32_t* message, Message* out);
+int check_step(const AqBatch& batch, const Message& message, const AqAdmit* admits, int num_admits);
+
+// batch.cpp
+void admit(AqBatch* batch, const AqAdmit& admit);
+
+// Where the parts of a message stand.
+struct Message {
+  const AqExtend* extends;
+  const AqChunk* chunks;
+  const AqDecode* decodes;
+  int num_extends, num_chunks, num_decodes;
+  std::vector<const AqPages*> pages;  // each with its pages behind it
+  std::vector<const int32_t*> proposals;  // of each decode: tokens, then parents; NULL: none
+};
+
+// draft.cpp: runs draft rows in as few passes as there is room for. The last pass holds each span's last row, at
+// last[i].
+int extend(AqBatch* batch, const std::vector<Span>& spans, std::vector<int32_t>* last);
+
+// grow.cpp: grows a tree by the draft model below the root of every decode that has a shape; fills batch->trees.
+int grow(AqBatch* batch, const Message& message);
+int finish_trees(Trees* trees);  // levels from parents; refuses a tree that is none
+
+}  // namespace aq

@@ -1,0 +1,154 @@
+// The keep stage: a kept path's keys become contiguous, features are fused for the draft, and every slot moves to its
+// next root. All that can fail comes before the first change to a slot.
+#include <string.h>
+
+#include <algorithm>
+
+#include "batch.h"
+
+namespace aq {
+
+namespace {
+
+// Node i of level d moves from KV index root + i to root + d, and d <= i.
+int move_paths(AqBatch* batch) {
+  std::vector<int32_t> slots, sources, targets;
+  for (size_t b = 0; b < batch->decodes.size(); b++) {
+    const int slot = batch->decodes[b].slot, root = batch->slots[slot].root();
+    for (int level = 0; level < (int)batch->paths[b].size(); level++)
+      if (batch->paths[b][level] != level)
+        slots.push_back(slot), sources.push_back(root + batch->paths[b][level]), targets.push_back(root + level);
+  }
+  if (slots.empty()) return 0;
+  return aq_move_kv(batch->config.target_kv, batch->page_table.data(), batch->config.pages_per_slot, slots.data(),
+                    sources.data(), targets.data(), (int)slots.size());
+}
+
+// A row of the forward whose feature a draft may need, and its index.
+struct Featured {
+  int row, slot, index;
+};
+
+std::vector<Featured> featured_rows(const AqBatch& batch) {
+  std::vector<Featured> found;
+  for (size_t b = 0; b < batch.decodes.size(); b++) {
+    const int slot = batch.decodes[b].slot, root = batch.slots[slot].root();
+    if (!batch.slots[slot].drafts) continue;
+    for (int level = 0; level < (int)batch.paths[b].size(); level++)
+      found.push_back({batch.trees.offsets[b] + batch.paths[b][level], slot, root + level});
+  }
+  for (size_t i = 0; i < batch.chunks.size(); i++) {
+    const AqChunk& chunk = batch.chunks[i];
+    if (!batch.slots[chunk.slot].drafts) continue;
+    for (int j = chunk.start; j < chunk.end; j++)
+      found.push_back({batch.first_rows[i] + j - chunk.start, chunk.slot, j});
+  }
+  return found;
+}
+
+// The draft's inputs, kept by KV index. A row that a cached page holds already has the same bits there.
+int fuse(AqBatch* batch) {
+  const AqBatchConfig& c = batch->config;
+  const std::vector<Featured> found = featured_rows(*batch);
+  if (found.empty()) return 0;
+  const size_t wide = c.fusion.fc.k, width = c.draft->hidden;
+  batch->gathered.resize(std::max(batch->gathered.size(), found.size() * wide));
+  batch->g.resize(std::max(batch->g.size(), found.size() * width));
+  for (size_t i = 0; i < found.size(); i++)
+    memcpy(batch->gathered.data() + i * wide, c.features + found[i].row * wide, wide * sizeof(float));
+  AQ_TRY(aq_fuse(&c.fusion, batch->gathered.data(), (int)found.size(), batch->g.data()));
+  for (size_t i = 0; i < found.size(); i++) {
+    float* kept = batch->fused_at(found[i].slot, found[i].index);
+    AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", found[i].slot, found[i].index);
+    memcpy(kept, batch->g.data() + i * width, width * sizeof(float));
+  }
+  return 0;
+}
+
+// Draft keys along with a prompt's own. Those behind its last token wait for the token that follows.
+int extend_chunks(AqBatch* batch) {
+  std::vector<Span> spans;
+  for (const AqChunk& chunk : batch->chunks) {
+    const Slot& slot = batch->slots[chunk.slot];
+    const int until = chunk.is_last ? chunk.end : chunk.end + 1;
+    if (slot.drafts && slot.draft_end < until) spans.push_back({chunk.slot, slot.draft_end - 1, until - 1});
+  }
+  return extend(batch, spans, nullptr);
+}
+
+void advance(AqBatch* batch) {
+  for (size_t b = 0; b < batch->decodes.size(); b++) {
+    Slot& slot = batch->slots[batch->decodes[b].slot];
+    for (const int token : batch->kept[b]) {
+      slot.history.push_back(std::max(token, 0));
+      slot.rules.count(slot.history.back());
+    }
+    slot.num_computed = slot.root();
+  }
+  for (size_t i = 0; i < batch->chunks.size(); i++) {
+    const AqChunk& chunk = batch->chunks[i];
+    Slot& slot = batch->slots[chunk.slot];
+    slot.num_computed = chunk.end;
+    if (chunk.draws) {
+      slot.history.push_back(std::max(batch->chunk_tokens[i], 0));
+      slot.rules.count(slot.history.back());
+    }
+    slot.decodes = chunk.is_last != 0;
+  }
+}
+
+void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* out) {
+  int32_t* at = out + 2;
+  for (size_t b = 0; b < batch.decodes.size(); b++) {
+    *at++ = roots[b], *at++ = batch.trees.size((int)b) - 1, *at++ = batch.slots[batch.decodes[b].slot].draft_end;
+    *at++ = (int32_t)batch.kept[b].size();
+    at = std::copy(batch.kept[b].begin(), batch.kept[b].end(), at);
+  }
+  for (size_t i = 0; i < batch.chunks.size(); i++)
+    *at++ = batch.chunk_tokens[i], *at++ = batch.slots[batch.chunks[i].slot].draft_end;
+  out[0] = (int32_t)(at - out - 2), out[1] = batch.num_draft_rows;
+  for (size_t b = 0; b < batch.decodes.size(); b++) {
+    const int first = batch.trees.offsets[b], end = batch.trees.offsets[b + 1];
+    at = std::copy(batch.trees.tokens.begin() + first, batch.trees.tokens.begin() + end, at);
+    at = std::copy(batch.trees.parents.begin() + first, batch.trees.parents.begin() + end, at);
+    at = std::copy(batch.paths[b].begin(), batch.paths[b].end(), at);
+  }
+}
+
+int keep(AqBatch* batch, int32_t* out) {
+  AQ_TRY(move_paths(batch));
+  batch->lap(kKeepTime);
+  AQ_TRY(fuse(batch));
+  AQ_TRY(extend_chunks(batch));
+  batch->lap(kDraftTime);
+  std::vector<int32_t> roots;
+  for (const AqDecode& decode : batch->decodes) roots.push_back(batch->slots[decode.slot].root());
+  advance(batch);
+  report(*batch, roots, out);
+  batch->lap(kKeepTime);
+  return 0;
+}
+
+}  // namespace
+}  // namespace aq
+
+using namespace aq;
+
+int aq_keep(AqBatch* batch, int32_t* out, double* times) {
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  AQ_TRY(check_pointer("out", out, sizeof(int32_t)));
+  AQ_TRY(check_pointer("seconds", times, sizeof(double)));
+  AQ_REQUIRE(batch->stage == Stage::verified, "the step has not been verified");
+  batch->lapped = seconds();
+  batch->stage = Stage::idle;
+  if (keep(batch, out) != 0) return -2;
+  std::copy_n(batch->seconds, (int)kNumTimes, times);
+  return 0;
+}
+
+int aq_step(AqBatch* batch, const int32_t* message, const AqAdmit* admits, int32_t num_admits, int32_t* out,
+            double* times) {
+  if (const int failed = aq_draft(batch, message, admits, num_admits)) return failed;
+  if (const int failed = aq_verify(batch, nullptr, 0, 0)) return failed;
+  return aq_keep(batch, out, times);
+}

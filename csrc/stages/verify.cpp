@@ -1,0 +1,221 @@
+// The verify stage: one target forward over trees and prompt chunks, the target's own token at every row, and the path
+// of each tree whose tokens were drawn.
+//
+// At every node the target draws with noise keyed by seed and index, so that the token drawn after a given prefix is
+// the same whether the prefix was drafted or not. In symbols, for node i with parent p(i): ok(i) = token(i) ==
+// drawn(p(i)); i is kept iff ok holds on its whole path; what the deepest kept node drew is kept behind it. Source:
+// EAGLE3.md, section 4.
+#include <algorithm>
+
+#include "batch.h"
+
+namespace aq {
+
+namespace {
+
+constexpr int kRuleRows = 32;  // rows whose logits are looked at together
+
+void path_of(const Trees& trees, int first, int node, std::vector<int32_t>* path) {
+  path->resize(trees.levels[first + node] + 1);
+  for (int level = (int)path->size() - 1; level >= 0; level--)
+    (*path)[level] = node, node = trees.parents[first + node];
+}
+
+// Node i of a slot is written at KV index root + i. In a chain that is where it stands; in any other tree a node reads
+// what lies behind its root along its own path.
+void bind(AqBatch* batch) {
+  RowBuffer& rows = batch->rows;
+  const Trees& trees = batch->trees;
+  std::vector<int32_t> path;
+  rows.clear();
+  for (int b = 0; b < (int)batch->decodes.size(); b++) {
+    const int slot = batch->decodes[b].slot, first = trees.offsets[b], root = batch->slots[slot].root();
+    const bool is_chain = trees.is_chain(b);
+    for (int i = 0; i < trees.size(b); i++) {
+      if (!is_chain) path_of(trees, first, i, &path);
+      if (is_chain) rows.add(slot, trees.tokens[first + i], root + i, 0);
+      else rows.add_node(slot, trees.tokens[first + i], root, path, 0);
+    }
+  }
+  batch->first_rows.clear();
+  for (const AqChunk& chunk : batch->chunks) {
+    const Slot& slot = batch->slots[chunk.slot];
+    batch->first_rows.push_back(rows.num_rows());
+    // A key that stands in a cached page is read and not written.
+    for (int i = chunk.start; i < chunk.end; i++) rows.add(chunk.slot, slot.history[i], i, 0, i >= slot.num_hit);
+  }
+}
+
+// A row that draws: which one, whose, and the node that it is (-1: the last row of a chunk).
+struct Drawing {
+  int row, slot, decode, node;
+};
+
+std::vector<Drawing> drawing_rows(const AqBatch& batch) {
+  std::vector<Drawing> found;
+  for (int b = 0; b < (int)batch.decodes.size(); b++)
+    for (int i = 0; i < batch.trees.size(b); i++) found.push_back({(int)found.size(), batch.decodes[b].slot, b, i});
+  for (size_t i = 0; i < batch.chunks.size(); i++) {
+    const AqChunk& chunk = batch.chunks[i];
+    if (chunk.draws) found.push_back({batch.first_rows[i] + chunk.end - chunk.start - 1, chunk.slot, -1, -1});
+  }
+  return found;
+}
+
+Before before(const AqBatch& batch, const Drawing& row) {
+  const Slot& slot = batch.slots[row.slot];
+  Before found{slot.history.data(), (int)slot.history.size(), {}};
+  if (row.node > 0) {
+    const int first = batch.trees.offsets[row.decode];
+    path_of(batch.trees, first, row.node, &found.path);
+    for (int32_t& node : found.path) node = batch.trees.tokens[first + node];
+    found.path.erase(found.path.begin());
+  }
+  return found;
+}
+
+int draw_plain(AqBatch* batch, const std::vector<Drawing>& all, const std::vector<int>& which) {
+  const AqBatchConfig& c = batch->config;
+  std::vector<int32_t> places, tokens(which.size());
+  batch->samplings.clear();
+  for (const int i : which) {
+    places.push_back(all[i].row);
+    batch->samplings.push_back(batch->slots[all[i].slot].sampling_at(batch->rows.rows().positions[all[i].row] + 1));
+  }
+  AQ_TRY(aq_head_draw(c.target, c.hidden, places.data(), (int)which.size(), batch->samplings.data(), nullptr,
+                      tokens.data()));
+  for (size_t i = 0; i < which.size(); i++) batch->drawn[which[i]] = tokens[i];
+  return 0;
+}
+
+int draw_ruled(AqBatch* batch, const std::vector<Drawing>& all, const std::vector<int>& which, const uint32_t* masks,
+               int num_words) {
+  const AqBatchConfig& c = batch->config;
+  const int vocab = c.target->head.n;
+  for (size_t begin = 0; begin < which.size(); begin += kRuleRows) {
+    const int n = (int)std::min(which.size() - begin, (size_t)kRuleRows);
+    int32_t places[kRuleRows], tokens[kRuleRows];
+    AqSampling sampling[kRuleRows];
+    for (int i = 0; i < n; i++) {
+      const Drawing& row = all[which[begin + i]];
+      places[i] = row.row;
+      sampling[i] = batch->slots[row.slot].sampling_at(batch->rows.rows().positions[row.row] + 1);
+    }
+    batch->logits.resize((size_t)kRuleRows * vocab);
+    AQ_TRY(aq_head_logits(c.target, c.hidden, places, n, batch->logits.data()));
+    for (int i = 0; i < n; i++) {
+      const int number = which[begin + i];
+      float* logits = batch->logits.data() + (size_t)i * vocab;
+      Rules& rules = batch->slots[all[number].slot].rules;
+      if (rules.any()) rules.apply(before(*batch, all[number]), logits);
+      if (masks != nullptr) apply_mask(masks + (size_t)number * num_words, vocab, logits);
+    }
+    AQ_TRY(aq_draw(batch->logits.data(), n, vocab, sampling, tokens));
+    for (int i = 0; i < n; i++) batch->drawn[which[begin + i]] = tokens[i];
+  }
+  return 0;
+}
+
+int draw(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks, int num_words) {
+  const int vocab = batch->config.target->head.n;
+  std::vector<int> plain, ruled;
+  for (int i = 0; i < (int)all.size(); i++) {
+    const bool masked = masks != nullptr && !allows_all(masks + (size_t)i * num_words, vocab);
+    (masked || batch->slots[all[i].slot].rules.any() ? ruled : plain).push_back(i);
+  }
+  batch->drawn.assign(all.size(), -1);
+  if (!plain.empty()) AQ_TRY(draw_plain(batch, all, plain));
+  return ruled.empty() ? 0 : draw_ruled(batch, all, ruled, masks, num_words);
+}
+
+// The accepted nodes of one tree, root first: since parents stand before their children, one pass over its nodes.
+void accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int num_nodes, int num_forced,
+            std::vector<int32_t>* path) {
+  path->assign(1, 0);
+  for (int i = 1; i < num_nodes; i++) {
+    const int node = path->back();
+    const bool matches = num_forced < 0 ? tokens[i] == drawn[node] : (int)path->size() <= num_forced;
+    if (parents[i] == node && matches) path->push_back(i);
+  }
+}
+
+void accept(AqBatch* batch, int b) {
+  const Trees& trees = batch->trees;
+  const int first = trees.offsets[b];
+  const int32_t *tokens = trees.tokens.data() + first, *drawn = batch->drawn.data() + first;
+  std::vector<int32_t>&path = batch->paths[b], &kept = batch->kept[b];
+  accept(tokens, trees.parents.data() + first, drawn, trees.size(b), batch->decodes[b].num_forced, &path);
+  kept.clear();
+  for (size_t level = 1; level < path.size(); level++) kept.push_back(tokens[path[level]]);
+  kept.push_back(drawn[path.back()]);
+}
+
+int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks, int num_words) {
+  const AqBatchConfig& c = batch->config;
+  bool captures = false;
+  for (const AqDecode& decode : batch->decodes) captures |= batch->slots[decode.slot].drafts;
+  for (const AqChunk& chunk : batch->chunks) captures |= batch->slots[chunk.slot].drafts;
+  AQ_TRY(aq_forward(c.target, c.target_kv, &batch->rows.rows(), nullptr, c.hidden, captures ? c.features : nullptr));
+  batch->lap(kVerifyTime);
+  AQ_TRY(draw(batch, all, masks, num_words));
+  const size_t count = batch->decodes.size();
+  batch->paths.resize(count), batch->kept.resize(count);
+  for (size_t b = 0; b < count; b++) accept(batch, (int)b);
+  batch->chunk_tokens.clear();
+  size_t next = batch->trees.tokens.size();
+  for (const AqChunk& chunk : batch->chunks) batch->chunk_tokens.push_back(chunk.draws ? batch->drawn[next++] : -2);
+  batch->lap(kAcceptTime);
+  return 0;
+}
+
+int check_verify(const AqBatch& batch, const uint32_t* masks, int num_rows, int num_words) {
+  AQ_REQUIRE(batch.stage == Stage::drafted, "the step has not been drafted");
+  for (size_t b = 0; b < batch.decodes.size(); b++)
+    AQ_REQUIRE(batch.decodes[b].num_forced < 0 || batch.trees.is_chain((int)b),
+               "num_forced=%d: acceptance is simulated for chains", batch.decodes[b].num_forced);
+  if (masks == nullptr) return 0;
+  AQ_TRY(check_pointer("masks", masks, sizeof(uint32_t)));
+  int expected = (int)batch.trees.tokens.size();
+  for (const AqChunk& chunk : batch.chunks) expected += chunk.draws;
+  AQ_REQUIRE(num_rows == expected && num_words == (batch.config.target->head.n + 31) / 32,
+             "masks [%d, %d]: must be [%d, %d]", num_rows, num_words, expected,
+             (batch.config.target->head.n + 31) / 32);
+  return 0;
+}
+
+}  // namespace
+}  // namespace aq
+
+using namespace aq;
+
+int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int32_t num_nodes,
+              int32_t num_forced, int32_t* path, int32_t* length) {
+  const struct {
+    const char* name;
+    const int32_t* pointer;
+  } arrays[] = {
+      {"tokens", tokens}, {"parents", parents}, {"drawn", drawn}, {"path", path}, {"length", length},
+  };
+  for (const auto& array : arrays) AQ_TRY(check_pointer(array.name, array.pointer, sizeof(int32_t)));
+  Trees trees;
+  trees.offsets = {0, num_nodes}, trees.tokens.assign(tokens, tokens + num_nodes),
+  trees.parents.assign(parents, parents + num_nodes);
+  AQ_TRY(finish_trees(&trees));
+  std::vector<int32_t> found;
+  accept(tokens, parents, drawn, num_nodes, num_forced, &found);
+  std::copy(found.begin(), found.end(), path);
+  *length = (int32_t)found.size();
+  return 0;
+}
+
+int aq_verify(AqBatch* batch, const uint32_t* masks, int32_t num_rows, int32_t num_words) {
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  AQ_TRY(check_verify(*batch, masks, num_rows, num_words));
+  batch->lapped = seconds();
+  bind(batch);
+  const std::vector<Drawing> all = drawing_rows(*batch);
+  batch->lap(kBindTime);
+  if (verify(batch, all, masks, num_words) != 0) return -2;
+  batch->stage = Stage::verified;
+  return 0;
+}
