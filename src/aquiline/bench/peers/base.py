@@ -165,7 +165,7 @@ class PeerSpec:
 
     @property
     def plain(self) -> PeerSpec:
-        """The same engine and model in float32, drafting nothing, with the attention that rounds least: what is checked.
+        """The same engine and model in float32, without drafts, with the attention that rounds least: what is checked.
 
         llama.cpp's fused attention moves float32 logits by some thousandths, enough to turn a near tie."""
         flags = tuple(flag for flag in FLAGS.get(self.kind, ()) if flag in ("samekv", "noflash"))
