@@ -21,6 +21,8 @@ import torch
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu.backend import CpuBackend
+from aquiline.bench.clock import decode_tokens_per_s, spans_of
+from aquiline.bench.intervals import rotated
 from aquiline.bench.prompts import read_prompts
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
@@ -51,11 +53,13 @@ def against_transformers(target: Path, prompt_ids: list[int], repeats: int) -> d
     input_ids = torch.tensor([prompt_ids])
     rates: dict[str, list[float]] = {"aquiline": [], **{name: [] for name in models}}
     sampling = SamplingParams(max_tokens=NEW_TOKENS + 1, ignore_eos=True)
-    for _ in range(repeats + 1):  # the first round warms up
-        summary = llm.run([prompt_ids], sampling, spec=NoDraft()).summary
-        rates["aquiline"].append(summary.decode_tokens_per_s)
-        for name, model in models.items():
-            seconds = []
+    for round_ in range(repeats + 1):  # the first round warms up
+        for name in rotated(list(rates), round_):
+            if name == "aquiline":
+                outputs = llm.run([prompt_ids], sampling, spec=NoDraft()).outputs
+                rates[name].append(decode_tokens_per_s(spans_of(outputs)))
+                continue
+            model, seconds = models[name], []
             for count in (1, NEW_TOKENS + 1):
                 began = time.perf_counter()
                 model.generate(

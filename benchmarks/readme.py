@@ -1,6 +1,6 @@
 """Measure what README's tables show, and write the tables into it. Run: python benchmarks/readme.py
 
-About 25 minutes on two quiet cores. The rules: every figure a median over six rounds or more with its 95 % interval; in
+About 20 minutes on two quiet cores. The rules: every figure a median over six rounds or more with its 95 % interval; in
 every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers swept over
 the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from uncommitted source.
 Which parts run can be named (--only); --smoke runs all of them for seconds, in a folder of its own, and writes nothing
@@ -23,6 +23,7 @@ from pathlib import Path
 from aquiline.bench.peers.table import read_comparisons, short
 from aquiline.bench.result import DIRTY, commit, read_results
 from aquiline.bench.summary import summary
+from aquiline.spec.drafting import Chain, Dynamic
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-c", "from aquiline.cli.main import app; app()"]
@@ -54,6 +55,7 @@ LOADS = [
     ["--scenario", "baseline", "single", "batch", "large-context", "stress"],
     ["--scenario", "long", "--contexts", "8192", "32768"],
 ]
+SHAPES = {"chain": f"chain K={Chain().num_spec_tokens}", "tree": f"tree N={Dynamic().num_nodes}"}
 SMOKE_SUITE = ["--measurement-runs", "1", "--warmup-runs", "0", "--micro-steps", "8"]
 SMOKE_LOADS = [["--scenario", "baseline"], ["--scenario", "long", "--contexts", "8192"]]
 SMOKE_COMPARE = ["--repeats", "1", "--new-tokens", "9", "--prompt-tokens", "32"]
@@ -76,7 +78,8 @@ def demo(job: Job) -> str:
     for row in found["runs"]:
         (low, high), (slow, fast) = row["tokens_per_s_interval"], row["speedup_interval"]
         lines.append((
-            row["name"], f"{row['temperature']:g}", f"{row['tokens_per_s']:.0f} [{low:.0f}, {high:.0f}]",
+            SHAPES.get(row["name"], row["name"]), f"{row['temperature']:g}",
+            f"{row['tokens_per_s']:.0f} [{low:.0f}, {high:.0f}]",
             f"{row['speedup']:.2f}x [{slow:.2f}, {fast:.2f}]" if row["drafter"] != "none" else "",
             f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in row["per_position"]), f"{row['repeated_share']:.0%}",
         ))  # fmt: skip

@@ -13,7 +13,10 @@ import json
 import statistics
 import time
 
+import numpy as np
+
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
+from aquiline.bench.intervals import rotated
 from aquiline.bench.prompts import read_prompts
 from aquiline.config import MAX_NODES, EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
@@ -51,7 +54,7 @@ def step_ms(llm: LLM, batch: int, nodes: int) -> float:
 def measure(
     llm: LLM, prompts: list[list[int]], specs: dict[str, Drafting], temperature: float, repeats: int
 ) -> dict[str, list[RunSummary]]:
-    """Alternated runs of every setting over one batch; the first round warms up."""
+    """Runs of every setting over one batch, another setting first in every round; the first round warms up."""
     sampling = [
         SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
         for i in range(len(prompts))
@@ -59,8 +62,8 @@ def measure(
     found: dict[str, list[RunSummary]] = {name: [] for name in specs}
     expected: list[list[int]] = []
     for round_ in range(repeats + 1):
-        for name, spec in specs.items():
-            result = llm.run(prompts, sampling, spec=spec)
+        for name in rotated(list(specs), round_):
+            result = llm.run(prompts, sampling, spec=specs[name])
             tokens = [o.token_ids for o in result.outputs]
             expected = expected or tokens
             assert tokens == expected, f"{name} changed the text"

@@ -249,10 +249,11 @@ def test_a_random_target_is_written_once_and_loads_strictly(tmp_path: Path, cach
 
 @needs_llamacpp
 def test_llamacpp_continues_several_prompts_together(tmp_path: Path) -> None:
-    """More rows than one forward takes, each sequence's text what it is alone."""
+    """More rows than one forward takes, each sequence's text what it is alone. Flash attention rounds more, and in this
+    text two tokens lie 0.005 apart."""
     write_target(tmp_path / "target", **WIDTHS)
     prompts = [[(7 * i + 3 * j) % 150 + 1 for j in range(200)] for i in range(4)]
-    peer = parse_peer("llamacpp:f32").open(Place(tmp_path / "target", None, 1, 256, batch=4))
+    peer = parse_peer("llamacpp:f32:noflash").open(Place(tmp_path / "target", None, 1, 256, batch=4))
     expected = [ours(tmp_path / "target", prompt)[:8] for prompt in prompts]
     for _ in range(2):
         run = peer.generate(prompts, 8, 0.0)

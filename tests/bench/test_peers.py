@@ -85,6 +85,7 @@ def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> N
     assert parse_peer(text) == expected
     drafts = any(option in text for option in ("lookup", "eagle", "ngram"))
     assert parse_peer(text).is_speculative == drafts
+    assert set(parse_peer(text).plain.flags) <= {"samekv", "noflash"}
     assert not parse_peer(text).plain.is_speculative and parse_peer(text).plain.dtype == "float32"
     assert parse_peer(text).is_served == (expected.kind == "openai" or "server" in text or ("llama" in text and drafts))
 

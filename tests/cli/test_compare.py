@@ -133,6 +133,7 @@ def test_a_peer_that_runs_another_model_is_void(pair: Path, tmp_path: Path, monk
         repeats=1,
     )
     found = compare(plan)
+    assert len(found.checks["transformers"]) == 3, "as many prompts as ever, though one is measured"
     assert min(found.checks["transformers"]) < 8
     assert found.rows[1].void.startswith("its first tokens in float32 are not ours")
     assert found.verdict == ["no peer to compare with"]

@@ -175,11 +175,11 @@ def test_drafts_start_behind_the_last_page_that_has_no_draft_keys() -> None:
         llm.run([text[:end]], dataclasses.replace(PARAMS, max_tokens=1), spec=spec)
     assert llm.engine.prefix is not None
     nodes = llm.engine.prefix.match(None, text)
-    assert [node.has_draft for node in nodes] == [True, True, False, False, True, True]
+    assert [node.has_draft for node in nodes] == [True, True, False, False, False, True]
     other = tiny_llm("float32")
     ours, theirs = (until_decoding(one, [*text, 5], SPECS["chain4"]) for one in (llm, other))
-    assert first_draft_key(llm, ours.slot) == 65, "its feature stands behind the last page without draft keys"
-    assert_same_state(llm, ours, other, theirs, 97, first_key=65)
+    assert first_draft_key(llm, ours.slot) == 81, "its feature stands behind the last page without draft keys"
+    assert_same_state(llm, ours, other, theirs, 97, first_key=81)
 
 
 @pytest.mark.parametrize("drafts_first", [True, False])
@@ -196,3 +196,17 @@ def test_of_two_that_compute_the_same_pages_the_one_with_draft_keys_is_kept(draf
     assert len(llm.engine.pool.idle) == 1, "the other's page is free"
     again = until_decoding(llm, words(20), SPECS["chain4"])
     assert again.num_hit == 16 and first_draft_key(llm, again.slot) == 1
+
+
+def test_a_text_that_others_wrote_without_drafts_keeps_its_own_draft_keys() -> None:
+    """It starts behind their pages, and the next page that it fills stands in the cache already."""
+    llm, other = caching_llm(), tiny_llm("float32")
+    prompt = words(70)
+    llm.run([prompt], PARAMS, spec=BASELINE)
+    ours, theirs = (until_decoding(one, prompt, SPECS["chain4"]) for one in (llm, other))
+    assert ours.num_hit == 64 and first_draft_key(llm, ours.slot) == 65
+    while llm.engine.is_busy:
+        assert_same_state(llm, ours, other, theirs, ours.num_cached, first_key=65)
+        for one in (llm, other):
+            one.engine.step()
+    assert len(ours.tokens) > 80, "the page of the tokens from 64 on is full"

@@ -30,11 +30,11 @@ class Kept:
         self.nodes[slot] = found
         return len(found)
 
-    def publish(self, slot: int, text: str, has_draft: bool = True) -> bool:
+    def publish(self, slot: int, text: str, has_draft: bool = True, drafts: bool = True) -> bool:
         """Offer every page of a text; whether all of them could be."""
         for index in range(len(self.nodes[slot]), len(text)):
             parent = self.nodes[slot][-1] if self.nodes[slot] else None
-            node = self.cache.publish(None, slot, parent, index, self.tokens(text[index]), has_draft)
+            node = self.cache.publish(None, slot, parent, index, self.tokens(text[index]), drafts, has_draft)
             if node is None:
                 return False
             self.nodes[slot].append(node)
@@ -43,7 +43,7 @@ class Kept:
     def keep(self, text: str, has_draft: bool = True, slot: int = 0) -> None:
         """Compute a text, publish it and leave it idle."""
         self.seat(slot, text)
-        self.publish(slot, text, has_draft)
+        self.publish(slot, text, has_draft, has_draft)
         self.leave(slot)
 
     def leave(self, slot: int) -> None:

@@ -25,7 +25,7 @@ def test_spaces_share_nothing() -> None:
     """A salt keeps what one caller said from being found by another."""
     kept = Kept()
     kept.pool.reserve(0, SIZE)
-    node = kept.cache.publish("salt", 0, None, 0, kept.tokens("a"), True)
+    node = kept.cache.publish("salt", 0, None, 0, kept.tokens("a"), True, True)
     assert node is not None and kept.cache.match("salt", kept.tokens("a")) == [node]
     assert kept.cache.match(None, kept.tokens("a")) == kept.cache.match("pepper", kept.tokens("a")) == []
 
@@ -57,11 +57,11 @@ def test_who_computed_the_same_page_takes_the_tree_s_and_drops_its_own(first: bo
         kept = Kept()
         for slot in (0, 1):
             kept.seat(slot, "ab")
-        kept.publish(0, "ab", first)
+        kept.publish(0, "ab", first, first)
         theirs = list(kept.pool.owned[0])
         if is_idle:
             kept.leave(0)
-        assert kept.publish(1, "ab", second)
+        assert kept.publish(1, "ab", second, second)
         assert kept.pool.owned[1] == theirs and kept.pool.take_changes()[-2:] == [(1, 0, theirs[0]), (1, 1, theirs[1])]
         assert kept.pool.num_free == 10, "its own pages are free again"
         assert all(node.has_draft is first for node in kept.nodes[1])
@@ -84,7 +84,7 @@ def test_a_page_without_draft_keys_that_is_in_use_stays_and_nothing_follows() ->
     kept = Kept()
     for slot in (0, 1):
         kept.seat(slot, "abc")
-    kept.publish(0, "ab", has_draft=False)
+    kept.publish(0, "ab", has_draft=False, drafts=False)
     own = list(kept.pool.owned[1])
     assert not kept.publish(1, "abc", has_draft=True)
     assert kept.pool.owned[1] == own and kept.nodes[1] == []
@@ -116,7 +116,7 @@ def test_a_context_of_many_pages_is_found_and_checked(num_pages: int) -> None:
     cache, node = PrefixCache(pool), None
     pool.reserve(0, num_pages * SIZE)
     for index in range(num_pages):
-        node = cache.publish(None, 0, node, index, [index] * SIZE, True)
+        node = cache.publish(None, 0, node, index, [index] * SIZE, True, True)
     assert len(cache.match(None, [index for index in range(num_pages) for _ in range(SIZE)])) == num_pages
     cache.check()
     pool.release(0)
@@ -126,9 +126,13 @@ def test_a_context_of_many_pages_is_found_and_checked(num_pages: int) -> None:
 def test_publishing_again_changes_nothing() -> None:
     kept = Kept()
     kept.seat(0, "a")
-    node = kept.cache.publish(None, 0, None, 0, kept.tokens("a"), True)
-    assert kept.cache.publish(None, 0, None, 0, kept.tokens("a"), True) is node
-    assert kept.cache.publish(None, 0, None, 0, kept.tokens("a"), False) is node and node is not None and node.has_draft
+    node = kept.cache.publish(None, 0, None, 0, kept.tokens("a"), True, True)
+    assert kept.cache.publish(None, 0, None, 0, kept.tokens("a"), True, True) is node
+    assert (
+        kept.cache.publish(None, 0, None, 0, kept.tokens("a"), False, False) is node
+        and node is not None
+        and node.has_draft
+    )
     kept.check()
 
 
@@ -232,3 +236,19 @@ def test_a_page_that_is_dropped_before_its_children_is_noticed_at_once() -> None
     kept.pool.idle.move_to_end(kept.cache.match(None, kept.tokens("a"))[0].page, last=False)
     with pytest.raises(AssertionError, match="is dropped before those below it"):
         kept.seat(0, "x")
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_slot_never_loses_the_draft_keys_it_reads(is_idle: bool) -> None:
+    """It has some of the page's draft keys, the tree's page has none."""
+    kept = Kept()
+    for slot in (0, 1):
+        kept.seat(slot, "a")
+    kept.publish(0, "a", has_draft=False, drafts=False)
+    if is_idle:
+        kept.leave(0)
+    own = list(kept.pool.owned[1])
+    assert kept.publish(1, "a", has_draft=False, drafts=True) is is_idle
+    assert kept.pool.owned[1] == own and (kept.pool.cached == set(own)) is is_idle
+    assert not next(iter(kept.cache.by_page.values())).has_draft
+    kept.check()

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kv.kept import PER_SLOT, SLOTS, Kept
 
+NONE, SOME, ALL = "none", "some", "all"  # of the draft keys of a page; the first one computed may have some
+
 
 class Model(Kept):
     """Beside the real ones: what stands in every page, the texts that are kept, and the order they were used in."""
@@ -16,12 +18,15 @@ class Model(Kept):
         super().__init__(num_pages=9)
         self.texts = [""] * SLOTS
         self.num_published = [0] * SLOTS
-        self.content: dict[int, tuple[str, bool]] = {}  # page -> the text up to its end, whether with draft keys
+        self.reads: list[list[str]] = [
+            [] for _ in range(SLOTS)
+        ]  # of each page, the draft keys that its slot found or wrote
+        self.content: dict[int, tuple[str, str]] = {}  # page -> the text up to its end, how many draft keys it has
         self.kept: dict[str, bool] = {}  # text up to a page's end -> whether with draft keys
         self.users: dict[str, set[int]] = {}
         self.idle: list[str] = []  # the least recently used first
 
-    def start(self, slot: int, text: str, has_draft: bool) -> None:
+    def start(self, slot: int, text: str, draft_keys: str) -> None:
         found = next(n for n in range(len(text), -1, -1) if n == 0 or text[:n] in self.kept)
         assert self.match(text) == text[:found]
         prefixes = [text[: n + 1] for n in range(found)]
@@ -38,8 +43,12 @@ class Model(Kept):
             self.idle.remove(prefix)
             del self.kept[prefix], self.users[prefix]
         for index in range(found, len(text)):  # the sequence writes its keys
-            self.content[self.pool.owned[slot][index]] = (text[: index + 1], has_draft)
+            self.content[self.pool.owned[slot][index]] = (
+                text[: index + 1],
+                draft_keys if index == found or draft_keys == NONE else ALL,
+            )
         self.texts[slot], self.num_published[slot] = text, found
+        self.reads[slot] = [self.content[page][1] for page in self.pool.owned[slot]]
 
     def offer(self, slot: int, num: int) -> None:
         text = self.texts[slot][: self.num_published[slot] + num]
@@ -47,20 +56,21 @@ class Model(Kept):
             return
         expected = True
         for end in range(self.num_published[slot] + 1, len(text) + 1):
-            prefix, drafts = text[:end], self.content[self.pool.owned[slot][end - 1]][1]
-            if prefix in self.kept and drafts and not self.kept[prefix]:
+            prefix, draft_keys = text[:end], self.content[self.pool.owned[slot][end - 1]][1]
+            if prefix in self.kept and draft_keys != NONE and not self.kept[prefix]:
                 if self.users[prefix]:
                     expected = False
                     break
                 self.idle.remove(prefix)
-                self.kept[prefix] = True
+                self.kept[prefix] = draft_keys == ALL
             elif prefix in self.idle:
                 self.idle.remove(prefix)
-            self.kept.setdefault(prefix, drafts)
+            self.kept.setdefault(prefix, draft_keys == ALL)
             self.users.setdefault(prefix, set()).add(slot)
             self.num_published[slot] = end
-        drafts = self.content[self.pool.owned[slot][len(text) - 1]][1]
-        assert self.publish(slot, text, drafts) is expected
+        own = [self.content[page][1] for page in self.pool.owned[slot]]
+        done = [self.publish(slot, text[: i + 1], own[i] == ALL, own[i] != NONE) for i in range(len(text))]
+        assert all(done) is expected
         if not expected:
             self.num_published[slot] = -1  # no more
 
@@ -73,7 +83,7 @@ class Model(Kept):
                 if not users:
                     self.idle.append(text[:end])
         self.leave(slot)
-        self.texts[slot], self.num_published[slot] = "", 0
+        self.texts[slot], self.num_published[slot], self.reads[slot] = "", 0, []
 
     def check(self) -> None:
         super().check()
@@ -81,15 +91,22 @@ class Model(Kept):
         assert [self.content[page][0] for page in self.pool.idle] == self.idle, "the order in which texts are dropped"
         for page, node in self.cache.by_page.items():
             assert node.has_draft == self.kept[self.content[page][0]]
-            assert self.content[page][1] or not node.has_draft, "draft keys are promised and not there"
+            assert self.content[page][1] == ALL or not node.has_draft, "draft keys are promised and not there"
         for slot, text in enumerate(self.texts):
-            assert [self.content[page][0] for page in self.pool.owned[slot]] == list(itertools.accumulate(text))
+            pages = [self.content[page] for page in self.pool.owned[slot]]
+            assert [page[0] for page in pages] == list(itertools.accumulate(text))
+            kinds = [NONE, SOME, ALL]
+            for (_, has), reads in zip(pages, self.reads[slot], strict=True):
+                assert kinds.index(has) >= kinds.index(reads), "a slot has lost draft keys"
 
 
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(
-            st.just("start"), st.integers(0, SLOTS - 1), st.text("ab", min_size=1, max_size=PER_SLOT), st.booleans()
+            st.just("start"),
+            st.integers(0, SLOTS - 1),
+            st.text("ab", min_size=1, max_size=PER_SLOT),
+            st.sampled_from([NONE, SOME, ALL]),
         ),
         st.tuples(st.just("offer"), st.integers(0, SLOTS - 1), st.integers(1, PER_SLOT)),
         st.tuples(st.just("stop"), st.integers(0, SLOTS - 1)),

@@ -78,7 +78,7 @@ class Committer:
             tokens = sequence.tokens[index * size : (index + 1) * size]
             space = sequence.request.cache_salt
             has_draft = sequence.drafts and sequence.first_draft_key <= max(1, index * size)
-            node = self.prefix.publish(space, sequence.slot, parent, index, tokens, has_draft)
+            node = self.prefix.publish(space, sequence.slot, parent, index, tokens, sequence.drafts, has_draft)
             if node is None:
                 sequence.is_published = False
                 return

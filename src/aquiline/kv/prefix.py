@@ -46,13 +46,21 @@ class PrefixCache:
         return path
 
     def publish(
-        self, space: Hashable, slot: int, parent: Node | None, index: int, tokens: list[int], has_draft: bool
+        self,
+        space: Hashable,
+        slot: int,
+        parent: Node | None,
+        index: int,
+        tokens: list[int],
+        drafts: bool,
+        has_draft: bool,
     ) -> Node | None:
         """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to its space.
 
-        Where the tree has that page already the slot takes it and drops its own. If only its own has the draft's keys
-        the tree takes that one instead; None, and nothing more to publish below, if the tree's is in use, or `parent`
-        was forgotten meanwhile."""
+        drafts: the slot goes on reading draft keys in that page. has_draft: all of the page's are there.
+        Where the tree has that page already the slot takes it and drops its own. If it would lose draft keys by that
+        the tree takes the slot's page instead; None, and nothing more to publish below, if the tree's is in use, or
+        `parent` was forgotten meanwhile."""
         if parent is not None and self.by_page.get(parent.page) is not parent:
             return None
         parent, key, page = parent or self._root(space), tuple(tokens), self.pool.owned[slot][index]
@@ -62,13 +70,13 @@ class PrefixCache:
             node = parent.children[key] = Node(key, page, has_draft, parent)
         elif node.page == page:
             return node
-        elif node.has_draft or not has_draft:
+        elif node.has_draft or not drafts:
             self.pool.replace(slot, index, node.page)
             return node
         elif self.pool.refcount[node.page] == 0:
             del self.by_page[node.page]
             self.pool.uncache(node.page)
-            node.page, node.has_draft = page, True
+            node.page, node.has_draft = page, has_draft
         else:
             return None
         self.by_page[page] = node

@@ -165,8 +165,10 @@ class PeerSpec:
 
     @property
     def plain(self) -> PeerSpec:
-        """The same engine and model in float32, drafting nothing and rounding no keys and values: what is checked."""
-        flags = tuple(flag for flag in FLAGS.get(self.kind, ()) if flag == "samekv")
+        """The same engine and model in float32, without drafts, with the attention that rounds least: what is checked.
+
+        llama.cpp's fused attention moves float32 logits by some thousandths, enough to turn a near tie."""
+        flags = tuple(flag for flag in FLAGS.get(self.kind, ()) if flag in ("samekv", "noflash"))
         return replace(self, dtype="float32", lookup=None, eagle=None, ngram=None, flags=flags)
 
     @property

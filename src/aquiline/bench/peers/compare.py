@@ -95,11 +95,11 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
     prompts, scenario = _prompts(plan, llm)
     place = Place(plan.target, plan.draft, int(str(llm.models.system()["threads"])), max_context + 1, plan.batch)
     others, absent = _open(plan, place, prompts[-1], on_progress)
+    alone = [ids for ids, _ in _token_ids(plan, llm, CHECK_PROMPTS)]
     try:
         checks = {}
         for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
             on_progress(f"checking {spec.model} in float32")
-            alone = [prompt for group in prompts for prompt in group][:CHECK_PROMPTS]
             checks[spec.model] = check(llm, spec, replace(place, batch=1), alone)
         own = list(_own(plan, llms))
         for ours in own:
@@ -175,10 +175,8 @@ def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[Own]:
 def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
     """The prompts of each measured run and, at the end, of one to warm up with: no engine has seen what it is measured
     on."""
-    tokenizer = llm.models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
-    found = text_prompts(plan.prompt_tokens, (plan.repeats + 1) * plan.batch, tokenizer, plan.text_source)
-    prompts = [[token % llm.models.vocab_size for token in prompt.token_ids] for prompt in found]
-    held_out = all(prompt.is_held_out for prompt in found)
+    found = _token_ids(plan, llm, (plan.repeats + 1) * plan.batch)
+    prompts, held_out = [ids for ids, _ in found], all(is_held_out for _, is_held_out in found)
     source = f"{plan.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
     groups = [prompts[i : i + plan.batch] for i in range(0, len(prompts), plan.batch)]
     return groups, Scenario(
@@ -186,6 +184,13 @@ def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
         temperature=plan.temperature, seed=plan.seed, prompts_sha256=tokens_sha256(prompts[: -plan.batch]),
         prompts_source=source, warmup_runs=1, measurement_runs=plan.repeats,
     )  # fmt: skip
+
+
+def _token_ids(plan: Plan, llm: LLM, count: int) -> list[tuple[list[int], bool]]:
+    """So many prompts, and of each whether training has not seen it. Fewer of them are the first ones of more."""
+    tokenizer = llm.models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
+    found = text_prompts(plan.prompt_tokens, count, tokenizer, plan.text_source)
+    return [([token % llm.models.vocab_size for token in p.token_ids], p.is_held_out) for p in found]
 
 
 def _measure(

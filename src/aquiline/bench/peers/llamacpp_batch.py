@@ -21,6 +21,7 @@ class LlamaCppBatchPeer:
         from aquiline.bench.peers.gguf_file import target_file
 
         self.spec, self.dtype, self.threads, self.batch = spec, dtype, place.threads, place.batch
+        library("llama_cpp._logger").set_verbose(False)  # else it prints every graph that it plans
         file = str(target_file(place.target, dtype)).encode()
         self.model: Any = llama_cpp.llama_model_load_from_file(file, llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
