@@ -13,8 +13,6 @@ import json
 import statistics
 import time
 
-import numpy as np
-
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.bench.intervals import rotated
 from aquiline.bench.prompts import read_prompts

@@ -70,9 +70,11 @@ def tiny_pair(seed: int = 0, config: ModelConfig = TINY, draft: DraftConfig = TI
 
 
 @lru_cache
-def tiny_models(dtype: str = "bfloat16", seed: int = 0) -> LoadedModels:
+def tiny_models(
+    dtype: str = "bfloat16", seed: int = 0, eos_token_ids: tuple[int, ...] = TINY.eos_token_ids
+) -> LoadedModels:
     """A tiny pair in the backend this machine has."""
-    decoder, head = tiny_pair(seed)
+    decoder, head = tiny_pair(seed, dataclasses.replace(TINY, eos_token_ids=eos_token_ids))
     for module in (decoder, head):
         round_to(module, storage_dtype(dtype))
     return from_modules(decoder, head, None, Loading(dtype), Environment.read())

@@ -21,6 +21,7 @@ REASONS = {
     "needs the right to mount": "root, outside a container that forbids mounts",
     "this system has no affinity": "Linux",
     "this system does not fork": "an operating system other than Windows",
+    "needs a CUDA device": "an NVIDIA GPU and torch for CUDA",
     "needs a terminal": "an operating system other than Windows",
     "there are no results beside this source": "python benchmarks/readme.py, in a checkout",
 }

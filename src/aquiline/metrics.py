@@ -71,7 +71,10 @@ class Counters:
         names = [f.name for f in fields(self) if f.name != "accepted_at"]
         values = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         before = earlier.accepted_at + [0] * (len(self.accepted_at) - len(earlier.accepted_at))
-        return Counters(**values, accepted_at=[now - then for now, then in zip(self.accepted_at, before, strict=True)])
+        accepted_at = [now - then for now, then in zip(self.accepted_at, before, strict=True)]
+        while accepted_at and accepted_at[-1] == 0:  # only runs before it were accepted so deep
+            accepted_at.pop()
+        return Counters(**values, accepted_at=accepted_at)
 
     @property
     def tau(self) -> float:

@@ -17,7 +17,6 @@ from aquiline.bench.eval_report import EvalFacts, as_document, as_markdown, mode
 from aquiline.bench.evaluate import Evaluation
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels
 from aquiline.errors import ResultError
 from aquiline.spec.drafting import Chain, Dynamic, drafting
 from aquiline.spec.simulate import SimulatedAcceptance
@@ -35,8 +34,10 @@ SETTINGS = settings_of((1, 3), ("1x2x5", "static"))
 PLAN = EvalPlan(SETTINGS, lengths=(6, 12), temperatures=(0.0, 0.9), repeats=2)
 
 
-def tiny(config: EngineConfig | None = None, **replaced: Any) -> LLM:
-    loaded: LoadedModels = dataclasses.replace(tiny_models(), tokenizer=LETTERS, **replaced)
+def tiny(
+    config: EngineConfig | None = None, eos_token_ids: tuple[int, ...] = TINY.eos_token_ids, **replaced: Any
+) -> LLM:
+    loaded = dataclasses.replace(tiny_models(eos_token_ids=eos_token_ids), tokenizer=LETTERS, **replaced)
     return LLM.from_models(loaded, config or engine_config(1))
 
 
@@ -87,7 +88,7 @@ def test_an_answer_enters_the_next_turn(found: Evaluated) -> None:
 
 
 def test_texts_end_at_eos_unless_told_otherwise() -> None:
-    llm = tiny(target_config=dataclasses.replace(TINY, eos_token_ids=tuple(range(0, 96, 4))))
+    llm = tiny(eos_token_ids=tuple(range(0, 96, 4)))
     plan = dataclasses.replace(PLAN, temperatures=(0.9,), lengths=(20,), repeats=1, teacher_forced=False)
     stopped = [run.text for run in evaluation(llm, plan).run().runs]
     assert any(len(t.token_ids) < 20 for t in stopped), "one token in four ends a text"
@@ -186,7 +187,7 @@ def test_simulated_tau_stands_beside_the_same_real_tau(found: Evaluated) -> None
 
 
 def test_texts_of_one_token_have_no_speed() -> None:
-    llm = tiny(target_config=dataclasses.replace(TINY, eos_token_ids=tuple(range(96))))
+    llm = tiny(eos_token_ids=tuple(range(96)))
     found = evaluation(llm, EvalPlan(settings_of((1,)), lengths=(6,))).run()
     data = document(found)
     assert data["tables"]["by_length"][1]["speedup"] is None and data["best"][0]["setting"] is None

@@ -93,7 +93,7 @@ def test_figures_are_those_of_the_results(results: Results) -> None:
     expected = {f"{name} (ms)": value for name, value in ms.items()} | {"step (ms)": sum(ms.values())}
     assert stages == pytest.approx(expected, rel=0.01)
     latency = page.row(LATENCY, "chain-3")
-    assert (latency["KV per token"], latency["KV"]) == ("640 B", f"{chain['memory']['kv_bytes'] / 1e6:.2f} MB")
+    assert (latency["KV per token"], latency["KV"]) == ("896 B", f"{chain['memory']['kv_bytes'] / 1e6:.2f} MB")
     assert page.row(FACTS, "cpu") == {"aquiline": chain["system"]["cpu"]}
     assert page.row(FACTS, "ceilings") == {"aquiline": "bandwidth 33.3 GB/s (measured)"}
     assert "<li>the cache may beat it</li>" in page.text

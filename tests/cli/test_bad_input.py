@@ -54,7 +54,7 @@ def refused(*args: str) -> str:
         (["--temperature", "-1"], "temperature=-1"),
         (["--top-p", "0"], "top_p=0"),
         (["--drafter", "chain"], "drafter='chain'"),
-        (["--dtype", "float16"], "dtype='float16'"),
+        (["--dtype", "float8"], "dtype='float8'"),
         (["--prompt", ""], "prompt"),
     ],
 )

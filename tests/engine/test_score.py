@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 from tests.conftest import engine_config, needs_native, tiny_models
-from tests.engine.storage import native
+from tests.engine.logits import fused_of
+from tests.engine.storage import draft_stored
 
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.score import Scorer
-from aquiline.spec.drafting import NoDraft
+from aquiline.spec.drafting import Chain
 
 
 @needs_native
@@ -28,15 +29,13 @@ def test_a_document_scores_the_same_alone_and_among_others() -> None:
 
 @needs_native
 def test_scores_are_what_decoding_computed() -> None:
-    """The features that training sees of a text are, to the bit, those that wrote it."""
+    """The features that training sees of a text are, to the bit, those that its drafts read while it was written."""
     models = tiny_models()
     llm = LLM.from_models(models, engine_config())
-    seen: list[np.ndarray] = []
-
-    def read(delta: object) -> None:
-        seen.append(native(llm.engine)._features[0].copy())
-
-    output = llm.run([[5, 6, 7]], SamplingParams(max_tokens=20), spec=NoDraft(), on_delta=read).outputs[0]
-    scored = Scorer(models, 64)([np.array(output.prompt_ids + output.token_ids, np.int32)])
-    decoded = np.stack(seen[1:])  # the first delta comes with the prompt's chunk
-    assert (scored.features[3 : 3 + len(decoded)] == decoded).all()
+    sequence = llm.engine.add(llm.request(0, [5, 6, 7], SamplingParams(max_tokens=20), Chain(3)))
+    while len(sequence.output_ids) < 12:
+        llm.engine.step()
+    end = sequence.num_cached  # features of the tokens before the root are kept
+    _, _, fused = draft_stored(llm.engine, llm.engine.pool.owned[sequence.slot], 1, end + 1)
+    scored = Scorer(models, 64)([np.array(sequence.tokens, np.int32)])
+    assert end > 12 and np.array_equal(fused, fused_of(models.pair, scored.features[:end]))

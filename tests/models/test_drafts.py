@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from draft_reference import Reference
 from tests.dense import DenseAttention
 from torch import Tensor
 
-from aquiline.models.config import default_capture
+from aquiline.models.config import RopeConfig, default_capture
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config, save_draft
@@ -180,6 +181,19 @@ def test_save_and_load_round_trip(dtype: str, flags: dict[str, Any], target: Dec
             assert a.equal(b), name
         assert again.rope.inv_freq.equal(head.rope.inv_freq)
         assert not list(place.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_a_saved_yarn_is_read_again(truncate: bool, target: Decoder, tmp_path: Path) -> None:
+    """`truncate` is a flag in a checkpoint, and 0 or 1 among the numbers of a RopeConfig."""
+    write_draft(tmp_path / "a", target.config)
+    head = load_draft(tmp_path / "a", target)
+    rope = RopeConfig(10000.0, "yarn", {"factor": 2.0, "original_max_position_embeddings": 64, "truncate": truncate})
+    model = dataclasses.replace(head.config.model, rope=rope)
+    stretched = DraftHead(dataclasses.replace(head.config, model=model))
+    stretched.load_state_dict(head.state_dict())
+    save_draft(stretched, tmp_path / "b")
+    assert load_draft(tmp_path / "b", target).config.model.rope == rope
 
 
 def test_saved_layout_is_specforges(target: Decoder, tmp_path: Path) -> None:

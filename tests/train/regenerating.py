@@ -56,9 +56,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def llm(max_batch: int = 3, spec: Drafting | None = None, models: LoadedModels | None = None, **settings: Any) -> LLM:
-    models = models or tiny_models()
-    stopping = dataclasses.replace(models.target_config, eos_token_ids=STOPS)
-    loaded = dataclasses.replace(models, tokenizer=letters(), target_config=stopping)
+    loaded = dataclasses.replace(models or tiny_models(eos_token_ids=STOPS), tokenizer=letters())
     config = engine_config(max_batch, **{"prefix_cache": True} | settings)
     return LLM.from_models(loaded, config, spec or NoDraft())
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import engine_config, needs_native, round_to, tiny_models, tiny_pair
+from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_models, tiny_pair
 from tests.engine.test_stops import letters
-from tests.train.regenerating import ROWS, TEMPLATE, llm, read, regenerate, target, write
+from tests.train.regenerating import ROWS, STOPS, TEMPLATE, llm, read, regenerate, target, write
 
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
@@ -136,7 +136,7 @@ def test_a_file_of_other_settings_is_refused_and_left_alone(checkpoint: Path, da
         (r"temperatures=\[0\.0, 1\.0\]: .* written with \[0\.0, 0\.8, 1\.0\]",
          {"temperatures": (0.0, 1.0), "temperature_weights": (1.0, 1.0)}),
         (r"max_context=100: .* written with 400", {"engine": llm(max_context=100)}),
-        ("dtype=.*float32.* written with .*bfloat16", {"engine": llm(models=tiny_models("float32"))}),
+        ("dtype=.*float32.* written with .*bfloat16", {"engine": llm(models=tiny_models("float32", 0, STOPS))}),
         ("target_fingerprint=", {"checkpoint": other}),
         ("data_sha256=", {"data": more}),
     ]  # fmt: skip
@@ -203,7 +203,7 @@ def test_temperatures_are_mixed_by_weight_and_row() -> None:
 
 def test_rows_whose_logits_are_no_numbers_fail_alone(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """The embedding of "Z" is NaN: whoever reads it fails; the other rows are those of the sound target."""
-    decoder, head = tiny_pair()
+    decoder, head = tiny_pair(config=dataclasses.replace(TINY, eos_token_ids=STOPS))
     for module in (decoder, head):
         round_to(module, torch.bfloat16)
     decoder.embed.data[letters().token_to_id("Z")] = float("nan")

@@ -46,13 +46,12 @@ def missed_by_verification(runs: LLM, seen: dict[int | str, set[int]]) -> None:
     step = runs.engine.step
 
     def noted() -> list[TokenDelta]:
-        deltas, outcome = step(), runs.engine.last
-        assert outcome is not None
-        for sequence, root, kept, num in zip(
-            outcome.decoding, outcome.positions, outcome.kept, outcome.num_drafted, strict=True
-        ):
-            if len(kept) - 1 < num and root + len(kept) < len(sequence.tokens):  # no stop cut it off
-                seen.setdefault(sequence.request.id, set()).add(root + len(kept))
+        deltas, last = step(), runs.engine.last
+        assert last is not None
+        for sequence, decoded in zip(last.plan.decoding, last.decodes, strict=True):
+            drawn = decoded.root + len(decoded.kept)  # the index of the last token that is kept
+            if len(decoded.kept) - 1 < decoded.num_drafted and drawn < len(sequence.tokens):  # no stop cut it off
+                seen.setdefault(sequence.request.id, set()).add(drawn)
         return deltas
 
     runs.engine.step = noted  # type: ignore[method-assign]

@@ -224,5 +224,9 @@ def _config_json(head: DraftHead) -> dict[str, object]:
 def _rope_scaling(rope: RopeConfig) -> dict[str, object] | None:
     if rope.kind == "default":
         return None
-    factors = {"factors": list(rope.factors)} if rope.factors else {}
-    return {"rope_type": rope.kind, **rope.parameters, **factors}
+    fields: dict[str, object] = {"rope_type": rope.kind, **rope.parameters}
+    if "truncate" in fields:  # a number among numbers in RopeConfig, a flag in a checkpoint
+        fields["truncate"] = bool(fields["truncate"])
+    if rope.factors:
+        fields["factors"] = list(rope.factors)
+    return fields
