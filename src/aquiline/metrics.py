@@ -238,25 +238,26 @@ class Meter:
         self._share = num_decode_rows / (num_decode_rows + num_chunk_rows)
         now = time.perf_counter()
         host = max(0.0, now - self._last - sum(seconds.values()))
-        for stage, each in (*seconds.items(), ("host", host)):
-            self._lap(stage, each)
-        self._last = now
+        self._count(seconds | {"host": host}, now)
         for part, each in parts.items():
             self.part_s[part] += each * self._share
 
     def end_step(self) -> None:
         """The engine ends a step."""
         now = time.perf_counter()
-        self._lap("host", now - self._last)
-        self._last = now
+        self._count({"host": now - self._last}, now)
 
-    def _lap(self, stage: str, seconds: float) -> None:
-        if self.laps is not None:
-            began = self.laps[-1].began_s + self.laps[-1].seconds if self.laps else self._last
-            self.laps.append(Lap(stage, max(began, self._last), seconds))
-        self.stage_s[stage] += seconds * self._share
-        self.decode_s += seconds * self._share
-        self.prefill_s += seconds * (1 - self._share)
+    def _count(self, seconds: dict[str, float], now: float) -> None:
+        """Add what stages took, one after the other since the last call."""
+        share, total, began = self._share, 0.0, self._last
+        for stage, each in seconds.items():
+            self.stage_s[stage] += each * share
+            if self.laps is not None:
+                self.laps.append(Lap(stage, began + total, each))
+            total += each
+        self.decode_s += total * share
+        self.prefill_s += total * (1 - share)
+        self._last = now
 
     def mark(self) -> Mark:
         """This moment, to count from."""

@@ -108,7 +108,7 @@ def test_what_is_refused_changes_nothing(name: str, way: str) -> None:
     step, message = BAD[name]
     taken = {a.slot for a in step.admits} | {d.slot for d in step.decodes} | {c.slot for c in step.chunks}
     if 1 not in taken:
-        step = dataclasses.replace(step, admits=(*step.admits, admit(1)), pages=(*step.pages, Pages(1, 0, (3,))))
+        step = step._replace(admits=(*step.admits, admit(1)), pages=(*step.pages, Pages(1, 0, (3,))))
     player = seated()
     with pytest.raises(ValueError, match=message):
         getattr(player.backend, way)(step)
@@ -153,7 +153,7 @@ def test_a_step_is_verified_once_and_in_turn() -> None:
     step = player.next_step()
     drafts = player.backend.draft(step)
     stale = player.backend.draft(step)
-    for wrong in ((step, drafts), (dataclasses.replace(step), stale)):
+    for wrong in ((step, drafts), (step._replace(), stale)):
         with pytest.raises(ValueError, match="takes the step that was drafted last"):
             player.backend.verify(*wrong)
     player.note(step, player.backend.verify(step, stale).read())

@@ -13,7 +13,7 @@ j + 1, and its key stands at KV index j + 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -117,8 +117,7 @@ class Extend(NamedTuple):
     until: int
 
 
-@dataclass(frozen=True, eq=False)
-class StepInput:
+class StepInput(NamedTuple):
     """One step. Its parts take effect in this order: extends (under the pages the slots had), admits, pages, then
     chunks and decodes in one target forward. At most one of chunk and decode names a slot. No callables and no
     references to sequences: a step may be sent to another process or rank."""
@@ -152,8 +151,7 @@ class Prefilled(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] = []
 
 
-@dataclass(frozen=True, eq=False)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What a step decided, in the order of its decodes and chunks.
 
     num_draft_rows: rows of the draft's passes. seconds: what each of metrics.STAGES took that the backend can tell.
@@ -165,7 +163,7 @@ class StepOutput:
     num_draft_rows: int
     seconds: dict[str, float]
     trees: Callable[[], tuple[DraftTree, AcceptResult]]
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = {}
 
 
 class Drafts(Protocol):

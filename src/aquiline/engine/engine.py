@@ -133,10 +133,11 @@ class Engine:
             if sequence.finish_reason is not None:  # its pages may be another's at once
                 self._forget(sequence)
         plan = step.plan
-        self.meter.add_step(output.seconds, output.parts, step.num_decode_rows, plan.num_chunk_rows)
+        num_decode_rows = sum(1 + decoded.num_drafted for decoded in output.decodes)
+        self.meter.add_step(output.seconds, output.parts, num_decode_rows, plan.num_chunk_rows)
         if plan.decoding:
             self.meter.slots.add(
-                self.config.max_batch, len(plan.decoding), plan.num_prefilling, plan.num_empty, step.num_decode_rows,
+                self.config.max_batch, len(plan.decoding), plan.num_prefilling, plan.num_empty, num_decode_rows,
                 output.num_draft_rows,
             )  # fmt: skip
         return deltas

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aquiline.engine.sequence import Request, Sequence
 from aquiline.errors import OutOfPages
@@ -37,8 +38,7 @@ class Chunk:
     draws: bool
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step: sequences that were given a slot; sequences to decode and chunks to prefill, both in slot order; beside
     them slots whose prompts are not cached yet, and slots that nobody wants."""
 

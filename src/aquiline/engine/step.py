@@ -34,11 +34,6 @@ class Step:
         return self.output
 
     @property
-    def num_decode_rows(self) -> int:
-        """Rows of the trees."""
-        return sum(1 + decoded.num_drafted for decoded in self.decodes)
-
-    @property
     def decodes(self) -> list[Decoded]:
         """What the plan's decoding sequences got, in its order."""
         return self.read().decodes

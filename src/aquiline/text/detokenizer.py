@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 
 CUT = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows bytes that are no character, or not yet
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # how a vocabulary with byte fallback spells one byte
 
 CONTEXT = 8
 """Prompt tokens to the left of the output that the decoder is shown."""
@@ -30,6 +29,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
         self.tokenizer, self.stop = tokenizer, stop
+        self.bytes = byte_tokens(tokenizer) if tokenizer else frozenset()
         self.held = ""
         self.context = _context(tokenizer, prompt_ids) if tokenizer else []  # tokens whose text was shown last
         self.shown = len(self._decode(self.context))
@@ -75,7 +75,7 @@ class Detokenizer:
         """Whether a token ends the run of bytes that stands before it, if one does. A decoder with byte fallback shows
         a run of bytes in which anything is wrong as CUTs, what was right in it too."""
         assert self.tokenizer is not None
-        if _is_byte(self.tokenizer, token):
+        if token in self.bytes:
             self.is_in_bytes = True
         elif self.is_in_bytes:
             self.is_in_bytes = _is_skipped(self.tokenizer, token)
@@ -102,7 +102,7 @@ def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
     num_cut = 0
     for end in range(len(prompt_ids), 0, -1):
         token = prompt_ids[end - 1]
-        if _is_byte(tokenizer, token) or _is_skipped(tokenizer, token):
+        if token in byte_tokens(tokenizer) or _is_skipped(tokenizer, token):
             continue
         context = list(prompt_ids[max(0, end - CONTEXT) : end])
         if not tokenizer.decode(context, skip_special_tokens=True).endswith(CUT):
@@ -113,8 +113,11 @@ def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
     return []
 
 
-def _is_byte(tokenizer: Tokenizer, token: int) -> bool:
-    return BYTE.fullmatch(tokenizer.id_to_token(token) or "") is not None
+@lru_cache(maxsize=4)
+def byte_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens of a vocabulary with byte fallback that stand for one byte; it spells them <0x00> to <0xFF>."""
+    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token for token in found if token is not None)
 
 
 def _is_skipped(tokenizer: Tokenizer, token: int) -> bool:
