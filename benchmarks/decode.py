@@ -21,9 +21,9 @@ import torch
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu.backend import CpuBackend
-from aquiline.bench.clock import decode_tokens_per_s, spans_of
-from aquiline.bench.intervals import rotated
-from aquiline.bench.prompts import read_prompts
+from aquiline.bench.data.prompts import read_prompts
+from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
+from aquiline.bench.results.intervals import rotated
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from aquiline.bench.datasets import load_questions
+from aquiline.bench.data.datasets import load_questions
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.models.draft_config import read_draft_config

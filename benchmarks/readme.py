@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aquiline.bench.peers.table import read_comparisons, short
-from aquiline.bench.result import DIRTY, commit, read_results
-from aquiline.bench.summary import summary
+from aquiline.bench.results.result import DIRTY, commit, read_results
+from aquiline.bench.results.summary import summary
 from aquiline.spec.drafting import Chain, Dynamic
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,8 +14,8 @@ import statistics
 import time
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
-from aquiline.bench.intervals import rotated
-from aquiline.bench.prompts import read_prompts
+from aquiline.bench.data.prompts import read_prompts
+from aquiline.bench.results.intervals import rotated
 from aquiline.config import MAX_NODES, EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM

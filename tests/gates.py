@@ -6,9 +6,9 @@ from itertools import count
 
 from tests.results import BASELINE, CHAIN, at_speed, measured
 
-from aquiline.bench.gate import Report
-from aquiline.bench.gate_rules import Gate, Selector
-from aquiline.bench.result import Result
+from aquiline.bench.gates.gate import Report
+from aquiline.bench.gates.rules import Gate, Selector
+from aquiline.bench.results.result import Result
 
 SELECT = Selector("cpu", "baseline", 4, 2, 0.8, "chain-3")
 MICRO = Gate("micro", "micro", "bundled", SELECT, {"min_speedup": 1.5, "min_tau": 1.2, "min_steps": 23.0})

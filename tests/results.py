@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from aquiline.bench.intervals import spread
-from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
+from aquiline.bench.results.intervals import spread
+from aquiline.bench.results.result import ModelFacts, Result, Scenario, describe, tokens_sha256
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.spec.drafting import Chain, NoDraft

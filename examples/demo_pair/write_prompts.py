@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from aquiline.bench.prompts import stdlib_prompts
+from aquiline.bench.data.prompts import stdlib_prompts
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import pytest
 from tests.conftest import tiny_llm
 
-from aquiline.bench.intervals import spread
-from aquiline.bench.result import ModelFacts, Result, Scenario, describe, tokens_sha256
+from aquiline.bench.results.intervals import spread
+from aquiline.bench.results.result import ModelFacts, Result, Scenario, describe, tokens_sha256
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft
 

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import tiny_llm
 from tokenizers import Tokenizer
 
-from aquiline.bench.answers import AnswerFile, TurnAnswer, answer_row
+from aquiline.bench.eval.answers import AnswerFile, TurnAnswer, answer_row
 from aquiline.config import SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.metrics import mean

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from aquiline.backends.cpu import calls, packed
-from aquiline.bench import ceilings, measure
-from aquiline.bench.ceilings import Choice, ceilings_of
-from aquiline.bench.device import DATASHEETS, Ceilings, datasheet_ceilings
-from aquiline.bench.measure import Machine, best_of, last_level_cache, measure_ceilings, this_machine
+from aquiline.bench.theory import ceilings, measure
+from aquiline.bench.theory.ceilings import Choice, ceilings_of
+from aquiline.bench.theory.device import DATASHEETS, Ceilings, datasheet_ceilings
+from aquiline.bench.theory.measure import Machine, best_of, last_level_cache, measure_ceilings, this_machine
 from aquiline.config import cache_directory
 
 STAGES = ["read-only stream", "copy", "float32 GEMM"]

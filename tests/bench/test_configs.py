@@ -26,8 +26,8 @@ from tests.checkpoints import SMALL, write_draft, write_target
 from tests.conftest import TINY, TINY_DRAFT, tiny_pair
 from tests.json_values import ANY_JSON
 
-from aquiline.bench.configs import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
-from aquiline.bench.shapes import Matrix, Storage, precision_of
+from aquiline.bench.theory.configs import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
+from aquiline.bench.theory.shapes import Matrix, Storage, precision_of
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import read_draft_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.bench.datasets import load_questions
+from aquiline.bench.data.datasets import load_questions
 
 
 def write(path: Path, *rows: object) -> Path:

@@ -10,8 +10,8 @@ import sys
 import pytest
 from tests.conftest import needs_native
 
-from aquiline.bench.demo import SETTINGS, TEMPERATURES, run_demo
-from aquiline.bench.prompts import PROMPT_TOKENS, package_prompts, read_prompts
+from aquiline.bench.data.prompts import PROMPT_TOKENS, package_prompts, read_prompts
+from aquiline.bench.suite.demo import SETTINGS, TEMPERATURES, run_demo
 from aquiline.config import EngineConfig
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM

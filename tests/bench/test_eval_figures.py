@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquiline.bench.eval_figures import Ratio, best, figures, ratio, suspicion, tables, verdict
-from aquiline.bench.eval_plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
-from aquiline.bench.eval_report import EvalFacts, as_document, notes
-from aquiline.bench.result import ModelFacts
+from aquiline.bench.eval.figures import Ratio, best, figures, ratio, suspicion, tables, verdict
+from aquiline.bench.eval.plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
+from aquiline.bench.eval.report import EvalFacts, as_document, notes
+from aquiline.bench.results.result import ModelFacts
 from aquiline.metrics import Counters
 from aquiline.text.questions import Question
 

@@ -11,10 +11,10 @@ import pytest
 from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aquiline.bench.eval_figures import tables
-from aquiline.bench.eval_plan import EvalPlan, Evaluated, settings_of
-from aquiline.bench.eval_report import EvalFacts, as_document, as_markdown, model_facts, notes
-from aquiline.bench.evaluate import Evaluation
+from aquiline.bench.eval.evaluate import Evaluation
+from aquiline.bench.eval.figures import tables
+from aquiline.bench.eval.plan import EvalPlan, Evaluated, settings_of
+from aquiline.bench.eval.report import EvalFacts, as_document, as_markdown, model_facts, notes
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.errors import ResultError

@@ -10,11 +10,11 @@ import pytest
 from tests.gates import ELSEWHERE, GATES, MICRO, refusals, steady
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured
 
-from aquiline.bench.gate import Report, Request, ask
-from aquiline.bench.gate_judge import Check, Judgement, judge
-from aquiline.bench.gate_rules import FIGURES, Gate, Selector, override
-from aquiline.bench.gate_state import GateState
-from aquiline.bench.result import Result
+from aquiline.bench.gates.gate import Report, Request, ask
+from aquiline.bench.gates.judge import Check, Judgement, judge
+from aquiline.bench.gates.rules import FIGURES, Gate, Selector, override
+from aquiline.bench.gates.state import GateState
+from aquiline.bench.results.result import Result
 from aquiline.errors import ResultError
 
 

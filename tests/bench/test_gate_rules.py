@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.gates import GATES, MICRO
 
-from aquiline.bench.gate_rules import override, read_gates
+from aquiline.bench.gates.rules import override, read_gates
 
 
 def test_the_gates_in_the_package() -> None:

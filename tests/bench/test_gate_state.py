@@ -10,10 +10,10 @@ import pytest
 from tests.gates import GATES, MICRO, SELECT, refusals, steady
 from tests.results import BASELINE, CHAIN, changed, measured
 
-from aquiline.bench.gate import Request, ask
-from aquiline.bench.gate_rules import Gate, override
-from aquiline.bench.gate_state import GateState, Key, content_hash, default_state
-from aquiline.bench.result import Result
+from aquiline.bench.gates.gate import Request, ask
+from aquiline.bench.gates.rules import Gate, override
+from aquiline.bench.gates.state import GateState, Key, content_hash, default_state
+from aquiline.bench.results.result import Result
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aquiline.bench.gsm8k import accuracy, final_number, is_correct
+from aquiline.bench.eval.gsm8k import accuracy, final_number, is_correct
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_json, write_draft, write_target
 
-from aquiline.bench.integrity import problems
+from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.peers import llama_server
 from aquiline.bench.peers.base import Place, parse_peer
 from aquiline.bench.peers.llama_server import BINARY, LlamaServerPeer, find_server, server_folder
 from aquiline.bench.peers.results import PeerModel, result_of
-from aquiline.bench.prompts import read_prompts
-from aquiline.bench.result import Scenario
+from aquiline.bench.results.integrity import problems
+from aquiline.bench.results.result import Scenario
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM

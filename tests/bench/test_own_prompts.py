@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import aquiline
-from aquiline.bench.datasets import Question, load_questions
+from aquiline.bench.data.datasets import Question, load_questions
 
 PACKAGE = Path(aquiline.__file__).resolve().parent
 DEMO = PACKAGE / "data" / "prompts" / "demo.jsonl"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.checkpoints import write_draft, write_target
 
+from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.peers.base import Peer, Place, parse_peer
 from aquiline.bench.peers.converted import cached, converted, stored_dtype
 from aquiline.bench.peers.random_target import random_target
-from aquiline.bench.prompts import read_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM

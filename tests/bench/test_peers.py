@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_target
 from transformers import AutoModelForCausalLM
 
-from aquiline.bench.integrity import differences, problems
 from aquiline.bench.peers.base import (
     ALL_PEERS,
     KINDS,
@@ -29,7 +28,8 @@ from aquiline.bench.peers.base import (
 from aquiline.bench.peers.check import check, unlike
 from aquiline.bench.peers.results import PeerModel, agreement, result_of
 from aquiline.bench.peers.verdict import Comparison, Row
-from aquiline.bench.result import Scenario
+from aquiline.bench.results.integrity import differences, problems
+from aquiline.bench.results.result import Scenario
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.models.load import read_model_config, target_entries

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.results import CHAIN, changed, measured
 
-from aquiline.bench.result import commit_of, is_dirty, require_published
-from aquiline.bench.summary import summary
+from aquiline.bench.results.result import commit_of, is_dirty, require_published
+from aquiline.bench.results.summary import summary
 from aquiline.errors import ResultError
 
 

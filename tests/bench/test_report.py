@@ -25,10 +25,10 @@ from tests.bench.reports import (
 )
 from typer.testing import CliRunner
 
-from aquiline.bench.integrity import problems
-from aquiline.bench.intervals import spread
 from aquiline.bench.report.page import render, write_report
-from aquiline.bench.result import write_result
+from aquiline.bench.results.integrity import problems
+from aquiline.bench.results.intervals import spread
+from aquiline.bench.results.result import write_result
 from aquiline.cli.main import app
 
 __all__ = ["measured", "results"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.bench.reports import ACCEPTANCE, FACTS, SPEEDUP, Page, Results, measured, peer_of, results
 
-from aquiline.bench.intervals import paired
 from aquiline.bench.report.page import render
 from aquiline.bench.report.sections import sections
-from aquiline.bench.result import Result
+from aquiline.bench.results.intervals import paired
+from aquiline.bench.results.result import Result
 
 __all__ = ["measured", "results"]
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 
-from aquiline.bench.gate import Request, ask
-from aquiline.bench.gate_rules import Gate, Selector
-from aquiline.bench.gate_state import GateState
-from aquiline.bench.integrity import problems, recomputed_tau
-from aquiline.bench.result import Result, read_results, write_result
-from aquiline.bench.scenarios import PROFILES, Load, Source
-from aquiline.bench.suite import Plan, Progress, run_suite
-from aquiline.bench.table import markdown
+from aquiline.bench.gates.gate import Request, ask
+from aquiline.bench.gates.rules import Gate, Selector
+from aquiline.bench.gates.state import GateState
+from aquiline.bench.results.integrity import problems, recomputed_tau
+from aquiline.bench.results.result import Result, read_results, write_result
+from aquiline.bench.results.table import markdown
+from aquiline.bench.suite.scenarios import PROFILES, Load, Source
+from aquiline.bench.suite.suite import Plan, Progress, run_suite
 from aquiline.errors import ResultError
 
 Path_ = tuple[str | int, ...]

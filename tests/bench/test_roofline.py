@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from aquiline.backends.torch.pair import TorchPair
-from aquiline.bench.configs import draft_shape_of, read_draft_shape, read_shape, shape_of
-from aquiline.bench.device import Ceilings, Figure
-from aquiline.bench.roofline import Cost, Roofline, Rows, forward_cost, keys_read, keys_seen
-from aquiline.bench.shapes import expected_experts, precision_of
+from aquiline.bench.theory.configs import draft_shape_of, read_draft_shape, read_shape, shape_of
+from aquiline.bench.theory.device import Ceilings, Figure
+from aquiline.bench.theory.roofline import Cost, Roofline, Rows, forward_cost, keys_read, keys_seen
+from aquiline.bench.theory.shapes import expected_experts, precision_of
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.bench.sources import SOURCES, Source, fetch, locate
+from aquiline.bench.data.sources import SOURCES, Source, fetch, locate
 
 ROW = json.dumps({"question_id": 7, "category": "math", "turns": ["1 + 1?"]}).encode() + b"\n"
 CLOSED = "http://127.0.0.1:9"  # the discard port, where nothing listens
@@ -99,7 +99,7 @@ def test_no_file_and_no_server_are_one_clear_line(web: Web, tmp_path: Path) -> N
 
 def load(dataset: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Load a data set in a process of its own: the hub's library reads its environment when it is imported."""
-    code = f"from aquiline.bench.datasets import load_questions\nprint(load_questions({dataset!r}))"
+    code = f"from aquiline.bench.data.datasets import load_questions\nprint(load_questions({dataset!r}))"
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", **environment}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from aquiline.bench import result as results_module
-from aquiline.bench import suite
-from aquiline.bench.integrity import differences, problems, recomputed_tau
-from aquiline.bench.result import read_results
-from aquiline.bench.scenarios import CPU, RANDOM, Load, Source
-from aquiline.bench.suite import Plan, Progress, run_suite
-from aquiline.bench.table import markdown
+from aquiline.bench.results import result as results_module
+from aquiline.bench.results.integrity import differences, problems, recomputed_tau
+from aquiline.bench.results.result import read_results
+from aquiline.bench.results.table import markdown
+from aquiline.bench.suite import suite
+from aquiline.bench.suite.scenarios import CPU, RANDOM, Load, Source
+from aquiline.bench.suite.suite import Plan, Progress, run_suite
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
 from aquiline.engine.llm import LLM

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 
-from aquiline.bench import compare
-from aquiline.bench.result import Result, read_results
-from aquiline.bench.table import Results, Row, console, markdown, report
+from aquiline.bench.results import compare
+from aquiline.bench.results.result import Result, read_results
+from aquiline.bench.results.table import Results, Row, console, markdown, report
 from aquiline.errors import ResultError
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import deepest, teach
 
-from aquiline.bench.prompts import read_prompts
-from aquiline.bench.teacher import Guesses, accuracy, guess, teacher
+from aquiline.bench.data.prompts import read_prompts
+from aquiline.bench.eval.teacher import Guesses, accuracy, guess, teacher
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM

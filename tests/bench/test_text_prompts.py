@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
-from aquiline.bench.prompts import TokenPrompt, read_prompts, text_prompts
+from aquiline.bench.data.prompts import TokenPrompt, read_prompts, text_prompts
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.metrics import repeated_share
 

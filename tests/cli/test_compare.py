@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from aquiline.bench.peers import transformers as peer_module
 from aquiline.bench.peers.base import Place, parse_peer
 from aquiline.bench.peers.compare import Plan, compare
-from aquiline.bench.result import commit, read_results
+from aquiline.bench.results.result import commit, read_results
 from aquiline.cli.main import app
 from aquiline.models.load import read_model_config
 

@@ -13,8 +13,8 @@ import pytest
 from tests.bench.published import GPT_OSS_120B, LLAMA_8B, LLAMA_8B_HEAD, write_config
 from typer.testing import CliRunner, Result
 
-from aquiline.bench import ceilings
-from aquiline.bench.measure import measure_ceilings
+from aquiline.bench.theory import ceilings
+from aquiline.bench.theory.measure import measure_ceilings
 from aquiline.cli.main import app
 
 GIVEN = ("--bandwidth", 3000, "--flops", 800)

@@ -12,7 +12,7 @@ from tests.conftest import needs_native
 from tests.engine.pair_apart import Text
 from tests.engine.sampling_apart import scores_of
 
-from aquiline.bench.prompts import read_prompts
+from aquiline.bench.data.prompts import read_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM, Output

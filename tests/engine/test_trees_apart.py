@@ -11,7 +11,7 @@ from tests.conftest import needs_native
 from tests.engine.pair_apart import Path, Text
 from tests.engine.test_sampling_apart import NOISY, PLAIN, bundled
 
-from aquiline.bench.prompts import read_prompts
+from aquiline.bench.data.prompts import read_prompts
 from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import Output
 from aquiline.engine.step import Step

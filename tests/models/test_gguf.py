@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aquiline.bench.configs import read_shape
 from aquiline.bench.peers.converted import converted, stored_dtype
 from aquiline.bench.peers.gguf_file import write_gguf
+from aquiline.bench.theory.configs import read_shape
 from aquiline.errors import CheckpointError
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import read_draft_config

@@ -11,7 +11,7 @@ import typer
 from aquiline.cli.options import DefaultGroup, ListCommand, wide_console
 
 if TYPE_CHECKING:
-    from aquiline.bench.scenarios import Load
+    from aquiline.bench.suite.scenarios import Load
 
 MODEL = "Model"
 
@@ -68,8 +68,8 @@ def bench(
     from rich.progress import Progress as Bar
     from rich.progress import TimeRemainingColumn
 
-    from aquiline.bench.scenarios import RANDOM, SIMULATED_TAU, Source, random_config
-    from aquiline.bench.suite import Plan, Progress, run_suite
+    from aquiline.bench.suite.scenarios import RANDOM, SIMULATED_TAU, Source, random_config
+    from aquiline.bench.suite.suite import Plan, Progress, run_suite
 
     if simulate_tau is not None and random_weights is None:
         raise ValueError(f"simulate_tau={simulate_tau}: goes with --random-weights; a real draft has its own tau")
@@ -112,7 +112,7 @@ def bench(
 def _loads(
     profile: str, names: list[str] | None, contexts: list[int] | None, batches: list[int] | None
 ) -> tuple[Load, ...]:
-    from aquiline.bench.scenarios import PROFILES, Load
+    from aquiline.bench.suite.scenarios import PROFILES, Load
 
     if profile not in PROFILES:
         raise ValueError(f"profile={profile!r}: must be one of {', '.join(PROFILES)}")
@@ -165,9 +165,9 @@ def table(
       aquiline bench table results/ --older results-of-last-week/
     """
 
-    from aquiline.bench import table as tables
-    from aquiline.bench.result import read_results
-    from aquiline.bench.summary import summary
+    from aquiline.bench.results import table as tables
+    from aquiline.bench.results.result import read_results
+    from aquiline.bench.results.summary import summary
 
     found, before = read_results(directory), read_results(older) if older is not None else None
     if short:

@@ -79,7 +79,7 @@ def compare(
     from aquiline.bench.peers.compare import DEFAULT_CHAINS, Plan
     from aquiline.bench.peers.compare import compare as run
     from aquiline.bench.peers.random_target import random_target
-    from aquiline.bench.result import write_result
+    from aquiline.bench.results.result import write_result
     from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
     from aquiline.models.files import resolve
 
@@ -122,7 +122,7 @@ def _show(console: Console, found: Comparison, plan: Plan) -> None:
     from rich.table import Table
 
     from aquiline.bench.peers.check import CHECK_TOKENS
-    from aquiline.bench.result import is_dirty
+    from aquiline.bench.results.result import is_dirty
 
     prompts = f"{plan.repeats} x {plan.batch} prompts of {plan.prompt_tokens} tokens"
     table = Table(title=f"{plan.names[0]}: {prompts}, {plan.new_tokens} new")

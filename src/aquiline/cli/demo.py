@@ -13,7 +13,7 @@ from aquiline.cli.options import Arithmetic, wide_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aquiline.bench.demo import DemoResult, Run
+    from aquiline.bench.suite.demo import DemoResult, Run
     from aquiline.engine.llm import LLM
 
 
@@ -38,9 +38,9 @@ def demo(
     from rich.console import Console
     from rich.progress import Progress
 
-    from aquiline.bench.demo import SETTINGS, TEMPERATURES, run_demo
-    from aquiline.bench.plot import plot_demo
-    from aquiline.bench.prompts import package_prompts, read_prompts
+    from aquiline.bench.data.prompts import package_prompts, read_prompts
+    from aquiline.bench.suite.demo import SETTINGS, TEMPERATURES, run_demo
+    from aquiline.bench.suite.plot import plot_demo
     from aquiline.config import EngineConfig
     from aquiline.engine.bundled import BUNDLED_PROMPTS
     from aquiline.engine.llm import LLM
@@ -65,7 +65,7 @@ def demo(
 def _show(console: Console, result: DemoResult, llm: LLM) -> None:
     from rich.table import Table
 
-    from aquiline.bench.intervals import estimate
+    from aquiline.bench.results.intervals import estimate
 
     num_tokens = len(result.runs[0].outputs[0].token_ids)
     table = Table(title=f"{len(result.prompts)} held-out prompts, {num_tokens} new tokens each")

@@ -26,10 +26,10 @@ from aquiline.cli.train import layers
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from aquiline.bench.eval_figures import Figures, Tables
-    from aquiline.bench.eval_plan import Evaluated
-    from aquiline.bench.eval_report import EvalFacts
-    from aquiline.bench.evaluate import Evaluation
+    from aquiline.bench.eval.evaluate import Evaluation
+    from aquiline.bench.eval.figures import Figures, Tables
+    from aquiline.bench.eval.plan import Evaluated
+    from aquiline.bench.eval.report import EvalFacts
 
 DATA, SEARCH, SAMPLING, OUTPUT = "Questions", "Settings", "Sampling", "Output"
 BAR = 10
@@ -111,11 +111,11 @@ def evaluate(
     Every setting writes the same tokens, or the command ends with an error that names the place. Ranges over chains and
     trees are a search; the best is named per length and overall.
     """
-    from aquiline.bench.datasets import load_questions
-    from aquiline.bench.eval_figures import tables
-    from aquiline.bench.eval_plan import EvalPlan, settings_of
-    from aquiline.bench.eval_report import EvalFacts, as_document, model_facts, name_of, write_report
-    from aquiline.bench.evaluate import Evaluation
+    from aquiline.bench.data.datasets import load_questions
+    from aquiline.bench.eval.evaluate import Evaluation
+    from aquiline.bench.eval.figures import tables
+    from aquiline.bench.eval.plan import EvalPlan, settings_of
+    from aquiline.bench.eval.report import EvalFacts, as_document, model_facts, name_of, write_report
     from aquiline.config import EngineConfig
     from aquiline.engine.bundled import BUNDLED_PROMPTS
     from aquiline.engine.llm import LLM
@@ -166,7 +166,7 @@ def _run(evaluation: Evaluation, is_shown: bool) -> Evaluated:
 
 
 def _plot(found: Evaluated, derived: Tables, facts: EvalFacts, out: Path) -> None:
-    from aquiline.bench.eval_plot import plot_evaluation
+    from aquiline.bench.eval.plot import plot_evaluation
 
     headline = f"{facts.dataset}, {len(found.questions)} questions: {facts}"
     try:
@@ -178,7 +178,7 @@ def _plot(found: Evaluated, derived: Tables, facts: EvalFacts, out: Path) -> Non
 def _show(found: Evaluated, derived: Tables, facts: EvalFacts) -> None:
     from rich.table import Table
 
-    from aquiline.bench.eval_report import groups, notes, teacher_table, teacher_title
+    from aquiline.bench.eval.report import groups, notes, teacher_table, teacher_title
 
     console = wide_console()
     console.print(f"{facts.dataset}: {len(found.questions)} questions; {facts}\n", soft_wrap=True)
@@ -203,7 +203,7 @@ def _tables(groups: list[list[Figures]], by: str) -> list[Table]:
     """Speed and acceptance of groups, a section each."""
     from rich.table import Table
 
-    from aquiline.bench.eval_report import cells
+    from aquiline.bench.eval.report import cells
 
     speed = ("setting", "s/text", "tok/s", "", "speedup [95 %]", "with prefill")
     drafts = ("setting", "tau", "calls/token", "accepted", "by position", "repeated")

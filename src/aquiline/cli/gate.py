@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from aquiline.bench.gate import Outcome, Report
-    from aquiline.bench.gate_judge import Check, Judgement
+    from aquiline.bench.gates.gate import Outcome, Report
+    from aquiline.bench.gates.judge import Check, Judgement
 
 STYLES = {"green": "green", "red": "bold red", "refused": "bold yellow"}
 
@@ -56,10 +56,10 @@ def gate(
       aquiline gate results/ --parity results-of-another-engine/
     """
 
-    from aquiline.bench.gate import Request, ask
-    from aquiline.bench.gate_rules import BUILT_IN, override, read_gates
-    from aquiline.bench.gate_state import GateState, default_state
-    from aquiline.bench.result import read_results
+    from aquiline.bench.gates.gate import Request, ask
+    from aquiline.bench.gates.rules import BUILT_IN, override, read_gates
+    from aquiline.bench.gates.state import GateState, default_state
+    from aquiline.bench.results.result import read_results
 
     rules = override(read_gates(gates or BUILT_IN), limits or [])
     request = Request(level, tuple(only or ()), read_results(parity) if parity is not None else None)

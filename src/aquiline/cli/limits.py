@@ -12,11 +12,11 @@ from aquiline.cli.options import wide_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aquiline.bench.ceilings import Choice
-    from aquiline.bench.device import Ceilings, Figure
-    from aquiline.bench.limits import Cell, Grid
-    from aquiline.bench.roofline import Roofline
-    from aquiline.bench.shapes import DraftShape, ModelShape
+    from aquiline.bench.theory.ceilings import Choice
+    from aquiline.bench.theory.device import Ceilings, Figure
+    from aquiline.bench.theory.limits import Cell, Grid
+    from aquiline.bench.theory.roofline import Roofline
+    from aquiline.bench.theory.shapes import DraftShape, ModelShape
 
 DEVICE, STORAGE = "Device", "Storage"
 UPPER_BOUND = "K+1"
@@ -96,11 +96,11 @@ def limits(
     Options of several values take them in a row, behind MODEL: --context 512 2048.
     """
 
-    from aquiline.bench.ceilings import Choice
-    from aquiline.bench.configs import read_shape
-    from aquiline.bench.limits import Grid, describe, notes, tabulate
-    from aquiline.bench.roofline import Roofline
-    from aquiline.bench.shapes import precision_of
+    from aquiline.bench.theory.ceilings import Choice
+    from aquiline.bench.theory.configs import read_shape
+    from aquiline.bench.theory.limits import Grid, describe, notes, tabulate
+    from aquiline.bench.theory.roofline import Roofline
+    from aquiline.bench.theory.shapes import precision_of
     from aquiline.engine.bundled import BUNDLED_TARGET
 
     target = read_shape(model or BUNDLED_TARGET, dtype, kv_dtype)
@@ -126,7 +126,7 @@ limits.__doc__ = f"{limits.__doc__}\n{EXAMPLES}"
 
 
 def _draft(model: str | None, draft: str | None, target: ModelShape) -> DraftShape | None:
-    from aquiline.bench.configs import assumed_draft, read_draft_shape
+    from aquiline.bench.theory.configs import assumed_draft, read_draft_shape
     from aquiline.engine.bundled import BUNDLED_DRAFT
 
     if draft == "none":
@@ -139,7 +139,7 @@ def _draft(model: str | None, draft: str | None, target: ModelShape) -> DraftSha
 def _ceilings(choice: Choice, dtype: str, *, quiet: bool) -> Ceilings:
     from rich.console import Console
 
-    from aquiline.bench.ceilings import ceilings_of
+    from aquiline.bench.theory.ceilings import ceilings_of
 
     console = Console(stderr=True, quiet=quiet)
     status = console.status("")

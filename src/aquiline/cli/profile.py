@@ -41,9 +41,9 @@ def profile(
     """
     from rich.table import Table
 
-    from aquiline.bench.profile import profile as run_profile
-    from aquiline.bench.prompts import text_prompts
-    from aquiline.bench.scenarios import Source
+    from aquiline.bench.data.prompts import text_prompts
+    from aquiline.bench.suite.profile import profile as run_profile
+    from aquiline.bench.suite.scenarios import Source
     from aquiline.config import EngineConfig, SamplingParams
 
     spec = drafting(drafter, num_spec_tokens=num_spec_tokens, depth=depth, top_k=draft_top_k, num_nodes=num_nodes)

@@ -24,7 +24,7 @@ def report(
       aquiline report results/ -o report.html
     """
     from aquiline.bench.report.page import write_report
-    from aquiline.bench.result import read_results
+    from aquiline.bench.results.result import read_results
 
     results = read_results(directory)
     write_report(results, out)

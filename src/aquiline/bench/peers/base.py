@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from aquiline.bench.clock import Span, decode_tokens_per_s
+from aquiline.bench.results.clock import Span, decode_tokens_per_s
 
 DTYPES = {
     "float32": "float32", "f32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "int8": "int8", "q8_0": "int8",

@@ -14,21 +14,21 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from aquiline.bench.ceilings import Choice, ceilings_of
-from aquiline.bench.configs import shape_of
-from aquiline.bench.device import GIGA
-from aquiline.bench.integrity import differences
-from aquiline.bench.intervals import LEAST_RUNS, rotated
+from aquiline.bench.data.prompts import text_prompts
 from aquiline.bench.peers.base import QUANTISED, PeerSpec, Place
 from aquiline.bench.peers.check import CHECK_NEEDED, CHECK_PROMPTS, check, unlike
 from aquiline.bench.peers.contestants import Other, Own
 from aquiline.bench.peers.converted import stored_dtype
 from aquiline.bench.peers.results import PeerModel, agreement
 from aquiline.bench.peers.verdict import Comparison, Row
-from aquiline.bench.prompts import text_prompts
-from aquiline.bench.result import Result, Scenario, tokens_sha256
-from aquiline.bench.roofline import Roofline
-from aquiline.bench.shapes import precision_of
+from aquiline.bench.results.integrity import differences
+from aquiline.bench.results.intervals import LEAST_RUNS, rotated
+from aquiline.bench.results.result import Result, Scenario, tokens_sha256
+from aquiline.bench.theory.ceilings import Choice, ceilings_of
+from aquiline.bench.theory.configs import shape_of
+from aquiline.bench.theory.device import GIGA
+from aquiline.bench.theory.roofline import Roofline
+from aquiline.bench.theory.shapes import precision_of
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
 from aquiline.bench.peers.results import PeerModel, result_of
-from aquiline.bench.result import ModelFacts, Result, Scenario, describe
+from aquiline.bench.results.result import ModelFacts, Result, Scenario, describe
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as OwnRun

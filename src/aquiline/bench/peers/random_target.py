@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aquiline.bench.peers.converted import cached
-from aquiline.bench.scenarios import random_config
+from aquiline.bench.suite.scenarios import random_config
 from aquiline.models.load import target_entries
 
 SEED = 0

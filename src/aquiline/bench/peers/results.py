@@ -12,10 +12,10 @@ from statistics import median
 
 from tokenizers import Tokenizer
 
-from aquiline.bench.integrity import SCHEMA
-from aquiline.bench.intervals import spread
 from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
-from aquiline.bench.result import ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
+from aquiline.bench.results.integrity import SCHEMA
+from aquiline.bench.results.intervals import spread
+from aquiline.bench.results.result import ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
 from aquiline.engine.model import cpu_name
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
 from aquiline.models.config import ModelConfig

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from aquiline.bench.intervals import Estimate, estimate, paired
 from aquiline.bench.peers.base import QUANTISED
-from aquiline.bench.result import Result, read_results, require_published
+from aquiline.bench.results.intervals import Estimate, estimate, paired
+from aquiline.bench.results.result import Result, read_results, require_published
 
 COLUMNS = ("run", "what", "aquiline: fastest of", "tok/s", "peers: fastest of", "tok/s", "aquiline over it")
 Chooser = Callable[[Result], bool]

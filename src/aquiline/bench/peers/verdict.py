@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from aquiline.bench.intervals import Estimate, estimate, paired
 from aquiline.bench.peers.base import QUANTISED
-from aquiline.bench.result import Result
+from aquiline.bench.results.intervals import Estimate, estimate, paired
+from aquiline.bench.results.result import Result
 
 
 @dataclass(frozen=True)

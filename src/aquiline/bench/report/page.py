@@ -28,7 +28,7 @@ from aquiline.bench.report.tables import (
     stage_table,
     throughput_table,
 )
-from aquiline.bench.result import Result
+from aquiline.bench.results.result import Result
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from aquiline.bench import compare
 from aquiline.bench.report.charts import Style, count
-from aquiline.bench.result import Result
+from aquiline.bench.results import compare
+from aquiline.bench.results.result import Result
 from aquiline.spec.drafting import DRAFTINGS
 
 OWN = "aquiline"

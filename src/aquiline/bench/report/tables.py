@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from aquiline.bench.intervals import estimate
 from aquiline.bench.report.charts import figure, swatch
 from aquiline.bench.report.panels import Scenarios
 from aquiline.bench.report.sections import OWN, Row, badges, number
-from aquiline.bench.result import Result
+from aquiline.bench.results.intervals import estimate
+from aquiline.bench.results.result import Result
 
 NONE = "–"
 Column = Callable[[Row], str]

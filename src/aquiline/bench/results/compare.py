@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from aquiline.bench.integrity import differences
-from aquiline.bench.intervals import Estimate, paired
-from aquiline.bench.result import Result
+from aquiline.bench.results.integrity import differences
+from aquiline.bench.results.intervals import Estimate, paired
+from aquiline.bench.results.result import Result
 
 NOISE = 0.03
 """Least change that counts; the spread of either run may ask for more."""

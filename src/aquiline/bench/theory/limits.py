@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aquiline.bench.roofline import Ideal, Roofline
+from aquiline.bench.theory.roofline import Ideal, Roofline
 from aquiline.spec.drafting import Chain
 
 EXAMPLE_TAU = 2.5

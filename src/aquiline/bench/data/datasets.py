@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from aquiline.bench.sources import locate
+from aquiline.bench.data.sources import locate
 from aquiline.text.questions import Question, read_questions
 
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from aquiline.bench import compare
-from aquiline.bench.compare import Change, Place, Ratio
-from aquiline.bench.intervals import estimate
-from aquiline.bench.result import Result, is_dirty, require
+from aquiline.bench.results import compare
+from aquiline.bench.results.compare import Change, Place, Ratio
+from aquiline.bench.results.intervals import estimate
+from aquiline.bench.results.result import Result, is_dirty, require
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aquiline.bench.result import Result
+from aquiline.bench.results.result import Result
 from aquiline.config import cache_directory
 
 SCHEMA = "aquiline.gates/1"

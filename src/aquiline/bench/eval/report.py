@@ -34,11 +34,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from aquiline import __version__
-from aquiline.bench.eval_figures import Figures, Ratio, Tables, best, real_tau, suspicion, verdict
-from aquiline.bench.eval_plan import Evaluated, TeacherForced, TurnRun, Unfit
-from aquiline.bench.result import ModelFacts, commit
-from aquiline.bench.scenarios import Source
-from aquiline.bench.sources import SOURCES
+from aquiline.bench.data.sources import SOURCES
+from aquiline.bench.eval.figures import Figures, Ratio, Tables, best, real_tau, suspicion, verdict
+from aquiline.bench.eval.plan import Evaluated, TeacherForced, TurnRun, Unfit
+from aquiline.bench.results.result import ModelFacts, commit
+from aquiline.bench.suite.scenarios import Source
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aquiline.bench.demo import TEMPERATURES, DemoResult
-from aquiline.bench.intervals import estimate
+from aquiline.bench.results.intervals import estimate
+from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
 
 COLORS = {"none": "#8a8f98", "chain": "#2b6cb0", "static": "#b7791f", "dynamic": "#2f855a"}
 

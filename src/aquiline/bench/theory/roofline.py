@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from aquiline.bench.device import Ceilings
-from aquiline.bench.shapes import Body, DraftShape, ModelShape, Precision
+from aquiline.bench.theory.device import Ceilings
+from aquiline.bench.theory.shapes import Body, DraftShape, ModelShape, Precision
 from aquiline.spec.drafting import Drafting
 
 CACHE_SHARE = 0.1

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from aquiline.bench import compare
-from aquiline.bench.gate_judge import Judgement, judge
-from aquiline.bench.gate_rules import GAP, LEVELS, Gate
-from aquiline.bench.gate_state import RUNS_IN_A_ROW, GateState, Key
-from aquiline.bench.result import Result, require
+from aquiline.bench.gates.judge import Judgement, judge
+from aquiline.bench.gates.rules import GAP, LEVELS, Gate
+from aquiline.bench.gates.state import RUNS_IN_A_ROW, GateState, Key
+from aquiline.bench.results import compare
+from aquiline.bench.results.result import Result, require
 
 Results = Mapping[str, Result]
 

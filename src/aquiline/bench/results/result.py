@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from aquiline.bench.clock import decode_tokens_per_s, spans_of
-from aquiline.bench.integrity import SCHEMA, problems
-from aquiline.bench.intervals import spread
+from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
+from aquiline.bench.results.integrity import SCHEMA, problems
+from aquiline.bench.results.intervals import spread
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError

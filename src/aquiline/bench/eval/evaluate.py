@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from pathlib import Path
 
-from aquiline.bench.answers import AnswerFile, TurnAnswer
-from aquiline.bench.eval_plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
-from aquiline.bench.intervals import rotated
-from aquiline.bench.result import tokens_sha256
-from aquiline.bench.suite import BASELINE
-from aquiline.bench.teacher import Guesses, accuracy, guess, teacher
+from aquiline.bench.eval.answers import AnswerFile, TurnAnswer
+from aquiline.bench.eval.plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
+from aquiline.bench.eval.teacher import Guesses, accuracy, guess, teacher
+from aquiline.bench.results.intervals import rotated
+from aquiline.bench.results.result import tokens_sha256
+from aquiline.bench.suite.suite import BASELINE
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.errors import OutOfPages, ResultError

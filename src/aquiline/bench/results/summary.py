@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from aquiline.bench import compare
-from aquiline.bench.compare import Place, Ratio, place
-from aquiline.bench.intervals import estimate
-from aquiline.bench.result import Result, require_published
+from aquiline.bench.results import compare
+from aquiline.bench.results.compare import Place, Ratio, place
+from aquiline.bench.results.intervals import estimate
+from aquiline.bench.results.result import Result, require_published
 from aquiline.spec.drafting import Chain
 
 DEFAULT = Chain().num_spec_tokens

@@ -10,7 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aquiline.bench.shapes import Body, DraftShape, LayerShape, Matrix, ModelShape, Precision, Storage, precision_of
+from aquiline.bench.theory.shapes import (
+    Body,
+    DraftShape,
+    LayerShape,
+    Matrix,
+    ModelShape,
+    Precision,
+    Storage,
+    precision_of,
+)
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.draft_config import FC_NORM_FLAGS

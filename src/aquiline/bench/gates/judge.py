@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from aquiline.bench import compare
-from aquiline.bench.compare import Ratio
-from aquiline.bench.gate_rules import GAP, Gate
-from aquiline.bench.integrity import differences
-from aquiline.bench.result import Result
+from aquiline.bench.gates.rules import GAP, Gate
+from aquiline.bench.results import compare
+from aquiline.bench.results.compare import Ratio
+from aquiline.bench.results.integrity import differences
+from aquiline.bench.results.result import Result
 
 Results = Mapping[str, Result]
 

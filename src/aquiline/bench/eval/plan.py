@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aquiline.bench.suite import BASELINE
-from aquiline.bench.teacher import Accuracy
+from aquiline.bench.eval.teacher import Accuracy
+from aquiline.bench.suite.suite import BASELINE
 from aquiline.config import SamplingParams
 from aquiline.metrics import Counters
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static

@@ -14,12 +14,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from aquiline.bench.ceilings import Choice, ceilings_of
-from aquiline.bench.configs import draft_shape_of, shape_of
-from aquiline.bench.integrity import problems
-from aquiline.bench.intervals import LEAST_RUNS, paired, rotated
-from aquiline.bench.prompts import text_prompts
-from aquiline.bench.result import (
+from aquiline.bench.data.prompts import text_prompts
+from aquiline.bench.results.integrity import problems
+from aquiline.bench.results.intervals import LEAST_RUNS, paired, rotated
+from aquiline.bench.results.result import (
     ModelFacts,
     Result,
     Scenario,
@@ -29,9 +27,11 @@ from aquiline.bench.result import (
     tokens_sha256,
     write_result,
 )
-from aquiline.bench.roofline import Roofline
-from aquiline.bench.scenarios import Load, Source
-from aquiline.bench.shapes import precision_of
+from aquiline.bench.suite.scenarios import Load, Source
+from aquiline.bench.theory.ceilings import Choice, ceilings_of
+from aquiline.bench.theory.configs import draft_shape_of, shape_of
+from aquiline.bench.theory.roofline import Roofline
+from aquiline.bench.theory.shapes import precision_of
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import psutil
 
-from aquiline.bench.device import GIGA, TERA, Ceilings, Figure, check_arithmetic, datasheet_ceilings, given_figure
-from aquiline.bench.measure import (
+from aquiline.bench.theory.device import (
+    GIGA,
+    TERA,
+    Ceilings,
+    Figure,
+    check_arithmetic,
+    datasheet_ceilings,
+    given_figure,
+)
+from aquiline.bench.theory.measure import (
     Machine,
     Measurement,
     OnStage,

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from aquiline.bench.result import Result
+from aquiline.bench.results.result import Result
 
 BUILT_IN = Path(__file__).with_name("gates.yaml")
 LEVELS = ("micro", "full")

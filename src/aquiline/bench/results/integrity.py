@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from aquiline.bench.intervals import spread
+from aquiline.bench.results.intervals import spread
 
 if TYPE_CHECKING:
-    from aquiline.bench.result import Result
+    from aquiline.bench.results.result import Result
 
 SCHEMA = "aquiline.result/2"
 

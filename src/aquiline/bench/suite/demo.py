@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from aquiline.bench.clock import decode_tokens_per_s, spans_of
-from aquiline.bench.intervals import Estimate, estimate, paired, rotated
-from aquiline.bench.prompts import Prompt
-from aquiline.bench.result import commit
+from aquiline.bench.data.prompts import Prompt
+from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
+from aquiline.bench.results.intervals import Estimate, estimate, paired, rotated
+from aquiline.bench.results.result import commit
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from aquiline.bench.eval_figures import Figures, Tables
-from aquiline.bench.eval_plan import Evaluated
-from aquiline.bench.plot import COLORS
+from aquiline.bench.eval.figures import Figures, Tables
+from aquiline.bench.eval.plan import Evaluated
+from aquiline.bench.suite.plot import COLORS
 from aquiline.spec.drafting import Drafting
 
 MAPS = {"none": "Greys", "chain": "Blues", "static": "YlOrBr", "dynamic": "Greens"}

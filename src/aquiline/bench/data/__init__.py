@@ -1,0 +1,1 @@
+"""Benchmarks by name and where they come from; prompts of real text."""

@@ -1,0 +1,1 @@
+"""`aquiline eval`: baseline against drafts on the same questions."""

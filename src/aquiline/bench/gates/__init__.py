@@ -1,0 +1,1 @@
+"""Gates: rules that results must hold, and the verdict."""

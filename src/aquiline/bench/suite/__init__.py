@@ -1,0 +1,1 @@
+"""What `aquiline bench`, `aquiline profile` and `aquiline demo` run."""
