@@ -1,5 +1,4 @@
-"""aquiline: EAGLE-3 speculative decoding, exact and fast.from aquiline.spec.drafting import Drafting
-
+"""aquiline: EAGLE-3 speculative decoding, exact and fast.
 
 The names below load on first use, so that `aquiline --help` does not wait for torch.
 """
@@ -13,9 +12,22 @@ if TYPE_CHECKING:
     from aquiline.config import EngineConfig, SamplingParams
     from aquiline.engine.async_llm import AsyncLLM
     from aquiline.engine.llm import LLM, Output
+    from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Drafting", "EngineConfig", "Output", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Chain",
+    "Drafting",
+    "Dynamic",
+    "EngineConfig",
+    "NoDraft",
+    "Output",
+    "SamplingParams",
+    "Static",
+    "__version__",
+]
 
 _HOMES = {
     "AsyncLLM": "aquiline.engine.async_llm",
@@ -23,7 +35,11 @@ _HOMES = {
     "Output": "aquiline.engine.llm",
     "EngineConfig": "aquiline.config",
     "SamplingParams": "aquiline.config",
-    "Drafting": "aquiline.config",
+    "Chain": "aquiline.spec.drafting",
+    "Drafting": "aquiline.spec.drafting",
+    "Dynamic": "aquiline.spec.drafting",
+    "NoDraft": "aquiline.spec.drafting",
+    "Static": "aquiline.spec.drafting",
 }
 
 
