@@ -233,7 +233,8 @@ def _scenarios(group: list[Result]) -> dict[tuple[object, ...], str]:
 def _rank(result: Result, label: str) -> tuple[object, ...]:
     """Order of series: aquiline first, no drafter first, then drafters by kind and length."""
     setting = result["setting"]
-    kind = (*DRAFTINGS, "other").index(setting["drafter"])
+    kinds = [*DRAFTINGS, setting["drafter"]]
+    kind = kinds.index(setting["drafter"])
     return result["engine"] != OWN, result["engine"], kind, setting.get("num_spec_tokens") or 0, label
 
 
