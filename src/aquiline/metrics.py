@@ -1,10 +1,10 @@
-"""Every published figure is derived here, once. Definitions: EAGLE3.md §5.
+"""Every published figure is derived here, once.
 
-A step is one target forward. Where prompts are prefilled beside sequences that decode, its time is shared out between
-the two by their rows; a forward that only prefills is not a decode step. `committed` counts the tokens a step adds to a
-request's output after EOS, stop and length cuts, bonus included; what was accepted and then cut is tokens_cut. The
-token a prefill samples is not committed by a step: sum of output tokens = num_prefilled + num_committed, which is how
-tau can be recomputed from output lengths.
+A step is one target forward. A forward may prefill prompts beside sequences that decode; its time is then divided
+between the two in proportion to their rows. A forward that only prefills is not a decode step. `committed` counts the
+tokens that a step adds to a request's output after cuts at end tokens, stop strings and the length limit, bonus
+included. Tokens that were accepted and then cut are counted in tokens_cut. The token that a prefill draws is not
+committed by a decode step: output tokens = num_prefilled + num_committed. So tau can be recomputed from output lengths.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 STAGES = ("draft", "masks", "verify", "accept", "commit", "host")
-"""Where the time of a step goes: drafting; filling the rows of the verify pass; the target's forward; drawing tokens
-and choosing paths; making slots ready for the next step; everything else, which is the host's."""
+"""Where the time of a step goes. draft: drafting; masks: filling the rows of the target's forward; verify: that
+forward; accept: drawing tokens and choosing paths; commit: making slots ready for the next step; host: the rest."""
 
 PARTS = (
     "target_attention", "target_mlp", "target_head", "draft_attention", "draft_mlp", "draft_head", "draft_fusion",
 )  # fmt: skip
-"""What stages consist of: attention (from the input norm to the output projection), MLP (to the end of the layer) and
-head (final norm, logits, what is drawn or chosen) of either model, and the fusion of features for the draft."""
+"""The parts of the models that stages run. attention: from the input norm to the output projection; mlp: from there to
+the end of the layer; head: final norm, logits, the draw or choice; draft_fusion: the features fused for the draft."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Counters:
         values = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         before = earlier.accepted_at + [0] * (len(self.accepted_at) - len(earlier.accepted_at))
         accepted_at = [now - then for now, then in zip(self.accepted_at, before, strict=True)]
-        while accepted_at and accepted_at[-1] == 0:  # only runs before it were accepted so deep
+        while accepted_at and accepted_at[-1] == 0:  # only before `earlier` was a draft accepted at that depth
             accepted_at.pop()
         return Counters(**values, accepted_at=accepted_at)
 
@@ -122,8 +122,10 @@ class Counters:
 
 @dataclass
 class SlotCounters:
-    """How many of the batch's slots decoded, summed over decode steps. A slot that does not is disabled: for want of a
-    request (finished), or for any other reason, which must not happen; prefilling ones are counted apart."""
+    """How many of the batch's slots decoded, summed over decode steps.
+
+    prefilling counts slots whose prompt is still computed. disabled_finished counts slots without a request.
+    disabled_other counts slots that did not decode for any other reason, and must stay 0."""
 
     steps_by_active: dict[int, int] = field(default_factory=dict)  # decode steps by how many slots decoded
     prefilling: int = 0
@@ -181,7 +183,7 @@ class SlotCounters:
 
 
 class Lap(NamedTuple):
-    """A stretch of time.perf_counter that belongs to one stage."""
+    """A stretch of time that belongs to one stage; began_s is a value of time.perf_counter."""
 
     stage: str
     began_s: float
@@ -201,8 +203,8 @@ class Mark:
 
 
 class Meter:
-    """Times the stages of each step and counts its forwards, from the engine's start on; `counters` sums the requests
-    that have ended. Nobody resets it: a run takes the difference between two moments."""
+    """Times the stages of each step and counts forwards, from the engine's start on. `counters` sums the requests that
+    have ended. A meter is never reset: a run's figures are the difference between two moments (`mark`, `since`)."""
 
     _NUMBERS = (
         "prefill_s", "decode_s", "num_target_forwards", "num_decode_steps", "num_prefill_tokens", "num_preemptions",
@@ -221,17 +223,17 @@ class Meter:
         self.num_preemptions = 0
         self.laps: list[Lap] | None = None  # every lap, where somebody wants a trace
         self._last = time.perf_counter()
-        self._share = 1.0  # of the last step that was decoding
+        self._share = 1.0  # decode rows of the last step / all its rows
 
     def begin(self) -> None:
-        """The engine begins a step; what was before it is nobody's time."""
+        """The engine begins a step. The time since the last step ended is not counted."""
         self._last = time.perf_counter()
 
     def add_step(
         self, seconds: dict[str, float], parts: dict[str, float], num_decode_rows: int, num_chunk_rows: int
     ) -> None:
-        """A step was read, in which so many rows decoded and so many prefilled. seconds: its stages, as the backend
-        timed them; the rest of the time since the last call is the host's."""
+        """Record a step whose outcome was read, with its decode rows and prefill rows. seconds: the time of its stages
+        as the backend measured them; the rest of the time since the last call counts as the host's."""
         self.num_target_forwards += 1
         self.num_prefill_tokens += num_chunk_rows
         self.num_decode_steps += num_decode_rows > 0
@@ -243,12 +245,12 @@ class Meter:
             self.part_s[part] += each * self._share
 
     def end_step(self) -> None:
-        """The engine ends a step."""
+        """The engine ends a step; the time since the last call counts as the host's."""
         now = time.perf_counter()
         self._count({"host": now - self._last}, now)
 
     def _count(self, seconds: dict[str, float], now: float) -> None:
-        """Add what stages took, one after the other since the last call."""
+        """Add the time of stages that ran one after the other since the last call."""
         share, total, began = self._share, 0.0, self._last
         for stage, each in seconds.items():
             self.stage_s[stage] += each * share
@@ -260,7 +262,7 @@ class Meter:
         self._last = now
 
     def mark(self) -> Mark:
-        """This moment, to count from."""
+        """A copy of all counts at this moment, for `since`."""
         return Mark(
             counters=self.counters.minus(Counters()), slots=self.slots.minus(SlotCounters()),
             stage_s=dict(self.stage_s), part_s=dict(self.part_s),
@@ -268,7 +270,7 @@ class Meter:
         )  # fmt: skip
 
     def since(self, mark: Mark) -> RunSummary:
-        """What was counted since a moment."""
+        """The figures of everything counted since `mark` was taken."""
         numbers = {name: getattr(self, name) - mark.numbers[name] for name in self._NUMBERS}
         return RunSummary(
             counters=self.counters.minus(mark.counters), slots=self.slots.minus(mark.slots),
@@ -283,7 +285,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run's figures; results and benchmarks read nothing else. stage_ms and part_ms are those of decode steps."""
+    """One run's figures; results and benchmarks read nothing else. stage_ms and part_ms cover decode steps only."""
 
     counters: Counters
     slots: SlotCounters
@@ -348,7 +350,8 @@ def peak_memory_bytes() -> int:
 
 
 def repeated_share(token_ids: list[int], n: int = 8) -> float:
-    """Share of n-grams that stood earlier in the same text: a small model's loops, which flatter every drafter."""
+    """Share of n-grams that stand earlier in the same text. A small model's text loops, which flatters every drafter;
+    this share tells how much."""
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 

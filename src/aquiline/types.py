@@ -37,7 +37,7 @@ KEY_GROUP = 16
 
 
 class Attention(Protocol):
-    """The seam between models and caches: the only thing a model knows of attention."""
+    """What a model calls for attention. The caller implements it and owns the cache; a model knows no cache."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend from rotated q [..., Hq, Dh] over everything the rows may see, k and v [..., Hkv, Dh] included.
@@ -181,11 +181,11 @@ class TopK:
 
 @dataclass(frozen=True, eq=False)
 class Logprobs:
-    """Log-probabilities of n rows by their logits as they are: before temperature, penalties and filters.
+    """Log-probabilities of n rows, from the logits before temperature, penalties and filters.
 
-    chosen float32 [n]: of the token that was chosen in each row; rank int32 [n]: its place among all ids in the order
-    of TopK, from 1; top: the k best, k may be 0. Log-probabilities are NaN where a logit is NaN or +inf or none is
-    finite; ids and ranks mean nothing there."""
+    chosen float32 [n]: the log-probability of each row's chosen token. rank int32 [n]: the place of that token among
+    all ids in the order of TopK, from 1. top: the k best ids; k may be 0. Where a logit is NaN or +inf, or no logit is
+    finite, log-probabilities are NaN, and ids and ranks mean nothing."""
 
     chosen: Float32
     rank: Int32

@@ -1,1 +1,1 @@
-"""Where steps are computed: the seam, and one package for each way to compute them."""
+"""Where steps are computed: `base` is the seam to the engine; each backend has a package of its own."""

@@ -1,4 +1,4 @@
-"""Which backend runs a pair on this machine: decided once, logged, in every result; nothing falls back at run time."""
+"""Which backend runs a pair on this machine. Decided once, when the pair is loaded, and stated in every result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The asynchronous interface: `async for delta in AsyncLLM(...).generate(prompt)`.
 
-One thread owns the engine; the event loop and it meet in one queue of commands and one callback per step.
+One thread owns the engine. Event loops send it commands through one queue; it hands deltas back with one callback per
+event loop and step.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ class AsyncLLM:
         deadline_s: float | None = None,
         request_id: int | str | None = None,
     ) -> AsyncGenerator[TokenDelta]:
-        """Continue one prompt; deltas as they are computed, the last with a finish_reason.
+        """Continue one prompt. Yields deltas as they are computed; the last delta has a finish_reason.
 
-        Closing the iterator, or cancelling whoever waits for it, aborts the request. Raises as LLM.run does, ValueError
-        for a request_id that is in use or a field of another type, EngineStopped once the engine has ended."""
+        Closing the iterator, or cancelling the task that waits for it, aborts the request. Raises as LLM.run does,
+        ValueError for a request_id that is in use or a field of a wrong type, EngineStopped once the engine has
+        ended."""
         chosen = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling or SamplingParams()
         request = await asyncio.to_thread(self.llm.request, chosen, prompt, params, spec, priority, deadline_s)
@@ -102,7 +104,7 @@ class AsyncLLM:
                         del self._streams[delta.request_id]
                 for loop, deltas in by_loop.items():
                     self._deliver(loop, deltas)
-        except Exception as error:  # whatever it was, nobody may wait for ever
+        except Exception as error:  # whatever went wrong, no caller may wait for ever
             reason = f"the engine stopped: {type(error).__name__}: {error}"
             raise
         finally:
@@ -117,7 +119,7 @@ class AsyncLLM:
             self.llm.engine.reset()
 
     def _obey(self) -> bool:
-        """Carry out the commands that came, waiting for one when there is nothing to do; False to end."""
+        """Carry out the commands that have come; wait for one if the engine is idle. False: the thread must end."""
         while not self._commands.empty() or not self.llm.engine.is_busy:
             command = self._commands.get()
             if command is None:

@@ -1,9 +1,9 @@
 """Many prompts from a JSONL file to another: in order, resumable, a bad row is reported and does not stop the rest.
 
-A row is {"prompt": text} or {"token_ids": [...]}, with an "id" (a text or a whole number) and any field of
-SamplingParams where it wants its own; other fields are ignored. A line of the output is written when all before it are:
-what a stopped run has written, a later one keeps. The output is only ever appended to; a last line that was cut is
-dropped first.
+A row is {"prompt": text} or {"token_ids": [...]}. It may have an "id" (a text or a whole number) and any field of
+SamplingParams, which then holds for that row; other fields are ignored. A line of the output is written once all lines
+before it are written, so a later run keeps what a stopped run has written. The output is only ever appended to; if its
+last line was cut off, that line is dropped first.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class BulkResult:
 class BulkRun:
     """One run over a file. `encode` makes token ids of a prompt's text; without it the LLM does.
 
-    Raises ValueError if `out` holds results of other rows or settings; `settings` name all that is not in `sampling`
-    and decides a result: checkpoints by their fingerprints, not by their paths."""
+    `settings`: everything that decides a result and is not in `sampling`; checkpoints stand there with their
+    fingerprints, not their paths. Raises ValueError if `out` holds results of other rows or settings."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BulkRun:
         text = rows.read_bytes().removeprefix(BOM_UTF8)
         self.lines = text.removesuffix(b"\n").split(b"\n") if text else []
         self.settings = json.dumps(settings | asdict(sampling), sort_keys=True, default=str)
-        self.done: dict[int, dict[str, Any]] = {}  # results by line that wait for those before them
+        self.done: dict[int, dict[str, Any]] = {}  # results by line that wait until the lines before are written
         self.failed: dict[int, str] = {}
         self.num_written = self._resume()
 
@@ -68,7 +68,7 @@ class BulkRun:
         engine = self.llm.engine
         began = engine.meter.mark()
         with (
-            # An error may quote half a surrogate pair, which UTF-8 has no bytes for; escaped it is still JSON.
+            # An error may quote half a surrogate pair, which UTF-8 cannot write; escaped, the line is still JSON.
             self.out.open("a", encoding="utf-8", errors="backslashreplace") as out,
             RequestProgress(len(self.lines), engine, is_shown=progress, num_done=num_resumed) as bar,
         ):
@@ -172,11 +172,11 @@ class BulkRun:
                 self._take(num_whole, line)
                 num_whole, num_bytes = num_whole + 1, num_bytes + len(line)
         if num_bytes < self.out.stat().st_size:
-            os.truncate(self.out, num_bytes)  # not written anew: whoever is killed here must not lose the whole lines
+            os.truncate(self.out, num_bytes)  # not written anew: a kill at this moment must not lose whole lines
         return num_whole
 
     def _take(self, index: int, line: bytes) -> None:
-        """Take a line of the output for the result of a row. Raises ValueError if it is none."""
+        """Take a line of the output as the result of row `index`. Raises ValueError if it is not that row's result."""
         try:
             found = parse_json(line)
             is_ours = index < len(self.lines) and found["key"] == self._key(index)

@@ -1,6 +1,6 @@
 """A conversation with a model: the history, the next answer as it comes, and how it can be stopped.
 
-Owns no model and no terminal. One LLM serves all turns, so that the prefix cache has the conversation so far.
+Owns no model and no terminal. One LLM serves all turns, so that the prefix cache holds the conversation so far.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class ChatSession:
         on_piece: Callable[[Piece], None] = lambda piece: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """The answer to one more turn of the user, which joins the history with it.
+        """The answer to one more turn of the user. Turn and answer join the history.
 
-        `is_stopped` is asked before every step; what the answer has by then is its end. Raises ValueError if the
-        conversation does not fit or the template refuses it, OutOfPages and NumericalError; the history is then as it
-        was."""
+        `is_stopped` is asked before every step; once it returns True the answer ends where it stands. Raises ValueError
+        if the conversation does not fit or the template refuses it, OutOfPages and NumericalError; the history is then
+        unchanged."""
         asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = self.template.encode([*system, *asked])
@@ -121,7 +121,7 @@ class ChatSession:
                     for piece in _pieces(delta, sequence, pieces):
                         on_piece(piece)
         finally:
-            engine.reset()  # nothing runs on, whatever was raised
+            engine.reset()  # whatever was raised, nothing keeps running
         if sequence.error is not None:
             raise NumericalError(sequence.error)
         return Answer(output_of(sequence), engine.meter.since(began))

@@ -1,7 +1,7 @@
-"""What a step decided becomes text: tokens are appended and cut at their stop, whole pages are published for others.
+"""The outcome of a step becomes text: tokens are appended and cut at their stop, full pages are published for others.
 
-Right whether an outcome is read at once or after the next step was issued: a sequence that has ended meanwhile ignores
-what that step computed for it.
+An outcome may be read at once, or after the next step was issued. A sequence that has ended meanwhile ignores the
+tokens which that step computed for it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from aquiline.types import TokenLogprobs
 
 
 class Committer:
-    """Commits outcomes to sequences. `extends` collects what published pages still want of the backend; the next step
-    takes it."""
+    """Commits outcomes to sequences. `extends` collects the draft keys that published pages still lack; the next step
+    has the backend write them."""
 
     def __init__(self, pool: PagePool, prefix: PrefixCache | None) -> None:
         self.pool, self.prefix = pool, prefix
         self.extends: list[Extend] = []
 
     def take_extends(self) -> list[Extend]:
-        """The draft keys that published pages lack, since the last call."""
+        """The Extends collected since the last call."""
         extends, self.extends = self.extends, []
         return extends
 
@@ -62,8 +62,8 @@ class Committer:
         return deltas, touched
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the pages whose tokens are committed and whose draft keys, if the sequence drafts, are there or will be
-        before anybody reads them."""
+        """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence drafts, a page is
+        offered only when its draft keys are written, or will be written before another sequence can read them."""
         size, end = self.pool.page_size, sequence.num_cached
         if not sequence.is_published or end // size <= len(sequence.nodes) or sequence.slot < 0:
             return
@@ -88,8 +88,8 @@ class Committer:
 def append(
     sequence: Sequence, tokens: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None
 ) -> TokenDelta:
-    """Append a step's tokens. A last token of -1 says that the target's logits are not numbers: the sequence ends with
-    an error, unless the tokens before it end it."""
+    """Append a step's tokens. A last token of -1 says that the target's logits are not numbers. The sequence then ends
+    with an error, unless the tokens before the last one already end it."""
     if tokens[-1] >= 0:
         return sequence.append(tokens, num_accepted, logprobs)
     delta = sequence.append(tokens[:-1], num_accepted, logprobs)

@@ -1,7 +1,8 @@
-"""The engine: requests in, deltas out. Plans a step, issues it to the backend, commits what it decided.
+"""The engine: requests in, deltas out. Plans a step, issues it to the backend, commits its outcome.
 
-Where the backend is asynchronous an outcome is read when the next step is out, so that the device never waits for the
-host: what a step needs of the past the backend has, and a sequence found to have ended has its next outcome ignored.
+If the backend is asynchronous, an outcome is read after the next step was issued, so that the device never waits for
+the host. The next step does not need that outcome from the host: the backend keeps each slot's tokens itself. If the
+outcome shows that a sequence has ended, the next step's tokens for that sequence are ignored.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Engine:
         return sequence
 
     def step(self) -> list[TokenDelta]:
-        """Run one step; what was added to each sequence. Empty lists are normal while prompts are prefilled."""
+        """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
+        while an outcome is read late."""
         self.meter.begin()
         deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
         if self._unread is not None and not self._can_issue_blindly():
@@ -87,7 +89,8 @@ class Engine:
         return deltas
 
     def abort(self, request_id: int | str) -> TokenDelta:
-        """End a request now, waiting or running. Raises ValueError for an id that is not there."""
+        """End a request now, whether it waits or runs. Raises ValueError for an id that is neither waiting nor
+        running."""
         if request_id not in self.sequences:
             raise ValueError(f"request id {request_id!r}: is unknown; it has finished, or was never added")
         return self._end(self.sequences[request_id], "abort")
@@ -106,7 +109,8 @@ class Engine:
         self.backend.close()
 
     def _can_issue_blindly(self) -> bool:
-        """Whether the next step needs nothing of the last one's outcome: those who draft on the host see its tokens."""
+        """Whether the next step can be issued before the last outcome is read. Not while a sequence drafts on the host:
+        its proposer needs the tokens of that outcome."""
         return all(s is None or s.proposer is None for s in self.scheduler.running)
 
     def _issue(self) -> Step | None:
@@ -130,7 +134,7 @@ class Engine:
         deltas, touched = self.committer.commit(step)
         for sequence in touched:
             self.committer.publish(sequence)
-            if sequence.finish_reason is not None:  # its pages may be another's at once
+            if sequence.finish_reason is not None:  # published first: its pages may go to another sequence at once
                 self._forget(sequence)
         plan = step.plan
         num_decode_rows = sum(1 + decoded.num_drafted for decoded in output.decodes)

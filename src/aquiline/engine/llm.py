@@ -58,7 +58,8 @@ class Result:
 
 @dataclass(eq=False)
 class _Run:
-    """One call of `outputs`: its requests that have not been handed out, and what they said since it last looked."""
+    """One call of `outputs`. live: its requests whose output was not yielded yet; arrived: deltas of these requests
+    that the call has not handled yet."""
 
     live: dict[int | str, Sequence] = field(default_factory=dict)
     arrived: deque[TokenDelta] = field(default_factory=deque)
@@ -67,14 +68,17 @@ class _Run:
 class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
-    `spec` is the default way to draft: a chain of 3 where a draft is there, none elsewhere. `dtype` names how weights
-    are stored: bfloat16, float16, float32, int8 or int4; `kv_dtype` how keys and values are: "auto" is float32 beside
-    float32 weights, else bfloat16. `arithmetic`
-    "float32" gives the same text on every x86 CPU; "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16, rounds
-    activations too: faster, as exact between drafters, a text of its own; "auto" takes it where it is there. `capture`
-    (target layers whose outputs the draft reads) and `norm_feedback` replace what a draft's checkpoint says or leaves
-    open. Raises CheckpointError before the first token if anything is wrong or does not fit, OutOfMemory, and
-    ValueError for settings that cannot work.
+    `spec`: the default way to draft; a chain of 3 if a draft is loaded, no drafting otherwise.
+    `dtype`: how weights are stored: bfloat16, float16, float32, int8 or int4.
+    `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16.
+    `arithmetic`: "float32" gives the same text on every x86 CPU. "bfloat16", for bfloat16 weights on CPUs with
+    AVX512_BF16, rounds activations too: it is faster, and text is still the same with and without speculation, but it
+    is another text than that of float32. "auto" takes bfloat16 where it is available.
+    `capture` (target layers whose outputs the draft reads) and `norm_feedback` replace the values of a draft's
+    checkpoint, or give them where it has none.
+
+    Raises CheckpointError before the first token if a checkpoint is wrong or target and draft do not fit, OutOfMemory,
+    and ValueError for settings that cannot work.
     """
 
     def __init__(
@@ -111,10 +115,10 @@ class LLM:
         self.spec = spec or (NoDraft() if models.draft_config is None else Chain())
         models.check_spec(self.spec)
         self.engine = Engine(models, config)
-        self._owners: dict[int | str, _Run] = {}  # whose a request is
+        self._owners: dict[int | str, _Run] = {}  # by request id, the run that gets its deltas
 
     def close(self) -> None:
-        """Give the caches back; nothing can be generated afterwards. Also the end of `with LLM(...) as llm:`."""
+        """Free the caches; nothing can be generated afterwards. `with LLM(...) as llm:` calls it at its end."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -143,12 +147,12 @@ class LLM:
         """`generate` with the run's figures, another way to draft for this call, and deltas as they come.
 
         Every prompt is checked before the first token is computed. Raises NumericalError if the target's logits are
-        not numbers. The figures are those of all that the engine computed meanwhile."""
+        not numbers. The figures cover everything that the engine computed during the call."""
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"sampling: {len(each)} parameters for {len(batch)} prompts; give one, or one per prompt")
-        # From 0, or behind the numbers that are in use where this run stands inside another.
+        # Ids from 0; inside another run, from behind the ids that are in use.
         first = 1 + max((name for name in self.engine.sequences if isinstance(name, int)), default=-1)
         requests = [self.request(first + i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
         for request in requests:
@@ -166,28 +170,30 @@ class LLM:
     def outputs(
         self, requests: Iterable[Request | None], on_delta: Callable[[TokenDelta], None] | None = None
     ) -> Iterator[Output]:
-        """Run requests and yield each output as it finishes. Requests are taken from the iterable as there is room, so
-        it may be endless. None in place of a request says that the next one has to wait for an output: the iterable is
-        asked again after the next step. Closing the iterator drops what has not finished.
+        """Run requests and yield each output as it finishes.
 
-        Between two outputs, in on_delta and in the iterable, the LLM may be used: `generate` there runs its own
-        requests to their end, these go on beside them, and what they say meanwhile comes next. A request that somebody
-        else ends is an output too.
+        Requests are taken from the iterable as there is room, so it may be endless. The iterable may yield None instead
+        of a request to say that the next request depends on an output; it is then asked again after the next step.
+        Closing the returned iterator drops the requests that have not finished.
 
-        Raises ValueError for a request that cannot work, and for None while nothing runs."""
+        The LLM may be used between two outputs, in on_delta and in the iterable. A nested `generate` runs its own
+        requests to their end while the requests of this call go on beside them; the deltas that this call gets
+        meanwhile are delivered afterwards. A request that other code aborts is yielded as an output too.
+
+        Raises ValueError for a request that cannot work, and for None while no request runs."""
         engine, mine = self.engine, _Run()
         ahead = 2 * engine.config.max_batch + 16  # enough that no slot waits
         source = iter(requests)
         try:
             while True:
-                while mine.arrived:  # more may arrive wherever the caller has the word
+                while mine.arrived:  # on_delta and the caller may run steps, which add more
                     delta = mine.arrived.popleft()
                     if on_delta is not None:
                         on_delta(delta)
                     if delta.finish_reason is not None:
                         yield output_of(self._take(delta.request_id, mine))
                 ended = [name for name, sequence in mine.live.items() if sequence.finish_reason is not None]
-                for name in ended:  # by Engine.abort or Engine.reset, which somebody else called
+                for name in ended:  # by Engine.abort or Engine.reset, called from elsewhere
                     yield output_of(self._take(name, mine))
                 for request in itertools.islice(source, max(0, ahead - len(mine.live))):
                     if request is None:
@@ -215,7 +221,7 @@ class LLM:
         self._owners[request.id] = run
 
     def _take(self, name: int | str, run: _Run) -> Sequence:
-        if self._owners.get(name) is run:  # else a later request has the same id, whose deltas go elsewhere
+        if self._owners.get(name) is run:  # otherwise a later request of another run has this id
             del self._owners[name]
         return run.live.pop(name)
 
@@ -224,7 +230,7 @@ class LLM:
         try:
             deltas = self.engine.step()
         except BaseException:
-            self.engine.reset()  # any sequence may have been left half way
+            self.engine.reset()  # the failed step may have left any sequence half done
             raise
         for delta in deltas:
             if delta.request_id in self._owners:
@@ -249,7 +255,8 @@ class LLM:
         )
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
-        """Token ids of a prompt, with the tokens its tokenizer puts around a text. Raises ValueError without one."""
+        """Token ids of a prompt. A text gets the special tokens that the tokenizer puts around it; ids are checked and
+        copied. Raises ValueError for an empty text, a text without a tokenizer, and ids that are not whole numbers."""
         if isinstance(prompt, int):
             raise ValueError(f"prompts=[{prompt}, ...]: token ids come as a list per prompt; write [[{prompt}, ...]]")
         if not isinstance(prompt, str):
@@ -270,7 +277,7 @@ class LLM:
 
 
 def output_of(sequence: Sequence) -> Output:
-    """What a finished sequence leaves."""
+    """The output of a finished sequence."""
     assert sequence.finish_reason is not None
     sampling = sequence.request.sampling
     return Output(

@@ -1,4 +1,4 @@
-"""What a loaded pair and its caches take of the memory, said before anything runs."""
+"""How much memory a loaded pair and its caches take, known before anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of weights and of keys and values; KV memory is touched as pages are first used."""
+    """Bytes of weights, keys and values. Memory for keys and values becomes resident as pages are first used."""
 
     weight_bytes: int
     target_kv_bytes_per_token: int
@@ -26,12 +26,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of target and draft together."""
+        """Bytes that one token takes in the pages of target and draft together."""
         return self.target_kv_bytes_per_token + self.draft_kv_bytes_per_token
 
     @property
     def kv_bytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all pages."""
         return self.kv_bytes_per_token * self.page_size * self.num_pages
 
     def as_dict(self) -> dict[str, int]:
@@ -51,13 +51,13 @@ class MemoryPlan:
 
 
 def plan_memory(models: LoadedModels, page_size: int, num_pages: int, max_context: int) -> MemoryPlan:
-    """The plan of an engine with that many pages."""
+    """The memory plan of an engine with num_pages pages."""
     target, draft = models.pair.kv_bytes_per_token()
     return MemoryPlan(models.weight_bytes, target, draft, page_size, num_pages, max_context)
 
 
 def affordable_pages(models: LoadedModels, config: EngineConfig) -> int:
-    """Pages that config.cache_fraction of the free memory holds. Raises OutOfMemory if it is not one."""
+    """Pages that config.cache_fraction of the free memory holds. Raises OutOfMemory if that is less than one page."""
     page_bytes = sum(models.pair.kv_bytes_per_token()) * config.page_size
     free = psutil.virtual_memory().available
     pages = int(free * config.cache_fraction) // page_bytes

@@ -1,4 +1,4 @@
-"""What an engine runs: a pair of models in the backend that this machine has, their tokenizer, checked together."""
+"""What an engine runs: a pair of models in this machine's backend and their tokenizer, checked against each other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from aquiline.text.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Loading:
-    """How a pair is loaded. dtype: how weights are stored; arithmetic, kv_dtype and device as LLM says; overrides: what
-    replaces a draft checkpoint's own words."""
+    """How a pair is loaded. dtype, arithmetic, kv_dtype and device: see LLM; overrides: settings that replace those of
+    a draft's checkpoint."""
 
     dtype: str = "bfloat16"
     arithmetic: str = "auto"
@@ -79,11 +79,12 @@ class LoadedModels:
         return self.pair.target.eos_token_ids
 
     def with_simulated(self, tau: float) -> LoadedModels:
-        """The same models, whose drafts are accepted by a fixed length instead of by the law."""
+        """The same models, but a fixed number of drafts is accepted instead of those that the target confirms."""
         return replace(self, simulated=SimulatedAcceptance(tau))
 
     def check_spec(self, spec: Drafting) -> None:
-        """Raises ValueError if there is no draft, or a tree asks for more children than its vocabulary has."""
+        """Raises ValueError if `spec` needs a draft model and none is loaded, or if a tree asks for more children than
+        the draft's vocabulary has."""
         if not spec.needs_draft_model:
             return
         if self.draft_config is None:
@@ -150,8 +151,8 @@ def from_modules(
 
 
 def cpu_name() -> str:
-    """The processor's name as the operating system reports it and, since virtual machines shorten it, the family and
-    model that tell generations apart."""
+    """The processor's name as the operating system reports it, with family and model: virtual machines may shorten the
+    name, and family and model still tell the generation."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

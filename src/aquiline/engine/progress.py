@@ -1,4 +1,4 @@
-"""How far many requests are: how many are done, tokens per second, tau where drafts are made, time left."""
+"""The progress of many requests: how many are done, tokens per second, tau if drafts are made, time left."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BAR_EVERY_S, LINE_EVERY_S = 0.5, 30.0
 
 
 class RequestProgress:
-    """Shows on stderr how an engine gets on with `total` pieces of work, of which num_done were done before.
+    """Shows on stderr how many of `total` pieces of work an engine has done; num_done were done before this run.
 
-    In a terminal that is a bar, which leaves nothing behind; elsewhere a line every 30 seconds."""
+    In a terminal a bar that disappears at the end; elsewhere a line every 30 seconds."""
 
     def __init__(self, total: int, engine: Engine, is_shown: bool, num_done: int = 0) -> None:
         self.engine, self.total, self.num_done, self.num_before = engine, total, num_done, num_done

@@ -1,10 +1,10 @@
 """Who runs next. Host only: no tensors, no models.
 
 Every decoding sequence runs in every step; chunks of prompts share the same forward and take the rows that are left of
-the row budget. A sequence is admitted with pages for its prompt, less what the prefix cache has, and grows page by
-page. When pages run out the least urgent sequence gives way: it loses its pages, keeps its tokens, waits, and later
-computes again what the prefix cache has not kept. Since a row's result does not depend on the step it is computed in,
-its text does not change.
+the row budget. A sequence is admitted with pages for its prompt, less the pages that the prefix cache has, and grows
+page by page. When pages run out the least urgent sequence is preempted: it loses its pages, keeps its tokens and waits.
+Once admitted again, it computes the keys that the prefix cache has not kept. A row's result does not depend on the step
+that computes it, so preemption does not change the text.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
 
 MIN_CHUNK = 16
-"""Prompt rows of a step whose decoding sequences fill the row budget: prompts must not starve."""
+"""Prompt rows of a step in which decoding sequences alone fill the row budget: prompts must not starve."""
 
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """Tokens [start, end) of a sequence, to be cached in this step.
+    """Tokens [start, end) of a sequence, whose keys this step computes.
 
-    is_last: the sequence decodes after it. draws: its last row draws the first output token. A prompt that the prefix
-    cache has whole runs its last row again, for what it draws."""
+    is_last: the sequence decodes after this chunk. draws: the chunk's last row draws the first output token. If the
+    prefix cache holds the whole prompt, its last row runs again, because that row draws the first output token."""
 
     sequence: Sequence
     slot: int
@@ -39,8 +39,8 @@ class PlannedChunk:
 
 
 class StepPlan(NamedTuple):
-    """One step: sequences that were given a slot; sequences to decode and chunks to prefill, both in slot order; beside
-    them slots whose prompts are not cached yet, and slots that nobody wants."""
+    """One step. admitted: sequences that were given a slot since the last plan; decoding and chunks: in slot order;
+    num_prefilling: slots whose prompt was not fully computed before this step; num_empty: slots without a sequence."""
 
     admitted: tuple[Sequence, ...]
     decoding: tuple[Sequence, ...]
@@ -62,7 +62,7 @@ class Scheduler:
         self.running: list[Sequence | None] = [None] * num_slots
         self.admitted: list[Sequence] = []  # since the last plan
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
-        self.due: dict[Sequence, float] = {}  # when those that have a deadline must end
+        self.due: dict[Sequence, float] = {}  # time.monotonic at which sequences with a deadline must end
         self.num_preemptions = 0
 
     @property
@@ -71,7 +71,7 @@ class Scheduler:
         return len(self.waiting)
 
     def check(self, request: Request) -> None:
-        """Raises OutOfPages if the pool could never hold it."""
+        """Raises OutOfPages if the pool could never hold the request."""
         need = self.pool.pages_for(request.reach)
         limit = min(self.pool.num_pages, self.pool.pages_per_slot)
         if need > limit:
@@ -95,7 +95,8 @@ class Scheduler:
         return [sequence for sequence, due in self.due.items() if due <= now]
 
     def next_plan(self) -> StepPlan | None:
-        """Find room for those that run, admit who fits, and plan a step; None when nothing is left."""
+        """Reserve pages for the running sequences, admit waiting ones that fit, and plan a step. None if no sequence
+        runs."""
         if self._make_room():
             self._admit()
         active = [s for s in self.running if s is not None]
@@ -123,7 +124,8 @@ class Scheduler:
             heapq.heapify(self.waiting)
 
     def _make_room(self) -> bool:
-        """Pages for the next step of every decoding sequence, the most urgent first; whether nobody had to give way."""
+        """Reserve pages for the next step of every decoding sequence, the most urgent first. Returns whether no
+        sequence had to be preempted."""
         gave_way = False
         grows = [s for s in self.running if s is not None and not s.is_prefilling and self._grows(s)]
         for sequence in sorted(grows, key=lambda s: s.urgency):
@@ -141,7 +143,7 @@ class Scheduler:
         return len(sequence.tokens) + sequence.in_flight + sequence.lookahead > reserved
 
     def _need(self, sequence: Sequence) -> int:
-        """KV indices the next step may write, given what outcomes not yet read may have added."""
+        """KV indices that the next step may reach at most, with all tokens that unread outcomes may have added."""
         return min(len(sequence.tokens) + sequence.in_flight + sequence.lookahead, sequence.request.reach)
 
     def _admit(self) -> None:
@@ -153,13 +155,15 @@ class Scheduler:
             return
         worst = max(running, key=lambda s: s.urgency)
         if worst.request.priority > self.waiting[0][2].request.priority:
-            # Once, and nobody else after it: the outcome of its last step may not have been read yet.
+            # One preemption a plan, and only the more urgent sequence takes the room: the outcome of the preempted
+            # sequence's last step may not have been read, so it must not be seated again in this plan.
             self._preempt(worst)
             if self._seat(self.waiting[0][2]):
                 heapq.heappop(self.waiting)
 
     def _seat(self, sequence: Sequence) -> bool:
-        """Give a sequence a slot, the cached pages it begins with, and pages for the rest of its prefill, if it can."""
+        """Give a sequence a slot, the cached pages that its tokens begin with, and pages for the rest of its prefill.
+        Returns False, and changes nothing, if there is no slot or there are too few pages."""
         if None not in self.running:
             return False
         pool, slot = self.pool, self.running.index(None)
@@ -169,7 +173,7 @@ class Scheduler:
         if self.prefix is not None and sequence.request.sampling.prompt_logprobs is None:
             nodes = self.prefix.match(sequence.request.cache_salt, sequence.tokens[:end])
         need = pool.pages_for(wanted) - len(nodes)
-        spare = sum(s is not None for s in self.running)  # those that run will want a page each
+        spare = sum(s is not None for s in self.running)  # a page for each running sequence to grow into
         if need + spare > pool.num_available - sum(pool.refcount[n.page] == 0 for n in nodes):
             return False
         pool.share(slot, [node.page for node in nodes])
@@ -180,8 +184,8 @@ class Scheduler:
         sequence.num_hit = sequence.draft_end = len(nodes) * pool.page_size
         sequence.prefill_end, sequence.in_flight = end, 0
         sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
-        # Draft keys are used from the page behind the last page that has none. The first of them pairs the first
-        # feature there, in a page or computed now, with the token after it, so it stands one index further.
+        # Pages published without draft keys cannot be drafted from. The first usable draft key is behind the last such
+        # page: it pairs the first feature there with the token after it, so it stands one index further.
         num_undrafted = max((i + 1 for i, node in enumerate(nodes) if not node.has_draft), default=0)
         first_feature = min(num_undrafted * pool.page_size, sequence.num_cached) if num_undrafted else 0
         sequence.first_draft_key = first_feature + 1

@@ -1,4 +1,4 @@
-"""A request and its life: tokens so far, what is cached, when it ends. Knows nothing of slots' neighbours or models."""
+"""A request and its life: tokens so far, what is cached, when it ends. Knows nothing of other sequences or models."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason, TokenLogprobs
 
 MAX_DEADLINE_S = 1e9
-"""Thirty years: what is longer, NaN and infinity are taken for mistakes."""
+"""Thirty years; a longer deadline, NaN and infinity are taken for mistakes."""
 
 
 @dataclass(frozen=True)
 class Request:
     """What a caller asked for; the seed is resolved. prompt: the text that prompt_ids were made from, if any.
 
-    spec: the most a step may draft for it. priority: lower runs first, and takes room from higher ones. deadline_s:
-    seconds after `arrival` (time.monotonic) at which it ends with what it has. cache_salt: prefix pages are shared only
-    between requests of one salt.
+    spec: how to draft for it, and the most that a step may draft. priority: a lower number runs first and may preempt
+    higher ones. deadline_s: seconds after `arrival` (time.monotonic) at which the request ends with the tokens it has.
+    cache_salt: cached pages are shared only between requests of one salt.
 
-    Raises ValueError naming a field of another type or out of range, since the engine's thread, which serves everybody,
-    trusts every field. Whether the request fits the models is Engine.check's to say."""
+    Raises ValueError naming a field of a wrong type or out of range: the engine's thread serves all requests and checks
+    no field again. Engine.check says whether a request fits the models."""
 
     id: int | str
     prompt_ids: tuple[int, ...]
@@ -70,12 +70,13 @@ class Request:
 
     @cached_property
     def max_tokens_total(self) -> int:
-        """Tokens it can grow to, prompt and output."""
+        """Tokens that the sequence can grow to, prompt and output together."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     @cached_property
     def reach(self) -> int:
-        """KV indices it can ever need: a step whose outcome comes late may start behind the last token."""
+        """KV indices that the sequence can ever need. A step issued before the last outcome was read may start behind
+        the last token, hence one step more than max_tokens_total."""
         return self.max_tokens_total + self.spec.max_depth + 1 + self.spec.lookahead
 
 
@@ -88,7 +89,8 @@ def _is_number(value: object) -> bool:
 
 
 class TokenDelta(NamedTuple):
-    """What a step added to one request: token ids, how many of them the draft wrote, and the text that is final.
+    """What a step added to one request. num_accepted: how many of token_ids, the first ones, the draft proposed; text:
+    the text that became final.
 
     logprobs: one per token id, where asked for. error: why finish_reason is "error"."""
 
@@ -107,29 +109,29 @@ class Sequence:
 
     tokens holds prompt and output. num_cached counts tokens whose target KV is written and committed. A sequence
     prefills tokens up to prefill_end: its prompt, or after a preemption all but the last token. From then on it
-    decodes, and its first uncached token is its root. num_planned and in_flight run ahead of num_cached and tokens by
-    what steps may do whose outcome has not been read yet.
+    decodes, and its first uncached token is its root. num_planned and in_flight count the work of steps that were
+    planned and not read yet: num_planned runs ahead of num_cached, in_flight counts tokens that may come.
     """
 
     request: Request
     detokenizer: Detokenizer
     eos_token_ids: frozenset[int]
     tokens: list[int]
-    order: int  # of arrival
-    proposer: Proposer | None = None  # drafts on the host, where the request's way to draft does
+    order: int  # number of the request in order of arrival
+    proposer: Proposer | None = None  # for ways to draft that run on the host
     bad_words: tuple[tuple[int, ...], ...] = ()
-    slot: int = -1  # -1: waits
+    slot: int = -1  # -1: waiting
     num_cached: int = 0
     num_hit: int = 0  # tokens that the prefix cache had when it was last admitted
     prefill_end: int = 0
     num_planned: int = 0  # tokens of the prefill that are cached or planned
     in_flight: int = 0  # tokens at most that planned steps will add
     first_draft_key: int = 1  # no KV index below it has a draft key that may be read
-    draft_end: int = 0  # KV indices from the first on and below it have their draft keys
+    draft_end: int = 0  # KV indices first_draft_key .. draft_end - 1 have their draft keys
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
-    is_published: bool = True  # whether further pages may follow them
+    is_published: bool = True  # whether further pages may be published behind `nodes`
     by_draft: list[bool] = field(default_factory=list)  # per output token: written by the draft
-    pieces: list[str] = field(default_factory=list)  # its text, as deltas have said it
+    pieces: list[str] = field(default_factory=list)  # the text of each delta
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second prompt token and on
     num_preempted: int = 0
@@ -156,7 +158,7 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """The text that is final: what its deltas have said so far."""
+        """The text that is final: the texts of all deltas so far, joined."""
         return "".join(self.pieces)
 
     @property
@@ -171,11 +173,11 @@ class Sequence:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Sorts sequences: who runs first, and who gives way last."""
+        """Sort key: a lower one is admitted earlier and preempted later."""
         return (self.request.priority, self.order)
 
     def append(self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None) -> TokenDelta:
-        """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop, and say what was added."""
+        """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop. Returns what was added."""
         room = self.request.max_tokens_total - len(self.tokens)
         kept = token_ids[:room]
         reason: FinishReason | None = None
@@ -205,7 +207,7 @@ class Sequence:
         return TokenDelta(self.request.id, kept, num_kept_drafts, text, reason, logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> TokenDelta:
-        """End it where it stands."""
+        """End the sequence with the tokens it has."""
         self.finish_reason, self.error, self.ended_s = reason, error, time.monotonic()
         text = self.detokenizer.finish()
         self.pieces.append(text)

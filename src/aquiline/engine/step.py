@@ -1,4 +1,4 @@
-"""A plan as the message that a backend takes, and what came of it beside the plan.
+"""A plan as the message that a backend takes, and the step's outcome beside its plan.
 
 Knows both sides of the seam and computes nothing.
 """
@@ -19,7 +19,7 @@ from aquiline.spec.simulate import SimulatedAcceptance
 
 @dataclass(eq=False)
 class Step:
-    """A step that was issued: its plan, its message, and where its outcome will be. `output` is there once `read` was
+    """A step that was issued: its plan, its message, and the handle of its outcome. `output` is None until `read` was
     called."""
 
     plan: StepPlan
@@ -35,11 +35,12 @@ class Step:
 
     @property
     def decodes(self) -> list[Decoded]:
-        """What the plan's decoding sequences got, in its order."""
+        """The outcome of each decoding sequence, in the order of the plan."""
         return self.read().decodes
 
     def by_slot(self, num_slots: int) -> dict[str, NDArray[np.signedinteger]]:
-        """Per slot of the batch, dead ones included: accepted [S] (0), draft tokens [S, N] (-1), mask [S, N, W] (0)."""
+        """Per slot of the batch: accepted [S], draft tokens [S, N], ancestor masks [S, N, W]. Slots that did not decode
+        hold 0, -1 and 0."""
         tree, result = self.read().trees()
         shape, slots = tree.topology, np.array([s.slot for s in self.message.decodes], np.int32)
         owner, local = shape.owner, shape.local
@@ -58,7 +59,7 @@ def message_of(
     plan: StepPlan, pages: Iterable[tuple[int, int, int]], extends: Iterable[Extend],
     simulated: SimulatedAcceptance | None,
 ) -> StepInput:  # fmt: skip
-    """The plan as a backend takes it, with the table entries that changed and the draft keys that pages still want."""
+    """The plan as a StepInput, with the changed entries of page tables and the draft keys that published pages lack."""
     return StepInput(
         decodes=tuple(_decode(sequence, simulated) for sequence in plan.decoding),
         chunks=tuple(Chunk(c.slot, c.start, c.end, c.is_last, c.draws) for c in plan.chunks),

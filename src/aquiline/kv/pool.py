@@ -1,7 +1,7 @@
 """Pages: who uses which run of KV indices. Knows nothing of models, trees or scheduling.
 
-One page table serves the target's and the draft's storage alike: the draft keeps row j at KV index j + 1, so that
-index i of either depends on tokens up to i only, and one rollback by length serves both (EAGLE3.md §2).
+One page table serves the target's and the draft's storage. The draft stores row j at KV index j + 1, so that index i
+depends on tokens up to i only in both storages, and cutting a sequence to a length is one operation for both.
 
 A page is in use (by as many slots as its refcount says), idle (cached, used by nobody: the prefix cache may hand it out
 again) or free. Free pages are taken first, idle ones only under pressure, the least recently used first.
@@ -21,8 +21,8 @@ from aquiline.types import Bool, Int32
 class PagePool:
     """Reference-counted pages and the per-slot tables that name them.
 
-    `evicted` is called with a cached page before it is handed out for other keys; the prefix cache sets it. Whoever
-    computes with the pages learns of changed tables from `take_changes`."""
+    `evicted` is called with a cached page before that page is handed out for other keys; the prefix cache sets it. The
+    backend learns of changed tables from what `take_changes` returns."""
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int, pages_per_slot: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -38,7 +38,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be handed out, cached ones that nobody uses included."""
+        """Pages that can be handed out: free pages, and cached pages that no slot uses."""
         return self.num_free + len(self.idle)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -68,7 +68,7 @@ class PagePool:
             self._give(slot, page)
 
     def replace(self, slot: int, index: int, page: int) -> None:
-        """Use a cached page that holds the same keys instead of the slot's own index-th."""
+        """Put a cached page that holds the same keys in the place of the slot's page number `index`."""
         own = self.owned[slot][index]
         self.idle.pop(page, None)
         self.refcount[page] += 1
@@ -88,11 +88,11 @@ class PagePool:
         return changes
 
     def cache(self, page: int) -> None:
-        """Keep a page when nobody uses it any more, until its room is needed."""
+        """Mark a page as cached: when no slot uses it any more it becomes idle, not free."""
         self.cached.add(page)
 
     def uncache(self, page: int) -> None:
-        """The opposite of `cache`."""
+        """Take the mark of `cache` off a page; the page becomes free if no slot uses it."""
         self.cached.discard(page)
         if self.refcount[page] == 0 and not self.is_free[page]:
             self.idle.pop(page, None)
@@ -137,9 +137,11 @@ class PagePool:
         self.num_free += 1
 
     def _take(self, last: int, count: int) -> int:
-        """A page for a slot whose last page is `last` (-1: none) and that takes `count`: the next one where it is free,
-        so that a context is read as one stream; else one in the longest free run, with room to grow behind whoever
-        ends right before it; else the least recently used idle page."""
+        """A page for a slot that takes `count` more and whose last page is `last` (-1: it has none).
+
+        The page behind `last` if it is free, so that a context is read as one stream of memory. Otherwise a page in
+        the longest free run, as far behind its beginning as leaves room to grow for the slot that ends there. Without a
+        free page, the least recently used idle page, which is evicted."""
         if self.num_free == 0:
             page = self.idle.popitem(last=False)[0]
             self.evicted(page)

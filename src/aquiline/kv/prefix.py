@@ -1,9 +1,9 @@
 """The prefix cache: a tree of whole pages, keyed by the tokens in them. Knows pages and tokens, nothing of models.
 
-A page's keys depend on the tokens up to its end and on nothing else, bit for bit, so any sequence that begins with
-them may use it, within one space: a salt, or whatever else must not be shared. Only committed tokens enter. A sequence
-uses the tree's page for all that it has published, so a page is never dropped before those below it, and the oldest
-idle page is always a leaf.
+A page's keys depend on the tokens up to its end and on nothing else, bit for bit. So any sequence that begins with
+these tokens may use the page, within one space; a space is a salt, and pages of different spaces are never shared.
+Only committed tokens enter the tree. A sequence uses the tree's own page for everything it has published. Therefore no
+page is dropped before the pages below it, and the least recently used idle page is always a leaf.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aquiline.kv.pool import PagePool
 
 @dataclass(eq=False)
 class Node:
-    """One page of tokens below those of its parents. has_draft: the draft's keys are there too."""
+    """One page of tokens, behind the tokens of its parents. has_draft: the page holds all its draft keys too."""
 
     tokens: tuple[int, ...]
     page: int
@@ -26,7 +26,7 @@ class Node:
 
 
 class PrefixCache:
-    """All cached pages of a pool. Reads take no page: PagePool.share does."""
+    """All cached pages of a pool. `match` only looks pages up; PagePool.share takes them for a slot."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -55,12 +55,14 @@ class PrefixCache:
         drafts: bool,
         has_draft: bool,
     ) -> Node | None:
-        """Offer the slot's index-th page, which holds `tokens` below `parent` (None: the first), to its space.
+        """Offer the slot's page number `index`, which holds `tokens` behind `parent` (None: no page), to a space.
 
-        drafts: the slot goes on reading draft keys in that page. has_draft: all of the page's are there.
-        Where the tree has that page already the slot takes it and drops its own. If it would lose draft keys by that
-        the tree takes the slot's page instead; None, and nothing more to publish below, if the tree's is in use, or
-        `parent` was forgotten meanwhile."""
+        drafts: the slot will read draft keys in that page. has_draft: the page holds all its draft keys. Returns the
+        page's node. If the tree already has a page for these tokens, the slot takes the tree's page and drops its own.
+        But if the slot would lose draft keys that way, the tree takes the slot's page instead.
+
+        Returns None, and the slot's later pages cannot be published either, in two cases: the tree's page should give
+        way but is in use, or `parent` has been evicted meanwhile."""
         if parent is not None and self.by_page.get(parent.page) is not parent:
             return None
         parent, key, page = parent or self._root(space), tuple(tokens), self.pool.owned[slot][index]
@@ -91,7 +93,7 @@ class PrefixCache:
         self.roots.clear()
 
     def check(self) -> None:
-        """Every node's page is cached and named once, and nothing hangs below a page that was dropped."""
+        """Assert that every node's page is cached and named once, and that no page in use lies below an idle page."""
         pages = [node.page for node in self._nodes()]
         assert len(set(pages)) == len(pages) and set(pages) == set(self.by_page) == self.pool.cached, "tree and pool"
         for node in self.by_page.values():

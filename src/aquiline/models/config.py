@@ -54,7 +54,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """An EAGLE-3 draft head. Source: SafeAILab/EAGLE@cb7e084, SpecForge@a6b6b02, and EAGLE3.md §1 for the flags."""
+    """An EAGLE-3 draft head. Source: arXiv 2503.01840; SafeAILab/EAGLE@cb7e084 and SpecForge@a6b6b02 for the flags."""
 
     model: ModelConfig  # its own geometry, RoPE and norm; num_layers is 1, vocab_size the target's
     draft_vocab_size: int

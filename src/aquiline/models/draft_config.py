@@ -1,6 +1,6 @@
 """What a draft checkpoint says it is: one DraftConfig, and everything in it that does not fit its target.
 
-Who trained it, and what its trainer makes of the fields, is producers.py's.
+producers.py knows who trains drafts and how each trainer reads the fields of a config.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The EAGLE-3 draft head: fuse the target's features, one decoder layer, its own vocabulary. Trains and serves.
 
 A draft row j consumes the target's feature of token j and the embedding of token j + 1, at rotary position j, and
-predicts token j + 2. While drafting ahead, the row's own output takes the feature's place. Source: EAGLE3.md §1, §2.
+predicts token j + 2. Drafting further ahead, the output of the row before takes the place of the target's feature.
+Source: Li et al., EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE@cb7e084.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ Raw = dict[str, Any]
 MAX_COUNT = 2**31 - 1
 """Kernels count in int32."""
 MAX_LAYERS = 4096
-"""What is made per layer of a config must not fill the memory before a tensor is looked for."""
+"""A bound on num_hidden_layers: a broken config must not fill the memory before the tensors are looked for."""
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Bounds of what is divided by, raised or taken the logarithm of: float32 keeps it, and a float its square."""
+"""Bounds of numbers that are divisors, powers or arguments of a logarithm. A number within them fits float32, and its
+square fits a Python float."""
 
 
 def count(raw: Raw, file: Path, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_COUNT) -> int:
@@ -76,7 +77,7 @@ def token_ids(raw: Raw, file: Path, name: str) -> tuple[int, ...]:
 
 
 def number(value: object, file: Path, name: str, *, may_be_zero: bool = False) -> float:
-    """A value that was read before, as a number between SMALLEST and LARGEST."""
+    """A value of the JSON as a float between SMALLEST and LARGEST; 0 too if may_be_zero."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (SMALLEST <= value <= LARGEST or (may_be_zero and value == 0)):  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]

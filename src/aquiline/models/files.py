@@ -61,7 +61,7 @@ def resolve(path: str | Path, *, revision: str | None = None) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a file by the name of a GGUF file."""
+    """Whether a path is a file whose name ends in .gguf."""
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
@@ -93,7 +93,7 @@ def read_json(file: Path) -> dict[str, Any]:
 class TensorSource(Protocol):
     """The tensors of a checkpoint by Hugging Face's names: shapes without reading, contents one at a time.
 
-    `path` is where they are from; `readable` names the dtypes that `get` gives as floats."""
+    `path`: the directory or file that holds them. `readable`: the dtypes that `get` can return as floats."""
 
     path: Path
     readable: tuple[str, ...]
@@ -182,9 +182,9 @@ class Tensors:
 
 
 def _shards(index: Path) -> list[str]:
-    """The shards that an index names, sorted. All of them stand below its folder: an index from elsewhere must not say
-    which other files of this machine are read. Symbolic links may lead out of the folder, since the hub's cache is made
-    of them; whoever makes the folder makes those, not the index."""
+    """The shards that an index names, sorted. All of them must lie below the index's folder: a downloaded index must
+    not choose which other files of this machine are read. Symbolic links may lead out of the folder, since the hub's
+    cache consists of them: the owner of the folder makes links, an index cannot."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensors to files; download it again")
@@ -255,14 +255,15 @@ def fill(module: nn.Module, tensors: TensorSource, entries: Iterable[Entry]) -> 
         rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1  # a stack of vectors takes one row each
         place, found = whole.narrow(0, entry.start, rows).view(entry.shape), tensors.get(entry.source)
         place.copy_(found)
-        # A sum is a tenth of the copy's time and takes no memory; it also overflows, so what it finds is counted.
+        # A sum takes a tenth of the copy's time and no memory. It may overflow, so a bad sum is followed by a count.
         if not math.isfinite(float(place.sum())) and not place.isfinite().all():
             problems.append(_not_finite(entry.source, place, found))
     refuse(tensors.path, problems)
 
 
 def _not_finite(name: str, place: Tensor, found: Tensor) -> str:
-    """What is wrong with a tensor that is not finite as it is stored in `place`: the file's, or its storage."""
+    """The problem of a tensor whose values in `place` are not all finite. Either the file's own values (`found`) are
+    not finite, or the storage dtype cannot hold them."""
     if found.isfinite().all():
         wider = "bfloat16" if place.dtype == torch.float16 else "float32"
         stored, limit = str(place.dtype).removeprefix("torch."), torch.finfo(place.dtype).max

@@ -92,7 +92,7 @@ def open_tensors(checkpoint: Path) -> TensorSource:
 
 def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
     """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16, float16
-    or float32), frozen. With int8 and int4 they are bfloat16 here: a runner quantises its linears.
+    or float32), frozen. With int8 and int4 the weights are bfloat16 here: the backend's Pair quantises the linears.
 
     `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
     place, so the peak is the model plus one tensor. float32 files and GGUF's packed blocks round to bfloat16 storage;
@@ -120,9 +120,9 @@ def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int
 
 
 def check_fits(checkpoints: list[Path], dtype: str) -> None:
-    """Raises OutOfMemory if the weights of these checkpoints cannot be loaded into the memory that is free.
+    """Raises OutOfMemory if the weights of these checkpoints do not fit twice into the memory that is free.
 
-    While they are packed for the CPU there are two copies."""
+    Twice, because two copies exist while weights are packed for the CPU."""
     wanted, storage = 0, storage_dtype(dtype)
     for checkpoint in checkpoints:
         tensors = open_tensors(checkpoint)

@@ -103,7 +103,7 @@ def is_windowed(section: Raw, fmt: Format, file: Path) -> bool:
 def trained_rope(rope: RopeConfig, section: Raw, fmt: Format, notices: list[str]) -> RopeConfig:
     """The rotary embedding as the format's trainer builds it; what has no effect there is added to `notices`.
 
-    `section` is what `rope` was read from, so its rotary fields are known to be of the right kind."""
+    `section`: the fields that `rope` was read from; their types have been checked already."""
     if fmt.scaled_theta is None or rope.kind not in ("linear", "yarn"):
         return rope
     scaling: Raw = section.get("rope_scaling") or section.get("rope_parameters") or {}

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 QUANTISED = ("int8", "int4")
 
 LINEARS = ("qkv", "o", "gate_up", "down", "head", "fc")
-"""Names of the parameters that int8 and int4 are for. A tied head is quantised, the embedding it was is not."""
+"""Names of the parameters that int8 and int4 store. A tied head is quantised; the embedding it shares is not."""
 GROUP = 32
 """Inputs that share one int4 scale."""
 
-_CHUNK = 1 << 20  # values rounded at once: what is between them is float32, and stays in the cache
+_CHUNK = 1 << 20  # values rounded at once, few enough that the float32 values in between stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ def quantise(name: str, weight: Tensor, dtype: str) -> QuantisedWeight:
 
 
 def stored_bytes(weight: Tensor, dtype: str) -> int:
-    """What the codes and scales of a weight [N, K] take."""
+    """Bytes that the codes and scales of a weight [N, K] take."""
     n, k = weight.shape
     return n * (k + 4) if dtype == "int8" else n * k // 2 + n * k // GROUP * 2
 
@@ -68,7 +68,7 @@ def _round(rows: Tensor, dtype: str) -> QuantisedWeight:
         limits, scales = (-127, 127), torch.maximum(high, -low) / 127
     else:
         limits, scales = (-8, 7), (torch.where(high >= -low, high, low) / -8).bfloat16()
-    # A scale of zero: all is zero, or too small for its scale to be a number.
+    # A scale of zero means that all values are zero, or so small that their scale rounds to zero.
     codes = torch.round(groups / torch.where(scales == 0, torch.inf, scales.float())).clamp_(*limits)
     return QuantisedWeight(codes.to(torch.int8).view_as(rows), scales.squeeze(-1))
 

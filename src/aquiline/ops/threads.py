@@ -1,7 +1,7 @@
-"""How many threads computing takes: one for each physical core that this process may use.
+"""How many threads compute: one for each physical core that this process may use.
 
-A second thread on a core, or threads beyond the time that a container is given, only hold up the others: every phase of
-a forward ends when the last of them does.
+Every phase of a forward ends when its last thread ends. A second thread on a core, or more threads than a container's
+CPU quota, therefore only delays the others.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Names a core by the CPUs it has; a CPU of which nothing is known is taken for a core."""
+    """A name for the core of a CPU: the list of CPUs on that core. A CPU without a list counts as a core of its own."""
     return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
 def _quota(root: Path) -> float:
-    """CPUs that the control groups grant, infinite without a limit. A limit holds for all groups below its own."""
+    """CPUs that the control groups grant; infinite without a limit. A group's limit holds for all groups below it."""
     groups = root / "sys/fs/cgroup"
     quotas = [math.inf]
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -43,7 +43,7 @@ def _quota(root: Path) -> float:
         if controllers and "cpu" not in controllers.split(","):
             continue
         folder = groups / controllers if controllers else groups  # version 1 has a tree per set of controllers
-        # A container may be told the host's path, of which it sees the last folder as its root.
+        # /proc may name the host's path of the group, while the container sees that group's folder as its root.
         parts = [] if ".." in path else path.strip("/").split("/")
         quotas += [_quota_of(folder.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
     return min(quotas)

@@ -1,7 +1,7 @@
-"""A fixed acceptance length, for models whose weights are random: how fast a step is depends on tau, not on the text.
+"""A fixed acceptance length for models with random weights: how fast decoding is depends on tau, not on the text.
 
-What runs is all that runs otherwise, drafts, verify and draws included; only how many drafts are kept is decided here.
-The text is nobody's, so every result that used it must say so (MISSION F5).
+Drafting, verification and draws all run as usual; only the number of drafts that are kept is decided here. The text is
+then not the target's, so every result that used a simulated acceptance must say so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from aquiline.spec.drafting import Chain, Drafting
 
 
 class SimulatedAcceptance:
-    """Accepts drafts so that tau, over all active slots and steps, is as near the given one as whole tokens allow."""
+    """Accepts drafts so that tau over all active slots and steps is as near the wanted tau as whole tokens allow."""
 
     def __init__(self, tau: float) -> None:
         if not tau >= 1:

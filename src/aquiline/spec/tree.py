@@ -2,7 +2,7 @@
 
 A tree's rows stand slot after slot; a slot's first row is its root, and a parent always precedes its children.
 Masks are ancestor bit sets packed in int64 words, built by pointer doubling: after round i a node's word holds its
-nearest 2^i ancestors, so ceil(log2(D + 1)) rounds suffice. Source: EAGLE3.md §3.
+nearest 2^i ancestors, so ceil(log2(D + 1)) rounds suffice.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class StaticShape:
 
 @lru_cache
 def static_shape(static_paths: tuple[tuple[int, ...], ...]) -> StaticShape:
-    """Topology of a list of paths of child ranks, which spec.drafting.Static has checked."""
+    """The tree of a list of paths of child ranks, each from the root down. spec.drafting.Static checks the paths."""
     ordered = sorted(static_paths, key=lambda path: (len(path), path))
     number = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
     return StaticShape(

@@ -1,6 +1,6 @@
 """Which tokens of a conversation the model itself would have written: the loss mask of a chat.
 
-Owns the search for answers in rendered text and the way from characters to tokens; chat.py's templates render.
+Owns the search for answers in rendered text and the mapping from characters to tokens; chat.py renders the text.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The first num_messages of a conversation as text. Each span is one answer with all that the template writes
-    behind it."""
+    """The first num_messages messages of a conversation as text. Each span of `answers` is one answer and everything
+    that the template writes behind it."""
 
     text: str
     num_messages: int
@@ -122,7 +122,7 @@ def mask_tokens(
         for place in reversed(range(len(inside))):
             token = inside[place]
             if int(ids[token]) in special:
-                num = place + 1  # of several at the end the model writes the first
+                num = place + 1  # of several ending tokens the model writes the first one only
             elif rendered.text[slice(*offsets[token])].strip():
                 break
             elif num == place + 1:
@@ -143,5 +143,6 @@ def exact_offsets(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _letters(text: str) -> str:
-    """A text without its white space, which templates trim and rearrange around reasoning."""
+    """A text without white space. Templates trim and rearrange white space around reasoning, so texts are compared
+    without it."""
     return "".join(text.split())

@@ -35,7 +35,7 @@ from aquiline.text.template import ANSWER_MARKS, CompiledTemplate, compile_templ
 __all__ = ["ChatTemplate", "MaskedTokens", "Message", "conversation"]
 
 _BETWEEN = "\n\n"
-_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no text of the world has them; Unicode keeps them free
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode assigns them to no character
 
 
 class ChatTemplate:
@@ -111,12 +111,12 @@ class ChatTemplate:
         return ids
 
     def encode_with_mask(self, messages: Sequence[Message]) -> MaskedTokens:
-        """The whole conversation as tokens, those masked that the model itself would have written: every assistant's
-        content and the token that ends its turn, not the header before nor the line break behind.
+        """The whole conversation as tokens. The mask is true for tokens that the model itself would have written: the
+        content of every answer and the token that ends its turn, not the header before it or the line break behind.
 
-        A template that marks answers (`{% generation %}`) is taken at its word; otherwise answers are found as
-        `find_answers` says. Raises ValueError naming template and message where the whole conversation does not show
-        an answer as the model wrote it; `encode_answers` cuts such conversations up."""
+        Where a template marks answers (`{% generation %}`), these marks count; otherwise answers are found as
+        `find_answers` says. Raises ValueError naming template and message if the template writes an answer otherwise
+        once more turns follow; `encode_answers` handles such conversations."""
         texts = self._answers(messages)
         if len(texts) > 1:
             raise ValueError(
@@ -128,14 +128,15 @@ class ChatTemplate:
     def encode_answers(self, messages: Sequence[Message]) -> list[MaskedTokens]:
         """Tokens that together hold every answer once, as the model would have written it.
 
-        Mostly that is the whole conversation. Where the template rewrites answers once more turns follow, it is the
-        conversation up to each of them too. Raises ValueError naming template and message where that cannot be."""
+        For most templates the result is one entry, the whole conversation. Where a template rewrites an answer once
+        more turns follow, there is a further entry: the conversation up to that answer. Raises ValueError naming
+        template and message where an answer cannot be found."""
         return [self._mask(text) for text in self._answers(messages) if text.answers]
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The id of the special token that ends an answer; none where answers end without one, or where the template
-        takes no plain answer to show it by."""
+        """The id of the special token that ends an answer. Empty if answers end without a special token, or if the
+        template refuses the plain answer by which the token is found."""
         try:
             masked = self.encode_answers(conversation(["Hi"], ["Hello"], complete=True))[0]
         except ValueError:
@@ -198,7 +199,7 @@ class ChatTemplate:
 
     @cached_property
     def _head(self) -> list[int]:
-        """The tokens that the tokenizer puts before a text; a template writes its own."""
+        """The tokens that the tokenizer puts before a text; empty with a template, which writes them itself."""
         if self.has_template:
             return []
         encoding = self._known_tokenizer.encode("a")

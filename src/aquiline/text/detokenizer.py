@@ -6,13 +6,13 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-CUT = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows bytes that are no character, or not yet
+CUT = "\N{REPLACEMENT CHARACTER}"  # a decoder writes it for bytes that are no character, or not a whole one yet
 
 CONTEXT = 8
 """Prompt tokens to the left of the output that the decoder is shown."""
 
 MAX_CUT = 64
-"""Prompt tokens that may be a cut character, or its bytes, before the output counts as the beginning of a text."""
+"""How many prompt tokens may be skipped because a character is cut behind them; then the context is left empty."""
 
 
 class Detokenizer:
@@ -21,8 +21,8 @@ class Detokenizer:
     Every `add` and the `finish` together give decode(left + output) without decode(left) at its beginning. Here left is
     the prompt without the tokens at its end that are bytes or a cut character, and decode is the tokenizer's, special
     tokens skipped. That holds for every decoder that leaves a text alone once a whole character or a run of byte tokens
-    stands behind it: byte-level ones, and SentencePiece's with or without byte fallback. A decoder that takes back text
-    (WordPiece's clean-up) does not change what was shown.
+    stands behind it: byte-level ones, and SentencePiece's with or without byte fallback. Where a decoder changes text
+    later (WordPiece's clean-up), text that was already returned stays as it was.
 
     num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
     tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""
@@ -33,8 +33,8 @@ class Detokenizer:
         self.held = ""
         self.context = _context(tokenizer, prompt_ids) if tokenizer else []  # tokens whose text was shown last
         self.shown = len(self._decode(self.context))
-        self.undecided: list[int] = []  # tokens behind them, whose text may still change
-        self.is_in_bytes = False  # whether they end in a run of byte tokens
+        self.undecided: list[int] = []  # tokens behind `context`, whose text may still change
+        self.is_in_bytes = False  # whether `undecided` ends in a run of byte tokens
         self.num_until_stop: int | None = None
         self.longest = max((len(s) for s in stop), default=0)
 
@@ -66,14 +66,15 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back, when nothing more comes; a character that was cut shows as the decoder shows it."""
+        """The text that was held back, for when no more tokens come. A cut character is written as the decoder writes
+        it."""
         text = self.held + (self._undecided_text() if self.undecided else "")
         self.held, self.undecided = "", []
         return text
 
     def _is_final(self, token: int) -> bool:
-        """Whether a token ends the run of bytes that stands before it, if one does. A decoder with byte fallback shows
-        a run of bytes in which anything is wrong as CUTs, what was right in it too."""
+        """Whether no run of byte tokens is open behind this token. Text inside such a run is never final: a decoder
+        with byte fallback writes a whole run as CUTs if any byte in it is wrong."""
         assert self.tokenizer is not None
         if token in self.bytes:
             self.is_in_bytes = True
@@ -89,7 +90,7 @@ class Detokenizer:
         return text
 
     def _partial_stop(self) -> int:
-        """Length of the longest end of `held` that a stop string begins with."""
+        """Length of the longest suffix of `held` that is a prefix of a stop string."""
         for length in range(min(self.longest - 1, len(self.held)), 0, -1):
             if any(s.startswith(self.held[-length:]) for s in self.stop):
                 return length
@@ -97,8 +98,10 @@ class Detokenizer:
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
-    """The last prompt tokens, which the decoder needs to the left of the output (leading spaces), up to the end of a
-    character: what the output adds to a character or a run of bytes must not change text that is the prompt's."""
+    """The last prompt tokens, which the decoder needs to the left of the output to get leading spaces right.
+
+    They end at the end of a whole character: output tokens must not complete a character or a run of bytes of the
+    prompt, because that would change the prompt's text."""
     num_cut = 0
     for end in range(len(prompt_ids), 0, -1):
         token = prompt_ids[end - 1]
@@ -121,7 +124,7 @@ def byte_tokens(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _is_skipped(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a decoder that skips special tokens does not see this one."""
+    """Whether a decoder that skips special tokens skips this token."""
     return not tokenizer.decode([token], skip_special_tokens=True) and bool(
         tokenizer.decode([token], skip_special_tokens=False)
     )

@@ -1,7 +1,7 @@
 """Tokenizer, chat template and special tokens of a GGUF file, from its metadata.
 
-A file names how text is cut into words before its merges apply (tokenizer.ggml.pre). That decides token ids, digits
-above all, so a name that is not known here is refused: no other rule stands in for it.
+A file names the rule that cuts text into words before merges apply (tokenizer.ggml.pre). The rule decides token ids,
+those of digits above all, so a name that is not known here is refused; no other rule is used instead.
 
 Source: ggml-org/llama.cpp@00ad355, src/llama-vocab.cpp, for what the names mean and for what holds where a field is
 missing; the patterns are those of the models' own tokenizer.json, where llama.cpp quotes them.
@@ -34,10 +34,11 @@ _TEKKEN = (
 
 @dataclass(frozen=True)
 class Words:
-    """How text becomes words: by each pattern in turn, a match or what lies between two matches being a piece.
+    """How text is cut into words. Each pattern in turn cuts the pieces of the one before: a match is a piece, and so is
+    the text between two matches.
 
-    is_known_whole: a word that is a token is that token, whatever the merges say. adds_bos: bos stands before a text,
-    unless the file says otherwise."""
+    is_known_whole: a word that is in the vocabulary becomes that token, whatever the merges say. adds_bos: bos stands
+    before a text unless the file says otherwise."""
 
     patterns: tuple[str, ...]
     is_known_whole: bool = False
@@ -58,7 +59,7 @@ _GROUPS = {
     Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): ("default",),
 }  # fmt: skip
 WORDS = {name: words for words, names in _GROUPS.items() for name in names}
-"""What tokenizer.ggml.pre may say."""
+"""The supported values of tokenizer.ggml.pre."""
 
 
 def gguf_tokenizer(file: Path) -> Tokenizer | None:
@@ -141,7 +142,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
-    """SentencePiece's BPE: the file has no merges, but a score for every token that merging may make."""
+    """SentencePiece's BPE. The file has no merges, but a score for every token; merges follow from the scores."""
     scores = gguf.numbers("tokenizer.ggml.scores", len(tokens))
     unknown = _text_of(gguf, tokens, "unknown", special_ids(gguf)["unknown"])
     vocabulary = {token: i for i, token in enumerate(tokens)}

@@ -32,10 +32,10 @@ _MODELS = ("assistant", "gpt", "chatgpt", "model", "bard", "bing")
 
 @dataclass(frozen=True)
 class Question:
-    """What the user says turn by turn, each turn after the model's answer to the one before.
+    """The turns of a user; each turn is asked after the model's answer to the turn before.
 
-    id is the file's own, or the row's index; reference the answer to the first turn, where the file has one; system
-    the message that precedes the conversation, where it has one."""
+    id: the file's own, or the row's index. reference: the answer to the first turn, if the file has one. system: the
+    system message before the conversation, if it has one."""
 
     id: int | str
     category: str
@@ -46,7 +46,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file and where it stands. line: JSON that `value` parses, None where the value is known already."""
+    """A row of a file and its place there. line: the JSON that `value` parses; None if `known` holds the value."""
 
     where: str
     line: str | None = None
@@ -54,11 +54,12 @@ class Row:
 
     @property
     def value(self) -> object:
-        """What the row holds. Raises ValueError naming the row unless it is JSON."""
+        """The row's value. Raises ValueError naming the row if it is not JSON."""
         return self.known if self.line is None else _parse(self.line, self.where)
 
     def question(self, index: int) -> Question:
-        """The question in it; index is its id where it has none. Raises ValueError naming the row and what is wrong."""
+        """The row's question; `index` becomes its id if the row has none. Raises ValueError naming the row and its
+        fault."""
         value = self.value
         try:
             return _question(value, index)
@@ -73,7 +74,7 @@ def read_questions(path: Path) -> Iterator[Question]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Every row of one file, whatever stands in it. Raises ValueError naming a file that holds none or is no text."""
+    """Every row of one file, without a check of its fields. Raises ValueError naming a file without rows or text."""
     row = None
     for row in _rows(path):
         yield row
@@ -192,7 +193,7 @@ _FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], _Parts]] = {
     ("prompt",): _plain("prompt"),
     ("text",): _plain("text"),
 }
-"""By the fields that tell them; the first that fits reads the row."""
+"""How to read a row, by the fields that it must have; the first entry whose fields are there reads the row."""
 
 
 def _texts(value: object, name: str) -> tuple[str, ...]:
@@ -212,7 +213,7 @@ def _text(value: object, name: str) -> str:
 
 
 def _first_text(value: object) -> str | None:
-    """A reference as question files write it: a text, or the answers turn by turn, each perhaps a list again."""
+    """The first text of a reference. Question files write a text, a list of answers by turn, or a list of lists."""
     while isinstance(value, list) and value:
         value = value[0]
     return value if isinstance(value, str) and value else None

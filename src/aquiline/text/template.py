@@ -1,6 +1,6 @@
 """Jinja as chat templates expect it: sandboxed, with the filters, functions and tags that checkpoints rely on.
 
-Owns the language alone; what goes into a template and what its text means is chat.py's and answers.py's.
+Owns the template language only; chat.py and answers.py decide what goes into a template and what its text means.
 Source of the expected names and settings: transformers 5.23, utils/chat_template_utils.py.
 """
 
@@ -26,7 +26,7 @@ class GenerationBlock(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body in a scope of its own, between the two marks, which are empty unless somebody sets them."""
+        """The body in a scope of its own, between the variables of ANSWER_MARKS, which are empty unless set."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in ANSWER_MARKS)

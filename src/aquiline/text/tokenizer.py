@@ -27,6 +27,6 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
         raise CheckpointError(
             f"{path}: not a readable tokenizer ({error}); save it again with save_pretrained"
         ) from None
-    tokenizer.no_truncation()  # a setting of somebody's training run; a prompt is never cut in silence
+    tokenizer.no_truncation()  # a file may keep truncation from its training; a prompt is never cut silently
     tokenizer.no_padding()
     return tokenizer

@@ -1,7 +1,7 @@
 """The output of a regeneration: one row per finished conversation, only ever appended to, and the settings beside it.
 
-A run that was killed leaves whole rows and perhaps the beginning of one. The next run drops that beginning, takes the
-ids of the whole rows, and refuses a file that other settings wrote.
+A run that was killed leaves whole rows and perhaps the beginning of another. The next run drops that beginning, reads
+the ids of the whole rows, and refuses a file that was written under other settings.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from aquiline.train.regenerated import Tally
 
 
 class AnswerFile:
-    """Rows by id in `path`, written under `settings`, which stand in PATH.meta.json.
+    """Rows with ids in `path`, written under `settings`, which are stored in PATH.meta.json.
 
-    ids: of the rows that are there; total and by_temperature count them. Use it in a with statement. Raises ValueError
-    if another run writes the file, if it was written under other settings, or holds something else: nothing is changed
-    then."""
+    ids: those of the rows in the file; total and by_temperature: sums over these rows. Use it in a with statement.
+    Raises ValueError, and changes nothing, if another run writes the file, if the file was written under other
+    settings, or if it holds anything else."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.meta = path, path.with_name(path.name + ".meta.json")
-        self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # tuples as the lists they are read as
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # tuples become lists, as in the file
         self.ids: set[int] = set()
         self.total = Tally()
         self.by_temperature: dict[float, Tally] = {}
@@ -40,9 +40,9 @@ class AnswerFile:
             raise
 
     def _take(self) -> None:
-        """Find out what the file holds, and make it ready to be appended to."""
+        """Lock the file, read what it holds, and make it ready for appending."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system ends the lock with the process
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with the process
         except BlockingIOError:
             raise ValueError(f"out={str(self.path)!r}: another run writes it; wait, or choose another --out") from None
         num_bytes = self.path.stat().st_size
@@ -83,7 +83,7 @@ class AnswerFile:
                 )
 
     def _read(self) -> int:
-        """Read the rows; the number of bytes of those that are whole."""
+        """Read the whole rows. Returns how many bytes they take."""
         num_whole = 0
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):

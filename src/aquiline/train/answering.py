@@ -1,10 +1,10 @@
-"""One conversation while the target answers it: the token ids the engine computed on, and which of them it wrote.
+"""One conversation while the target answers it: the token ids that the engine computed on, and which the target wrote.
 
-No answer is tokenised again. The prompt of the next turn is the ids so far and, behind them, the ids of the text that
-the chat template writes between the end of an answer and the place of the next one. Where the tokenizer would write the
-same answer with other ids, the engine's stay.
+No answer is tokenised again. The prompt of the next turn is the ids so far, followed by the ids of the text that the
+chat template writes between the end of one answer and the beginning of the next. If the tokenizer would encode an
+answer with other ids, the engine's ids are kept.
 
-Where a draft helps, the conversation also says which tokens the draft missed: training can replay these errors.
+With a draft, the conversation also says which tokens the draft missed: training can replay these errors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ANSWER = "\ufdd0"  # stands for an answer; a code point that Unicode assigns to
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target continues next: the first `num_kept` ids of the conversation, then the ids `added`.
+    """The prompt of the next turn: the first `num_kept` ids of the conversation, then the ids `added`.
 
-    messages: those the conversation has when the next turn is asked."""
+    messages: the messages of the conversation, the next turn of the user included."""
 
     messages: list[dict[str, str]]
     num_kept: int
@@ -36,9 +36,9 @@ class Prompt:
 class Conversation:
     """The user's turns of `question`, answered one after the other at one temperature, under one seed.
 
-    token_ids: prompts and answers so far. loss_mask: per id 1 where the target wrote it, 0 elsewhere. rejected: per id
-    1 where verification put it in the place of a drafted token. num_spec_tokens: length of the chains that are drafted;
-    0 for none, and then a row has no field `rejected`."""
+    token_ids: prompts and answers so far. loss_mask: per id, 1 if the target wrote it, else 0. rejected: per id, 1 if
+    verification put it in the place of a drafted token, else 0. num_spec_tokens: length of the drafted chains; 0
+    without drafting, and a row then has no field `rejected`."""
 
     id: int
     question: Question
@@ -51,7 +51,7 @@ class Conversation:
     loss_mask: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
-    prompt: Prompt | None = None  # that the target continues now
+    prompt: Prompt | None = None  # of the turn that is asked and not answered yet
 
     @property
     def num_left(self) -> int:
@@ -59,7 +59,7 @@ class Conversation:
         return len(self.question.turns) - len(self.finish_reasons)
 
     def ask(self, template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-        """Put the next turn; returns the prompt's ids. Raises ValueError if the template refuses it."""
+        """Ask the next turn; returns the prompt's ids. Raises ValueError if the template refuses the turn."""
         turn = {"role": "user", "content": self.question.turns[len(self.finish_reasons)]}
         if self.finish_reasons:
             self.prompt = self._next(turn, template, tokenizer)
@@ -70,8 +70,9 @@ class Conversation:
         return self.token_ids[: self.prompt.num_kept] + self.prompt.added
 
     def _next(self, turn: dict[str, str], template: ChatTemplate, tokenizer: Tokenizer) -> Prompt:
-        """An answer that ended by itself ends with a stop token. It stays where the template writes that token too; the
-        template's own end of a turn replaces any other, and ends an answer that was cut."""
+        """The prompt of a later turn. An answer that ended by itself ends with a stop token. That token is kept if the
+        template writes the same one; otherwise the template's end of a turn replaces it. An answer that was cut gets
+        the template's end of a turn."""
         text = template.render([*self.messages[:-1], {"role": "assistant", "content": _ANSWER}, turn])
         if text.count(_ANSWER) != 1:
             raise ValueError(
@@ -88,7 +89,7 @@ class Conversation:
         return Prompt([*self.messages, turn], num_kept, added)
 
     def answer(self, output: Output) -> None:
-        """Take the target's answer to what was asked."""
+        """Add the target's answer to the turn that was asked."""
         prompt = self.prompt
         assert prompt is not None and output.prompt_ids == self.token_ids[: prompt.num_kept] + prompt.added
         self.messages = [*prompt.messages, {"role": "assistant", "content": output.text}]
@@ -115,7 +116,7 @@ class Conversation:
 
 
 def rejected_tokens(by_draft: Sequence[bool], num_spec_tokens: int) -> list[int]:
-    """Per token of an answer 1 where the target's token replaced a drafted one, from which tokens the draft wrote.
+    """Per token of an answer, 1 if it replaced a drafted token, else 0. by_draft: which tokens the draft wrote.
 
     The first token comes from the prompt. Every later step commits the accepted tokens of a chain and one token of the
     target's own. That token stands in the place of a rejected one, unless the whole chain was accepted."""

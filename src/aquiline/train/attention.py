@@ -17,7 +17,7 @@ from aquiline.models.config import ModelConfig
 from aquiline.train.full_attention import StepKeys, full_attention
 
 CHUNK = 128
-"""Queries are taken this many at a time, so that keys beyond a chunk's last position are not multiplied at all."""
+"""Queries of one chunk. Keys behind the last position of a chunk are not multiplied at all."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Visibility:
 
 
 def visibility(document: Tensor, queries: Tensor, window: int = 0) -> Visibility:
-    """Causal, same document, within `window` positions if nonzero. document int [B, T]; queries ascending int [N]."""
+    """A query sees earlier keys of its own document, and only the last `window` of them if `window` is not 0. document
+    int [B, T]; queries int [N], ascending."""
     keys = torch.arange(document.shape[1], device=document.device)
     seen = (keys[None, :] <= queries[:, None]) & (document[:, queries, None] == document[:, None, :])
     if window:
@@ -66,13 +67,14 @@ class PackedAttention:
 
 
 class TTTAttention:
-    """The draft's attention during training-time test (EAGLE3.md §7): call `begin(step)` before each pass.
+    """The draft's attention during training-time test (arXiv 2503.01840): call `begin(step)` before each pass.
 
     Step 0 covers all T positions and attends causally. Step k >= 1 covers the positions `queries` [N] only; each sees
-    the step-0 keys up to its own position and, on the diagonal, its own keys of steps 1 .. k. A window, longer than
-    there are steps, counts back from where a row stands by then, k positions on, as it does when drafting.
+    the step-0 keys up to its own position and, on the diagonal, its own keys of steps 1 .. k. At step k a row stands k
+    positions further on, as it does when drafting, and a window counts back from there. A window must be longer than
+    there are steps.
 
-    kind: fused computes as described below; eager, sdpa and flex as `full_attention.py` does."""
+    kind: "fused" is `step_attention`; eager, sdpa and flex are those of `full_attention.py`."""
 
     def __init__(self, document: Tensor, queries: Tensor, window: int = 0, kind: str = "fused") -> None:
         self.document, self.queries, self.window, self.kind = document, queries, window, kind

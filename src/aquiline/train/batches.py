@@ -1,4 +1,4 @@
-"""Batches as the loss takes them: packed tokens beside what the target says of them, on the training device."""
+"""Batches as the loss takes them: packed tokens and the target's views of them, on the training device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from aquiline.types import Int32
 
 
 class Batch(NamedTuple):
-    """Packed rows and the target's view of them."""
+    """Packed rows of tokens, and what the target computed over them."""
 
     tokens: TokenBatch
     target: TargetBatch
 
 
 class Assembler:
-    """Puts views beside tokens.
+    """Makes batches: looks up the target's views of documents and spreads them over the packed rows.
 
-    `scale` [C * H] multiplies the features (teacher.py, feature_scale); `vocab` int64 [Vd] are the draft vocabulary's
-    target ids, `head` [V, H] the target's output matrix."""
+    scale [C * H]: multiplies the features (teacher.py, feature_scale). vocab int64 [Vd]: the target ids of the draft
+    vocabulary. head [V, H]: the target's output matrix."""
 
     def __init__(self, views: Views, scale: Tensor, vocab: Tensor, head: Tensor, device: str) -> None:
         self.views, self.scale, self.device = views, scale.to(device), device
@@ -39,12 +39,13 @@ class Assembler:
         self.is_inside[vocab.cpu()] = True
 
     def packed(self, corpus: Corpus, rows: list[list[Piece]], context: int) -> Batch:
-        """Rows of pieces of a corpus."""
+        """A batch of rows that are packed with pieces of a corpus."""
         documents = [corpus.tokens[p.start : p.start + p.length] for row in rows for p in row]
         return self._beside(gather(corpus, rows, context, self.device), documents)
 
     def single(self, documents: Sequence[Int32], first_counted: Sequence[int], width: int) -> Batch:
-        """One document a row of `width` positions, whose tokens count from the given place on."""
+        """A batch with one document in each row of `width` positions. first_counted: the index of each document's first
+        token that counts."""
         starts = torch.tensor([0, *(len(tokens) for tokens in documents)]).cumsum(0).numpy()
         tokens = torch.cat([torch.from_numpy(tokens) for tokens in documents])
         mask = torch.cat([torch.arange(len(t)) >= n for t, n in zip(documents, first_counted, strict=True)])

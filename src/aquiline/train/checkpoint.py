@@ -1,8 +1,8 @@
-"""Checkpoints of a run: OUT/step-NNNNNNN/ with a draft that serves and what training needs to go on from it.
+"""Checkpoints of a run: OUT/step-NNNNNNN/ with a draft that can be served and the state that training goes on from.
 
-A checkpoint is written beside its place, flushed to the disk, listed with sizes and hashes in `complete.json`, and then
-put in place by one rename. So a run that is killed, or a disk that is full, leaves the checkpoints before it whole; and
-one that was damaged later is told by its hashes, skipped with a warning, and the one before it is used.
+A checkpoint is written into a temporary folder, flushed to the disk, listed with sizes and hashes in `complete.json`,
+and then put in place by one rename. So earlier checkpoints stay whole if a run is killed or the disk is full. A
+checkpoint that was damaged later does not match its hashes: it is skipped with a warning, and the one before is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Those of the run in `out`, of which the newest `keep` are kept."""
+    """The checkpoints of the run in `out`; the newest `keep` of them are kept."""
 
     def __init__(self, out: Path, keep: int) -> None:
         self.out, self.keep = out, keep
@@ -48,7 +48,7 @@ class Checkpoints:
     def save(self, step: int, write_draft: Callable[[Path], None], state: dict[str, Any]) -> Path:
         """Write the checkpoint of a step; write_draft(folder) writes the draft's own files. Returns the folder.
 
-        Raises CheckpointError, with earlier checkpoints as they were, where it cannot be written."""
+        Raises CheckpointError if the checkpoint cannot be written; earlier checkpoints are then unchanged."""
         place = self.out / f"step-{step:07d}"
         if place.exists():
             if damage(place) is None:
@@ -70,7 +70,8 @@ class Checkpoints:
         return place
 
     def publish(self, folder: Path) -> None:
-        """Put a checkpoint's draft into OUT itself. Raises CheckpointError, with the draft there as it was."""
+        """Copy a checkpoint's draft into OUT itself. Raises CheckpointError if that fails; the draft in OUT is then
+        unchanged."""
         temporary = self.out / ".best.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         with self._whole_or_nothing(self.out, temporary):
@@ -120,7 +121,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save has its own for a short write
-            free = shutil.disk_usage(self.out).free  # before what was written goes away
+            free = shutil.disk_usage(self.out).free  # asked before the temporary folder is removed
             is_full = any(sign in str(error) for sign in ("No space left", "os error 28")) or free < MEGABYTE
             told = f"the disk is full, {free / MEGABYTE:.1f} MB are free" if is_full else str(error)
             shutil.rmtree(temporary, ignore_errors=True)
@@ -142,7 +143,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder; None if it is whole."""
+    """The fault of a sealed folder; None if it is whole."""
     try:
         files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         listed = [(name, told["bytes"], told["sha256"]) for name, told in files.items()]

@@ -1,4 +1,4 @@
-"""A draft that goes on from earlier weights: those of a checkpoint that is resumed, or of any draft (--init)."""
+"""A draft that starts from earlier weights: those of a checkpoint that is resumed, or of any draft (--init)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = ("draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads")
 
 
 def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead:
-    """The float32 draft in folder `source`, with its vocabulary and shape: a head's rows mean nothing under another.
+    """The draft in folder `source` in float32, with its own vocabulary and shape: its weights fit no other.
 
     Raises ValueError if the config asks for another shape."""
     head = load_draft(source, target, dtype="float32", capture=target.capture, norm_feedback=config.norm_feedback)
@@ -26,7 +26,7 @@ def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead
         asked = getattr(config, name)
         if asked is not None and asked != has:
             raise ValueError(f"{name}={asked}: the draft at {source} has {has}; drop the option")
-    if head.embed is target.embed:  # two owners of one parameter would save and count it twice
+    if head.embed is target.embed:  # a parameter of two modules would be saved and counted twice
         head.embed = nn.Parameter(target.embed.detach().clone(), requires_grad=False)
     if 0 < head.config.model.window(0) < config.ttt_steps and config.draft_window is None:
         raise ValueError(
@@ -36,14 +36,14 @@ def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead
 
 
 def shape_of(head: DraftHead) -> dict[str, int]:
-    """The options of a run that a head's shape answers."""
+    """The values of the options in SHAPE for this head."""
     c, model = head.config, head.config.model
     values = (c.draft_vocab_size, model.intermediate_size, model.num_heads, model.num_kv_heads)
     return dict(zip(SHAPE, values, strict=True))
 
 
 def reach_of(head: DraftHead) -> dict[str, Any]:
-    """What decides how far a head sees: window and rotary embedding, as a checkpoint's settings store them."""
+    """The settings that decide how far a head can attend, window and rotary embedding, as checkpoints store them."""
     model = head.config.model
     return {"draft_window": model.window(0), "rope_scaling": asdict(model.rope)}
 

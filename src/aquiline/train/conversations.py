@@ -1,6 +1,6 @@
 """Conversations out of data rows: `messages` of role and content, ShareGPT's `conversations` of from and value.
 
-Owns what a conversation must be to train on; how it becomes tokens is text/chat.py's.
+Owns which conversations can be trained on; text/chat.py makes tokens of them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ ROLES = {
 
 
 class RowError(Exception):
-    """Why one row cannot be used; the same words for every row with that fault, so that they can be counted."""
+    """Why a row cannot be used. Rows with the same fault have the same message, so that faults can be counted."""
 
 
 def messages_of(row: dict[str, Any]) -> list[Message] | None:
-    """The conversation of a row as role and content, whatever else a message has kept; None if it has none.
+    """The conversation of a row as messages with role and content; other fields of a message are kept. None if the row
+    has no conversation.
 
-    Raises RowError if it is none that the target could have had: every user turn is answered, every answer follows a
-    turn of the user or of a tool, and the last message is an answer."""
+    Raises RowError unless every user turn is answered, every answer follows a turn of the user or of a tool, and the
+    last message is an answer."""
     turns = row.get("messages", row.get("conversations"))
     if turns is None:
         return None

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_POINTS = 400
-"""Steps are averaged in this many groups at most: single batches differ more than anything that is learnt."""
+"""Steps are averaged in this many groups at most: single batches differ more than training changes the figures."""
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a train.jsonl; a line that a killed run left unfinished ends them."""
+    """The records of a train.jsonl, up to a line that a killed run left unfinished."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -88,7 +88,7 @@ def _mean(values: list[float | None]) -> float | None:
 def _grouped(
     steps: list[dict[str, Any]], scale: float, value: Callable[..., float | None]
 ) -> tuple[list[float], list[float]]:
-    """Means of neighbouring steps' values, those that are known."""
+    """Tokens / scale and mean value of each group of neighbouring steps; unknown values are left out."""
     size = -(-len(steps) // MAX_POINTS)
     x, y = [], []
     for start in range(0, len(steps), size):

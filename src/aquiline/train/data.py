@@ -1,7 +1,7 @@
-"""Documents end to end: one flat stream of token ids to train on and one to judge by.
+"""Documents end to end: one flat stream of token ids to train on, and one to judge by.
 
-Owns the split; readers.py reads, packing.py makes batches. A document is held out when the sha256 of its key (path, and
-index within a file of many) is 0 mod 20, so the split is the same everywhere and no result influences it.
+Owns the split; readers.py reads files, packing.py makes batches. A document is held out if the sha256 of its key (its
+path, and its index in a file of many) is 0 mod 20. So the split is the same everywhere, and no result influences it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Split:
 def load_split(data: Iterable[Path], held_out: Iterable[Path], ids: TokenIds, loss_on: str = "answers") -> Split:
     """Read everything. Without held-out paths one document in twenty of the data is held out.
 
-    loss_on: "answers" counts what loss masks and chat templates say the model wrote, "all" every token. Raises
-    ValueError if either side is left without a document."""
+    loss_on: "answers" counts the tokens that the model wrote, by loss masks and chat templates; "all" counts every
+    token. Raises ValueError if either side has no document."""
     rejects, held_paths = Rejects(), tuple(held_out)
     sides: dict[bool, list[Document]] = {False: [], True: []}
     for document in read_documents(data, ids, rejects, loss_on):

@@ -1,9 +1,9 @@
-"""Several processes that train one draft, started by torchrun: who does which rows, and what they tell each other.
+"""Several processes that train one draft, started by torchrun: which rank computes which rows, and what ranks exchange.
 
-Every rank holds the whole target and scores its own rows with it. Gradients are summed, not averaged: each rank's loss
-is already a mean over the rows of the whole batch. With `ddp` the draft, its master weights and its optimizer state are
-on every rank; with `fsdp` they are split, and gathered for the time of a step. Checkpoints hold whole tensors either
-way, so a run may be resumed with another number of ranks.
+Every rank holds the whole target and scores its own rows with it. Gradients are summed, not averaged, since each rank's
+loss is already divided by the rows of the whole batch. With `ddp` the draft, its master weights and its optimizer state
+are on every rank; with `fsdp` they are split, and gathered for the time of a step. Checkpoints hold whole tensors
+either way, so a run may be resumed with another number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 """Gradients summed in one call: long enough for full bandwidth, short enough to need little memory."""
 PATIENCE = timedelta(hours=2)
-"""How long the ranks wait for the first one, which alone looks at held-out text."""
+"""How long the other ranks wait for the first one, which alone judges the draft on held-out text."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class World:
         return self.rank == 0
 
     def share(self, rows: list[Any]) -> list[Any]:
-        """This rank's part of a batch's rows, as near to the others' in number as can be."""
+        """This rank's part of a batch's rows; the parts of two ranks differ by one row at most."""
         edges = [len(rows) * r // self.size for r in (self.rank, self.rank + 1)]
         return rows[edges[0] : edges[1]]
 
@@ -56,7 +56,7 @@ class World:
         return summed
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Make every rank's tensors those of the first, in place."""
+        """Copy the first rank's tensors into those of every rank, in place."""
         if self.parallel == "none":
             return
         for tensor in tensors:
@@ -128,7 +128,7 @@ def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be split; every rank must ask."""
+    """The whole of a tensor that may be split over the ranks. All ranks must call this together."""
     return tensor.full_tensor() if _is_split(tensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""What reading yields and needs: documents of token ids, how the target sees text, a count of what was not used."""
+"""What reading data yields and needs: documents of token ids, the target's tokenizer, a count of unused rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Document:
 
 @dataclass
 class Rejects:
-    """What was not used, by reason, with the first example of each."""
+    """Rows and files that were not used: a count for each reason, and the first example of each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Rejects:
 class TokenIds:
     """What reading needs of the target: its tokenizer (None if it has none), vocabulary, boundary ids, chat template.
 
-    bos is put first where the tokenizer adds none; boundary starts a document in .bin files."""
+    bos: put first where the tokenizer adds none. boundary: the id that begins a document in .bin files."""
 
     vocab_size: int
     boundary: int | None

@@ -1,7 +1,7 @@
-"""What a run will take, told before it starts: memory, arithmetic by stage, time at a measured rate, and disk.
+"""What a run will need, estimated before it starts: memory, arithmetic by stage, time at a measured rate, and disk.
 
-Memory counts what is held for long and what one step keeps for its backward pass; what an operation needs for an
-instant is not in it. Time counts products, at the rate of one large product, and nothing else.
+Memory counts what is held all the time and what one step keeps for its backward pass, but not the short-lived buffers
+of single operations. Time counts matrix products only, at the rate of one large product.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from aquiline.train.ttt import num_rows
 RATE_SECONDS = 1.0
 RATE_ROWS = 2048
 CPU_WIDTH = 1024
-"""Wider products are no faster on a CPU, and one of them may take longer than the measurement."""
+"""Width of the product at most: wider ones are no faster on a CPU, and one may take longer than the measurement."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Products measured on this machine: floating-point operations a second, in which dtype, on what."""
+    """The measured rate of matrix products: floating-point operations a second, their dtype, and the device."""
 
     flops: float
     dtype: str
@@ -44,8 +44,9 @@ class Rate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of memory by holder, of one rank; FLOPs of one trained token by stage; bytes of one checkpoint, of a token
-    of features, and of how many tokens the budget has where it says so (None: it does not)."""
+    """What a run will need. memory: bytes on one rank, by purpose. flops: floating-point operations of one trained
+    token, by stage. checkpoint_bytes: of one checkpoint. features_bytes: of one token in the feature cache. tokens: of
+    the budget, None if the budget is in minutes or epochs."""
 
     memory: dict[str, int]
     flops: dict[str, float]
@@ -55,7 +56,7 @@ class Estimate:
     num_ranks: int
 
     def tokens_per_s(self, rate: Rate) -> float:
-        """What all ranks together would reach if all went at that rate."""
+        """Tokens per second of all ranks together, if every product runs at that rate."""
         return self.num_ranks * rate.flops / sum(self.flops.values())
 
     def record(self, rate: Rate) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class Estimate:
         }  # fmt: skip
 
     def lines(self, rate: Rate, keep: int, free: int) -> list[str]:
-        """For people; `free` bytes of memory are there, `keep` checkpoints are kept."""
+        """The estimate in words. free: bytes of free memory; keep: how many checkpoints are kept."""
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory.items())
         total = sum(self.memory.values())
         fits = "" if total <= free else ": IT WILL NOT FIT; lower batch_size, context or draft_vocab_size"
@@ -90,7 +91,7 @@ class Estimate:
 
 
 def estimate(config: TrainConfig, target: TargetShape, world: World) -> Estimate:
-    """What a run of these settings on a target of this shape will take."""
+    """The estimate for a run of these settings on a target of this shape."""
     draft = DraftShape.of(target, config)
     return Estimate(
         memory=_memory(config, target, draft, world),
@@ -116,7 +117,7 @@ def _copies(config: TrainConfig) -> int:
 
 def _memory(config: TrainConfig, target: TargetShape, draft: DraftShape, world: World) -> dict[str, int]:
     H, V, on_cpu = target.hidden_size, target.vocab_size, world.device == "cpu"
-    weights = target.stored_bytes * (2 if on_cpu else 1)  # a CPU's are held once as loaded and once packed
+    weights = target.stored_bytes * (2 if on_cpu else 1)  # on a CPU, as loaded and packed
     kv = 2 * target.num_layers * target.widths[1] * 2
     slots = (-(-max(2048, config.context) // PAGE_SIZE) + MAX_DOCUMENTS) * PAGE_SIZE if on_cpu else 0
     split = world.size if world.parallel == "fsdp" else 1
@@ -149,12 +150,13 @@ def _rows_per_token(config: TrainConfig) -> float:
 
 
 def _seen(config: TrainConfig) -> float:
-    """Keys a row is multiplied with: those before it, to the end of its chunk."""
+    """Keys that a row is multiplied with on average: all keys up to the end of the row's chunk."""
     return min(config.context, (config.context + CHUNK) / 2)
 
 
 def _flops(config: TrainConfig, target: TargetShape, draft: DraftShape) -> dict[str, float]:
-    """Two per product forward; backward takes twice as much where both factors get gradients."""
+    """Floating-point operations of one token by stage. A multiplication counts two in the forward pass; the backward
+    pass takes twice as many where both factors get gradients."""
     rows, seen = _rows_per_token(config), _seen(config)
     attention = 2 * draft.num_heads * draft.head_dim * seen
     return {
@@ -166,7 +168,7 @@ def _flops(config: TrainConfig, target: TargetShape, draft: DraftShape) -> dict[
 
 
 def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> TargetShape:
-    """The target's shape: the recipe's if it is the recipe's target, else as its checkpoint says."""
+    """The target's shape, from the recipe if the run trains for the recipe's target, else from the checkpoint."""
     if recipe is not None and recipe.shape is not None and config.target == Path(recipe.target):
         return recipe.shape
     return TargetShape.of(read_model_config(resolve(config.target)))
@@ -175,7 +177,7 @@ def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> TargetSha
 def announce(
     config: TrainConfig, shape: TargetShape, say: Callable[[str], None], world: World | None = None
 ) -> dict[str, Any]:
-    """Measure this machine, say what the run will take, return it as JSON."""
+    """Measure this machine's rate, print the estimate line by line with `say`, and return it as JSON."""
     world = world or World(device="cuda" if torch.cuda.is_available() else "cpu")
     told, rate = estimate(config, shape, world), measure_rate(world.device, shape.hidden_size, RATE_SECONDS)
     for line in told.lines(rate, config.keep, free_memory(world.device)):
@@ -202,7 +204,7 @@ def measure_rate(device: str, width: int, seconds: float) -> Rate:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can still be had there."""
+    """Free bytes of memory on a device."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""How a draft would serve: the acceptance length simulated on the target's own text. Source: EAGLE3.md §7.
+"""How a draft would serve: the acceptance length simulated on the target's own text.
 
 Per-step accuracies do not multiply into acceptance, and human text is not what a target writes. So the engine continues
 held-out prompts, greedily and at a temperature; the draft runs its passes over that text; and the matrix of match
@@ -57,11 +57,11 @@ def write_texts(
 
 
 def expected_cycles(match: Float64) -> float:
-    """How many cycles a chain of S drafts takes along a text: match [n, S] is the probability that row i's draft at
-    place k is accepted, given that those before it were.
+    """The expected number of cycles that chains of S drafts take along a text of n tokens.
 
-    A cycle at row i that accepts a drafts commits a + 1 tokens and leaves the next one at row i + a + 1; each of the
-    n rows is one token to commit, and a cycle that reaches past the last is cut there."""
+    match [n, S]: the probability that draft k of a cycle at row i is accepted, given that its earlier drafts were. A
+    cycle at row i that accepts a drafts commits a + 1 tokens, so the next cycle is at row i + a + 1. Each of the n rows
+    is one token to commit; a cycle that reaches past the last row is cut there."""
     n, num_steps = match.shape
     left = np.zeros(n + num_steps + 2)
     for i in range(n - 1, -1, -1):
@@ -75,10 +75,10 @@ def expected_cycles(match: Float64) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One look at the draft over the target's own text.
+    """How good the draft is on the target's own text.
 
-    loss: mean soft cross-entropy of all passes; accuracy: per pass, how often the draft's best guess is the target's;
-    tau: tokens committed per cycle of a chain, greedy; tau_sampled: the same at `temperature`."""
+    loss: mean soft cross-entropy of all passes. accuracy: per pass, how often the draft's best guess is the target's.
+    tau: simulated tokens committed per cycle of a greedy chain. tau_sampled: the same at `temperature`."""
 
     loss: float
     accuracy: tuple[float, ...]
@@ -88,13 +88,13 @@ class Judgement:
 
     @property
     def score(self) -> float:
-        """What the best checkpoint is chosen by."""
+        """The checkpoint with the highest score is the best."""
         return (self.tau + self.tau_sampled) / 2
 
 
 @dataclass
 class _Sums:
-    """What the texts of one temperature add up to."""
+    """Sums over the texts of one kind, greedy or sampled."""
 
     cycles: float = 0.0
     tokens: int = 0
@@ -102,25 +102,25 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Texts beside what the target says of them; tempered [B * T]: log-sum-exp of its logits over a text's temperature,
-    1 for greedy ones."""
+    """A group of texts with the target's views of them. tempered [B * T]: the log-sum-exp of the target's logits /
+    temperature, with the temperature of each text, 1 for greedy texts."""
 
     batch: Batch
     tempered: Tensor
 
 
 class HeldOut:
-    """Held-out texts, greedy and sampled. The target looks at them at the first judgement, and never again."""
+    """Held-out texts, greedy and sampled. The target computes its views of them at the first judgement only."""
 
     def __init__(self, assembler: Assembler, texts: Sequence[Text], num_steps: int) -> None:
         self.assembler, self.num_steps = assembler, num_steps
         by_length = sorted(texts, key=lambda text: len(text.tokens))
         self.groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
-        self.seen: list[_Seen] = []  # of each group, once it was judged
+        self.seen: list[_Seen] = []  # one per group, filled by the first judgement
 
     @torch.no_grad()
     def judge(self, head: DraftHead) -> Judgement:
-        """Look at the draft as it is."""
+        """Judge the draft with its present weights."""
         sums: dict[bool, _Sums] = {False: _Sums(), True: _Sums()}
         loss = right = counts = torch.zeros(self.num_steps)
         if not self.seen:
@@ -139,8 +139,8 @@ class HeldOut:
     def _matches(
         self, head: DraftHead, group: Sequence[Text], batch: Batch, tempered: Tensor
     ) -> tuple[list[Float64], list[Tensor]]:
-        """Per text match [n, S] of the rows behind its prompt; and per pass the sum of losses, the right best guesses
-        and the rows counted."""
+        """Per text, match [n, S] of the rows behind its prompt, as expected_cycles takes it. And three sums per pass
+        [S]: losses, right best guesses, counted rows."""
         T, S = batch.tokens.tokens.shape[1], self.num_steps
         ids = head.target_ids(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
         draft_id = torch.full((head.config.model.vocab_size,), -1, device=ids.device)

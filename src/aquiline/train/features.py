@@ -1,8 +1,8 @@
-"""What the target says of documents, kept on disk: computed once, read in every later epoch.
+"""A cache on disk of the target's views of documents: computed once, read in every later epoch.
 
-A cache is a folder of shards, one safetensors file each, that anyone may copy or delete. A document is found by the
-hash of its token ids, so a run that adds data to an earlier run's finds what is there. Views are rounded to bfloat16
-before they are first used, so that a loss from the cache equals the loss of the same document computed on the spot.
+A cache is a folder of shards, one safetensors file each, which may be copied or deleted. A document is found by the
+hash of its token ids, so a run with more data still finds the documents of an earlier run. Views are rounded to
+bfloat16 before they are first used, so that a loss from the cache equals the loss of freshly computed views.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from aquiline.types import Int32
 logger = logging.getLogger(__name__)
 
 SHARD_TOKENS = 16384
-"""Positions a shard holds at least, the last one excepted: what a killed run has to compute again at most."""
+"""A shard is written once this many positions wait; a killed run loses the views that waited."""
 
 
 def bytes_per_token(config: ModelConfig, num_capture: int) -> int:
-    """Disk that one position takes: features and last hidden state in bfloat16, log-sum-exp and best token."""
+    """Bytes on disk of one position: features and last hidden state in bfloat16, log-sum-exp and best token."""
     return 2 * (num_capture + 1) * config.hidden_size + 8
 
 
@@ -52,7 +52,7 @@ class _Place:
 class FeatureCache:
     """Views of documents in `directory`, all of one target with one set of captured layers.
 
-    `identity` says which target that is. Raises ValueError if the folder holds views of another one."""
+    `identity` names that target. Raises ValueError if the folder holds views of another target."""
 
     def __init__(self, directory: Path, identity: dict[str, str]) -> None:
         self.directory, self.identity = directory, identity
@@ -87,7 +87,7 @@ class FeatureCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as one shard. Raises OSError, losing no earlier shard, if the disk is full."""
+        """Write the waiting views as one shard. Raises OSError if the disk is full; earlier shards stay whole."""
         if not self._waiting:
             return
         keys, views = list(self._waiting), list(self._waiting.values())
@@ -128,7 +128,7 @@ class FeatureCache:
 
 
 class Views:
-    """The views of documents: from the cache where it has them, else computed by `score`, and then kept."""
+    """The target's views of documents: from the cache if it has them, else computed by `score` and added to it."""
 
     def __init__(self, score: Callable[[Sequence[Int32]], list[View]], cache: FeatureCache | None) -> None:
         self.score, self.cache = score, cache

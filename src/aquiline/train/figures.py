@@ -1,4 +1,4 @@
-"""What the passes of one step amount to, over all parts of its batch and all ranks: losses and accuracies."""
+"""The figures of one training step, over all parts of its batch and all ranks: losses and accuracies by pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from aquiline.train.ttt import TTTResult
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step, or the mean of several (`mean_of`). `total` is the loss that was minimised, `tokens` the positions that
-    are not padding. Per pass: mean loss, how often the best guess was the target's (accuracy), and that among rows
-    right in all earlier passes (conditional); NaN where no row counts."""
+    """The figures of one step, or the mean of several (`mean_of`).
+
+    total: the loss that was minimised. tokens: positions that are not padding. Per pass: losses, the mean loss;
+    accuracy, how often the best guess was the target's; conditional, the same among rows that were right in all earlier
+    passes. NaN where no row counts."""
 
     total: float
     tokens: int
@@ -24,8 +26,8 @@ class StepFigures:
 
     @property
     def expected_tau(self) -> float:
-        """Tokens that a chain commits per cycle if a draft is right as often as here: 1 + c1 + c1 c2 + ..., to the
-        first pass that no row reached."""
+        """Tokens that a chain commits per cycle if drafts are right as often as here: 1 + c1 + c1 c2 + ... with the
+        conditional accuracies c, up to the first pass that no row reached."""
         reached = itertools.takewhile(lambda c: not math.isnan(c), self.conditional)
         return 1 + sum(itertools.accumulate(reached, lambda a, b: a * b))
 
@@ -55,8 +57,8 @@ def combine(
 
 
 def mean_of(steps: Sequence[StepFigures]) -> StepFigures:
-    """The mean of several steps' figures, for a line that is about all of them: batches may be so small that one says
-    little. A figure that a step did not measure (NaN) takes no part; tokens are those of all steps."""
+    """The mean of several steps' figures, since a single small batch says little. A figure that a step did not measure
+    (NaN) is left out; tokens are summed."""
     columns = [zip(*(getattr(s, name) for s in steps), strict=True) for name in ("losses", "accuracy", "conditional")]
     means = [tuple(_mean(column) for column in passes) for passes in columns]
     return StepFigures(_mean([s.total for s in steps]), sum(s.tokens for s in steps), *means)

@@ -1,7 +1,8 @@
 """The training-time test's attention over all keys at once, three ways: readable, torch's own, and FlexAttention.
 
-A pass k sees T keys of step 0 and N of each step 1 .. k, one after the other, under one mask. `attention.py` computes
-the same without the mask or the scores of keys that nobody sees; these are its oracle, and what a GPU has kernels for.
+The rows of pass k see T keys of step 0 and N of each step 1 .. k, one after the other, under one mask. `attention.py`
+computes the same without the mask and without the scores of invisible keys. The functions here are its oracle, and GPUs
+have kernels for them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, "StepKeys"], Tensor]
 class StepKeys:
     """Which keys the rows of pass `step` see: document int [B, T]; rows int64 [N], their positions in step 0.
 
-    Of step 0, those of their own document up to their own position; of their own earlier steps, the diagonal. A window
-    counts from where the row stands by now, `step` positions on; it is longer than any step, or 0 for none."""
+    Of step 0, a row sees the keys of its own document up to its own position; of later steps, its own keys only. A
+    window counts back from the row's present position, `step` positions further on; 0 is no window."""
 
     document: Tensor
     rows: Tensor
@@ -36,7 +37,8 @@ class StepKeys:
         return self.document.shape[1] + self.step * len(self.rows)
 
     def sees(self, b: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        """bool, of any shapes that go together: does the row, numbered within the pass, see the key?"""
+        """Whether rows see keys: bool, for batch entries b, rows (numbers within the pass) and keys whose shapes
+        broadcast."""
         T, N = self.document.shape[1], len(self.rows)
         place, first = self.rows[row], key.clamp_max(T - 1)
         seen = (first <= place) & (self.document[b, first] == self.document[b, place])
@@ -97,6 +99,6 @@ KINDS: dict[str, Attend] = {"eager": _eager, "sdpa": _sdpa, "flex": _flex}
 
 
 def check_attention(kind: str, device: str) -> None:
-    """Raises ValueError for what cannot train there."""
+    """Raises ValueError for a kind of attention that cannot train on this device."""
     if kind == "flex" and torch.device(device).type == "cpu":
         raise ValueError("attention='flex': torch has no backward pass for it on a CPU; take fused, sdpa or eager")

@@ -1,8 +1,8 @@
-"""The draft's head and the loss over it, a few rows at a time: logits are never kept.
+"""The draft's head and its loss, a few rows at a time: logits are never kept.
 
 The logits of a training step would take more memory than everything else together, and most of a step's time goes
-into them. So each chunk of rows goes forward, gets its loss and gradient, and goes backward at once; what is left is
-the gradient of the rows and of the head. The target's logits of a position are computed once for all passes.
+into them. So each chunk of rows goes forward, gets its loss and gradient, and goes backward at once; only the gradients
+of the rows and of the head are kept. The target's logits of a position are computed once for all passes.
 
 Two sizes matter on a CPU. A matrix product reorders the head once per call, so a chunk has many rows. Losses are
 formed in blocks of few rows, whose logits, probabilities and gradients stay in the cache.
@@ -19,9 +19,9 @@ from torch import Tensor
 from aquiline.train.losses import Loss, Rows, softmax_with_sum
 
 CHUNK_BYTES = 32 << 20
-"""Of one chunk's float32 logits."""
+"""Size of one chunk's float32 logits."""
 BLOCK_BYTES = 4 << 20
-"""Of one block's float32 logits on a CPU: a small share of the last-level cache. A GPU takes a chunk as one block."""
+"""Size of one block's float32 logits on a CPU, a small share of the last-level cache. On a GPU a block is a chunk."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TargetRows:
 
 
 class HeadLoss(NamedTuple):
-    """The weighted sum of losses (differentiable), and per row its loss, and whether its best guess is the target's
-    (False throughout where that is not measured)."""
+    """total: the weighted sum of losses, differentiable. values [R]: the loss of each row. correct [R]: whether the
+    row's best guess is the target's; all False if that is not measured."""
 
     total: Tensor
     values: Tensor
@@ -62,10 +62,11 @@ def rows_of(logits: Tensor, target_logits: Tensor, lse: Tensor) -> Rows:
 def head_loss(
     a: Tensor, head: Tensor, target: TargetRows, at: Tensor, weight: Tensor, loss: Loss, *, measure: bool
 ) -> HeadLoss:
-    """Sum of weight[i] * loss_i over rows a [R, H] (normed), whose logits a @ head.T face the target's at position
-    at[i]; `at` int64 [R] ascends. head [Vd, H]. Differentiable in a and head only. `measure` compares best guesses.
+    """Sum of weight[i] * loss_i over normed rows a [R, H]. Loss i compares the logits a[i] @ head.T with the target's
+    at position at[i].
 
-    Computes in autocast's dtype where that is on, else in a's."""
+    head [Vd, H]; at int64 [R], ascending. measure: whether best guesses are compared. Differentiable in a and head
+    only. Computes in autocast's dtype if autocast is on, else in a's dtype."""
     kind = a.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
     with torch.autocast(kind, enabled=False):
@@ -112,8 +113,8 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _grade(logits: Tensor, target: TargetRows, at: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
-    """Losses of rows [n], and whether their best guess is the target's (False where that is not measured). `logits`
-    [n, Vd] turn into their gradients."""
+    """Losses of rows [n], and whether each row's best guess is the target's (False if that is not measured). Overwrites
+    `logits` [n, Vd] with their gradients."""
     loss, dtype, measure = settings
     places, which = torch.unique_consecutive(at, return_inverse=True)
     told = target.logits(places, dtype)
@@ -123,7 +124,7 @@ def _grade(logits: Tensor, target: TargetRows, at: Tensor, settings: _Settings) 
     for start in range(0, len(logits), size):
         block = slice(start, start + size)
         own, mine = which[block], logits[block].float()
-        seen = slice(int(own[0]), int(own[-1]) + 1)  # ascending, so that a block's positions stand side by side
+        seen = slice(int(own[0]), int(own[-1]) + 1)  # `at` ascends, so the positions of a block are adjacent
         own = own - seen.start
         if measure:
             correct[block] = mine.argmax(-1) == told[seen].argmax(-1)[own]

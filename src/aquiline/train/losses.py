@@ -1,7 +1,7 @@
 """Losses between a draft's distribution and the target's, with their gradients, one value per row.
 
-p is the target's distribution over the whole vocabulary, q the draft's over the draft vocabulary. What p has outside
-the draft vocabulary the draft can never match. Three acceptance rates are told apart:
+p is the target's distribution over the whole vocabulary, q the draft's over the draft vocabulary. A draft can never
+match the tokens outside its vocabulary. There are three acceptance rates:
 
     overlap      sum min(p, q): what rejection sampling accepts (LK losses, arXiv 2602.23881)
     agreement    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i): how often target and draft draw the same token with shared
@@ -51,13 +51,14 @@ def soft_cross_entropy(rows: Rows) -> Graded:
 
 
 def softmax_with_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax [n, V] and log-sum-exp [n] of logits [n, V]: the largest logit less its probability's logarithm."""
+    """softmax [n, V] and log-sum-exp [n] of logits [n, V]. The log-sum-exp is the largest logit minus the logarithm of
+    its probability."""
     q = torch.softmax(logits, -1)
     return q, logits.amax(-1) - q.amax(-1).log()
 
 
 def kl(rows: Rows) -> Graded:
-    """KL(p || q): cross-entropy less the entropy of p, which moves no gradient but makes 0 the optimum."""
+    """KL(p || q): the cross-entropy minus the entropy of p. It has the gradient of the cross-entropy and optimum 0."""
     value, grad = soft_cross_entropy(rows)
     return Graded(value - torch.special.entr(rows.p).sum(-1), grad)
 
@@ -71,8 +72,8 @@ def overlap(rows: Rows) -> Graded:
 def agreement(rows: Rows) -> Graded:
     """How often target and draft draw the same token with shared noise, and its gradient.
 
-    With r = p / q and tokens sorted by falling r, the sum over j splits at i: a cumulative sum of p before it, p's mass
-    outside the draft vocabulary included, and the rest of q behind it. One sort a row."""
+    Sort the tokens by falling r = p / q. Then the sum over j splits at i: before i a cumulative sum of p, with p's mass
+    outside the draft vocabulary, and behind i the rest of q. So a row takes one sort."""
     q, p = torch.softmax(rows.logits, -1), rows.p * rows.inside[:, None]
     order = (p / q.clamp_min(TINY)).argsort(-1, descending=True)
     ps, qs = p.gather(-1, order), q.gather(-1, order)
@@ -132,8 +133,8 @@ TAKES_ALL_ROWS = frozenset({"agree", "agree-mix"})
 def matched_given(rows: Rows, drawn: Tensor) -> Tensor:
     """The probability that the draft draws the token that the target drew, given that token: float32 [n].
 
-    drawn int64 [n]: draft ids, -1 for a token outside the draft vocabulary, which the draft never draws. Its mean over
-    tokens drawn from p is `agreement`."""
+    drawn int64 [n]: draft ids, -1 for a token outside the draft vocabulary, which the draft never draws. The mean of
+    this probability over tokens drawn from p is `agreement`."""
     q, p = torch.softmax(rows.logits, -1), rows.p * rows.inside[:, None]
     at = drawn.clamp_min(0)[:, None]
     own_p, own_q = p.gather(-1, at), q.gather(-1, at)

@@ -15,15 +15,17 @@ BETAS = (0.9, 0.95)
 
 
 def default_lr(hidden_size: int) -> float:
-    """Peak rate of AdamW by width: 6e-4 at 576, where 3e-4 to 8e-4 do alike on a fitted start (measured) and more
-    undoes it; down with width towards the public recipes' 1e-4 at 4096."""
+    """AdamW's peak learning rate by hidden size: 6e-4 at 576, falling towards the public recipes' 1e-4 at 4096.
+
+    Measured at 576: from a fitted start, rates of 3e-4 to 8e-4 give the same; higher rates undo the fit."""
     return min(1e-3, 0.35 / hidden_size)
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised: each matrix moves by its nearest semi-orthogonal matrix. Source: K. Jordan, Muon.
+    """Orthogonalised momentum: a matrix is updated by the semi-orthogonal matrix nearest to its momentum. Source: K.
+    Jordan, Muon.
 
-    Computes in float32, unlike torch.optim.Muon, whose bfloat16 products are emulated on many CPUs (CPU.md)."""
+    Computes in float32, unlike torch.optim.Muon, whose bfloat16 products are emulated on many CPUs."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "decay": decay})
@@ -65,14 +67,14 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the present weights; faster in the beginning, when the average is of few steps."""
+        """Move the average towards the present weights; faster at first, while it is the average of few steps."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         torch._foreach_lerp_([local(w) for w in self.weights], [local(p.detach()) for p in self.parameters], 1 - decay)
 
 
 def build_optimizers(head: DraftHead, name: str, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Optimisers over everything that requires a gradient. Under muon, `lr` is AdamW's and Muon's is 6 times it."""
+    """Optimisers of all parameters that require a gradient. With name "muon", AdamW runs at `lr` and Muon at 6 lr."""
     trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
     inner = [p for n, p in trained.items() if p.ndim == 2 and n not in ("head", "fc_norm")] if name == "muon" else []
     chosen = {id(p) for p in inner}

@@ -1,8 +1,8 @@
 """Rows of a fixed length out of documents: a plan per epoch, batches by step number.
 
-Everything follows from (seed, epoch, step), so a resumed run sees the batches it would have seen. A document longer
-than a row is cut into equal pieces, the same in every epoch, so that what the target says of a piece can be kept.
-Pieces are packed, best fit first. A piece is a document to the model: its positions start at 0, as a prompt's do.
+Everything follows from (seed, epoch, step), so a resumed run sees the batches that the unbroken run would have seen. A
+document longer than a row is cut into equal pieces, the same in every epoch, so that the target's views of a piece can
+be cached. Pieces are packed by best fit. To the model a piece is a document: its positions start at 0.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def pack(pieces: list[Piece], context: int) -> list[list[Piece]]:
 
 
 def gather(corpus: Corpus, rows: list[list[Piece]], context: int, device: torch.device | str) -> TokenBatch:
-    """The batch of the given rows; what no piece fills is padding of document -1."""
+    """The batch of the given rows. Positions that no piece fills are padding, with document -1."""
     tokens, positions = np.zeros((2, len(rows), context), np.int64)
     document = np.full((len(rows), context), -1, np.int64)
     mask, rejected = np.zeros((2, len(rows), context), np.bool_)

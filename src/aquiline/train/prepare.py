@@ -40,8 +40,8 @@ from aquiline.train.vocabulary import choose_vocabulary
 from aquiline.types import Int32, Int64
 
 SAMPLE_TOKENS = 16384
-"""Positions of training text whose views a new draft is fitted to; they also size the features and count the target's
-favourite tokens."""
+"""Positions of training text whose views a new draft is fitted to. The scale of the features and the target's most
+frequent best tokens are measured on them too."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Prepared:
     settings: dict[str, Any]
 
     def held_out(self, config: TrainConfig) -> HeldOut:
-        """Held-out prompts, continued by the target; takes a while."""
+        """Held-out texts: prompts that the target continues now, greedily and at a temperature. Takes a while."""
         num_new = min(config.eval_tokens, config.context // 2)
         prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - num_new)
         models = self.teacher.models
@@ -73,7 +73,7 @@ class Prepared:
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep freed memory: page faults otherwise take most of a training step (CPU.md, measured)."""
+    """Tell glibc to keep freed memory. Otherwise page faults take most of a training step (measured)."""
     if not sys.platform.startswith("linux"):
         return
     m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
@@ -85,9 +85,10 @@ def keep_memory() -> None:
 
 
 def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Callable[[str], None]) -> Prepared:
-    """Load, read, choose; the same on every rank. `start` is the checkpoint of a run that is resumed.
+    """Load the target, read the documents, and make or load the draft; the same on every rank. start: the checkpoint
+    that is resumed, None for a new run.
 
-    Raises ValueError or CheckpointError for what the user can mend."""
+    Raises ValueError or CheckpointError for settings, data and checkpoints that cannot work."""
     keep_memory()
     torch.manual_seed(config.seed)
     device = world.device
@@ -124,7 +125,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
 
 
 def _check_replay(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> None:
-    """Say what is replayed. Raises ValueError if there is nothing."""
+    """Say how many tokens are replayed. Raises ValueError if a replay is asked for and no token can be replayed."""
     num = int((corpus.rejected & corpus.mask).sum())
     if config.replay == 1:
         return
@@ -137,8 +138,10 @@ def _check_replay(config: TrainConfig, corpus: Corpus, say: Callable[[str], None
 
 
 def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:
-    """Beginnings of held-out documents: what stands before the first token that counts, or where everything counts the
-    first half; a sample that is always the same. Raises ValueError if no document has a beginning of 1 to `longest`."""
+    """Prompts from held-out documents, a sample that is always the same. A prompt is the tokens before the first token
+    that counts; where the first token counts already, it is the document's first half, `longest` tokens at most.
+
+    Raises ValueError if no document gives a prompt of 1 to `longest` tokens."""
     prompts = []
     for start, end in zip(corpus.starts[:-1].tolist(), corpus.starts[1:].tolist(), strict=True):
         counted = np.flatnonzero(corpus.mask[start:end])
@@ -152,7 +155,7 @@ def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:
 
 
 def target_digest(teacher: Teacher) -> str:
-    """What tells targets apart, fine-tuned ones too: the hash of some rows of the output matrix and of every layer."""
+    """A hash that tells targets apart, fine-tuned ones too: of some rows of the output matrix and of every layer."""
     digest = hashlib.sha256()
     for matrix in (teacher.decoder.head, *(p for n, p in teacher.decoder.layers.named_parameters() if p.ndim == 2)):
         rows = matrix[:: max(1, len(matrix) // 16)]
@@ -161,7 +164,7 @@ def target_digest(teacher: Teacher) -> str:
 
 
 def _default_capture(config: TrainConfig, target: ModelConfig) -> tuple[int, ...]:
-    """The layers that the draft which the run begins with reads; EAGLE-3's for a new one."""
+    """The captured layers: those that the draft named by --init reads; EAGLE-3's default for a new draft."""
     if config.init is None:
         return default_capture(target.num_layers)
     return read_draft_config(config.init, target, norm_feedback=config.norm_feedback).capture
@@ -206,8 +209,8 @@ def _begin(
     sample: Callable[[], _Sampled],
     say: Callable[[str], None],
 ) -> tuple[DraftHead, Tensor]:
-    """The draft to train, a resumed, an --init or a new one, for features of unit size, and the scale that makes them
-    so."""
+    """The draft to train and the scale of its features. The draft is a resumed one, that of --init, or a new one. The
+    scale brings the target's features to unit size, which the draft expects."""
     teacher = source.teacher
     if start is not None:
         head = for_long_contexts(loaded_head(start.folder, teacher.decoder, config), config)
@@ -226,7 +229,8 @@ def _begin(
 def _new_head(
     config: TrainConfig, source: _Source, sampled: _Sampled, scale: Tensor, say: Callable[[str], None]
 ) -> DraftHead:
-    """A draft with a vocabulary of its own, which it keeps for life: a head's rows mean nothing under another."""
+    """A new draft with a vocabulary chosen from the data. The vocabulary is never changed later, because each row of
+    the head belongs to one token of it."""
     target = source.teacher.decoder
     counts = _counts(source.corpus, sampled.views, len(source.teacher.head))
     vocabulary = choose_vocabulary(counts, source.ids.special, config.draft_vocab_size)
@@ -247,7 +251,8 @@ def _new_head(
 
 
 def _counts(corpus: Corpus, views: list[View], vocab_size: int) -> Int64:
-    """What the target likes to say, on a sample; every counted token of the corpus as much again."""
+    """Weights [V] by which the vocabulary is chosen: how often a token is the target's best on a sample, plus how often
+    it is counted in the corpus. Both parts have the same sum."""
     best = torch.bincount(torch.cat([view.best for view in views]).long(), minlength=vocab_size).numpy()
     seen = np.bincount(corpus.tokens[corpus.mask], minlength=vocab_size)
     share = best.sum() / max(1, int(seen.sum()))

@@ -1,6 +1,6 @@
 """Documents out of files and folders: text, JSONL (gzipped too), JSON lists, .bin, and what tables.py reads.
 
-Owns what a path may be and what can go wrong in a file; rows.py knows what a row may hold.
+Owns which paths can be read and the faults of files; rows.py owns what a row may hold.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aquiline.train.rows import RowReader
 
 TEXT_SUFFIXES = (".py", ".txt", ".md")
 FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".bin", *tables.SUFFIXES)
-"""What is read of a folder. A .json file is read where it is named: folders have others than data in them."""
+"""Files of a folder that are read. A .json file is read only if it is named itself, since folders hold other ones."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -29,8 +29,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def read_documents(
     paths: Iterable[Path], ids: TokenIds, rejects: Rejects, loss_on: str = "answers"
 ) -> Iterator[Document]:
-    """Every usable document under the paths: files, folders, saved data sets and ids of the Hugging Face hub, the last
-    two with :SPLIT behind where they have several.
+    """Every usable document under the paths: files, folders, saved data sets and ids of the Hugging Face hub. The last
+    two take :SPLIT behind the name if they have several splits.
 
     Raises ValueError for a path that does not exist, has a wrong suffix or cannot be read at all."""
     source = _Source(RowReader(ids, loss_on), rejects)
@@ -40,7 +40,7 @@ def read_documents(
 
 @dataclass(frozen=True)
 class _Source:
-    """Reads for one target, and counts what it cannot use."""
+    """Reads documents for one target, and counts the rows and files that cannot be used."""
 
     rows: RowReader
     rejects: Rejects

@@ -36,7 +36,7 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """Those in the package."""
+    """Names of the recipes in the package, sorted."""
     return sorted(p.name.removesuffix(".yaml") for p in _folder().iterdir() if p.name.endswith(".yaml"))
 
 
@@ -78,9 +78,9 @@ def read_recipe(name: str) -> Recipe:
 
 
 def configure(given: Mapping[str, Any], recipe: Recipe | None, *, is_dry: bool = False) -> TrainConfig:
-    """The settings of a run: those given, then the recipe's, then the defaults. A dry one needs no data and no out.
+    """The settings of a run: those given, then the recipe's, then the defaults. A dry run needs no data and no out.
 
-    Raises ValueError for a recipe that this version cannot train, and for what is missing or wrong."""
+    Raises ValueError for a recipe that this version cannot train, and for settings that are missing or wrong."""
     if recipe is not None and recipe.needs and not is_dry:
         raise ValueError(f"recipe={recipe.name}: training needs {recipe.needs}; --dry-run shows what it will take")
     settings: dict[str, Any] = {} if recipe is None else {"target": Path(recipe.target), **recipe.settings}

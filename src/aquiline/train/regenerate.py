@@ -1,8 +1,8 @@
-"""Answers of a target to many prompts, by the serving engine at full batch: what a draft trains on (on-policy data).
+"""Answers of a target to many prompts, by the serving engine at full batch: on-policy data to train a draft on.
 
-Owns which rows are answered, how each is drawn and what becomes of it. A row's temperature and seed follow from the
-run's seed and the row's place in the data alone; with an engine whose text depends on neither batch nor schedule, its
-answer is the same in whatever order, batch or continuation of a run it is written.
+Owns which rows are answered, how each is drawn, and its outcome. A row's temperature and seed follow only from the
+run's seed and the row's place in the data, and an exact engine's text depends on neither batch nor schedule. So a row's
+answer is the same in every order and batch, and in a continued run.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ LABELS = ("source", "category", "license")
 """Fields of an input row that its output row repeats."""
 
 DEFAULT_TEMPERATURES, DEFAULT_WEIGHTS = (0.0, 0.8, 1.0), (0.4, 0.4, 0.2)
-"""A draft serves greedy requests and others; both kinds of text are in its training data."""
+"""A draft serves greedy and sampled requests, so both kinds of text are in its training data."""
 
 NUM_REPORTED = 50
-"""Rows without an answer that are named; the others are counted."""
+"""At most this many rows without an answer are named; further ones are only counted."""
 
 
 @dataclass(frozen=True)
 class RegenerateConfig:
     """What to answer and how. Rows are numbered from 0 over all files of `data`, empty lines apart.
 
-    Rows are taken in an order that follows from shuffle_seed (None: as they stand), without those whose ids stand in
-    the files `skip_ids`; of that order `start` rows are left out and the next `limit` taken. Raises ValueError naming
-    the field, its value and the fix."""
+    Rows are shuffled by shuffle_seed (None: they keep their order), without the rows whose ids stand in the files
+    `skip_ids`. Then the first `start` rows are left out and the next `limit` are taken. Raises ValueError naming the
+    field, its value and the fix."""
 
     data: tuple[Path, ...]
     out: Path
@@ -90,9 +90,9 @@ class RegenerateConfig:
 
 @dataclass(eq=False)
 class Regeneration:
-    """One run. target: the checkpoint that `llm` runs, by whose bytes the output is known.
+    """One run. target: the checkpoint that `llm` runs; the output's settings store its fingerprint.
 
-    Raises ValueError if the data holds no row, or the output belongs to other settings, before anything is changed."""
+    Raises ValueError, and changes nothing, if the data holds no row or the output belongs to other settings."""
 
     llm: LLM
     template: ChatTemplate
@@ -145,8 +145,8 @@ class Regeneration:
         return done
 
     def _settings(self) -> dict[str, Any]:
-        """All that a row of the output depends on, its number apart. Of a draft, only `rejected` depends: a run may be
-        continued with a newer one."""
+        """Everything that a row of the output depends on, except its number. The draft is not among these settings, so
+        a run may be continued with a newer draft: only the field `rejected` depends on it."""
         config, models = self.config, self.llm.models
         return {
             "target_fingerprint": fingerprint(self.target),
@@ -163,7 +163,7 @@ class Regeneration:
         }
 
     def _select(self, known: set[int]) -> list[int]:
-        """The rows to answer, in order; counts those that are not asked for, `known` ones among them."""
+        """The rows to answer, in order. Counts the rows that are skipped; `known` holds the ids of skip_ids."""
         config = self.config
         order = [row for row in range(len(self.rows)) if row not in known]
         if config.shuffle_seed is not None:
@@ -180,8 +180,8 @@ class Regeneration:
         return [row for row in order[config.start : end] if row not in self.out.ids]
 
     def _requests(self) -> Iterator[Request | None]:
-        """Requests as the engine asks for them: a next turn as soon as there is one, while the prefix cache has what
-        came before; else a new conversation; None while all of the batch runs."""
+        """Requests in the order in which the engine takes them. A conversation's next turn comes first, while the
+        prefix cache still holds its earlier turns; otherwise a new conversation; None while the batch is full."""
         todo = iter(self.todo)
         while True:
             conversation: Conversation | None = None
@@ -213,7 +213,8 @@ class Regeneration:
         return Conversation(row, question, labels, temperature, seed, chain)
 
     def _request(self, conversation: Conversation) -> Request | None:
-        """What the engine is to continue; None if there is nothing: the template refuses it, or it is too long."""
+        """The request of a conversation's next turn. None if the template refuses the turn or the prompt is too
+        long."""
         sampling = SamplingParams(
             max_tokens=self.config.max_tokens, temperature=conversation.temperature, seed=conversation.seed
         )
@@ -251,7 +252,7 @@ class Regeneration:
         self.bar.advance()
 
     def _report(self, row: int, why: str) -> None:
-        """Say why a row has no answer, or not all: on stderr at once, and in the result."""
+        """Say why a row lacks an answer or some of its answers: on stderr at once, and in the result."""
         if len(self.reasons) == NUM_REPORTED:
             return
         where = self.rows[row].where

@@ -1,4 +1,4 @@
-"""What a regeneration did: rows by what became of them, answers by temperature, speed."""
+"""The result of a regeneration: rows by outcome, answers by temperature, speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tally:
 
     @property
     def mean_answer_tokens(self) -> float:
-        """Tokens of an answer; 0 without any."""
+        """Mean tokens of an answer; 0 without answers."""
         return self.num_answer_tokens / self.num_answers if self.num_answers else 0.0
 
     def as_dict(self) -> dict[str, object]:
@@ -46,12 +46,13 @@ class Tally:
 
 @dataclass(frozen=True)
 class Regenerated:
-    """What became of every row of the data: done + failed + skipped are num_rows.
+    """The outcome of every row of the data: num_done + num_failed + num_skipped = num_rows.
 
-    num_done rows stand in the output, num_resumed of them from earlier runs. num_failed are broken, or gave logits that
-    are no numbers; skipped, by reason, were not asked for or do not fit. num_shortened are done, without their last
-    turns. reasons: "FILE line N: why" of rows of this run that lack an answer, as many as were named. total,
-    by_temperature: sums over the output; answer_tokens, seconds and summary are of this run alone."""
+    num_done: rows in the output; num_resumed of them are from earlier runs. num_failed: broken rows, and rows whose
+    logits are not numbers. skipped, by reason: rows that were not asked for or do not fit. num_shortened: rows that are
+    done but lack their last turns. reasons: "FILE line N: why" for rows of this run that lack an answer, up to
+    NUM_REPORTED. total and by_temperature: sums over the whole output. answer_tokens, seconds and summary: of this run
+    only."""
 
     num_rows: int
     num_done: int
@@ -73,7 +74,7 @@ class Regenerated:
 
     @property
     def tokens_per_s(self) -> float:
-        """Answer tokens per second of the run; prompts are in the time alone."""
+        """Answer tokens per second of the run. Prompt tokens are not counted, the time for them is."""
         return self.answer_tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, object]:

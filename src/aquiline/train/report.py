@@ -20,8 +20,8 @@ from aquiline.train.trackers import flat_figures, open_trackers
 
 @dataclass(frozen=True)
 class StepReport:
-    """A line of the log: figures are means over the steps since the line before, grad_norm and lr those of the last
-    one, done the share of the budget used, tokens those of the whole run."""
+    """A line of the log. figures: means over the steps since the line before. grad_norm and lr: of the last step.
+    done: the share of the budget used. tokens: of the whole run."""
 
     step: int
     done: float
@@ -60,7 +60,7 @@ class Silent:
 class Reporter:
     """Shows a run on stderr and appends one JSON object a log step to OUT/train.jsonl.
 
-    after_step: the step that a resumed run goes on from; what was logged beyond it is dropped. None begins anew."""
+    after_step: the step from which a resumed run goes on; later log lines are dropped. None: the log starts empty."""
 
     def __init__(
         self, out: Path, *, after_step: int | None = None, log: tuple[str, ...] = (), quiet: bool = False
@@ -83,11 +83,11 @@ class Reporter:
             self.bar.start()
 
     def say(self, text: str) -> None:
-        """A line for the reader."""
+        """Print a line of text."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, r: StepReport) -> None:
-        """A logged training step."""
+        """Log and show a training step."""
         record = r.record()
         self._write({"kind": "step", **record})
         self._track(r.step, flat_figures("train", _finite(record)))
@@ -100,7 +100,7 @@ class Reporter:
             self.say(f"{100 * r.done:5.1f}%  {text}  ETA {self._eta(r.done)}")
 
     def judged(self, step: int, seconds: float, tokens: int, j: Judgement, is_best: bool) -> None:
-        """A look at held-out text."""
+        """Log and show a judgement on held-out text."""
         self.tau = j.tau
         self._write({"kind": "eval", "step": step, "seconds": seconds, "tokens": tokens, **judgement_dict(j)})
         self._track(step, flat_figures("held_out", judgement_dict(j)))
@@ -139,7 +139,7 @@ class Reporter:
 
 
 def _finite(value: Any) -> Any:
-    """A record with null for what is not a number, which JSON cannot say."""
+    """A record with None in the place of NaN and infinities, which JSON cannot express."""
     if isinstance(value, dict):
         return {name: _finite(v) for name, v in value.items()}
     if isinstance(value, list | tuple):

@@ -22,28 +22,28 @@ DERIVED = (
     "lr", "target", "data", "held_out", "draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads", "capture",
     "draft_window", "rope_scaling",
 )  # fmt: skip
-"""Fields whose meaning is stored: the rate used, digests of weights and tokens, the shape of the draft."""
+"""Fields for which a derived value is stored: the rate used, digests of weights and data, the draft's shape."""
 CHANGEABLE = (
     "data", "held_out", "eval_rows", "eval_tokens", "lr", "batch_size", "accumulate", "context", "ttt_steps",
     "late_share", "loss", "loss_on", "replay", "decay", "warmup", "clip", "seed",
 )  # fmt: skip
-"""What --may-differ can name: the weights and the optimizer's state mean the same under another value."""
+"""Fields that --may-differ can name: weights and optimizer state stay valid under another value."""
 JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps")
-"""Scores before and after a change of these cannot be compared."""
+"""Fields that change how drafts are judged: scores from before and after a change cannot be compared."""
 BUDGET = ("steps", "tokens", "minutes", "epochs")
-"""A longer or shorter budget is told, not refused: the learning rate follows the new one from where the run stands."""
+"""A changed budget is announced, not refused: the learning rate follows the new budget from the present step on."""
 UNSTORED = {"replay": 1.0}
 """Fields that older checkpoints lack, with the value that their runs had."""
 FREE = (
     "out", "init", "norm_feedback", "resume", "may_differ", "log_every", "eval_every", "features", "keep",
     "save_every_minutes", "parallel", "attention", "log",
 )  # fmt: skip
-"""Nothing the weights depend on, rounding apart: `parallel` and `attention` add in another order."""
+"""Fields that the weights do not depend on, except for rounding: `parallel` and `attention` change orders of sums."""
 
 
 def corpus_digest(corpus: Corpus) -> str:
-    """128 bits of the hash of a corpus: tokens, document boundaries, mask, and rejected tokens where there are any, so
-    that a corpus without them keeps the digest that older checkpoints store."""
+    """128 bits of the hash of a corpus: tokens, document boundaries, mask, and rejected tokens if there are any. So a
+    corpus without rejected tokens keeps the digest that older checkpoints store."""
     digest = hashlib.sha256()
     for array, kind in ((corpus.tokens, "<i4"), (corpus.starts, "<i8"), (corpus.mask, "?")):
         digest.update(array.astype(kind).tobytes())
@@ -59,14 +59,14 @@ def settings_of(config: TrainConfig, derived: Mapping[str, Any]) -> dict[str, An
 
 
 class Changes(NamedTuple):
-    """What the user should be told, and whether the best score so far is out of date."""
+    """notices: what the user must be told. is_judged_anew: whether the best score so far can no longer be compared."""
 
     notices: list[str]
     is_judged_anew: bool
 
 
 def check_settings(stored: Mapping[str, Any], now: Mapping[str, Any], may_differ: tuple[str, ...]) -> Changes:
-    """Compare a run's settings with those it is resumed with.
+    """Compare a run's stored settings with those of the command that resumes it.
 
     Raises ValueError naming every field that differs and is not in `may_differ`."""
     unknown = sorted(set(may_differ) - set(CHANGEABLE))

@@ -17,17 +17,17 @@ from aquiline.types import Bool
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads rows for one target. loss_on "answers" counts what loss masks and chat templates say the model wrote,
-    "all" every token of every row."""
+    """Reads rows for one target. loss_on: "answers" counts the tokens that the model wrote, by loss masks and chat
+    templates; "all" counts every token of every row."""
 
     ids: TokenIds
     loss_on: str = "answers"
 
     def documents(self, row: object, key: str) -> list[Document]:
-        """The documents of a row: one, but for conversations whose template rewrites earlier answers.
+        """The documents of a row: one, or several for a conversation whose template rewrites earlier answers.
 
-        Ids with a loss mask are taken as they are; next best is a conversation, then ids, then text. Raises RowError
-        for a row that cannot be used, ValueError where no such row could be."""
+        A row with ids and a loss mask is taken as it is. Otherwise the first of these counts: a conversation, ids, a
+        text. Raises RowError for a row that cannot be used, ValueError if the target can use no row of that kind."""
         if not isinstance(row, dict):
             raise RowError("not an object")
         tokens = row.get("input_ids", row.get("token_ids"))

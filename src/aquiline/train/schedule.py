@@ -1,4 +1,4 @@
-"""How far a run is and when it ends: budgets in steps, tokens, epochs and minutes, and the time that a look takes.
+"""A run's progress and end: budgets in steps, tokens, epochs and minutes, and the time that a judgement takes.
 
 The learning rate follows the share of the budget that is used (optimizer.py), so everything but a budget in minutes
 repeats exactly.
@@ -14,8 +14,8 @@ from aquiline.train.config import TrainConfig
 
 @dataclass(eq=False)
 class Progress:
-    """How far a run is; saved with every checkpoint. seconds: since the command began, those of earlier runs that this
-    one resumes included. bad_steps: steps skipped in a row."""
+    """The progress of a run, saved with every checkpoint. seconds: since the command began, plus those of the earlier
+    runs that it resumes. bad_steps: steps skipped in a row."""
 
     step: int = 0
     tokens: int = 0
@@ -26,7 +26,7 @@ class Progress:
 
 
 class Clock:
-    """Seconds of a run, from the start of its command on, and the longest look so far."""
+    """Seconds of a run, from the start of its command on, and of the longest judgement ("look") so far."""
 
     def __init__(self) -> None:
         self.began = self.saved = time.perf_counter()
@@ -34,15 +34,15 @@ class Clock:
         self.look_s = 0.0
 
     def seconds(self) -> float:
-        """Since the run began, the runs it resumes included."""
+        """Seconds since the command began, plus those of the runs that it resumes."""
         return self.earlier + time.perf_counter() - self.began
 
     def looked(self, began: float) -> None:
-        """A look has ended that began at `seconds() == began`."""
+        """A judgement has ended that began when `seconds()` was `began`."""
         self.look_s = max(self.look_s, self.seconds() - began)
 
     def minutes_since_save(self) -> float:
-        """Since the last checkpoint, or since the command began."""
+        """Minutes since the last checkpoint, or since the command began."""
         return (time.perf_counter() - self.saved) / 60
 
     def save_done(self) -> None:
@@ -59,7 +59,8 @@ class Budget:
         self.epoch_steps = max(1, round(epochs * steps_per_epoch)) if epochs else None
 
     def share(self, progress: Progress, look_s: float) -> float:
-        """Share of the budget used, at least 1 at the end. The minutes leave `look_s` for the look at the end."""
+        """Share of the budget used; 1 or more ends the run. A budget in minutes leaves `look_s` seconds for the last
+        judgement."""
         shares = [0.0]
         for used, budget in (
             (progress.step, self.steps),

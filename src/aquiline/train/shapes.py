@@ -16,8 +16,9 @@ from aquiline.train.vocabulary import DEFAULT_SIZE
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A decoder with attention and a gated MLP in every layer. With experts, intermediate_size is one expert's and
-    expert_bits what one of its weights is stored in; `has_biases` adds one to every projection, and a sink per head."""
+    """A decoder with attention and a gated MLP in every layer. With experts, intermediate_size is that of one expert,
+    and expert_bits are the bits that store one weight of it. has_biases: every projection has a bias, and every head a
+    sink."""
 
     hidden_size: int
     intermediate_size: int
@@ -49,19 +50,19 @@ class TargetShape:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of all queries together, and of all keys."""
+        """Width of all query heads together, and of all key heads."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
     def expert_parameters(self) -> int:
-        """Of the experts of all layers, biases included; 0 without experts."""
+        """Parameters of the experts of all layers, biases included; 0 without experts."""
         H, inner = self.hidden_size, self.intermediate_size
         biases = 2 * inner + H if self.has_biases else 0
         return self.num_layers * self.num_experts * (3 * H * inner + biases)
 
     @property
     def parameters(self) -> int:
-        """All of them; a tied head once."""
+        """All parameters; a tied head counts once."""
         H, (q, kv) = self.hidden_size, self.widths
         layer = 2 * H * (q + kv) + 2 * H
         layer += q + 2 * kv if self.qkv_bias or self.has_biases else 0
@@ -78,7 +79,7 @@ class TargetShape:
 
     @property
     def stored_bytes(self) -> int:
-        """As published: bfloat16, experts in their own format."""
+        """Bytes of the published weights: bfloat16, experts in their own format."""
         experts = self.expert_parameters
         return 2 * (self.parameters - experts) + round(experts * self.expert_bits / 8)
 
@@ -104,7 +105,7 @@ class DraftShape:
 
     @staticmethod
     def of(target: TargetShape, config: TrainConfig) -> DraftShape:
-        """The target's shape where the run does not ask for another."""
+        """The draft's shape in a run of these settings; sizes that the settings leave open are the target's."""
         return DraftShape(
             target.hidden_size,
             config.intermediate_size or target.intermediate_size,
@@ -133,5 +134,5 @@ class DraftShape:
 
     @property
     def parameters(self) -> int:
-        """Those that are trained; the embedding is the target's."""
+        """Parameters that are trained; the embedding is the target's."""
         return self.fuse_products + self.layer_products + self.head_products + 4 * self.hidden_size

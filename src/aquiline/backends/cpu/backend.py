@@ -1,4 +1,4 @@
-"""Steps over the native library: messages in, what they decided out. See backends/base.py, Backend.
+"""Steps over the native library: StepInput in, StepOutput out. See backends/base.py, Backend.
 
 Owns the memory that a step computes with; the library owns the slots (csrc/stages/batch.h).
 """
@@ -69,7 +69,7 @@ class CpuBackend:
         max_rows, width = sizes.max_rows, pair.target_model.hidden_size
         self.kv = new_group(pair.target, sizes.num_pages, sizes.page_size, pair.kv_dtype)
         self.draft_kv: KVGroup | None = None
-        self.fused: Float32 | None = None  # [P, page_size, H]: by KV index, what the draft reads of the target
+        self.fused: Float32 | None = None  # [P, page_size, H]: by KV index, the target's features fused for the draft
         self._hidden = np.empty((max_rows, width), np.float32)
         self._features = np.empty((max_rows, pair.target_model.num_capture * width), np.float32)
         config = AqBatchConfig(
@@ -186,7 +186,7 @@ class CpuBackend:
             library().time_parts(None)
 
     def _finish(self, step: StepInput) -> CpuPending:
-        """What the library reported of the step, and the log-probabilities that it asks for."""
+        """The step's outcome as the library reported it, with the log-probabilities that its sequences ask for."""
         out, decodes, chunks = self._batch.out, [], []
         size = out[0]
         found = out[2 : 2 + size]
@@ -212,7 +212,7 @@ class CpuBackend:
 
 
 def read_trees(raw: bytes, decodes: list[Decoded]) -> tuple[DraftTree, AcceptResult]:
-    """The trees of a step and what was kept of them, from the last part of what aq_keep reports."""
+    """The trees of a step and their kept paths, from the last part of the report of aq_keep."""
     flat = np.frombuffer(raw, np.int32)
     width = max((len(d.kept) for d in decodes), default=1)
     tokens, parents, offsets = [], [], [0]

@@ -28,10 +28,11 @@ CHAIN, STATIC, DYNAMIC = range(3)
 
 
 class NativeBatch:
-    """The slots of one engine inside the library. `kept` holds what the config points to.
+    """The slots of one engine inside the library. `kept` keeps alive the arrays that the config points to.
 
-    A stage raises ValueError where it refuses its input, which then has changed nothing, and NativeError where it fails
-    inside. out holds what the last one reported, seconds [5] what the stages of the last step took."""
+    Each method that runs a stage raises ValueError if the library refuses its input; nothing has changed then. It
+    raises NativeError if the stage fails inside. `out` holds the report of the last stage, `seconds` [5] the time of
+    the last step's stages."""
 
     def __init__(self, config: AqBatchConfig, kept: object) -> None:
         self._kept = config, kept
@@ -48,7 +49,7 @@ class NativeBatch:
         self._closing = finalize(self, lib.close_batch, self._handle)
 
     def close(self) -> None:
-        """Give the slots back, as whoever drops the batch does; doing it twice is no harm."""
+        """Free the slots, as dropping the last reference to the batch does. Closing twice does nothing."""
         self._handle = None
         self._closing()
 
@@ -80,7 +81,7 @@ class NativeBatch:
             self._check(self._library.step(self._handle, self._pack(step), None, 0, self.out, self.seconds))
 
     def read_trees(self, count: int) -> DraftTree:
-        """The trees of `count` decodes that were drafted and not verified yet."""
+        """The trees of `count` decodes that were drafted and have not been verified yet."""
         self._check(self._library.read_trees(self._handle, self.out))
         offsets = np.array(self.out[: count + 1], np.int32)
         num = int(offsets[-1])
@@ -88,7 +89,7 @@ class NativeBatch:
         return new_tree(tokens, parents, offsets)
 
     def replace_trees(self, tree: DraftTree, count: int) -> None:
-        """Verify these instead. Raises ValueError for what is no tree, or has another root."""
+        """Verify these trees instead of the drafted ones. Raises ValueError for an invalid tree or another root."""
         shape = tree.topology
         if not len(shape.offsets) == count + 1 or not len(tree.tokens) == len(shape.parents) == shape.offsets[-1]:
             raise ValueError(
@@ -131,7 +132,7 @@ class NativeBatch:
         return self._message
 
     def _shape(self, drafting: Drafting) -> int:
-        """The library's number of a way to draft; -1 for one that needs no draft model."""
+        """The number under which the library knows a way to draft; -1 if it needs no draft model."""
         number = -1
         if drafting.needs_draft_model:
             found = c_int32()
@@ -143,13 +144,14 @@ class NativeBatch:
         return number
 
     def _admits(self, step: StepInput) -> tuple[Any, list[object]]:
-        """The step's admissions, and the arrays behind them."""
+        """The step's admissions, and the arrays that they point to."""
         kept: list[object] = []
         return (AqAdmit * len(step.admits))(*(admission(admit, kept) for admit in step.admits)), kept
 
 
 def shape_of(drafting: Drafting) -> tuple[AqShape, object]:
-    """A way to draft as the library grows it, and the arrays behind it. Raises ValueError for one it does not know."""
+    """A way to draft as the library's struct, and the arrays that it points to. Raises ValueError for a way to draft
+    that the library cannot grow."""
     if isinstance(drafting, Chain):
         return AqShape(CHAIN, drafting.num_spec_tokens, 1, drafting.max_nodes), None
     if isinstance(drafting, Dynamic):

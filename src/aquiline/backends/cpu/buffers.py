@@ -25,7 +25,7 @@ def address(name: str, array: NDArray[Any], dtype: Any) -> int:
 def pointer(array: NDArray[Any]) -> int:
     """Where an array begins, unchecked."""
     try:
-        # A fifth of the time that numpy takes to tell.
+        # Takes a fifth of the time of numpy's own attributes.
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # read-only, or empty
         return int(array.__array_interface__["data"][0])

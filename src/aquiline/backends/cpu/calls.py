@@ -1,8 +1,8 @@
 """Models and linears of the native library, one call at a time, on numpy buffers.
 
 Owns packed weights and the structs that describe the caller's buffers; computes nothing itself. A decode step of a
-small model takes a millisecond, so a call may cost microseconds: structs are kept for the rows and caches that come
-again.
+small model takes a millisecond, so a call may cost microseconds only: the structs of rows and caches are kept for the
+next call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def missing_reason() -> str | None:
 
 
 def system() -> dict[str, str | int]:
-    """What results should be reported with: instruction set, threads, and the arithmetic a model has by default."""
+    """What a result must state: instruction set, threads, and the default arithmetic of a model."""
     loaded = library()
     return {"isa": loaded.isa(), "threads": loaded.num_threads(), "arithmetic": "float32"}
 
@@ -60,12 +60,12 @@ def select_isa(name: str | None) -> None:
 class NativeModel:
     """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
 
-    arithmetic "bfloat16" multiplies bfloat16 weights, keys and values with factors rounded to bfloat16, twice as fast.
-    A row's bits depend as little on other rows, threads and chunks as in float32, but they are others, and only
-    has_bf16_dot() CPUs have it. Sums, norms and sampling are float32 in both.
+    arithmetic "bfloat16" multiplies bfloat16 weights, keys and values by factors rounded to bfloat16, which is twice as
+    fast and needs a CPU for which has_bf16_dot() holds. As in float32, a row's bits do not depend on other rows,
+    threads or chunks; but they are not the bits that float32 gives. Sums, norms and sampling are float32 in both.
 
-    dtype "int8" or "int4" quantises the linears, the head among them; None stores them as given. The embedding and the
-    norms stay as they are.
+    dtype "int8" or "int4" quantises the linears, the head included; None stores them as given. The embedding and the
+    norms are never quantised.
 
     Not thread-safe: it reuses its argument structs (the library serialises calls anyway)."""
 
@@ -75,7 +75,7 @@ class NativeModel:
         self._library = library()
         self._arena = Arena()
         self._kept: list[Any] = []
-        # By weak key: caches live as long as their engines do, and a model outlives many of those.
+        # Weak keys: caches live as long as their engines, and a model outlives many engines.
         self._kvs: WeakKeyDictionary[KVGroup, AqKV] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Rows, tuple[tuple[Any, ...], AqRows]] = WeakKeyDictionary()
         self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
@@ -179,7 +179,8 @@ class NativeModel:
     def draw(self, hidden: Float32, row_index: Int32, sampling: RowSampling, d2t: Int32 | None = None) -> Int32:
         """Draw a token for each of n rows of hidden; -1 where a logit is NaN or none is finite.
 
-        A draft that is given its d2t [Vd] draws target ids, each with the noise that the target gives it."""
+        d2t [Vd], for a draft: the ids drawn are target ids, each with the noise that the target's draw gives that
+        id."""
         at, index, n = self._selection(hidden, row_index)
         assert len(sampling) == n, (len(sampling), n)
         tokens = np.empty(n, np.int32)
@@ -195,8 +196,9 @@ class NativeModel:
         sampling: RowSampling | None = None,
         d2t: Int32 | None = None,
     ) -> TopK:
-        """The k most probable ids and their log-probabilities for each of n rows of hidden; with `sampling`, by the
-        logits over its temperature plus the noise of a draw. d2t as in `draw`."""
+        """The k most probable ids and their log-probabilities for each of n rows of hidden. With `sampling`, ids are
+        ranked by logits / temperature + the noise of a draw, and the log-probabilities are those of these sums. d2t as
+        in `draw`."""
         at, index, n = self._selection(hidden, row_index)
         result = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
         assert sampling is None or len(sampling) == n, (sampling, n)

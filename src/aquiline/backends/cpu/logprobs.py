@@ -1,4 +1,4 @@
-"""Log-probabilities of kept tokens and of prompts, for the sequences that ask, from the rows of the last forward."""
+"""Log-probabilities of kept tokens and of prompts, for sequences that ask, computed from the last forward's rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, TokenLogprobs
 
 ROWS = 64
-"""Rows whose logits are looked at together."""
+"""Rows whose logits are computed at once."""
 
 
 @dataclass(eq=False)
 class _Wish:
-    """What a slot's sequence wants to know. tokens: its prompt; num_read: prompt log-probabilities already given."""
+    """The log-probabilities that a slot's sequence asks for. kept and prompt: how many best ids beside each output
+    token and each prompt token, None for no log-probabilities at all; tokens: the prompt; num_read: prompt
+    log-probabilities already returned."""
 
     kept: int | None
     prompt: int | None
@@ -27,7 +29,8 @@ class _Wish:
 
 
 class LogprobReader:
-    """Reads what hidden [max_rows, H] holds. A row tells of the token behind its own."""
+    """Computes log-probabilities from hidden [max_rows, H] of the last forward. A row gives the log-probability of the
+    token behind the row's own."""
 
     def __init__(self, model: NativeModel, hidden: Float32) -> None:
         self._model, self._hidden = model, hidden
@@ -35,11 +38,11 @@ class LogprobReader:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any slot asks."""
+        """Whether any slot's sequence asks for log-probabilities."""
         return bool(self._wishes)
 
     def admit(self, admits: tuple[Admit, ...]) -> None:
-        """Sequences take slots."""
+        """Note what the sequences that take slots ask for."""
         for admit in admits:
             self._wishes.pop(admit.slot, None)
             sampling = admit.sampling
@@ -56,7 +59,7 @@ class LogprobReader:
         chunks: list[Prefilled],
         trees: Callable[[], tuple[DraftTree, AcceptResult]],
     ) -> tuple[list[Decoded], list[Prefilled]]:
-        """The step's results with the log-probabilities that their slots ask for."""
+        """The step's results, with the log-probabilities that their sequences ask for filled in."""
         first, path = 0, None
         decodes, chunks = list(decodes), list(chunks)
         for b, (decode, decoded) in enumerate(zip(step.decodes, decodes, strict=True)):
@@ -79,7 +82,8 @@ class LogprobReader:
         return decodes, chunks
 
     def _read_prompt(self, wish: _Wish, k: int, start: int, end: int, first: int) -> list[TokenLogprobs]:
-        """Row i tells of token i + 1; what an earlier stay has given is not given again."""
+        """Prompt log-probabilities from a chunk's rows: row i gives that of token i + 1. What was returned before a
+        preemption is not returned again."""
         begin, end = max(wish.num_read, start), min(end, len(wish.tokens) - 1)
         told: list[TokenLogprobs] = []
         for at in range(begin, end, ROWS):

@@ -1,8 +1,8 @@
 """The ctypes mirror of csrc/api/aquiline.h and csrc/stages/stages.h: structs, signatures, loading. A library that was
 built from other structs or signatures is refused with the fix when it is loaded. Knows nothing of models or the engine.
 
-Every array crosses as a bare address, so a call costs about a microsecond. Whoever fills a struct keeps the arrays
-behind it alive.
+Every array crosses as a bare address, so a call costs about a microsecond. The code that fills a struct must keep the
+arrays alive that it points to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from aquiline.errors import NativeError
 
 FORMATS = ("float32", "bfloat16", "bfloat16_dot", "int8", "int4", "float16")
-"""Storage formats, each at the place that is its code."""
+"""Storage formats; a format's code is its place in this list."""
 
 FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(len(FORMATS))
 DENSE = 0
@@ -206,7 +206,7 @@ def abi() -> int:
 
 
 def mismatch(dll: ctypes.CDLL) -> str | None:
-    """How a library differs from what this mirror says of it; None if it does not."""
+    """The first difference between a library and this mirror; None if there is none."""
     dll.aq_abi.restype, dll.aq_abi.argtypes = c_int64, [c_char_p]
     dll.aq_format_name.restype, dll.aq_format_name.argtypes = c_char_p, [c_int32]
     for struct in STRUCTS:
@@ -243,7 +243,7 @@ class Library:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._dll, f"aq_{name}")
-        setattr(self, name, function)  # later look-ups find it without coming here
+        setattr(self, name, function)  # so that later look-ups do not call __getattr__
         return function
 
     def last_error(self) -> str:

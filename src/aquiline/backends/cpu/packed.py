@@ -1,4 +1,4 @@
-"""Weights in the native library's layout: memory for them, one linear, and what can be packed at all."""
+"""Weights in the native library's layout: their memory, one packed linear, and which dtypes can be packed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kv_code(name: str, keys: Tensor) -> int:
 
 
 def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> None:
-    """Raises ValueError or NativeError if a linear cannot run in an arithmetic other than float32."""
+    """Raises ValueError or NativeError unless a linear can run in `arithmetic`, which is not float32."""
     if arithmetic != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32' or 'bfloat16'")
     if weight.dtype != torch.bfloat16 or dtype is not None:
@@ -56,8 +56,8 @@ def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> 
 
 
 class Arena:
-    """Memory for packed weights, in chunks so large that numpy asks for huge pages: streaming a model through 4 KB
-    pages costs it about 5 % in address translation. Untouched memory is never resident."""
+    """Memory for packed weights, in chunks so large that numpy asks for huge pages: reading a model through 4 KB pages
+    takes about 5 % longer, for address translation. Memory that was never written is not resident."""
 
     CHUNK = 32 << 20
 

@@ -1,4 +1,4 @@
-"""A target and its draft in the native library's layout, and what can be loaded at all."""
+"""A target and its draft in the native library's layout, and which settings they can be loaded with."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def missing_reason(environment: Environment) -> str | None:
 
 
 def configure(environment: Environment) -> None:
-    """Use the instruction set and the threads that the environment names: by default the best and a core each."""
+    """Use the instruction set and number of threads that the environment names. By default, the best instruction set
+    and one thread for each usable core."""
     calls.select_isa(environment.isa)
     calls.set_threads(environment.num_threads or usable_cores())
 
 
 def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
-    """The arithmetic over weights stored as `dtype`; "auto" is the faster of those there are.
+    """The arithmetic over weights stored as `dtype`; "auto" is the fastest one that this CPU can run.
 
-    Raises ValueError, naming the fix, for one that cannot run."""
+    Raises ValueError, naming the fix, for an arithmetic that cannot run."""
     if arithmetic == "auto":
         return "bfloat16" if dtype == "bfloat16" and packed.has_bf16_dot() else "float32"
     if arithmetic not in ("float32", "bfloat16"):
@@ -57,8 +58,8 @@ def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
 def resolve_kv_dtype(kv_dtype: str, dtype: str) -> str:
     """How keys and values are stored beside weights stored as `dtype`: "auto" is float32 beside float32, else bfloat16.
 
-    Keys are bfloat16 beside float16 weights too: a key has no bound that float16's 65504 would be sure to hold. Raises
-    ValueError for one that the library does not store."""
+    Keys are bfloat16 beside float16 weights too, because a key may exceed float16's largest number, 65504. Raises
+    ValueError for a kv_dtype that the library does not store."""
     if kv_dtype == "auto":
         return "float32" if storage_dtype(dtype) == torch.float32 else "bfloat16"
     if kv_dtype not in KV_DTYPES:
@@ -68,7 +69,8 @@ def resolve_kv_dtype(kv_dtype: str, dtype: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class NativeDraft:
-    """A draft head: its layer and head, the fusion of features, and what is added to its ids [Vd]."""
+    """A draft head, packed. model: its layer and head; fusion: how features are fused; d2t [Vd]: what is added to a
+    draft id to get the target id."""
 
     model: NativeModel
     fusion: AqFusion

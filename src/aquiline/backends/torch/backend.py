@@ -26,7 +26,7 @@ from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32
 
 LOGPROB_ROWS = 64
-"""Rows whose logits are looked at together."""
+"""Rows whose logits are computed at once."""
 
 
 class TorchBackend:
@@ -199,7 +199,7 @@ class TorchBackend:
         depths, tokens = tree.depths[0], tree.tokens[0]
         below_root = on_path.clone()
         below_root[:, 0] = False
-        # Token t steps behind the one to be drawn: on the node's path down to the root, then in the text before it.
+        # The tokens before the one to be drawn, the last first: from the node's path up to the root, then older text.
         back = depths[:, None] - torch.arange(rules.max_back, device=self.device)
         levels = tree.levels(on_path[None])[0]
         drafted = tokens[levels.gather(1, back.clamp(min=0))]
@@ -254,7 +254,7 @@ class TorchBackend:
     def _prefill(
         self, chunks: tuple[Chunk, ...], hidden: Tensor, features: Tensor, allowed: Tensor | None
     ) -> list[PrefilledRows]:
-        """What follows the target's forward over the chunks, whose rows stand one after the other."""
+        """Finish each chunk after the target's forward; the chunks' rows stand one after the other."""
         found, first = [], 0
         for chunk in chunks:
             rows = slice(first, first + chunk.end - chunk.start)
@@ -285,7 +285,7 @@ class TorchBackend:
         return PrefilledRows(token, host.draft_end, columns, prompt)
 
     def _first_token(self, chunk: Chunk, slots: Tensor, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """The token that the last row draws, [1]: a tree of its root alone."""
+        """The token [1] that the chunk's last row draws. The row is treated as a tree that is a root alone."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         tree = Trees(self.state.history[chunk.slot, chunk.end - 1].view(1, 1), zero, zero, (1,), 0)
         base = torch.tensor(chunk.end - 1, device=self.device)
@@ -295,7 +295,8 @@ class TorchBackend:
         return draw(logits, self.state.sampling([chunk.slot], slots, base.view(1) + 1), self.all_ids)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobColumns]:
-        """Row i tells of token i + 1. What an earlier stay has returned is not computed again."""
+        """Prompt log-probabilities from a chunk's rows: row i gives that of token i + 1. What was returned before a
+        preemption is not computed again."""
         host = self.state.hosts[chunk.slot]
         k = host.admit.sampling.prompt_logprobs
         assert k is not None
@@ -309,7 +310,7 @@ class TorchBackend:
         return columns
 
     def _extend_prompt(self, chunk: Chunk, slots: Tensor, features: Tensor) -> None:
-        """Keep a chunk's features and write its draft keys: those whose next token is in the prompt."""
+        """Keep a chunk's features and write the draft keys of its tokens whose next token is known."""
         assert self._draft is not None
         host = self.state.hosts[chunk.slot]
         index = torch.arange(chunk.start, chunk.end, device=self.device)[None]

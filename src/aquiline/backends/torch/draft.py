@@ -1,8 +1,8 @@
 """How trees grow below roots: one pass that brings the draft's keys up to the roots, then one pass per level.
 
-Draft row j pairs the target's fused feature of token j with token j + 1 and has its key at KV index j + 1. Rows of
-drafted tokens have no feature: their parent's own output takes its place. They are written behind the root one after
-the other and forgotten; the next step overwrites them.
+Draft row j pairs the target's fused feature of token j with token j + 1 and has its key at KV index j + 1. Drafted
+tokens have no feature yet: the draft's own output at the parent takes its place. The keys of drafted rows are scratch:
+they are written behind the root one after the other, and the next step overwrites them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from aquiline.spec.tree import static_shape
 
 @dataclass(frozen=True)
 class Roots:
-    """The b slots that a group of trees grows in: their numbers, on host and device, roots and root tokens [b], and the
-    draft's output [b, H] at the row right before each root."""
+    """The roots of a group of b trees. numbers and slots [b]: their slots, on host and device; root [b]: KV index of
+    each root; tokens [b]: root tokens; output [b, H]: the draft's output at the row whose token is the root."""
 
     numbers: list[int]
     slots: Tensor
@@ -44,17 +44,20 @@ class Draft:
         self.target_ids = head.target_ids(torch.arange(head.config.draft_vocab_size, device=state.device))
 
     def keep_features(self, places: Tensor, features: Tensor) -> None:
-        """Fuse the target's features [n, 3 Ht] of tokens whose KV indices have these places [n]."""
+        """Fuse the target's features [n, 3 Ht] and store them at `places` [n], the places of their tokens' KV
+        indices."""
         self.fused[places] = self.head.fuse(features)
 
     def catch_up(self, slots: Tensor, until: Tensor, width: int, longest: int) -> Tensor:
-        """Write all keys below KV index until [b] that are missing, at most `width` of each slot and `longest` at all.
-        Returns the output [b, H] of each slot's last row, which stands at KV index until - 1."""
-        state, width = self.state, max(1, width)  # the last row's output is wanted even where its key is there
+        """Write the missing draft keys below KV index until [b] of each slot. Returns the output [b, H] of each slot's
+        last row, whose key stands at KV index until - 1.
+
+        `width`: the most keys that a slot may lack. `longest`: an upper bound of `until`."""
+        state, width = self.state, max(1, width)  # the last row's output is needed even if its key is written
         rows = until[:, None] - 2 - torch.arange(width - 1, -1, -1, device=state.device)
         is_missing = rows >= state.draft_end[slots][:, None] - 1
         rows = torch.where(is_missing, rows, until[:, None] - 2)
-        # Rows that only fill the shape compute the last row once more and write it nowhere.
+        # Rows that only fill the shape repeat the last row and write their keys to the scratch place.
         known = state.places(slots, rows)
         block = self._block(
             slots, state.tokens_at(slots, rows + 1), rows, state.places(slots, rows + 1, is_missing),
@@ -65,7 +68,7 @@ class Draft:
         return output.view(len(slots), width, -1)[:, -1]
 
     def grow(self, drafting: Drafting, roots: Roots, longest: int) -> Trees:
-        """A tree of that kind below every root; `longest`: KV indices that the rows may reach at most."""
+        """A tree below every root, grown as `drafting` says. `longest`: KV indices that the rows may reach at most."""
         if isinstance(drafting, Chain):
             return self._chain(drafting, roots, longest)
         if isinstance(drafting, Static):
@@ -74,13 +77,13 @@ class Draft:
         return self._dynamic(drafting, roots, longest)
 
     def _chain(self, drafting: Chain, roots: Roots, longest: int) -> Trees:
-        """Each token is drawn as the target will draw it, by the draft's logits and with the same noise: that agrees
-        with the target more often than the draft's best guess. Source: Daliri, Musco and Suresh, arXiv 2408.07978."""
+        """Draw each token from the draft's logits with the noise that the target's draw will use. Such a token agrees
+        with the target's more often than the draft's best guess. Source: Daliri, Musco and Suresh, arXiv 2408.07978."""
         tokens, output, K = [roots.tokens], roots.output, drafting.num_spec_tokens
         for level in range(K):
             sampling = self.state.sampling(roots.numbers, roots.slots, roots.root + level + 1)
             drawn = draw(self.head.logits(output), sampling, self.target_ids)
-            tokens.append(torch.where(drawn >= 0, drawn, self.target_ids[0]))  # no number: any token is as good
+            tokens.append(torch.where(drawn >= 0, drawn, self.target_ids[0]))  # logits are not numbers: any token
             if level + 1 < K:
                 at = (roots.root + level)[:, None]
                 place = self.state.places(roots.slots, at + 1)
@@ -118,8 +121,9 @@ class Draft:
         return Trees(tokens, every[0], every[1], (num,) * b, max(level_of))
 
     def _dynamic(self, drafting: Dynamic, roots: Roots, longest: int) -> Trees:
-        """Scores are cumulative log-probabilities. A child that ties with its parent stands behind it, so a parent is
-        chosen whenever its child is."""
+        """Grow EAGLE-2's dynamic tree: keep the candidates with the best cumulative log-probabilities. A child's score
+        is at most its parent's, and a child that ties stands behind its parent, so a parent is chosen whenever its
+        child is."""
         k, b, device = drafting.top_k, len(roots.slots), self.state.device
         every = torch.arange(b, device=device)[:, None]
         best, logprobs = self._children(roots, roots.output[:, None], 0, k)
@@ -164,8 +168,10 @@ class Draft:
         return found[0].view(b, m, k), found[1].view(b, m, k)
 
     def _expand(self, roots: Roots, tokens: Tensor, source: Tensor, tails: Tensor, longest: int) -> Tensor:
-        """Run m nodes of one level: tokens [b, m], their parents' outputs [b, m, H], and the scratch rows of their
-        paths, themselves last [b, m, level]. Returns their outputs [b, m, H]."""
+        """Run m nodes of one level through the draft. Returns their outputs [b, m, H].
+
+        tokens [b, m]; source [b, m, H]: the outputs of their parents; tails [b, m, level]: the scratch rows of each
+        node's path, the node itself last."""
         base = (roots.root + 1)[:, None]
         level = tails.shape[2]
         write = self.state.places(roots.slots, base + tails[..., -1])
@@ -180,7 +186,7 @@ class Draft:
     def _block(
         self, slots: Tensor, tokens: Tensor, positions: Tensor, write: Tensor, last: Tensor, order: Tensor, longest: int
     ) -> RowBlock:
-        """Rows [b, n] that see the slot's draft keys up to KV index last [b, n]."""
+        """A block of rows [b, n], each seeing its slot's draft keys up to KV index last [b, n]."""
         index = torch.arange(longest, device=self.state.device).expand(len(slots), -1)
         first = self.state.first_draft_key[slots][:, None, None]
         visible = (index[:, None] >= first) & (index[:, None] <= last[..., None])
@@ -201,7 +207,7 @@ def best_first(scores: Tensor, count: int) -> Tensor:
 
 
 def groups_of(draftings: Sequence[Drafting]) -> dict[Drafting, list[int]]:
-    """Places of those that draft alike, and so in the same passes."""
+    """By way to draft, the places in `draftings` that have it: these slots share their draft passes."""
     groups: dict[Drafting, list[int]] = {}
     for place, drafting in enumerate(draftings):
         groups.setdefault(drafting, []).append(place)

@@ -12,7 +12,7 @@ from aquiline.ops.reference import GOLDEN, lowbias32
 
 
 def gumbel(sampling: RowSampling, ids: Tensor) -> Tensor:
-    """Noise [n, V] of token ids [V], each row by its seed and position. Twin: reference.gumbel."""
+    """Gumbel noise [n, V] of token ids [V]; each row has its own seed and position. Twin: reference.gumbel."""
     low, high = sampling.seed[:, 0], sampling.seed[:, 1]
     a = lowbias32(lowbias32(low ^ 0x243F6A88) ^ high)
     b = lowbias32(lowbias32(a ^ (sampling.position & MASK32)) ^ 0x85A308D3)
@@ -24,7 +24,7 @@ def gumbel(sampling: RowSampling, ids: Tensor) -> Tensor:
 
 
 def filtered(scaled: Tensor, sampling: RowSampling) -> Tensor:
-    """Logits [n, V] over temperature, with what top-k, top-p and min-p exclude at -inf. Twin: filter_logits."""
+    """Set to -inf what top-k, top-p and min-p exclude. scaled [n, V]: logits / temperature. Twin: filter_logits."""
     V = scaled.shape[1]
     ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     top_k = torch.where(sampling.top_k > 0, sampling.top_k, V)
@@ -40,7 +40,7 @@ def filtered(scaled: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def scores(logits: Tensor, sampling: RowSampling, ids: Tensor, filters: bool) -> Tensor:
-    """What a draw maximises, [n, V]: the logits at temperature 0, else logits over temperature plus noise."""
+    """The scores [n, V] whose maximum is drawn: the logits at temperature 0, else logits / temperature + noise."""
     is_greedy = (sampling.temperature == 0)[:, None]
     scaled = logits / torch.where(is_greedy, 1.0, sampling.temperature[:, None])
     if filters:
@@ -49,8 +49,8 @@ def scores(logits: Tensor, sampling: RowSampling, ids: Tensor, filters: bool) ->
 
 
 def draw(logits: Tensor, sampling: RowSampling, ids: Tensor) -> Tensor:
-    """The token drawn from each row of logits [n, V], as one of ids [V], ties to the lowest; -1 where a logit is NaN or
-    none is finite."""
+    """The token drawn from each row of logits [n, V]: one of ids [V], ties to the lowest id; -1 where a logit is NaN or
+    no logit is finite."""
     found = scores(logits, sampling, ids, sampling.filters)
     best = (found == found.max(-1, keepdim=True).values).int().argmax(-1)
     is_number = ~logits.isnan().any(-1) & logits.isfinite().any(-1)
@@ -58,15 +58,18 @@ def draw(logits: Tensor, sampling: RowSampling, ids: Tensor) -> Tensor:
 
 
 def children(logits: Tensor, sampling: RowSampling, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k tokens that a draw prefers in each row of a draft's logits [n, Vd], and their log-probabilities by what it
-    prefers them by: filters apart, so that a child beyond the target's filter still ranks."""
+    """The k best tokens of each row of a draft's logits [n, Vd], best first, and their log-probabilities [n, k].
+
+    Tokens are ranked by the scores of a draw, logits / temperature + noise. The log-probabilities are the log-softmax
+    of these scores. Top-k, top-p and min-p are not applied, so that a token beyond the filter still has a rank."""
     ranked = scores(logits, sampling, ids, filters=False)
     order = torch.argsort(ranked, dim=-1, descending=True, stable=True)[:, :k]
     return ids[order], torch.log_softmax(ranked.double(), -1).float().gather(1, order)
 
 
 def logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of token chosen[i] of logits [n, V] its log-probability and rank from 1; the k best ids and theirs."""
+    """For each row i of logits [n, V]: the log-probability of token chosen[i], its rank from 1, the k best ids, and
+    their log-probabilities."""
     column = chosen[:, None]
     own = logits.gather(1, column)
     place = torch.arange(logits.shape[1], device=logits.device)

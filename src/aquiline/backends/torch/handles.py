@@ -1,4 +1,4 @@
-"""What a step leaves on the device until somebody reads it."""
+"""The outcome of a step on the device, until it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from aquiline.types import AcceptResult, TokenLogprobs
 
 @dataclass(frozen=True)
 class LogprobColumns:
-    """Of n tokens: ids, log-probabilities and ranks [n], and the k best ids beside each with theirs [n, k]."""
+    """Log-probabilities of n tokens. chosen, logprob, rank [n]: the tokens, their log-probabilities and ranks; ids,
+    best [n, k]: the k best ids at each token's place and their log-probabilities."""
 
     chosen: Tensor
     logprob: Tensor
@@ -35,7 +36,7 @@ class LogprobColumns:
 
 
 def columns_of(logits: Tensor, chosen: Tensor, k: int) -> LogprobColumns:
-    """Log-probabilities of chosen [n] and of the k best tokens by logits [n, V]."""
+    """Log-probabilities of tokens chosen [n] and of the k best tokens, from logits [n, V]."""
     return LogprobColumns(chosen, *logprobs(logits, chosen.clamp(min=0), min(k, logits.shape[1])))
 
 
@@ -46,7 +47,7 @@ class DraftedTrees:
     trees: Trees
 
     def read(self) -> DraftTree:
-        """The trees without what only fills their shape."""
+        """The trees without the nodes that only fill the shape."""
         t = self.trees
         keep = t.is_node().cpu().numpy()
         tokens, parents, depths = (a.cpu().numpy()[keep].astype(np.int32) for a in (t.tokens, t.parents, t.depths))
@@ -56,7 +57,8 @@ class DraftedTrees:
 
 @dataclass(frozen=True)
 class PrefilledRows:
-    """What a chunk left: the token that its last row drew [1], or None; log-probabilities of it and of its prompt."""
+    """The outcome of a chunk. token [1]: what its last row drew, None if it does not draw; columns: log-probabilities
+    of that token; prompt: those of the prompt's tokens."""
 
     token: Tensor | None
     draft_end: int
@@ -64,7 +66,7 @@ class PrefilledRows:
     prompt: list[LogprobColumns]
 
     def read(self) -> Prefilled:
-        """As the engine takes it."""
+        """The outcome as the engine reads it."""
         token = None if self.token is None else int(self.token)
         own = None if self.columns is None else self.columns.read(1)
         prompt = [entry for columns in self.prompt for entry in columns.read(len(columns.chosen))]
@@ -73,7 +75,8 @@ class PrefilledRows:
 
 @dataclass(frozen=True)
 class IssuedStep:
-    """A step on its way. root and draft_end [B]: before the step, and after it; hosts: the slots that decode."""
+    """A step that was issued. root [B]: the roots before the step; draft_end [B]: after it; hosts: the slots that
+    decode."""
 
     trees: Trees
     kept: Kept | None

@@ -18,10 +18,10 @@ KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class TorchPair:
     """Target and draft in torch: float32 arithmetic over weights that were rounded to their storage dtype, or to the
-    values that int8 or int4 codes have natively.
+    values that the native library's int8 or int4 codes stand for. The given modules are changed in place.
 
-    device "cuda" is accepted where torch has one; nothing was measured there. Raises ValueError for a device, dtype or
-    arithmetic that does not exist here."""
+    device "cuda" is accepted where torch has one; nothing was measured there. Raises ValueError for a device or a
+    kv_dtype that does not exist here."""
 
     name, is_exact, arithmetic = "torch", False, "float32"
 

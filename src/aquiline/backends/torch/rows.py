@@ -11,8 +11,8 @@ from aquiline.backends.torch.trees import Trees
 
 
 def tree_block(state: SlotState, numbers: list[int], base: Tensor, trees: Trees, on_path: Tensor) -> RowBlock:
-    """Node i of a slot stands at position root + depth and is written at KV index root + i. It sees what stands before
-    its root, and its own path. numbers: the slots; base [B]: their roots."""
+    """The rows of trees. Node i of a slot stands at position root + depth; its key is written at KV index root + i. It
+    sees the keys before its root and those of its own path. numbers: the slots; base [B]: their roots."""
     N, slots = trees.num_nodes, torch.tensor(numbers, device=state.device)
     longest = max(state.hosts[slot].max_root for slot in numbers) + N
     index = torch.arange(longest, device=state.device).expand(len(numbers), -1)
@@ -26,7 +26,8 @@ def tree_block(state: SlotState, numbers: list[int], base: Tensor, trees: Trees,
 
 
 def prompt_block(state: SlotState, slot: int, start: int, end: int) -> RowBlock:
-    """Tokens [start, end) of a slot, each seeing all up to itself. Keys in cached pages are read and not written."""
+    """The rows of tokens [start, end) of a slot; each sees the keys up to its own. Keys in cached pages are read and
+    not written."""
     slots = torch.tensor([slot], device=state.device)
     index = torch.arange(end, device=state.device)[None]
     own = index[:, start:]

@@ -1,6 +1,7 @@
 """What changes a sequence's logits before a token is drawn: penalties, bias, min_tokens, bad words, token masks.
 
-Applied per node on the node's own path, so that a node's logits are those that the same text decoded alone would have.
+Applied to every node with the tokens of the node's own path, so that a node's logits are those that the same text
+would have if it were decoded without a tree.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from aquiline.backends.base import Admit
 
 
 class Rules:
-    """The rules of one sequence. counts [V]: its output tokens so far, on the device."""
+    """The rules of one sequence. counts [V], on the device: how often each token stands in its output so far."""
 
     def __init__(self, admit: Admit, vocab_size: int, device: torch.device) -> None:
         self.sampling, self.num_prompt, self.bad_words = admit.sampling, admit.num_prompt, admit.bad_words
@@ -32,18 +33,20 @@ class Rules:
 
     @property
     def max_back(self) -> int:
-        """Tokens before a node that its logits may depend on in order."""
+        """How many tokens before the one to be drawn must be known in order: those of the longest bad word but its
+        last."""
         return max((len(word) - 1 for word in self.bad_words), default=0)
 
     def count(self, tokens: Tensor, is_real: Tensor) -> None:
-        """Note output tokens [n] where is_real."""
+        """Count output tokens [n] where is_real [n]; a token of -1 is not counted."""
         self.counts.scatter_add_(0, tokens.clamp(min=0), (is_real & (tokens >= 0)).to(self.counts.dtype))
 
     def apply(self, logits: Tensor, on_path: Tensor, tokens: Tensor, index: Tensor, back: Tensor) -> Tensor:
         """Changed logits [N, V] of the nodes of one tree.
 
-        on_path [N, N]: whether node m lies on the path of node n, roots never; tokens [N]: the nodes' tokens; index
-        [N]: that of the token to be drawn; back [N, max_back]: the tokens before it, the last first."""
+        on_path [N, N]: whether node m lies on the path of node n; False for the root, which is counted already. tokens
+        [N]: the nodes' tokens. index [N]: the index of the token to be drawn. back [N, max_back]: the tokens before the
+        one to be drawn, the last first."""
         s = self.sampling
         counts = self.counts.expand(len(logits), -1).scatter_add(
             1, tokens.expand(len(logits), -1), on_path.to(self.counts.dtype)
@@ -66,7 +69,7 @@ class Rules:
 
 
 def mask_tokens(logits: Tensor, masks: Tensor) -> Tensor:
-    """Logits [R, V] with every token at -inf whose bit in masks [R, ceil(V / 32)] is 0."""
+    """Logits [R, V] with -inf for every token whose bit in masks [R, ceil(V / 32)] is 0."""
     places = torch.arange(logits.shape[1], device=logits.device)
     bits = (masks.long()[:, places // 32] >> (places % 32)) & 1
     return logits.masked_fill(bits == 0, -math.inf)

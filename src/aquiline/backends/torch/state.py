@@ -1,6 +1,7 @@
-"""What a backend knows of every slot: tensors on the device, and the little that the host has to know of them.
+"""The state of every slot: tensors on the device, and the few numbers that the host needs to choose shapes.
 
-The host knows upper bounds only of what depends on drawn tokens, so that it can choose shapes without reading.
+Where a number depends on drawn tokens, the host knows only an upper bound of it, because it reads nothing back while a
+step is issued.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ MASK32 = 0xFFFFFFFF
 
 @dataclass(eq=False)
 class HostSlot:
-    """A slot as the host sees it. max_root: the root's index at most; max_lag: draft rows that the next pass of the
-    draft may have to write at most; draft_end: exact while the prompt is computed; rules: what changes its logits."""
+    """A slot as the host sees it. max_root: an upper bound of the root's index. max_lag: an upper bound of the draft
+    keys that the next draft pass has to write. draft_end: exact while the prompt is computed. rules: what changes the
+    logits, None if nothing does."""
 
     admit: Admit
     max_root: int = 0
@@ -28,23 +30,23 @@ class HostSlot:
     draft_end: int = 0
     num_prompt_logprobs: int = 0
     rules: Rules | None = None
-    growth: deque[int] = field(default_factory=deque)  # tokens at most, of each step that was not read
+    growth: deque[int] = field(default_factory=deque)  # the most tokens that each unread step may add
 
     def grow(self, num_tokens: int) -> None:
-        """A step was issued that may add so many tokens."""
+        """A step was issued that may add up to num_tokens tokens."""
         self.growth.append(num_tokens)
         self.max_root += num_tokens
 
     def grown(self, root: int) -> None:
-        """The oldest of these steps was read: its next root is known."""
+        """The oldest unread step was read: the root behind it is known."""
         self.growth.popleft()
         self.max_root = root + sum(self.growth)
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How each of n rows draws: temperature, top_p, min_p, top_k [n]; seed [n, 2] in words of 32 bits; position [n] of
-    the drawn token. filters: whether any row may have one."""
+    """How each of n rows draws. temperature, top_p, min_p, top_k [n]; seed [n, 2]: words of 32 bits, the low one first;
+    position [n]: of the drawn token. filters: whether any row may have a top-k, top-p or min-p filter."""
 
     temperature: Tensor
     top_p: Tensor
@@ -57,8 +59,8 @@ class RowSampling:
 
 @dataclass(eq=False)
 class SlotState:
-    """S slots. history [S, C + 1]: token by index, the last column scratch; root, draft_end, first_draft_key [S];
-    table [S, pages per slot]."""
+    """The state of S slots. history [S, C + 1]: a slot's tokens by index, the last column is scratch; root, draft_end,
+    first_draft_key [S]; table [S, pages per slot]: the slot's pages; scratch: the place behind all pages."""
 
     sizes: Sizes
     device: torch.device
@@ -77,10 +79,10 @@ class SlotState:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def admit(self, admit: Admit, vocab_size: int) -> None:
-        """Take over a sequence."""
+        """A sequence takes its slot."""
         slot, s = admit.slot, admit.sampling
         assert s.seed is not None, "the engine resolves seeds"
-        # All draft keys of the hit are there, or none: then the first stands one index behind it.
+        # Either all draft keys of the cached pages are usable, or none: then the first stands one index behind them.
         draft_end = max(admit.num_hit, admit.first_draft_key)
         rules = Rules(admit, vocab_size, self.device) if s.changes_logits or admit.bad_words else None
         self.hosts[slot] = HostSlot(
@@ -116,7 +118,8 @@ class SlotState:
         self.history[slots[:, None], torch.where(is_real, indices, self.sizes.max_context)] = tokens
 
     def sampling(self, slots: list[int], owner: Tensor, positions: Tensor) -> RowSampling:
-        """How rows draw the token at `positions` [n]; owner [n]: each row's slot, one of `slots`."""
+        """How n rows draw their tokens, which will stand at positions [n]. owner [n]: each row's slot, one of
+        `slots`."""
         each = [self.hosts[slot].admit.sampling for slot in slots]
         return RowSampling(
             self.temperature[owner], self.top_p[owner], self.min_p[owner], self.top_k[owner], self.seed[owner],

@@ -1,6 +1,6 @@
-"""Keys, values and fused features in pages, and attention over them.
+"""Keys and values in pages, and attention over them.
 
-Every tensor has one more place than its pages: the scratch place, where rows that only fill a shape write.
+Every tensor has one place more than its pages hold: the scratch place, to which rows that only fill a shape write.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Storage:
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy places source [n] to places target [n], all layers, as if at once."""
+        """Copy places source [n] to places target [n] in all layers. All are read before any is written."""
         for kv in (self.k, self.v):
             kv[:, target] = kv[:, source]
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """b slots with n rows each, whose keys may be looked for in the first T KV indices of their slot.
+    """n rows of each of b slots, which attend to the first T KV indices of their slot.
 
-    tokens and positions [b, n]; write [b, n]: places their keys go to; read [b, T]: places of the slot's KV indices;
-    visible [b, n, T]; order [b, n] and key_order [b, T]: how many visible keys stand before a key on a path through it,
-    which sliding windows count."""
+    tokens and positions [b, n]; write [b, n]: the places of the rows' own keys; read [b, T]: the places of the slot's
+    KV indices; visible [b, n, T]: which keys a row sees. order [b, n] and key_order [b, T]: how many keys stand before
+    a row, or before a key, on its path; sliding windows compare the two."""
 
     tokens: Tensor
     positions: Tensor
@@ -44,7 +44,7 @@ class RowBlock:
 
 
 class PagedAttention:
-    """The Attention seam for the flat rows of several blocks, one after the other."""
+    """The Attention protocol for the flat rows of several blocks, one block after the other."""
 
     def __init__(self, storage: Storage, config: ModelConfig, blocks: list[RowBlock]) -> None:
         self.storage, self.config, self.blocks = storage, config, blocks

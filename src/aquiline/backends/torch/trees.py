@@ -1,8 +1,7 @@
-"""Trees of several slots as padded tensors: ancestors, paths, and which path the target's own tokens keep.
+"""Trees of several slots as padded tensors: ancestors, paths, and which path is kept.
 
 Sample and match (ARCHITECTURE.md, decision 1), in symbols: for node i with parent p(i), ok(i) = token(i) ==
-drawn(p(i)); i is kept iff ok holds on its whole path; the deepest kept node's own drawn token follows it.
-Source: EAGLE3.md §4.
+drawn(p(i)); i is kept iff ok holds on its whole path; the token drawn at the deepest kept node follows that node.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Trees:
     """B trees of N nodes each, the root first, a parent before its children; nodes past sizes[b] only fill the shape.
 
     tokens, parents (slot-local), depths [B, N]; sizes: known to the host; max_depth: an upper bound of depths;
-    is_chain: whether every node surely hangs below the one before it, so that a kept path need not be moved."""
+    is_chain: True only if every node hangs below the one before it, so that a kept path need not be moved."""
 
     tokens: Tensor
     parents: Tensor
@@ -36,7 +35,7 @@ class Trees:
         return self.tokens.shape[1]
 
     def is_node(self) -> Tensor:
-        """[B, N]: whether a node is one, and no filling."""
+        """bool [B, N]: True for nodes of a tree, False for those that only fill the shape."""
         sizes = torch.tensor(self.sizes, device=self.tokens.device)
         return torch.arange(self.num_nodes, device=self.tokens.device) < sizes[:, None]
 
@@ -58,7 +57,7 @@ class Trees:
 
 
 def padded(tree: DraftTree, device: torch.device) -> Trees:
-    """Trees that the host made or changed."""
+    """Trees that the host made or changed, as padded tensors."""
     shape = tree.topology
     sizes = np.diff(shape.offsets)
     where = shape.owner, shape.local
@@ -70,7 +69,7 @@ def padded(tree: DraftTree, device: torch.device) -> Trees:
 
 
 def joined(parts: list[tuple[list[int], Trees]], num_slots: int, device: torch.device) -> Trees:
-    """Trees of several groups of slots as one; a part names the places of its trees."""
+    """The trees of several groups of slots as one Trees. Each part names the places that its trees take."""
     num_nodes = max((trees.num_nodes for _, trees in parts), default=1)
     columns = torch.zeros(3, num_slots, num_nodes, dtype=torch.int64, device=device)
     sizes, max_depth = [1] * num_slots, 0
@@ -86,8 +85,8 @@ def joined(parts: list[tuple[list[int], Trees]], num_slots: int, device: torch.d
 
 @dataclass(frozen=True)
 class Kept:
-    """Of B slots: num_accepted [B]; path [B, D + 1]: nodes from the root down, 0 past num_accepted; tokens [B, D + 1]:
-    the accepted tokens, then the target's own, then -1; is_kept [B, D + 1]: which of them are."""
+    """What B slots keep. num_accepted [B]; path [B, D + 1]: nodes from the root down, 0 past num_accepted; tokens
+    [B, D + 1]: the accepted tokens, then the target's own, then -1; is_kept [B, D + 1]: which of these are tokens."""
 
     num_accepted: Tensor
     path: Tensor
@@ -96,9 +95,9 @@ class Kept:
 
 
 def accept(trees: Trees, on_path: Tensor, drawn: Tensor, num_forced: Tensor | None = None) -> Kept:
-    """Keep the path whose tokens the target drew, drawn [B, N] being its own token behind every node.
+    """Keep the deepest path whose tokens the target drew too. drawn [B, N]: the target's own token behind each node.
 
-    num_forced [B]: accept so many drafts of a chain instead, where it is not negative."""
+    num_forced [B]: where it is not negative, accept this many drafts of a chain instead."""
     B, N = trees.tokens.shape
     nodes = torch.arange(N, device=drawn.device)
     ok = (trees.tokens == drawn.gather(1, trees.parents)) & trees.is_node()

@@ -52,7 +52,7 @@ _NEUTRAL = {
     "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }  # fmt: skip
-"""Fields that are understood with one value alone, at which they change nothing."""
+"""Fields of which one value is supported, the one that changes nothing."""
 _SPM_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
@@ -128,7 +128,7 @@ def _refuse_unknown(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> None:
 
 
 def _sizes(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> dict[str, int]:
-    """The fields of _SIZES, with what holds where they are missing."""
+    """The fields of _SIZES; a missing field gets the value that llama.cpp assumes."""
     found = {name: own[key] for name, key in _SIZES.items() if key in own}
     for name, value in found.items():
         if not isinstance(value, int) or value < 1:

@@ -137,7 +137,7 @@ def _shown(value: object) -> str:
 
 
 class _Cursor:
-    """Reads one value behind the other."""
+    """Reads one value after the other; `at` is the byte where the next one begins."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
@@ -148,7 +148,7 @@ class _Cursor:
         return value
 
     def skip(self, length: int) -> int:
-        """Pass `length` bytes that must be there; where they begin."""
+        """Move on by `length` bytes and return where they begin. Raises EOFError if the file ends before."""
         start, self.at = self.at, self.at + length
         if self.at > len(self.data):
             raise EOFError(f"byte {self.at} of {len(self.data)} is asked for")
@@ -175,7 +175,7 @@ class _Cursor:
         return self.strings(count)
 
     def strings(self, count: int) -> Strings:
-        """Pass that many strings; a vocabulary has hundreds of thousands, merges included."""
+        """Move on by `count` strings without decoding them; a vocabulary and its merges have hundreds of thousands."""
         read, data, start = struct.Struct("<Q").unpack_from, self.data, self.at
         at = start
         for _ in range(count):
