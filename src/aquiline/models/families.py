@@ -22,14 +22,14 @@ from aquiline.models.gguf.reader import read_gguf
 
 @dataclass(frozen=True)
 class Family:
-    """What the name of a family implies where its configuration is silent.
+    """What a family's code implies and its config.json does not say.
 
-    architecture: the class that its config.json names, for families that run here; "" for those whose shapes are only
+    architecture: the class that config.json names, for families that run here; "" for those whose shapes are only
     counted (`aquiline limits`). windows: which layers have a sliding window: none, all, those that the config lists, or
-    all but every n-th. head_dim: when the config names none; 0 stands for hidden_size / num_attention_heads.
-    num_kv_heads: when the config names none; 0 stands for num_attention_heads. window: its size when the config names
-    none. biases: *_bias flags of the config that give weights: attention (of q, k, v and o), mlp. bias_ignored: *_bias
-    flags that change nothing."""
+    all but every n-th. head_dim, num_kv_heads and window (the window's size in tokens) apply if the config names none;
+    head_dim = 0 means hidden_size / num_attention_heads, num_kv_heads = 0 means num_attention_heads. biases: *_bias
+    flags of the config that add weights, those of attention to q, k, v and o. bias_ignored: *_bias flags that change
+    nothing."""
 
     architecture: str = ""
     qkv_bias: bool = False
@@ -48,8 +48,8 @@ class Family:
 
     @property
     def full_every(self) -> int:
-        """Beside a sliding window every n-th layer sees everything: 1 stands for none of them, 0 for those that the
-        config lists."""
+        """Which layers of a model with sliding windows have none. n > 1: every n-th layer; 1: no layer; 0: those that
+        the config lists."""
         return self.windows if isinstance(self.windows, int) else int(self.windows == "all")
 
 

@@ -1,16 +1,16 @@
 """How a new draft begins: as a linear model of the target's state, fitted to a few thousand positions.
 
-Noise takes a draft hundreds of thousands of tokens to leave behind. A least-squares fit gets as far in seconds:
+From random weights a draft needs hundreds of thousands of tokens to get as far as a least-squares fit gets in seconds:
 
     g_j            = fc f_j                          the target's final state at token j, from its features
     a_j            = g_j + o v([norm e_j+1; norm g_j])    the final state at token j + 1, from g_j and that token
     logits         = head norm(a_j)                  the target's own final norm and head
 
-Both fits are closed forms. The second one runs through the attention of the draft's layer, some of whose heads are set
-to attend to their own position: queries and keys are the same vector at every position, so that the rotary embedding
-alone decides, and it favours distance 0. That needs a direction in which all inputs are nearly alike; residual streams
-of language models have one, and where there is none the attention starts silent, as the other heads and the MLP do.
-Later passes read a in the place of g, which is what a stands for, so the fit serves them too.
+Both fits are closed forms. The second one is written into the attention of the draft's layer. Some of its heads are set
+to attend to their own position: their queries and keys are the same vector at every position, so that the rotary
+embedding alone decides, and it favours distance 0. That needs a direction in which all inputs are nearly alike.
+Residual streams of language models have one; without it these heads start with output 0, as the other heads and the MLP
+do. Later passes read a in the place of g; both stand for the target's final state, so the fit is right for them too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from aquiline.models.eagle import DraftHead
 
 NOISE = 0.02
 RIDGE = 1e-2
-"""Of the mean square of the inputs: keeps a fit on few positions from following their noise."""
+"""Ridge penalty as a share of the inputs' mean square: keeps a fit to few positions from following their noise."""
 SELF_SHARE = 2 / 3
-"""Of the key/value heads: those that begin by attending to their own position."""
+"""Share of the key/value heads that begin by attending to their own position."""
 SELF_PAIRS = 5
-"""Rotary frequencies, the fastest first, that tell distances apart. Fewer repeat within a context, more blur it."""
+"""How many rotary frequencies, the fastest first, tell distance 0 from others. With fewer, scores repeat within a
+context; with more, the heads attend less sharply."""
 MOST_BLUR = 0.2
-"""Root mean square by which the constant direction may miss 1. Scores are about 30, so 0.1 moves them by 3."""
+"""Root-mean-square error of the constant direction at most. Scores are about 30, so an error of 0.1 moves them by 3."""
 SELF_GAP = 5.0
-"""By how much a position's own score exceeds its neighbour's, so that its share of the attention is above 0.99."""
+"""A position's own score minus its neighbour's; at 5 its share of the attention is above 0.99."""
 
 
 def new_head(
@@ -67,8 +68,8 @@ def new_head(
 
 @torch.no_grad()
 def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> None:
-    """Fill every parameter: embedding, final norm, head rows and, where the width allows, the MLP's inner weights from
-    the target; noise elsewhere."""
+    """Fill every parameter. Embedding, final norm and head rows are the target's; so are the MLP's gate and up weights
+    where the widths allow. Other norms are 1, the MLP's output weights 0, all other weights noise."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in head.named_parameters():
         if parameter.ndim == 1 or name == "fc_norm":
@@ -84,7 +85,7 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> No
     width, inner = head.config.model.intermediate_size, last.down.shape[1]
     if width <= inner and head.layer.down.shape[0] == last.down.shape[0]:
         gate, up = last.gate_up.float().chunk(2)
-        weight = last.down.float().norm(dim=0) * up.norm(dim=1)  # the neurons that say most, in their order
+        weight = last.down.float().norm(dim=0) * up.norm(dim=1)  # keeps the neurons with the largest weights
         kept = weight.topk(width).indices.sort().values
         head.layer.gate_up.copy_(torch.cat((gate[kept], up[kept])))
         head.layer.post_norm.copy_(last.post_norm)
@@ -117,7 +118,7 @@ def fit(head: DraftHead, samples: Iterable[Sample]) -> None:
 
 
 def _solve(x: Tensor, y: Tensor) -> Tensor:
-    """The matrix [Y, X] that takes rows x [n, X] nearest to rows y [n, Y]."""
+    """The matrix [Y, X] that maps rows x [n, X] to rows y [n, Y] with the least squared error, ridge included."""
     gram = x.double().T @ x.double()
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     solved: Tensor = torch.linalg.solve(gram, x.double().T @ y.double())
@@ -125,8 +126,8 @@ def _solve(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _attend_to_self(head: DraftHead, x: Tensor, y: Tensor) -> None:
-    """Make the layer's attention add nearly the least-squares fit of y [n, H] by its input x [n, 2H] of the same
-    position. Its rank is bounded by the width of the value heads used."""
+    """Make the layer's attention add nearly the least-squares fit of y [n, H] by the layer's input x [n, 2H] at the
+    same position. The width of the value heads used bounds the rank of that fit."""
     config = head.config.model
     Dh, num_kv = config.head_dim, config.num_kv_heads
     group = config.num_heads // num_kv

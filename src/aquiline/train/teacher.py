@@ -1,9 +1,9 @@
-"""The frozen target's side of training: what it says at every position of a document. Source: EAGLE3.md §7.
+"""The frozen target's side of training: what it computes at every position of a document.
 
-`Teacher` runs the target over whole documents: through the engine's native library on a CPU, so that features are the
-vectors serving computes, or through the torch decoder on a GPU and where no library is. What it says of a document is
-a `View`, small enough to be kept on disk (`features.py`): features and the normed last hidden state in bfloat16, and
-the log-sum-exp of the whole vocabulary's logits, from which any part of the target's distribution can be computed.
+`Teacher` runs the target over whole documents. On a CPU it uses the native library, so that features are the vectors
+that serving computes; on a GPU, or without a library, it uses the torch decoder. The result for a document is a `View`,
+small enough to be kept on disk (`features.py`): features and the normed last hidden state in bfloat16, and the
+log-sum-exp of the whole vocabulary's logits, from which any part of the target's distribution can be computed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from aquiline.train.attention import PackedAttention
 from aquiline.types import Int32
 
 HEAD_ROWS = 256
-"""Positions whose logits over the whole vocabulary are in memory at once."""
+"""Positions whose logits over the whole vocabulary are computed at once."""
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether bfloat16 products are fast there. A CPU without the instructions emulates them at 1 % of the speed."""
+    """Whether bfloat16 products are fast on this device. A CPU without the instructions runs them at 1 % of the
+    speed."""
     if device.startswith("cuda"):
         return bool(torch.cuda.is_bf16_supported())
     return bool(torch.cpu._is_avx512_bf16_supported())
@@ -46,7 +47,7 @@ def autocast(device: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class View:
-    """What the target says at each of n positions of one document.
+    """What the target computes at each of n positions of one document.
 
     features bfloat16 [n, C * H]: the captured layers' outputs; hidden bfloat16 [n, H]: the last layer's output after
     the final norm; lse float32 [n]: log-sum-exp of the logits hidden @ head; best int32 [n]: their argmax."""
@@ -58,7 +59,7 @@ class View:
 
 
 class Teacher:
-    """The frozen target. `head` [V, H] float32 is its output matrix; `max_tokens` go through one forward at most."""
+    """The frozen target. head [V, H] float32: its output matrix; max_tokens: the most tokens of one forward."""
 
     def __init__(self, path: Path, capture: tuple[int, ...], device: str, max_tokens: int) -> None:
         self.device, self.max_tokens, self.capture = device, max_tokens, capture
@@ -81,7 +82,7 @@ class Teacher:
         return "torch" if self._scorer is None else "native"
 
     def views(self, documents: Sequence[Int32]) -> list[View]:
-        """Score documents of at most `max_tokens` tokens each, as many to a forward as fit."""
+        """Views of documents of at most `max_tokens` tokens each; a forward takes as many documents as fit."""
         views: list[View] = []
         group: list[Int32] = []
         for tokens in documents:
@@ -122,8 +123,8 @@ class Teacher:
 def feature_scale(views: Sequence[View], num_capture: int) -> Tensor:
     """[C * H]: one over the root mean square of each captured layer's features, over all given positions.
 
-    A residual stream may run at 40 times unit size. Unscaled, fc's share of every update would be as much too large,
-    and what the draft's layer adds would be lost beside the residual."""
+    A residual stream may be 40 times unit size. Unscaled features would make fc's part of every update too large by
+    that factor, and the output of the draft's layer would be negligible beside the residual."""
     features = torch.cat([view.features for view in views]).float()
     features = torch.unflatten(features, -1, (num_capture, -1))
     scale: Tensor = features.pow(2).mean((0, 2)).rsqrt()

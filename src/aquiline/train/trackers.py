@@ -11,10 +11,10 @@ class Tracker(Protocol):
     """Takes figures by name, a step at a time."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Figures of one step; steps ascend."""
+        """Log the figures of one step; steps ascend."""
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write the figures that were not written yet."""
 
 
 class TensorBoard:
@@ -35,9 +35,9 @@ class TensorBoard:
 
 
 class WandB:
-    """A run in the project "aquiline", its files under OUT/wandb; the commands that continue one OUT are a group.
+    """A run in the project "aquiline", with files under OUT/wandb. All commands that train into one OUT form a group.
 
-    WANDB_MODE=offline keeps it on this machine."""
+    WANDB_MODE=offline keeps the run on this machine."""
 
     def __init__(self, out: Path, after_step: int | None) -> None:
         import wandb
@@ -72,7 +72,7 @@ def open_trackers(names: tuple[str, ...], out: Path, after_step: int | None) -> 
 
 
 def flat_figures(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a log record under `prefix/`, those of lists one by one under their pass's number from 1."""
+    """The numbers of a log record with names under `prefix/`. Entry k of a list, from 1, is named NAME/k."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         figures = {f"{name}/{k}": v for k, v in enumerate(value, 1)} if isinstance(value, list) else {name: value}

@@ -1,8 +1,9 @@
-"""The training loop: one step, when to look, what to keep. Everything before it is prepare.py's.
+"""The training loop: one step, when to judge the draft, what to keep. prepare.py does everything before the first step.
 
-OUT/ holds the best draft by simulated tau, ready to serve; OUT/step-NNNNNNN/ the newest ones with what --resume needs
-(checkpoint.py). With a budget in steps, tokens or epochs a resumed run repeats exactly what the unbroken one would have
-done: batches, late rows and held-out text follow from the seed and the step, everything else is in the checkpoint.
+OUT/ holds the best draft by simulated tau, ready to serve. OUT/step-NNNNNNN/ hold the newest drafts with the state that
+--resume needs (checkpoint.py). With a budget in steps, tokens or epochs a resumed run repeats exactly what the unbroken
+run would have done: batches, late rows and held-out text follow from the seed and the step, everything else is in the
+checkpoint. A "look" is a judgement of the draft on held-out text.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from aquiline.train.weights import Weights
 
 MAX_BAD_STEPS = 10
 MEASURED_STEPS = 5
-"""The last steps before a line of the log: their best guesses are compared too, which costs 2 % of a step."""
+"""How many steps before a line of the log also compare best guesses, which costs 2 % of a step."""
 
 
 class Trainer:
@@ -66,7 +67,7 @@ class Trainer:
         self._agree_on_time()
 
     def train(self) -> dict[str, Any]:
-        """Run to the end of the budget; returns the JSON result, without its judgement on ranks but the first."""
+        """Run to the end of the budget. Returns the JSON result; only the first rank's has the last judgement."""
         last, looked_at = None, -1
         while self.done() < 1:
             self._step()
@@ -89,14 +90,15 @@ class Trainer:
         return self.budget.share(self.progress, self.look_s)
 
     def _agree_on_time(self) -> None:
-        """Take the first rank's clock, so that all ranks look, save and stop together."""
+        """Take the first rank's clock, so that all ranks judge, save and stop at the same step."""
         clock = self.clock
         mine = (clock.seconds(), clock.look_s, float(clock.minutes_since_save() >= self.config.save_every_minutes))
         self.progress.seconds, self.look_s, save_due = self.world.sum(mine if self.world.is_first else (0.0, 0.0, 0.0))
         self.save_due = bool(save_due)
 
     def _is_look_due(self) -> bool:
-        """At every eval_every-th step but the last, and once at half time so that the last look's time is known."""
+        """Whether to look now: at every eval_every-th step but the last. A budget in minutes adds one look at half
+        time, so that the time of the last look is known."""
         done, c = self.done(), self.config
         at_half_time = c.minutes is not None and self.look_s == 0 and done >= 0.5
         return done < 1 and (self.progress.step % c.eval_every == 0 or at_half_time)
@@ -123,8 +125,8 @@ class Trainer:
             self.reporter.step(StepReport(p.step, min(1.0, self.done()), mean, norm, lr, p.tokens, speed))
 
     def _gradients(self, *, measure: bool = True) -> tuple[StepFigures, float]:
-        """Fill the gradients of one step, a weighted mean over the counted rows of all its batches on all ranks, and
-        clip. Without `measure` the figures per pass are NaN."""
+        """Compute and clip the gradients of one step. The loss is a weighted mean over the counted rows of all batches
+        of the step on all ranks. Without `measure` the figures per pass are NaN."""
         c, run, share = self.config, self.run, self.world.share
         rows, late = run.batches.at(self.progress.step), self._late_rows()
         starts = range(0, len(rows), c.batch_size)
@@ -147,7 +149,8 @@ class Trainer:
         return chosen.sort().values.to(self.run.device)
 
     def _is_sound(self, loss: float, norm: float) -> bool:
-        """False skips a step with a NaN or infinity; ten in a row end the run."""
+        """Whether loss and gradient norm are finite; otherwise the step is skipped. Raises NumericalError after
+        MAX_BAD_STEPS such steps in a row."""
         p = self.progress
         if math.isfinite(loss) and math.isfinite(norm):
             p.bad_steps = 0
@@ -161,7 +164,7 @@ class Trainer:
         return False
 
     def _look(self) -> Judgement | None:
-        """Judge the draft on held-out text and keep it; None on ranks but the first."""
+        """Judge the draft on held-out text and write a checkpoint. Returns None on ranks other than the first."""
         began, p, judgement, is_best = self.clock.seconds(), self.progress, None, False
         served = self.weights.served()
         if self.world.is_first:
@@ -182,7 +185,7 @@ class Trainer:
         return judgement
 
     def _save(self, served: DraftHead) -> Path:
-        """Write a checkpoint, in which the draft is in bfloat16 and the master weights in float32."""
+        """Write a checkpoint: the draft in bfloat16, the master weights in float32. Must be called on every rank."""
         p, scale = self.progress, self.run.scale
         p.seconds = self.clock.seconds()
         state = self.weights.state()
@@ -211,7 +214,8 @@ class Trainer:
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
-    """Train a draft as configured, alone or as a rank under torchrun; the JSON result, None on ranks but the first.
+    """Train a draft as configured, alone or as one rank under torchrun. Returns the JSON result on the first rank, None
+    on the others.
 
     Writes under config.out and config.features only. Raises ValueError, CheckpointError or NumericalError."""
     clock, checkpoints = Clock(), Checkpoints(config.out, config.keep)

@@ -1,8 +1,8 @@
-"""Training-time test: the draft run S passes on its own outputs, as it will when drafting. Source: EAGLE3.md §7.
+"""Training-time test: the draft runs S passes on its own outputs, as it does when drafting. Source: arXiv 2503.01840.
 
 Position i at step k takes token x[i+1+k] (teacher forced) and its own previous output, at rotary position i + k, and
-predicts x[i+2+k], whose target distribution is z[i+1+k]. Uses the serving class `DraftHead` unchanged; only the
-attention behind the seam differs.
+predicts x[i+2+k], whose target distribution is z[i+1+k]. Uses the class that serves, `DraftHead`, unchanged; only the
+object that computes its attention differs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from aquiline.train.losses import Loss
 class TokenBatch:
     """Packed rows: tokens and positions int64 [B, T], document int64 [B, T] (negative: padding), mask bool [B, T].
 
-    mask says which tokens count when predicted, rejected bool [B, T] which of them a draft missed when it served (None:
-    that is not known); positions restart at 0 with each document."""
+    mask: which tokens count when they are predicted. rejected bool [B, T]: which tokens a draft missed in serving, None
+    if that is not known. positions restart at 0 with each document."""
 
     tokens: Tensor
     document: Tensor
@@ -41,8 +41,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class TargetBatch:
-    """What the frozen target says of a TokenBatch: features float32 [B, T, C * H], `rows` of its B * T positions one
-    after the other, and whether its best token is in the draft vocabulary, bool [B, T]."""
+    """What the frozen target computed over a TokenBatch. features float32 [B, T, C * H]; rows: its distributions at the
+    B * T positions, one after the other; in_vocab bool [B, T]: whether its best token is in the draft vocabulary."""
 
     features: Tensor
     rows: TargetRows
@@ -51,11 +51,11 @@ class TargetBatch:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a step of training minimises: sum over passes k of decay^k times the mean loss of the rows that count.
+    """What a training step minimises: the sum over passes k of decay^k times the mean loss of the rows that count.
 
-    The mean is weighted: a prediction of a token that a draft missed when it served weighs `replay`, another 1.
-    needs_best: rows whose target's best token lies outside the draft vocabulary do not count. attention: how the
-    passes compute it (attention.py)."""
+    The mean is weighted: a row whose predicted token a draft missed in serving weighs `replay`, any other row 1.
+    needs_best: rows for which the target's best token is outside the draft vocabulary do not count. attention: how the
+    passes compute attention (attention.py)."""
 
     loss: Loss
     num_steps: int
@@ -67,8 +67,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class PassRows:
-    """Rows of one pass: positions int64 [N], the same in every row of the batch; which of them count, bool [B, N], and
-    how much, float32 [B, N], 0 for the others."""
+    """The rows of one pass. rows int64 [N]: their positions, the same in every row of the batch; counts bool [B, N]:
+    which of them count; weights float32 [B, N]: how much, 0 for rows that do not count."""
 
     rows: Tensor
     counts: Tensor
@@ -77,9 +77,10 @@ class PassRows:
 
 @dataclass(frozen=True)
 class TTTResult:
-    """`total` is differentiable. Per pass: mean loss; share of rows whose best guess is the target's (accuracy); that
-    share among rows whose guesses in all earlier passes were right (conditional). NaN where no row counts.
-    `counted` and `alive` are how many rows the means and the conditional shares are over."""
+    """The training loss and its figures. total: the loss, differentiable. Per pass: losses, the mean loss; accuracy,
+    the share of rows whose best guess is the target's; conditional, that share among rows whose guesses in all earlier
+    passes were right; NaN where no row counts. counted: the rows behind losses and accuracy; alive: those behind
+    conditional."""
 
     total: Tensor
     losses: tuple[float, ...]
@@ -95,9 +96,9 @@ def num_rows(context: int, num_steps: int) -> int:
 
 
 def counted(batch: TokenBatch, rows: Tensor, step: int) -> Tensor:
-    """bool [B, N]: does row i's prediction at `step`, the token at i + 2 + step, count?
+    """bool [B, N]: whether row i's prediction at `step`, the token at i + 2 + step, counts.
 
-    The mask of the PREDICTED token decides, and it must stand in the row's own document."""
+    The mask of the PREDICTED token decides, and that token must stand in the row's own document."""
     predicted = rows + 2 + step
     same = batch.document[:, rows] == batch.document[:, predicted]
     return batch.mask[:, predicted] & same & (batch.document[:, rows] >= 0)
@@ -106,7 +107,8 @@ def counted(batch: TokenBatch, rows: Tensor, step: int) -> Tensor:
 def plan(
     batch: TokenBatch, target: TargetBatch, objective: Objective, late_rows: Tensor | None = None
 ) -> list[PassRows]:
-    """Which rows every pass covers, which of them count, and how much."""
+    """The rows of every pass: which positions it covers, which of them count, and how much. late_rows: the positions of
+    all passes but the first; None takes every position."""
     every = torch.arange(num_rows(batch.tokens.shape[1], objective.num_steps), device=batch.tokens.device)
     late = every if late_rows is None else late_rows
     passes = []
@@ -132,7 +134,8 @@ def passes(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (row positions [N], a [B, N, H]) of each step.
 
-    Step 0 covers every position that has all its steps; the later ones `late_rows` (ascending, a subset) if given."""
+    Step 0 covers every position for which all steps lie inside the row. Later steps cover `late_rows`, an ascending
+    subset of these positions, if it is given."""
     every = torch.arange(num_rows(batch.tokens.shape[1], num_steps), device=batch.tokens.device)
     late = every if late_rows is None else late_rows
     attn = TTTAttention(batch.document[:, : len(every)], late, head.config.model.window(0), attention)
@@ -159,9 +162,9 @@ def ttt_loss(
 ) -> TTTResult:
     """The training loss of a batch. `planned` is `plan`'s result.
 
-    totals: per pass, the weight of all rows that the mean is over, where this batch is a part of a larger one; by
-    default that of this batch's rows. Without `measure` the figures per pass are NaN, which saves
-    a look at the logits."""
+    totals: per pass, the weight of all rows that the mean is over, if this batch is a part of a larger one; by default
+    the weight of this batch's rows. Without `measure` the figures per pass are NaN, which saves a pass over the
+    logits."""
     late = planned[1].rows if len(planned) > 1 and len(planned[1].rows) < len(planned[0].rows) else None
     T, outputs, chosen, places, weights = batch.tokens.shape[1], [], [], [], []
     num_outputs = 0
@@ -184,8 +187,8 @@ def ttt_loss(
 
 
 class _Taken(torch.autograd.Function):
-    """x[at] of rows x [n, H], where `at` names no row twice: gradients are put in their places. Those of an index are
-    added up, by one thread on a CPU."""
+    """x[at] of rows x [n, H], where `at` names no row twice. So the backward pass copies gradients to their rows; that
+    of plain indexing adds them up, with one thread on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, at: Tensor) -> Tensor:

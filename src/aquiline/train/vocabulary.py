@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens worth a row of the draft's head. Source: EAGLE3.md §7 and §9 (FR-Spec)."""
+"""The draft vocabulary: the tokens that get a row of the draft's head. Source: FR-Spec, arXiv 2502.14856."""
 
 from __future__ import annotations
 

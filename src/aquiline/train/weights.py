@@ -1,7 +1,7 @@
-"""The float32 master weights of a run and all that moves with them: gradients, optimisers, their average.
+"""The float32 master weights of a run, with their gradients, optimisers and average.
 
-Knows nothing of data, time or files. What leaves here is whole, on every rank: a head as it would be served, and the
-state that a checkpoint keeps. So every rank must make these calls, in the same order.
+Knows nothing of data, time or files. Everything returned from here is whole on every rank: the head as it would be
+served, and the state of a checkpoint. So all ranks must call the methods in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aquiline.train.ttt import Objective, PassRows, TTTResult, ttt_loss
 
 
 class BatchLoss(nn.Module):
-    """The loss of a batch as a forward, so that fsdp has the head's weights whole around all that uses them."""
+    """The loss of a batch as a module's forward: fsdp keeps the head's weights whole for the time of a forward."""
 
     def __init__(self, head: DraftHead, objective: Objective) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class BatchLoss(nn.Module):
     def forward(
         self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool
     ) -> tuple[Tensor, TTTResult]:
-        """The differentiable loss, as a tensor that fsdp can see, and the whole result."""
+        """The differentiable loss as a tensor of its own, which fsdp's hooks need, and the whole result."""
         result = ttt_loss(self.head, batch.tokens, batch.target, self.objective, planned, totals, measure=measure)
         return result.total, result
 
 
 class Weights:
-    """A head in training. Splits `head` over the ranks where the world is fsdp; then it may not be used directly."""
+    """A head in training. With fsdp `head` is split over the ranks and must not be used directly any more."""
 
     def __init__(self, head: DraftHead, objective: Objective, config: TrainConfig, lr: float, world: World) -> None:
         if config.optimizer == "muon" and world.parallel == "fsdp":
@@ -52,7 +52,7 @@ class Weights:
         self.average = Average(self.trained, config.ema) if config.ema else None
 
     def backward(self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool) -> TTTResult:
-        """Add the gradients of one part of a batch, whose rows weigh `totals` over all parts and ranks."""
+        """Add the gradients of one part of a batch. totals: per pass, the weight of the rows of all parts and ranks."""
         with autocast(self.world.device):
             total, result = self.loss(batch, planned, totals, measure)
         total.backward()
@@ -60,7 +60,7 @@ class Weights:
         return result
 
     def clip(self, limit: float) -> float:
-        """Sum the gradients over the ranks and clip them together; their norm before."""
+        """Sum the gradients over the ranks and clip their common norm to `limit`. Returns the norm before clipping."""
         self.world.reduce(self.trained)
         return float(gathered(nn.utils.clip_grad_norm_(self.trained, limit)))
 
@@ -72,12 +72,13 @@ class Weights:
             self.average.update()
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Set the gradients to zero."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=False)
 
     def served(self) -> DraftHead:
-        """The head as it would be served: with averaged weights where they are kept. Shares memory with this one."""
+        """The head as it would be served, with averaged weights if an average is kept. Shares memory with the weights
+        in training."""
         weights = self.trained if self.average is None else self.average.weights
         state = {name: gathered(w.detach()) for name, w in zip(self.named, weights, strict=True)}
         with torch.no_grad():
@@ -87,7 +88,7 @@ class Weights:
         return served.requires_grad_(False).to(self.world.device)
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs, whole and on the CPU."""
+        """The state that `restore` takes: whole tensors on the CPU."""
 
         def kept(tensor: Tensor) -> Tensor:
             return gathered(tensor.detach()).cpu()
@@ -101,7 +102,7 @@ class Weights:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over another run's state; learning rates stay this run's."""
+        """Take the weights, average and optimiser state of an earlier run. Learning rates stay this run's."""
         assert set(state["head"]) == set(self.named), set(state["head"]) ^ set(self.named)
         for name, parameter in self.named.items():
             parameter.copy_(split_like(state["head"][name], parameter))

@@ -1,4 +1,4 @@
-"""The questions of a benchmark: a named data set, a file or one of the hub, all of it or a sample."""
+"""The questions of a benchmark: a named data set, a local file or a file of the hub, all of it or a sample."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from aquiline.text.questions import Question, read_questions
 def load_questions(source: str | Path, count: int | None = None, seed: int | None = None) -> list[Question]:
     """The questions of mt_bench, gsm8k, humaneval, alpaca, spec_bench, a file, or hf://datasets/OWNER/NAME/FILE.
 
-    Without a count all of them; with one exactly so many: the first, or with a seed a sample, in the file's order.
-    Raises ValueError for a count there is not, a broken row (naming its line) and a file that cannot be had."""
+    count: how many questions; None takes all. They are the first ones, or with a seed a random sample, in the file's
+    order. Raises ValueError for a count below 1 or above the number of questions, for a broken row (naming its line)
+    and for a file that cannot be fetched."""
     if count is not None and count < 1:
         raise ValueError(f"count={count}: must be at least 1; leave it out for every question")
     questions = list(read_questions(locate(source)))

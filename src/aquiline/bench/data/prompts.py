@@ -30,7 +30,7 @@ TEXT_SUFFIXES = (".py", ".txt", ".md")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Where a prompt comes from and its text."""
+    """A prompt's text and the file it comes from."""
 
     source: str
     text: str
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """A prompt of exactly so many tokens: a window of real text, which `source` names the first file of.
+    """A prompt of an exact number of tokens: a window of real text. source: the first file of the window.
 
     is_held_out: no token of it comes from a file that the bundled pair may have been trained on."""
 
@@ -48,7 +48,7 @@ class TokenPrompt:
 
     @property
     def repeated_share(self) -> float:
-        """Share of 8-grams that stood earlier in the prompt; to be reported, since repetition flatters drafters."""
+        """Share of 8-grams that stand earlier in the prompt; reported, since repetition flatters drafters."""
         return repeated_share(self.token_ids)
 
 
@@ -66,7 +66,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def stdlib_prompts(tokenizer: Tokenizer, count: int = 8) -> list[Prompt]:
-    """Prompts from the held-out files of this interpreter's standard library, its tests apart."""
+    """Prompts from the held-out files of this interpreter's standard library, without its tests."""
     return _pick(tokenizer, (file for file in _stdlib() if file.is_held_out), count)
 
 
@@ -84,7 +84,7 @@ def package_prompts(name: str, tokenizer: Tokenizer, count: int = 8) -> list[Pro
 def text_prompts(
     token_count: int, count: int, tokenizer: Tokenizer, text_source: str | Path | None = None
 ) -> list[TokenPrompt]:
-    """`count` different prompts of exactly `token_count` tokens, what the tokenizer puts before a text included.
+    """`count` different prompts of exactly `token_count` tokens, the tokenizer's own tokens before a text included.
 
     The source is a text file, a folder of .py, .txt and .md files, an installed package, or by default the standard
     library; its files are tokenized one by one, held-out ones first, and cut into windows that do not overlap. The same
@@ -114,7 +114,7 @@ def text_prompts(
 
 
 def _windows(files: Iterable[_File], tokenizer: Tokenizer, length: int) -> Iterator[TokenPrompt]:
-    """Cut the files' tokens, end to end, into windows of `length`; what is left at the end is not used."""
+    """Cut the files' tokens, end to end, into windows of `length`. Tokens behind the last window are not used."""
     stream: list[int] = []
     source = ""
     for file in sorted(files, key=lambda file: (not file.is_held_out, file.digest)):
@@ -125,7 +125,7 @@ def _windows(files: Iterable[_File], tokenizer: Tokenizer, length: int) -> Itera
         stream += tokenizer.encode(text, add_special_tokens=False).ids
         end = len(stream) - len(stream) % length
         for start in range(0, end, length):
-            # Held-out files come first, so the file that a window ends in speaks for all of it.
+            # Held-out files come first: if the window's last file is held out, so are all files of the window.
             yield TokenPrompt(source, stream[start : start + length], file.is_held_out)
             source = file.name
         del stream[:end]
@@ -141,7 +141,7 @@ def _tokens_before(tokenizer: Tokenizer) -> list[int]:
 
 @dataclass(frozen=True)
 class _File:
-    """A text file and its name in its source, whose hash decides its place."""
+    """A text file and its name in its source; the hash of the name decides the file's place in the order."""
 
     path: Path
     name: str
@@ -154,11 +154,12 @@ class _File:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is the user's own, or the training of the bundled pair left files of this name out."""
+        """Whether the bundled pair was not trained on it: it is the user's own file, or its name was held out."""
         return self.is_own or self.digest % HELD_OUT == 0
 
     def read(self) -> str | None:
-        """Its text, None if it is not UTF-8. Installed files read as the bundled pair was trained: without tabs."""
+        """The file's text, None if it is not UTF-8. Tabs of installed files are expanded, as in the bundled pair's
+        training."""
         try:
             text = self.path.read_text(encoding="utf-8")
         except UnicodeDecodeError:

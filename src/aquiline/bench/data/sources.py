@@ -1,8 +1,8 @@
 """Where data sets come from: a local file, an author's own file pinned and checked, or a file on the Hugging Face hub.
 
-Knows nothing of what stands in the files. The five names mean the files the papers evaluate on, at one commit of their
-authors' repositories, because the hub's copies are parquet, subsets or cleaned versions. They are downloaded once, into
-the Hugging Face cache of assets.
+Knows nothing of the files' contents. The five names stand for the files that the papers evaluate on. They come from
+their authors' repositories and are checked by a hash, because the hub's copies are parquet, subsets or cleaned
+versions. They are downloaded once, into the Hugging Face cache of assets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PASS_A_PATH = "download it where the network allows and pass its path"
 
 @dataclass(frozen=True)
 class Source:
-    """A file on the web and what its bytes must hash to, as algorithm:hex."""
+    """A file on the web. digest: the hash that its bytes must have, as algorithm:hex."""
 
     url: str
     digest: str
@@ -61,9 +61,9 @@ SOURCES: Mapping[str, Source] = {
 
 
 def locate(source: str | Path) -> Path:
-    """The local file of a name in SOURCES, of hf://datasets/OWNER/NAME/FILE or of a path, downloaded if need be.
+    """The local file of a name in SOURCES, of hf://datasets/OWNER/NAME/FILE or of a path, downloaded if necessary.
 
-    Raises ValueError, in one line with the fix, for what is neither and for what cannot be fetched."""
+    Raises ValueError, in one line with the fix, for any other source and for a file that cannot be fetched."""
     if isinstance(source, str) and source in SOURCES:
         return fetch(source, SOURCES[source])
     if isinstance(source, str) and source.startswith(_HUB):
@@ -109,6 +109,6 @@ def _from_hub(reference: str) -> Path:
 
     try:
         return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
-    except Exception as error:  # not only its own: a transfer cut short raises what its HTTP library raises
+    except Exception as error:  # a transfer that is cut short raises the exceptions of the HTTP library
         reason = " ".join(str(error).split())
         raise ValueError(f"dataset={reference!r}: the hub did not give it ({reason}); {_PASS_A_PATH}") from None

@@ -19,9 +19,8 @@ from aquiline.text.questions import Question
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """The model's answer to one turn: its text without the stop token, output tokens with it, decode steps, seconds.
-
-    `seconds` is the wall time of the whole answer, its prompt included, as in EAGLE's `wall_time`."""
+    """The model's answer to one turn. text: without the stop token; num_tokens: with it; num_steps: decode steps;
+    seconds: the wall time of the whole answer, its prompt included, as in EAGLE's `wall_time`."""
 
     text: str
     num_tokens: int
@@ -30,10 +29,11 @@ class TurnAnswer:
 
 
 def answer_row(question: Question, choices: Sequence[Sequence[TurnAnswer]], model_id: str) -> dict[str, object]:
-    """One row; a choice is one sampled conversation, its answers turn by turn.
+    """One row of an answer file. A choice is one sampled conversation: its answers turn by turn.
 
-    `idxs` is the index of a turn's last target forward, its prompt's being 0, hence the number of decode steps.
-    `category` is not in EAGLE's rows but in Spec-Bench's. Raises ValueError unless every choice answers every turn."""
+    `idxs` is the index of a turn's last target forward, counted from the prompt's, which is 0; so it is the number of
+    decode steps. `category` stands in Spec-Bench's rows, not in EAGLE's. Raises ValueError unless every choice answers
+    every turn."""
     for index, turns in enumerate(choices):
         if len(turns) != len(question.turns):
             raise ValueError(
@@ -60,7 +60,7 @@ def answer_row(question: Question, choices: Sequence[Sequence[TurnAnswer]], mode
 
 
 class AnswerFile:
-    """A new answer file; rows are on disk as soon as they are added, so that a run cut short keeps what it has.
+    """A new answer file. A row is written as soon as it is added, so that a run cut short keeps its rows.
 
     Use it in a with statement. Replaces an older file of that path."""
 

@@ -1,8 +1,8 @@
 """The runs of `aquiline eval`: every setting on every question, turn by turn, at several lengths, on the same prompts.
 
-Owns what runs in which order and what is kept of it; figures are eval_figures', files and tables eval_report's. One
-question runs at a time and nothing is cached between runs, so each computes its prompt anew. Settings take turns at
-going first. Speculation is exact, so all of them must write the same tokens: that is checked, and the common answer
+Owns the order of the runs and what is kept of them; figures.py computes figures, report.py writes files and tables. One
+question runs at a time and nothing is cached between runs, so each run computes its prompt anew. Settings take turns at
+going first. Speculation is exact, so all settings must write the same tokens. That is checked, and the common answer
 enters the next turn.
 """
 
@@ -29,15 +29,16 @@ from aquiline.text.questions import Question
 
 WARMUP_TOKENS = 16
 TEACHER_PLACES = 5
-"""Places of a chain that are judged at least, since every shorter chain is its beginning."""
+"""How many places of a chain are judged at least; a shorter chain is the beginning of a longer one."""
 
 
 @dataclass(eq=False)
 class Evaluation:
-    """A plan on questions. on_progress is told the share of `num_tokens` a run stands for, whether or not it ran.
+    """A plan of runs on questions. on_progress: called for every run, also for one that is left out because it does not
+    fit, with the part of `num_tokens` that the run stands for.
 
-    answers: a folder for answer files in EAGLE's format, one per setting, length and temperature; questions of which a
-    turn did not fit are not in them."""
+    answers: a folder for answer files in EAGLE's format, one per setting, length and temperature. A question with a
+    turn that does not fit is not in them."""
 
     llm: LLM
     template: ChatTemplate
@@ -61,7 +62,7 @@ class Evaluation:
 
     @property
     def num_tokens(self) -> int:
-        """What the whole evaluation counts as for a progress bar."""
+        """The total of what on_progress is called with, for a progress bar."""
         plan, turns = self.plan, sum(len(q.turns) for q in self.questions)
         taught = max(plan.lengths) * plan.teacher_forced
         return turns * len(plan.temperatures) * (sum(plan.lengths) * len(plan.settings) * plan.repeats + taught)
@@ -98,7 +99,7 @@ class Evaluation:
         }
 
     def _converse(self, question: int, temperature: float, length: int, files: dict[str, AnswerFile]) -> None:
-        """All turns of a question, until one does not fit."""
+        """Run the turns of a question, up to the first one that does not fit."""
         asked = self.questions[question]
         said: list[Text] = []
         told: list[TurnRun] = []
@@ -139,7 +140,7 @@ class Evaluation:
         )
 
     def _answer(self, asked: Text) -> list[TurnRun]:
-        """Every setting and repeat on one prompt, settings rotated from round to round."""
+        """Run every setting and repeat on one prompt; the order of settings rotates from round to round."""
         names = list(self.plan.settings)
         sampling = self._sampling(asked)
         runs: list[TurnRun] = []
@@ -169,7 +170,7 @@ class Evaluation:
         )
 
     def _teach(self) -> Iterator[TeacherForced]:
-        """Guesses along the longest texts of every temperature."""
+        """Teacher-forced accuracy of the draft along the longest texts of every temperature."""
         places = max([TEACHER_PLACES, *self.plan.chains])
         for temperature in self.plan.temperatures:
             runs = [run for run in self.runs if run.text.temperature == temperature]

@@ -1,10 +1,10 @@
 """Figures of an evaluation: speedups with their intervals, acceptance, accuracy, the best setting. Derived here, once.
 
-Times are paired: a setting's speedup over a group of runs is the baseline's decode time on them over its own, since all
-of them wrote the same tokens. Its interval says how much that depends on the questions that happened to be asked: the
-questions are drawn anew RESAMPLES times, turns and repeats of one going together, and the middle 95 % of the ratios
-are given (percentile bootstrap, fixed seed). It is too narrow for few questions, and covers neither other machines nor
-the choice of the best of many settings.
+Times are paired: all settings write the same tokens, so a setting's speedup over a group of runs is the baseline's
+decode time on these runs divided by the setting's own. The interval says how much the speedup depends on the choice of
+questions (percentile bootstrap, fixed seed): questions are drawn anew RESAMPLES times, with all their turns and
+repeats, and the middle 95 % of the ratios form the interval. It is too narrow for few questions. It covers neither
+other machines nor the choice of the best of many settings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ratio:
 
     @property
     def is_above_one(self) -> bool:
-        """Whether the whole interval is; without one, the value."""
+        """Whether the whole interval is above 1; without an interval, whether the value is."""
         return (self.value if self.low is None else self.low) > 1
 
     def __str__(self) -> str:
@@ -52,8 +52,8 @@ class Ratio:
 class Figures:
     """One setting over a group of runs; temperature, length and category are None where the group has all of them.
 
-    speedup counts decode steps, speedup_with_prefill the prompt too; None where no time passed, since every text ended
-    at its first token."""
+    speedup compares the time of decode steps; speedup_with_prefill includes the prompts. None if no decode step was
+    run, because every text ended at its first token."""
 
     temperature: float | None
     length: int | None
@@ -71,7 +71,7 @@ class Figures:
 
     @property
     def seconds_per_text(self) -> float:
-        """Prompt and output of one text, on average."""
+        """Mean time of one text, prompt and output."""
         return (self.prefill_ms + self.decode_ms) / 1e3 / self.num_texts
 
     @property
@@ -82,7 +82,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class TaskAccuracy:
-    """GSM8K: answers to first turns whose number is the reference's; num_cut of them reached their length."""
+    """GSM8K, first turns. num_correct: answers whose number is the reference's; num_questions: all answers; num_cut:
+    answers that ended because they reached their length."""
 
     temperature: float
     length: int
@@ -158,8 +159,8 @@ def _by_question(runs: list[TurnRun], with_prefill: bool = False) -> Times:
 
 
 def ratio(base: Times, own: Times) -> Ratio | None:
-    """sum(base) / sum(own) of paired times [Q], one per question, with its bootstrap interval; None if no time
-    passed in either."""
+    """sum(base) / sum(own) of paired times [Q], one per question, with its bootstrap interval. None if either sum is
+    0."""
     if not base.sum() or not own.sum():
         return None
     value = float(base.sum() / own.sum())
@@ -176,20 +177,21 @@ def ratio(base: Times, own: Times) -> Ratio | None:
 
 
 def real_tau(found: Evaluated, taught: TeacherForced) -> list[float | None]:
-    """Per place the tau of the chain of that length on the texts that were judged; None where it did not run."""
+    """For each place k from 1, the served tau of a chain of k on the texts that were judged; None if no chain of that
+    length ran."""
     chains, places = found.plan.chains, range(1, len(taught.accuracy.marginal) + 1)
     group = {f.setting: f.counters.tau for f in figures(found, taught.temperature, taught.length)}
     return [group[chains[k]] if k in chains else None for k in places]
 
 
 def best(group: list[Figures]) -> Figures | None:
-    """The setting of a group with the highest speedup, the baseline apart; None if no time was measured."""
+    """The setting of a group with the highest speedup, other than the baseline. None if no time was measured."""
     drafted = [(f.speedup.value, f) for f in group if f.setting != BASELINE and f.speedup is not None]
     return max(drafted, key=lambda pair: pair[0])[1] if drafted else None
 
 
 def verdict(group: list[Figures]) -> str:
-    """The best of a group in words, no gain where there is none."""
+    """The best setting of a group in words; says so if none is faster than the baseline."""
     winner = best(group)
     if winner is None or winner.speedup is None:
         return "no decode step was run: every text ended at its first token"
@@ -200,8 +202,8 @@ def verdict(group: list[Figures]) -> str:
 
 
 def suspicion(found: Evaluated) -> str | None:
-    """What to say of a draft whose chains name the next token no more often than always naming the commonest token
-    would; None for any better draft, where no chain ran, and where one token is most of the text."""
+    """A warning if the draft is at chance: its chains name the next token no more often than one would by always naming
+    the commonest token. None for a better draft, if no chain ran, or if one token makes up most of the text."""
     chains = [run for run in found.runs if run.setting in found.plan.chains.values()]
     counters, tokens = Counters(), Counter(token for run in chains for token in run.text.token_ids)
     for run in chains:
@@ -221,7 +223,7 @@ def suspicion(found: Evaluated) -> str | None:
 
 
 def _task_accuracy(found: Evaluated, temperature: float, length: int) -> TaskAccuracy | None:
-    """None unless every question has a reference as GSM8K writes them."""
+    """The accuracy of the baseline's answers. None unless every question has a reference in GSM8K's format."""
     references = [question.reference or "" for question in found.questions]
     if not all(GSM8K_MARK in reference and final_number(reference) is not None for reference in references):
         return None

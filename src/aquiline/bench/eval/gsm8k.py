@@ -1,4 +1,4 @@
-"""GSM8K accuracy: the number an answer ends in, compared with the reference's.
+"""GSM8K accuracy: the number that an answer states as its result, compared with the reference's.
 
 Exact values (Fraction), so that 18, 18.00 and $18 are one number and 0.1 is not 0.1000001.
 """

@@ -43,7 +43,7 @@ def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path
 
 
 def _colors(settings: dict[str, Drafting], maps: Any) -> dict[str, Any]:
-    """One hue per kind of drafter, from light to dark within it."""
+    """Colors of the settings: one hue per way to draft, from light to dark within it."""
     by_kind: dict[str, list[str]] = {}
     for name, spec in settings.items():
         by_kind.setdefault(spec.name, []).append(name)
@@ -56,7 +56,7 @@ def _colors(settings: dict[str, Drafting], maps: Any) -> dict[str, Any]:
 
 
 def _draw_lengths(speed: Any, tau: Any, groups: list[list[Figures]], colors: dict[str, Any]) -> None:
-    """Speedup with its interval, and tau, over lengths; settings stand side by side at a length."""
+    """Draw speedup with its interval, and tau, over lengths; the settings stand side by side at each length."""
     for number, setting in enumerate(colors):
         own = [next(f for f in group if f.setting == setting) for group in groups]
         shift = (number - (len(colors) - 1) / 2) * min(0.08, 0.6 / len(colors))
@@ -87,7 +87,7 @@ def _draw_lengths(speed: Any, tau: Any, groups: list[list[Figures]], colors: dic
 
 
 def _draw_positions(axes: Any, group: list[Figures], colors: dict[str, Any]) -> None:
-    """Share of steps that accept the draft at each place, at one length."""
+    """Draw, for one length, the share of steps that accept the draft at each place."""
     for f in group[1:]:
         shares = f.counters.per_position
         axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=colors[f.setting])

@@ -1,4 +1,4 @@
-"""An evaluation as eval.json and eval.md, and the cells of its tables. Figures come from eval_figures.
+"""An evaluation as eval.json and eval.md, and the cells of its tables. figures.py computes the figures.
 
 eval.json, schema "aquiline.eval/1":
 
@@ -46,7 +46,7 @@ SCHEMA = "aquiline.eval/1"
 LIBRARIES = ("numpy", "tokenizers", "transformers")
 SHOWN_PLACES = 5
 SHOWN_MISSES = 10
-"""Places of a draft and turns that did not fit that tables and notes show; eval.json has all."""
+"""How many places of a draft the tables show, and how many turns that did not fit the notes name; eval.json has all."""
 READING = """\
 - All settings wrote the same tokens, checked; times are paired. **speedup**: the baseline's decode time over the
   setting's; **with prefill**: prompt and output. In brackets the 95 % bootstrap interval over questions: too narrow
@@ -59,7 +59,7 @@ READING = """\
 
 @dataclass(frozen=True)
 class EvalFacts:
-    """What an evaluation ran on, for a stranger: names, never machine paths."""
+    """What an evaluation ran on, in names that mean something on other machines: no paths."""
 
     model: ModelFacts
     dataset: str
@@ -77,7 +77,7 @@ class EvalFacts:
 
 
 def name_of(dataset: str | None) -> str:
-    """A data set as results name it: a known name or hub address, or a file without its folder."""
+    """A data set's name in results: a known name, a hub address, or a file's name without its folder."""
     if dataset is None:
         return "bundled prompts"
     is_public = dataset in SOURCES or dataset.startswith("hf://")
@@ -85,7 +85,7 @@ def name_of(dataset: str | None) -> str:
 
 
 def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
-    """A pair as results name it."""
+    """The facts about a pair of models that results state."""
     name, draft_name = Source(target, draft).names
     models = llm.models
     return ModelFacts(
@@ -179,7 +179,7 @@ def _unfit(found: Evaluated, miss: Unfit) -> dict[str, object]:
 
 
 def cells(f: Figures) -> dict[str, str]:
-    """One setting of a table, by column."""
+    """The cells of one setting's line, by column."""
     counters = f.counters
     places = [f"{share:.2f}" for share in counters.per_position]
     more = " ..." if len(places) > SHOWN_PLACES else ""
@@ -199,12 +199,12 @@ def cells(f: Figures) -> dict[str, str]:
 
 
 def groups(derived: Tables) -> list[list[Figures]]:
-    """Groups by length, and all runs together where that is another one."""
+    """The groups by length, and the group of all runs if there are several lengths or temperatures."""
     return [*derived.by_length, derived.overall] if len(derived.by_length) > 1 else derived.by_length
 
 
 def title(group: list[Figures]) -> str:
-    """What a group's table is about."""
+    """The title of a group's table."""
     f = group[0]
     temperature = "" if f.temperature is None else f", temperature {f.temperature:g}"
     length = "all lengths" if f.length is None else f"{f.length} new tokens"
@@ -212,7 +212,7 @@ def title(group: list[Figures]) -> str:
 
 
 def teacher_table(found: Evaluated, taught: TeacherForced) -> dict[str, list[str]]:
-    """Rows of a teacher-forced table by name, a cell per place in the chain."""
+    """Rows of a teacher-forced table by name, with a cell for each place in the chain."""
     a = taught.accuracy
 
     def written(values: list[float | None], form: str) -> list[str]:
@@ -227,7 +227,7 @@ def teacher_table(found: Evaluated, taught: TeacherForced) -> dict[str, list[str
 
 
 def notes(found: Evaluated, derived: Tables) -> list[str]:
-    """What must be said beside the tables: the best, a draft at chance, accuracy, what did not fit."""
+    """Lines that belong beside the tables: best settings, a draft at chance, task accuracy, turns that did not fit."""
     lines = [f"{title(group)}: {verdict(group)}" for group in groups(derived)]
     doubt = suspicion(found)
     lines += [f"warning: {doubt}"] if doubt else []
@@ -249,7 +249,7 @@ def notes(found: Evaluated, derived: Tables) -> list[str]:
 
 
 def as_markdown(found: Evaluated, derived: Tables, facts: EvalFacts) -> str:
-    """The evaluation as a page."""
+    """The evaluation as a Markdown page."""
     lines = [f"# {facts.dataset}: {len(found.questions)} questions", "", f"{facts}.", "", READING]
     for group in [*groups(derived), *derived.by_category]:
         lines += [f"## {title(group)}", ""]
@@ -268,7 +268,7 @@ def as_markdown(found: Evaluated, derived: Tables, facts: EvalFacts) -> str:
 
 
 def teacher_title(taught: TeacherForced) -> str:
-    """What a teacher-forced table is about."""
+    """The title of a teacher-forced table."""
     return (
         f"the draft along the target's own text, {taught.length} new tokens, temperature {taught.temperature:g}, "
         f"{taught.repeated_share:.0%} repeated"

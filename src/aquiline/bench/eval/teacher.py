@@ -1,10 +1,9 @@
-"""Teacher-forced accuracy of a draft, measured by the engine that serves it. Definitions: EAGLE3.md §5, §7.
+"""Teacher-forced accuracy of a draft, measured by the engine that serves it.
 
-The models run with an acceptance that keeps no draft (SimulatedAcceptance(1)): every step commits the target's own next
-token alone, so that a chain is proposed at every position of the target's own text. At a position the draft then reads
-what it reads when a real chain stands there: target features of everything committed, and nothing else. Walking the
-matrix of right guesses therefore gives the tau of a real chain; where rows are computed exactly (the native path), that
-very number.
+The models run with an acceptance that keeps no draft (SimulatedAcceptance(1)): every step commits only the target's own
+next token, so that a chain is proposed at every position of the target's own text. The draft then reads at every
+position what it would read if a real chain began there: the target's features of all committed tokens, and nothing
+else. So walking the matrix of right guesses gives the tau of a real chain, and on the native path exactly that number.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from aquiline.types import Bool
 
 
 def teacher(llm: LLM, max_context: int) -> LLM:
-    """An engine for one sequence of at most max_context tokens over the same models that accepts no draft."""
+    """An LLM over the same models that accepts no draft, for one sequence of at most max_context tokens."""
     models = llm.models.with_simulated(1.0)
     config = replace(
         llm.engine.config, max_batch=1, num_pages=None, max_context=max_context, prefix_cache=False, late_reads=False
@@ -32,14 +31,14 @@ def teacher(llm: LLM, max_context: int) -> LLM:
 
 @dataclass(frozen=True, eq=False)
 class Guesses:
-    """What a chain said of one text: right bool [n - 1, K] for n output tokens; row i, column k is the guess of output
-    token i + 1 + k by the chain below token i, False past the end of the text."""
+    """Which guesses of chains were right on one text of n output tokens. right bool [n - 1, K]: row i, column k is
+    the guess of output token i + 1 + k by the chain below token i; False past the end of the text."""
 
     token_ids: list[int]
     right: Bool
 
     def cycles(self, num_spec_tokens: int) -> list[int]:
-        """Tokens that each step of a real chain of that length would commit, the last one cut by the text's end."""
+        """Tokens that each step with a real chain of that length would commit; the text's end cuts the last step."""
         accepted = np.cumprod(self.right[:, :num_spec_tokens], axis=1).sum(axis=1)
         committed, i, end = [], 0, len(self.right)
         while i < end:
@@ -49,7 +48,7 @@ class Guesses:
 
 
 def guess(llm: LLM, prompt_ids: list[int], sampling: SamplingParams, num_spec_tokens: int) -> Guesses:
-    """Continue a prompt with a `teacher` LLM and compare every chain with what the target wrote."""
+    """Continue a prompt with a `teacher` LLM and compare every chain with the tokens that the target wrote."""
     proposed: list[list[int]] = []
 
     def read(delta: TokenDelta) -> None:
@@ -71,11 +70,11 @@ def guess(llm: LLM, prompt_ids: list[int], sampling: SamplingParams, num_spec_to
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A draft along several texts, per place k = 1, 2, ... in the chain; None where there is nothing to count.
+    """The accuracy of a draft along several texts, for each place k = 1, 2, ... in the chain; None without guesses.
 
-    marginal: share of guesses that are right; conditional: that share where all guesses before it in the chain are
-    right; simulated_tau: tokens per step that chains of k drafts would commit. num_guesses counts those inside their
-    text."""
+    num_guesses: guesses that lie inside their text. marginal: share of them that are right. conditional: that share
+    where all earlier guesses of the chain are right. simulated_tau: tokens per step that chains of k drafts would
+    commit."""
 
     num_guesses: list[int]
     marginal: list[float | None]

@@ -1,8 +1,8 @@
-"""Asks gates of results: green, red by how much, or refused with the reason.
+"""Judges results by gates: green, red with its margin, or refused with the reason.
 
-Red is a measurement that does not reach a limit, or one that is missing. Refused is what must not be judged: results
-that cannot be believed or compared, unequal outputs, a run that broke the rules of PERF mode, full gates too early.
-Gates of one model and profile are asked together, and share the streak of green micro runs that opens their full ones.
+A gate is red if a measurement misses a limit or is absent. A gate is refused if its results must not be judged: they
+cannot be believed or compared, outputs differ, a run broke the rules of PERF mode, or full gates are asked too early.
+Gates of one model and profile are asked together. They share the streak of green micro runs that opens the full gates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Results = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: a level or "all", only these gates, and how close tau must be to another engine's results."""
+    """What is asked. level: micro, full or "all"; only: names of gates, empty for all; parity: another engine's
+    results, to whose tau ours is compared."""
 
     level: str = "micro"
     only: tuple[str, ...] = ()
@@ -32,7 +33,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The gates of one model, profile and level. refusals: of all of them; streak: in words."""
+    """The outcome of the gates of one model, profile and level. refusals: reasons that hold for all of them; streak: of
+    green micro runs, in words."""
 
     model: str
     profile: str
@@ -50,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was asked; idle: gates of whose model and profile there are no results."""
+    """The outcome of a request. idle: gates that were not asked, because their model and profile have no results."""
 
     outcomes: tuple[Outcome, ...]
     idle: tuple[Gate, ...]
@@ -80,9 +82,10 @@ class Report:
 
 
 def ask(gates: list[Gate], results: Results, request: Request, state: GateState) -> Report:
-    """Ask the gates of whose model and profile there are results, and those named. Micro runs go into the state.
+    """Ask the gates named in the request, and otherwise the gates whose model and profile have results. Micro runs are
+    recorded in the state.
 
-    Raises ResultError naming every result that cannot be believed, ValueError for a request that cannot be."""
+    Raises ResultError naming every result that cannot be believed, ValueError for an invalid request."""
     _check(request, gates)
     require(results)
     require(request.parity or {})
@@ -107,7 +110,7 @@ class Group:
         self.results, self.micro, self.parity, self.state = results, micro, parity, state
 
     def outcome(self, asked: list[Gate]) -> Outcome:
-        """Judge gates of one level, if that is open, and record what micro ones say."""
+        """Judge gates of one level, if that level is open, and record the verdict of micro gates."""
         first = asked[0]
         theirs = [result for result in self.results.values() if first.is_of(result)]
         found = Outcome(first.model, first.select.profile, first.level, refusals=tuple(_mixed(theirs)))
@@ -165,7 +168,7 @@ def _closed(green: int) -> str:
 
 
 def _mixed(results: list[Result]) -> list[str]:
-    """One run is of one commit on one device."""
+    """Reasons to refuse results of several commits or devices; empty if there is one of each."""
     found = []
     for what, values in (("commit", {r["commit"] for r in results}), ("device", set(map(compare.machine, results)))):
         if len(values) > 1:

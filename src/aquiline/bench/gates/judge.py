@@ -1,4 +1,4 @@
-"""One gate over results: which of them it judges, what must not be judged, and every limit with its margin."""
+"""One gate over results: which results it judges, which must not be judged, and every limit with its margin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Results = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Check:
-    """One limit of a gate and what was measured; None is nothing."""
+    """One limit of a gate and the measurement, None if there is none."""
 
     limit: str
     threshold: float
@@ -24,7 +24,7 @@ class Check:
 
     @property
     def margin(self) -> float | None:
-        """By how much the limit was held; below 0, missed."""
+        """The distance between measurement and limit; negative if the limit was missed, None without a measurement."""
         if self.measured is None:
             return None
         return self.threshold - self.measured if self.limit.startswith("max_") else self.measured - self.threshold
@@ -37,7 +37,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One gate over the results it selects. file None: it selects none, which fails it."""
+    """One gate's judgement. file: the result that was judged; None if the gate selects no result, which makes it
+    red."""
 
     gate: Gate
     file: str | None = None
@@ -54,7 +55,7 @@ class Judgement:
 
     @property
     def ideal(self) -> float | None:
-        """The speedup this model could have on this device at this tau; None: not measured."""
+        """The speedup that the roofline allows at this tau on this device; None if it was not measured."""
         ideal: float | None = (self.result or {}).get("roofline", {}).get("ideal_speedup")
         return ideal
 
@@ -75,7 +76,8 @@ class Judgement:
 
 
 def judge(gate: Gate, results: Results, parity: Results | None = None) -> Judgement:
-    """One gate over the results it selects: the fastest one's limits, and refusals for any of them."""
+    """Judge one gate over the results that it selects: check the limits of the fastest, and refuse if any of them must
+    not be judged."""
     selected = {
         name: result
         for name, result in results.items()
@@ -106,7 +108,8 @@ def judge(gate: Gate, results: Results, parity: Results | None = None) -> Judgem
 
 
 def _unfit(result: Result, ratio: Ratio, results: Results) -> list[str]:
-    """Why a gate must not judge a result: no fair baseline, nothing real behind its figures, or a PERF violation."""
+    """Why a gate must not judge a result: it has no fair baseline, its figures are simulated, its weights are random,
+    or it broke a rule of PERF mode."""
     against = f"against {ratio.other}: " if ratio.other is not None else ""
     found = [f"{against}{reason}" for reason in ratio.reasons]
     if result["model"]["simulated_tau"] is not None:
@@ -119,7 +122,7 @@ def _unfit(result: Result, ratio: Ratio, results: Results) -> list[str]:
 
 
 def _violations(result: Result) -> list[str]:
-    """Ways in which a run was not the one that PERF mode allows."""
+    """The rules of PERF mode that a run broke."""
     found = list(result.get("perf_violations", []))
     disabled = result.get("slots", {}).get("disabled_other")
     if disabled is None:
@@ -150,8 +153,8 @@ def _figures(result: Result, ratio: Ratio) -> dict[str, float | None]:
 
 
 def _peers(result: Result, parity: Results) -> tuple[list[Result], list[str]]:
-    """Another engine's results of the same work with drafts of the same length, and why they cannot be compared. Speed
-    is not, so the device does not matter."""
+    """Another engine's results of the same work with drafts of the same length, and the reasons why they cannot be
+    compared. Tau is compared, not speed, so the device does not matter."""
     found, reasons = [], []
     names = ("name", "profile", "context_tokens", "batch", "temperature")
     for file, peer in parity.items():

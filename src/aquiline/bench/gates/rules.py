@@ -1,4 +1,4 @@
-"""Gates as data: read from YAML, checked, and overridden from the command line. Knows no result's figures."""
+"""Gates as data: read from YAML, checked, and overridden from the command line. Knows nothing of results' figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = tuple(f"{side}_{figure}" for figure in FIGURES for side in ("min", "max
 
 @dataclass(frozen=True)
 class Selector:
-    """Which results of a gate's model are its; None leaves a field open."""
+    """Which results of its model a gate judges; None accepts any value of a field."""
 
     profile: str
     scenario: str | None = None
@@ -50,7 +50,7 @@ class Selector:
 
 @dataclass(frozen=True)
 class Gate:
-    """What the results of one model and piece of work must hold. changed: limits that did not come from the file."""
+    """Limits for the results of one model and piece of work. changed: limits that do not come from the file."""
 
     name: str
     level: str
@@ -61,7 +61,7 @@ class Gate:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Gates of one model and profile are asked together."""
+        """Model and profile. Gates of one group are asked together."""
         return self.model, self.select.profile
 
     def is_of(self, result: Result) -> bool:
@@ -72,7 +72,7 @@ class Gate:
 
     @property
     def command(self) -> str:
-        """What would make its results, at most; the model's checkpoints are the reader's."""
+        """A command that measures the gate's results, and perhaps others; the user puts in the draft's checkpoint."""
         s = self.select
         parts = [f"aquiline bench --out DIR --profile {s.profile}"]
         parts += [f"--scenario {s.scenario}"] if s.scenario is not None else []
@@ -108,7 +108,8 @@ def read_gates(file: Path = BUILT_IN) -> list[Gate]:
 
 
 def override(gates: list[Gate], assignments: list[str]) -> list[Gate]:
-    """Gates with limits of `NAME.LIMIT=VALUE` in place of their own. Raises ValueError for one that names none."""
+    """Gates with limits replaced by assignments NAME.LIMIT=VALUE. Raises ValueError for an assignment that is malformed
+    or names no gate or limit."""
     for assignment in assignments:
         left, equals, value = assignment.partition("=")
         name, dot, limit = left.rpartition(".")
@@ -186,7 +187,7 @@ def _only(entry: dict[Any, Any], known: tuple[str, ...], where: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML in which a field that stands twice is an error: the stricter of two limits must not get lost."""
+    """YAML in which a field that stands twice is an error: otherwise the stricter of two limits could be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [key.value for key, _ in node.value]

@@ -1,7 +1,7 @@
-"""How many micro runs in a row were green, on disk: three of them open the full gates.
+"""The number of green micro runs in a row, kept on disk: three of them open the full gates.
 
 A streak belongs to a key: the commit, the configuration (the models and the micro gates with their limits) and the
-device. A result counts once, whatever file it comes in.
+device. A result counts once, even if it comes in several files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUNS_IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class Key:
-    """What a streak holds for."""
+    """The commit, configuration and device that a streak belongs to."""
 
     commit: str
     configuration: str
@@ -32,7 +32,8 @@ class Key:
 
     @property
     def is_known(self) -> bool:
-        """Whether the commit names what ran: an installed package has none, a changed tree has another."""
+        """Whether the commit identifies the code that ran. It does not for an installed package, which has no commit,
+        or for uncommitted changes."""
         return self.commit != "unknown" and not self.commit.endswith("-dirty")
 
     def __str__(self) -> str:
@@ -49,14 +50,14 @@ class Streak:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run did to its streak, in words where it did nothing."""
+    """The streak after a run. why_not: why the run was not counted, None if it was."""
 
     green: int
     why_not: str | None = None
 
 
 class GateState:
-    """Streaks in one file, which several processes may share. Raises ValueError if it is none of ours."""
+    """Streaks in one file, which several processes may share. Raises ValueError for a file of another kind."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -68,8 +69,8 @@ class GateState:
         return Streak(found.get("green", 0), tuple(found.get("seen", ())))
 
     def record(self, key: Key, is_green: bool, results: list[Result]) -> Recorded:
-        """Count a micro run. Red ends the streak. A run does not count if any of its results did already, or if its
-        commit does not say what ran."""
+        """Count a micro run; a red one ends the streak. A run is not counted if any of its results was counted before,
+        or if its commit does not identify the code that ran."""
         if not key.is_known:
             return Recorded(0, f"commit {key.commit} does not say what ran; commit first, and measure from a checkout")
         hashes = [content_hash(result) for result in results]
@@ -110,13 +111,13 @@ class GateState:
 
 
 def content_hash(result: Result) -> str:
-    """Identifies what was measured: two runs never time alike. The date alone does not make a run another."""
+    """A hash that identifies a measurement, since two runs never have the same times. The date does not enter it."""
     text = json.dumps({name: value for name, value in result.items() if name != "date"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def default_state() -> Path:
-    """Where streaks are kept unless a file is named."""
+    """The file that keeps streaks unless another one is named."""
     return cache_directory() / "gates.json"
 
 

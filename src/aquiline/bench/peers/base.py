@@ -1,4 +1,4 @@
-"""What a peer is: another engine that continues the same prompts on the same weights; how one is named and opened.
+"""A peer is another engine that continues the same prompts on the same weights: how peers are named and opened.
 
 A peer is named on the command line as `kind[:option]...`; each kind is a module of this package and an optional
 dependency, and the module is imported when the peer is opened. Knows nothing of results and tables.
@@ -22,7 +22,7 @@ DTYPES = {
 }  # fmt: skip
 QUANTISED = ("int8", "int4")
 QUANTISED_BY = {"openvino": ("int8",), "llamacpp": ("int8", "int4")}
-"""Rounded weights that a kind can run."""
+"""The rounded weights that a kind of peer can run."""
 KINDS = {
     "transformers": ("transformers",),
     "openvino": ("openvino", "openvino-genai"),
@@ -31,15 +31,15 @@ KINDS = {
 }
 """Kinds of peers and the packages they need."""
 NUMBERED = {"lookup": (4, ("transformers", "openvino")), "eagle": (3, ("openvino", "llamacpp"))}
-"""Options with a count, its default, and the kinds that have them: tokens a step proposes by prompt lookup, or with the
-EAGLE-3 head."""
+"""Options with a count: its default, and the kinds that have the option. The count is how many tokens a step proposes,
+by prompt lookup or with the EAGLE-3 head."""
 NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 """llama.cpp's ways to draft from the text itself, as its server's --spec-type names them. The first four take sizes;
 ngram-cache, its lookup decoding, has fixed ones."""
 FLAGS = {"transformers": ("eager",), "openvino": ("sdpa", "samekv"), "llamacpp": ("noflash", "server")}
-"""Other ways to run a kind. transformers: its plain attention. OpenVINO: without paged caches; with keys and values as
-precise as the arithmetic, where its default is 8 bits. llama.cpp: without its fused attention; in its server, where
-everything that drafts runs anyway."""
+"""Other ways to run a kind of peer. eager: transformers' plain attention. sdpa: OpenVINO without paged caches. samekv:
+OpenVINO with keys and values as precise as the arithmetic, instead of its default of 8 bits. noflash: llama.cpp without
+its fused attention. server: llama.cpp in its server, where all its drafting runs anyway."""
 
 ALL_PEERS = (
     "transformers", "transformers:lookup", "transformers:lookup=10",
@@ -50,14 +50,14 @@ ALL_PEERS = (
     "llamacpp:ngram-simple=3x8", "llamacpp:ngram-map-k=3x8", "llamacpp:ngram-map-k4v=3x8", "llamacpp:ngram-mod=3x8",
     "llamacpp:ngram-cache",
 )  # fmt: skip
-"""What is compared when nothing is named, in the best dtype of each; eagle is left out where there is no draft, and
-llama.cpp's and transformers' drafting where prompts run together."""
+"""The peers that are compared if none is named, each in its best dtype. Without a draft, eagle is left out; if prompts
+run together, the drafting of llama.cpp and transformers is left out."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What peers run on: checkpoints as `resolve` finds them (draft: None without one), threads, tokens of prompt and
-    output, and how many prompts are continued together at most."""
+    """What peers run on. target and draft: checkpoints as `resolve` finds them; threads; max_context: tokens of prompt
+    and output; batch: how many prompts are continued together at most."""
 
     target: Path
     draft: Path | None
@@ -68,9 +68,9 @@ class Place:
 
 @dataclass(frozen=True)
 class PeerOutput:
-    """One continued prompt. num_tokens is what was made; token_ids is empty where a server does not tell, and `text` is
-    then what it said. arrivals_ms: when tokens came, since the request: one entry per delivery of one token or more.
-    num_steps and num_draft_tokens: forwards after the first and what was proposed to them; 0 where nobody knows."""
+    """One continued prompt. num_tokens: output tokens. token_ids: empty if a server does not return ids; `text` is then
+    its answer. arrivals_ms: the time from the request to each delivery of one token or more. num_steps: forwards after
+    the first; num_draft_tokens: tokens proposed to them; both 0 if they are not known."""
 
     num_tokens: int
     token_ids: list[int]
@@ -86,13 +86,13 @@ class PeerOutput:
 
     @property
     def total_ms(self) -> float:
-        """Time to the last one."""
+        """Time to the last token."""
         return self.arrivals_ms[-1]
 
 
 @dataclass(frozen=True)
 class PeerRun:
-    """Prompts continued at once, in their order."""
+    """Prompts that were continued together. outputs: in the order of the prompts."""
 
     outputs: list[PeerOutput]
 
@@ -108,12 +108,13 @@ class Peer(Protocol):
     dtype: str
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
-        """Continue prompts of one length at once by exactly new_tokens each, past EOS; nothing is kept between calls.
+        """Continue prompts of one length together by exactly new_tokens each, past end tokens. Nothing is cached
+        between calls.
 
-        Raises ValueError for what the engine cannot do."""
+        Raises ValueError for settings that the engine does not have."""
 
     def system(self) -> dict[str, object]:
-        """Versions and settings a stranger needs to repeat the run."""
+        """Versions and settings that are needed to repeat the run elsewhere."""
 
     def close(self) -> None:
         """Free the model."""
@@ -121,8 +122,8 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Ngram:
-    """Drafting from the text itself, as llama.cpp names it: the tokens that must match, and those that are proposed.
-    None for its own defaults."""
+    """llama.cpp's drafting from the text itself. kind: of NGRAMS; match: how many tokens must match; draft: how many
+    are proposed. None takes llama.cpp's defaults."""
 
     kind: str
     match: int | None = None
@@ -131,8 +132,8 @@ class Ngram:
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """A peer as it was named. dtype None: the best of what the CPU has. `where` is a server's address, or a directory
-    that already holds the converted target."""
+    """A peer as it was named on the command line. dtype: None for the best dtype that the CPU has. where: a server's
+    address, or a directory that already holds the converted target."""
 
     kind: str
     dtype: str | None = None
@@ -150,36 +151,37 @@ class PeerSpec:
 
     @property
     def model(self) -> str:
-        """What holds the weights: settings of one kind share a conversion, and so its check."""
+        """A name for the converted weights. Settings of one kind share them, and so share the check of outputs."""
         return self.kind if self.where is None else f"{self.kind} {Path(self.where).name}"
 
     @property
     def is_speculative(self) -> bool:
-        """Whether it drafts, as far as its name says."""
+        """Whether the peer drafts. A server may draft without its name saying so."""
         return self.lookup is not None or self.eagle is not None or self.ngram is not None
 
     @property
     def num_spec_tokens(self) -> int | None:
-        """Tokens that a step proposes at most, as far as its name says."""
+        """Tokens that a step proposes at most; None if the name does not say."""
         return self.lookup or self.eagle or (self.ngram.draft if self.ngram is not None else None)
 
     @property
     def plain(self) -> PeerSpec:
-        """The same engine and model in float32, without drafts, with the attention that rounds least: what is checked.
+        """The setting whose outputs are checked: the same engine and model in float32, without drafts, with the
+        attention that rounds least.
 
-        llama.cpp's fused attention moves float32 logits by some thousandths, enough to turn a near tie."""
+        llama.cpp's fused attention changes float32 logits by some thousandths, enough to decide a near tie."""
         flags = tuple(flag for flag in FLAGS.get(self.kind, ()) if flag in ("samekv", "noflash"))
         return replace(self, dtype="float32", lookup=None, eagle=None, ngram=None, flags=flags)
 
     @property
     def is_served(self) -> bool:
-        """Whether a process of its own runs it: the memory of this one says nothing of it."""
+        """Whether another process runs the peer. The memory of this process then says nothing about the peer's."""
         return self.kind == "openai" or (self.kind == "llamacpp" and (self.is_speculative or "server" in self.flags))
 
     def open(self, place: Place) -> Peer:
-        """Load the model into the engine, converted if need be.
+        """Load the model into the engine, after converting it if necessary.
 
-        Raises ValueError naming the package to install, or the setting this CPU or engine does not have."""
+        Raises ValueError naming the package to install, or the setting that this CPU or engine does not have."""
         for package in KINDS[self.kind]:
             require(self.kind, package)
         module = importlib.import_module(f"aquiline.bench.peers.{self.kind}")
@@ -188,9 +190,9 @@ class PeerSpec:
 
 
 def parse_peer(text: str) -> PeerSpec:
-    """A peer from `openai:http://HOST:PORT/v1#MODEL`, or from `transformers`, `openvino` or `llamacpp` with options
-    behind colons: a dtype, what drafts (`lookup` and `eagle` with `=K`, of NUMBERED; llama.cpp's NGRAMS with `=NxK`, N
-    tokens matched and K proposed), other ways to run (FLAGS), for openvino a directory.
+    """A peer from its name: `openai:http://HOST:PORT/v1#MODEL`, or `transformers`, `openvino` or `llamacpp` with
+    options behind colons. Options are a dtype, a way to draft (NUMBERED, as in `lookup=K`; llama.cpp's NGRAMS, as in
+    `ngram-simple=NxK`, N tokens matched and K proposed), a way to run (FLAGS), and for openvino a directory.
 
     Raises ValueError naming what is wrong and what is known."""
     kind, _, rest = text.partition(":")
@@ -215,8 +217,8 @@ def parse_peer(text: str) -> PeerSpec:
 
 
 def parse_peers(texts: Iterable[str], num_spec_tokens: Iterable[int]) -> tuple[PeerSpec, ...]:
-    """Peers as `parse_peer` reads them; `eagle` without a count stands for a peer at each of num_spec_tokens, so that
-    all who have the draft may choose from the same chains.
+    """Peers as `parse_peer` reads them. `eagle` without a count stands for one peer at each of num_spec_tokens, so that
+    every engine with the draft chooses from the same lengths.
 
     Raises ValueError as parse_peer does."""
     found = []
@@ -255,7 +257,7 @@ def _field(text: str, kind: str, option: str) -> dict[str, object]:
 
 
 def _ngram(text: str, name: str, sizes: str) -> Ngram:
-    """Of ngram-simple or ngram-simple=3x8."""
+    """The Ngram of an option such as ngram-simple or ngram-simple=3x8."""
     if not sizes:
         return Ngram(name)
     match, _, draft = sizes.partition("x")
@@ -276,7 +278,7 @@ def require(kind: str, package: str) -> None:
 
 
 def library(module: str) -> Any:
-    """A module of an optional package, which type checkers cannot see everywhere."""
+    """A module of an optional package, as Any, since type checkers may run without the package."""
     return importlib.import_module(module)
 
 

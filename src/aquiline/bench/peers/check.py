@@ -1,4 +1,4 @@
-"""Whether a kind of peer runs our model at all: its greedy tokens in float32 beside ours, prompt by prompt."""
+"""Whether a kind of peer computes our model: its greedy tokens in float32 are compared with ours, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from aquiline.engine.llm import LLM
 from aquiline.spec.drafting import NoDraft
 
 CHECK_PROMPTS, CHECK_TOKENS, CHECK_NEEDED = 3, 16, 8
-"""A kind is void unless, on each of so many prompts, so many of its first tokens in float32 are ours."""
+"""CHECK_PROMPTS prompts are continued by CHECK_TOKENS tokens. A kind of peer is void unless at least the first
+CHECK_NEEDED of them are ours on every prompt."""
 
 
 def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> list[int]:
-    """Leading tokens of a kind of peer in float32 that are ours, on each prompt."""
+    """For each prompt, how many leading tokens of a kind of peer in float32 are the same as ours."""
     sampling = SamplingParams(max_tokens=CHECK_TOKENS, ignore_eos=True)
     peer = spec.plain.open(place)
     try:
@@ -27,8 +28,8 @@ def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> l
 
 
 def unlike(agreed: list[int]) -> list[str]:
-    """Why a kind of peer is void, from how many first tokens are ours on each prompt: one prompt of another text is
-    another model, however many agree."""
+    """Why a kind of peer is void; empty if it is not. agreed: how many leading tokens are ours on each prompt. One
+    prompt with another text is enough, since it shows that the peer computes another model."""
     if min(agreed) >= CHECK_NEEDED:
         return []
     return [f"its first tokens in float32 are not ours: {', '.join(map(str, agreed))} of {CHECK_TOKENS} agree"]

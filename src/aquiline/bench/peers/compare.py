@@ -1,8 +1,9 @@
 """aquiline against its peers: the same weights, prompts and token counts, every setting in turn, one verdict.
 
-A comparison with an engine that computes another model says nothing, so before anything is timed every kind of peer
-continues a few prompts in float32, and its tokens must be ours on every one of them; a kind whose are not is void. What
-the timed settings then write is compared too and reported, but may differ: in bfloat16 a near tie falls either way.
+A comparison with an engine that computes another model says nothing. So before anything is timed, every kind of peer
+continues a few prompts in float32, and its first tokens must be ours on every prompt; otherwise the kind is void. The
+tokens of the timed settings are compared with ours and reported too, but they may differ: in bfloat16 a near tie may
+fall either way.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from aquiline.models.load import target_entries
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SETTLE_S = 0.1
-"""Rest before each run: the threads of the engine before it wait spinning for a while, on the cores of the next."""
+"""Pause before each run: the threads of the engine that ran before keep spinning on the cores for a while."""
 
 
 DEFAULT_CHAINS = (3, 4, 5)
-"""Chains of aquiline that are run, and the lengths at which peers with the same draft are."""
+"""The lengths of the chains that are run, by aquiline and by peers with the same draft."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared. names: target and draft as a stranger would know them. repeats: measured runs of every setting,
-    each on `batch` prompts of its own, continued together; one more warms up."""
+    """What is compared. names: of target and draft, for tables. repeats: measured runs of every setting, after one run
+    to warm up; each run has prompts of its own. batch: how many prompts of a run are continued together."""
 
     target: Path
     draft: Path | None
@@ -74,13 +75,13 @@ class Plan:
 
 
 def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) -> Comparison:
-    """Run a plan. on_progress is told what begins.
+    """Run a plan. on_progress is called with the name of each stage as it begins.
 
-    Raises ValueError if no peer can be opened, or one fails later."""
+    Raises ValueError if no peer can be opened, or if one fails later."""
     max_context = plan.prompt_tokens + plan.new_tokens
     config = EngineConfig(
         max_batch=plan.batch, prefix_cache=False, max_context=max_context + 16,
-        # Prompts that run together are computed together, as by every peer: what decodes is then timed alone.
+        # All prompts of a run are computed in one step, as every peer does; so decoding is timed without prefill.
         row_budget=max(EngineConfig().row_budget, plan.batch * plan.prompt_tokens),
     )  # fmt: skip
     llms = {}
@@ -121,7 +122,7 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
 
 
 def _moved(plan: Plan, llm: LLM, row: Row) -> tuple[float, float]:
-    """GB/s that a plain setting's rate stands for, each step reading every weight and the keys so far, and the GB/s of
+    """Two bandwidths in GB/s: that of a plain setting, if each step reads every weight and all keys so far, and that of
     plain reads."""
     models = llm.models
     ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
@@ -135,7 +136,7 @@ def _moved(plan: Plan, llm: LLM, row: Row) -> tuple[float, float]:
 def _open(
     plan: Plan, place: Place, warm: list[list[int]], on_progress: Callable[[str], None]
 ) -> tuple[list[Other], dict[str, str]]:
-    """Peers that run, warmed up, and why the others do not, by label."""
+    """The peers that can run, warmed up; and for the others, by label, the reason why they cannot."""
     others, absent = [], {}
     for spec in plan.peers:
         on_progress(f"loading {spec.label}")
@@ -153,7 +154,7 @@ def _open(
 
 
 def _sampling(plan: Plan, index: int) -> list[SamplingParams]:
-    """Of the prompts of the index-th run."""
+    """How the prompts of run number `index` are sampled."""
     first = plan.seed + index * plan.batch
     return [
         SamplingParams(max_tokens=plan.new_tokens, temperature=plan.temperature, seed=seed, ignore_eos=True)
@@ -173,8 +174,8 @@ def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[Own]:
 
 
 def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
-    """The prompts of each measured run and, at the end, of one to warm up with: no engine has seen what it is measured
-    on."""
+    """The prompts of each measured run and, at the end, those of the run that warms up. No engine has seen a measured
+    prompt before."""
     found = _token_ids(plan, llm, (plan.repeats + 1) * plan.batch)
     prompts, held_out = [ids for ids, _ in found], all(is_held_out for _, is_held_out in found)
     source = f"{plan.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
@@ -187,7 +188,8 @@ def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
 
 
 def _token_ids(plan: Plan, llm: LLM, count: int) -> list[tuple[list[int], bool]]:
-    """So many prompts, and of each whether training has not seen it. Fewer of them are the first ones of more."""
+    """`count` prompts, each with whether the bundled pair's training has not seen it. A smaller count gives the first
+    prompts of a larger one."""
     tokenizer = llm.models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
     found = text_prompts(plan.prompt_tokens, count, tokenizer, plan.text_source)
     return [([token % llm.models.vocab_size for token in p.token_ids], p.is_held_out) for p in found]
@@ -196,7 +198,7 @@ def _token_ids(plan: Plan, llm: LLM, count: int) -> list[tuple[list[int], bool]]
 def _measure(
     plan: Plan, settings: list[Own | Other], prompts: list[list[list[int]]], on_progress: Callable[[str], None]
 ) -> None:
-    """Every setting on the prompts of every round, another setting first in each."""
+    """Run every setting on the prompts of every round; each round begins with another setting."""
     for index, group in enumerate(prompts):
         for setting in rotated(settings, index):
             on_progress(f"run {index + 1} of {len(prompts)}: {setting.label}")
@@ -225,7 +227,7 @@ def _rows(
     rows = []
     for setting, result in zip(settings, results, strict=True):
         counts = [agreement(text, ids, tokenizer) for text, ids in zip(setting.texts, expected, strict=True)]
-        # Drawn tokens are ours alone: other engines have other noise.
+        # At a temperature only our own settings can agree: other engines draw with other noise.
         is_known = plan.temperature == 0 or isinstance(setting, Own)
         agreed = [float(count) for count in counts if count is not None and is_known]
         rows.append(
@@ -248,7 +250,7 @@ def _void(
         alike = all(result["model"][name] == baseline["model"][name] for name in ("dtype", "arithmetic"))
         return "; ".join(differences(result, baseline)) if alike else ""
     reasons = differences(result, baseline)
-    if setting.spec.kind == "openai":  # which machine a server runs on is for whoever started it
+    if setting.spec.kind == "openai":  # the machine that a server runs on is not known here
         reasons = [reason for reason in reasons if not reason.startswith("system.")]
         if agreed and min(agreed) < min(CHECK_NEEDED, result["scenario"]["new_tokens"]):
             reasons.append(f"its text is not ours: on one prompt {min(agreed):.0f} tokens agree")

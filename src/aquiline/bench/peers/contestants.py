@@ -1,4 +1,4 @@
-"""Who is compared: aquiline at one setting, a peer at one setting. Both run the same prompts and tell the same."""
+"""The contestants: aquiline at one setting, a peer at one setting. Both have the same methods."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Own:
 
     @property
     def texts(self) -> list[PeerOutput]:
-        """What the runs wrote, as a peer would tell it."""
+        """The outputs of all runs, in a peer's form."""
         outputs = [output for run in self.runs for output in run.outputs]
         return [PeerOutput(len(o.token_ids), o.token_ids, [o.ttft_ms, o.total_ms]) for o in outputs]
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is drafted."""
+        """Whether the setting decodes without drafts."""
         return not self.spec.is_speculative
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
@@ -53,7 +53,7 @@ class Other:
 
     @property
     def texts(self) -> list[PeerOutput]:
-        """What the runs wrote."""
+        """The outputs of all runs."""
         return [output for run in self.runs for output in run.outputs]
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:

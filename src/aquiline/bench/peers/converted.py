@@ -1,4 +1,4 @@
-"""Converted checkpoints, made once: a directory per content and form in the user's cache."""
+"""Converted checkpoints, made once and kept in the user's cache: a directory for each content and form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aquiline.models.files import is_gguf
 from aquiline.models.load import open_tensors
 
 FORM = 2
-"""Raised when what is written for the same checkpoint changes."""
+"""A version, raised whenever the files written for the same checkpoint change."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 
@@ -29,7 +29,7 @@ def converted(checkpoints: list[Path], form: str, write: Callable[[Path], None])
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    """The files that make a checkpoint what it is."""
+    """The files on which a conversion of the checkpoint depends."""
     if is_gguf(checkpoint):
         return [checkpoint]
     return sorted({file for pattern in _WEIGHTS for file in checkpoint.glob(pattern)})
@@ -55,7 +55,7 @@ def cached(name: str, write: Callable[[Path], None]) -> Path:
 
 
 def stored_dtype(checkpoint: Path) -> str:
-    """bfloat16 if all of a checkpoint's weights are, so that nothing is rounded and nothing widened."""
+    """The dtype to load a checkpoint in without rounding: bfloat16 if all its weights are bfloat16, else float32."""
     tensors = open_tensors(checkpoint)
     kinds = {tensors.dtype(name) for name in tensors.names} & set(tensors.readable)
     return "bfloat16" if kinds <= {"BF16", "bfloat16"} else "float32"

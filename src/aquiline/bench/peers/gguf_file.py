@@ -1,7 +1,7 @@
 """Our decoders and EAGLE-3 heads as GGUF files, the format that llama.cpp reads: token ids in and out.
 
-llama.cpp's server runs no model without a tokenizer, so each has the one that llama.cpp tests itself with: a token's
-text is its id in hex, and none ends a text.
+llama.cpp's server runs no model without a tokenizer. So every file has the tokenizer of llama.cpp's own tests: a
+token's text is its id in hex, and no token ends a text.
 
 Source: the names, fields and the order of query and key rows are those of llama.cpp's converter, as the gguf package
 (0.19) and the loader of llama.cpp in llama-cpp-python 0.3.36 have them; src/models/eagle3.cpp there for heads.
@@ -32,9 +32,9 @@ STORED = {
     "int8": gguf.GGMLQuantizationType.Q8_0,
     "int4": gguf.GGMLQuantizationType.Q4_0,
 }
-"""How matrices are stored: int8 and int4 in blocks of 32 with a scale each. Vectors are float32."""
+"""How matrices are stored. int8 and int4: in blocks of 32 values, each with a scale. Vectors are always float32."""
 NUM_FEATURES = 3
-"""Layers of the target that llama.cpp gives to a head."""
+"""How many layers of the target llama.cpp gives to an EAGLE-3 head."""
 
 
 def target_file(target: Path, dtype: str) -> Path:
@@ -58,9 +58,9 @@ def draft_file(target: Path, draft: Path, dtype: str) -> Path:
 
 
 def write_gguf(decoder: Decoder, file: Path, stored: str) -> None:
-    """Write a target, its matrices `stored` as a key of STORED.
+    """Write a target. stored: how its matrices are stored, a key of STORED.
 
-    Raises ValueError for what GGUF's architectures cannot say."""
+    Raises ValueError for features that this file cannot express, such as sliding windows."""
     config = decoder.config
     _refuse_attention("target", config)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config.family])
@@ -75,7 +75,7 @@ def write_gguf(decoder: Decoder, file: Path, stored: str) -> None:
 
 
 def write_draft_gguf(head: DraftHead, decoder: Decoder, file: Path, stored: str) -> None:
-    """Write an EAGLE-3 head for the target `decoder`, its matrices `stored` as a key of STORED.
+    """Write an EAGLE-3 head for the target `decoder`. stored: how its matrices are stored, a key of STORED.
 
     Raises ValueError for heads and targets that llama.cpp cannot draft with."""
     config = head.config
@@ -92,7 +92,7 @@ def write_draft_gguf(head: DraftHead, decoder: Decoder, file: Path, stored: str)
     }  # fmt: skip
     if head.input_norm is not None:
         tensors["enc.output_norm.weight"] = head.input_norm
-    if not head.embed.float().equal(decoder.embed.float()):  # without one it takes the target's
+    if not head.embed.float().equal(decoder.embed.float()):  # without an embedding llama.cpp takes the target's
         tensors["token_embd.weight"] = head.embed
     writer.add_tensor("d2t", head.target_ids(torch.arange(config.draft_vocab_size)).numpy())  # not an offset, the id
     tensors |= _layer_tensors(head.layer, config.model, 0) | _rope_tensors(config.model)
@@ -157,8 +157,8 @@ def _write_tensors(writer: Any, tensors: dict[str, Tensor], kind: Any) -> None:
 
 
 def _layer_tensors(layer: DecoderLayer, config: ModelConfig, index: int) -> dict[str, Tensor]:
-    """A layer's tensors by GGUF's names. Only its llama and eagle3 architectures rotate neighbouring rows, which are
-    put in order here; the others rotate halves, as checkpoints do."""
+    """A layer's tensors by GGUF's names. GGUF's llama and eagle3 architectures rotate neighbouring rows, so the rows of
+    queries and keys are reordered for them; the others rotate halves, as checkpoints do."""
     turns = ARCHITECTURES[config.family] == "llama"
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     tensors = {}
@@ -178,12 +178,12 @@ def _layer_tensors(layer: DecoderLayer, config: ModelConfig, index: int) -> dict
 
 
 def _neighbours(weight: Tensor, heads: int) -> Tensor:
-    """Rows i and i + Dh / 2 of each head next to each other."""
+    """The weight with rows i and i + Dh / 2 of each head next to each other."""
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """What llama.cpp divides the frequencies of the plain rotation by; nothing where they are those."""
+    """The tensor of factors by which llama.cpp divides the plain rotary frequencies; none for a plain rotation."""
     if config.rope.kind == "default":
         return {}
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
@@ -193,7 +193,7 @@ def _rope_tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _add(writer: Any, name: str, tensor: Tensor, kind: Any) -> None:
-    """Vectors stay float32, matrices are stored as `kind`."""
+    """Add one tensor to the file: a vector as float32, a matrix as `kind`."""
     data = tensor.detach().float().contiguous().numpy()
     if data.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, data)

@@ -1,10 +1,10 @@
-"""llama.cpp's server in a process of its own, which is where everything that drafts in llama.cpp lives: EAGLE-3 heads
-and drafts from the text itself. Our target and head as GGUF files, token ids in, one answer per prompt.
+"""llama.cpp's server in a process of its own. All drafting of llama.cpp runs there: EAGLE-3 heads and drafts from the
+text itself. It reads our target and head as GGUF files and takes token ids, one prompt at a time.
 
-The server says with every answer what drafts in it; a server that says another thing than was asked for is refused.
+With every answer the server says which way to draft it used; if that is not the one asked for, the run fails.
 
-Answers are not streamed: sending tokens one by one takes time on the cores that are measured, which the peers inside
-this process do not spend either. When the answer came is this process's clock; how long it decoded, the server's.
+Answers are not streamed: sending tokens one by one would take time on the measured cores, which the peers inside this
+process do not spend. This process's clock says when the answer came, the server's clock how long it decoded.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from aquiline.config import Environment
 
 BINARY = "llama-server"
 BUILD = "python benchmarks/llama_server.py"
-"""What builds one."""
+"""The command that builds a server."""
 HOST = "127.0.0.1"
 OK = 200
 START_S, ANSWER_S, STOP_S = 300.0, 600.0, 10.0
 MOST_DRAFTED = 64
-"""Tokens that any of its settings here may propose in a step."""
+"""The most tokens that any setting proposes in a step."""
 SPARE_TOKENS = 8
-"""Context behind prompt, output and draft: the server drafts nothing near the end of its own."""
-_SHOWN_LINES = 4  # of a server's own words in an error
+"""Context behind prompt, output and draft, since the server drafts nothing near the end of its context."""
+_SHOWN_LINES = 4  # lines of the server's log in an error
 
 
 def server_folder() -> Path:
-    """Where a server that was built for these comparisons is, unless its builder chose another place."""
+    """The folder of a server that was built for these comparisons, unless another folder was chosen."""
     from huggingface_hub import cached_assets_path
 
     return cached_assets_path("aquiline", namespace="peers", subfolder=BINARY)
 
 
 def find_server(label: str) -> Path:
-    """The server's binary: AQUILINE_LLAMA_SERVER, else one on the PATH, else the one that was built here.
+    """The server's binary: AQUILINE_LLAMA_SERVER, else one on the PATH, else the one in `server_folder`.
 
-    Raises ValueError naming what builds one."""
+    Raises ValueError naming the command that builds one."""
     named = Environment.read().llama_server
     if named is not None:
         if not os.access(named, os.X_OK) or not Path(named).is_file():
@@ -63,7 +63,7 @@ def find_server(label: str) -> Path:
 
 
 class LlamaServerPeer:
-    """One running server, its keys and values float32 beside float32 weights, else float16, as in `LlamaCppPeer`."""
+    """One running server. Keys and values are float32 beside float32 weights, else float16, as in `LlamaCppPeer`."""
 
     def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
         if spec.eagle is not None and place.draft is None:
@@ -85,7 +85,7 @@ class LlamaServerPeer:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
         except OSError as error:
             raise ValueError(f"peer {spec.label}: {binary} does not start ({error}); build one by {BUILD}") from None
-        self._end = weakref.finalize(self, _end, self.process, self.log)  # also where nobody closes it
+        self._end = weakref.finalize(self, _end, self.process, self.log)  # ends the process without close() too
         try:
             self._await_health()
             self._check_speculative()
@@ -118,18 +118,18 @@ class LlamaServerPeer:
         token_ids, timings = answer["tokens"], answer["timings"]
         if len(token_ids) != new_tokens:
             raise self._error(f"made {len(token_ids)} tokens, {new_tokens} were asked for")
-        # It lists its own default before what it was told, which none alone is.
+        # The server lists its default "none" before the type it was told.
         self.reported = answer["generation_settings"]["speculative.types"].removeprefix("none,")
         if self.reported != self.expected:
             raise self._error(f"says that {self.reported!r} drafts; {self.expected!r} was asked for")
-        arrivals = [total_ms - timings["predicted_ms"], total_ms]  # it counts from the first token
-        # A step keeps what it accepted and one token more, and drafts no more than may still be kept.
+        arrivals = [total_ms - timings["predicted_ms"], total_ms]  # predicted_ms begins at the first token
+        # A step keeps its accepted drafts and one token more, and never drafts more than may still be kept.
         steps = new_tokens - 1 - timings.get("draft_n_accepted", 0)
         drafted = timings.get("draft_n", 0)
         return PeerRun([PeerOutput(new_tokens, token_ids, arrivals, num_steps=steps, num_draft_tokens=drafted)])
 
     def system(self) -> dict[str, object]:
-        """The server's own version, threads, and what decides the speed."""
+        """The server's version, its threads, and the settings that decide its speed."""
         return {
             "server": self._request("GET", "/props")["build_info"], "threads": self.threads,
             "kv_precision": self.kv_precision, "flash_attention": "noflash" not in self.spec.flags,
@@ -154,13 +154,14 @@ class LlamaServerPeer:
         raise self._error(f"was not ready after {START_S:.0f} s")
 
     def _check_speculative(self) -> None:
-        """What was set may not be what runs: a context that cannot draft goes on without, and says so of its slot."""
+        """Raise ValueError if the server does not draft as it was told. A server that cannot draft runs on without
+        drafts and states that for its slot."""
         (slot,) = self._request("GET", "/slots")
         if slot["speculative"] != bool(self.drafting):
             raise self._error(f"says speculative={slot['speculative']} of its slot; {self.expected!r} was asked for")
 
     def _request(self, method: str, path: str, body: str | None = None) -> Any:
-        """The JSON it answers."""
+        """The JSON of the server's answer. Raises ValueError for a broken connection or an error status."""
         try:
             status, said = self._ask(method, path, body)
         except (OSError, http.client.HTTPException) as error:
@@ -170,7 +171,7 @@ class LlamaServerPeer:
         return json.loads(said)
 
     def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
-        """Its status and answer."""
+        """Status and body of the server's answer."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_S)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -180,14 +181,14 @@ class LlamaServerPeer:
             connection.close()
 
     def _log(self) -> list[str]:
-        """What it printed; read in place, since it writes where this file stands."""
+        """The lines that the server printed. pread leaves the file's position alone, at which the server writes."""
         said = os.pread(self.log.fileno(), os.fstat(self.log.fileno()).st_size, 0)
         return [line for line in said.decode(errors="replace").splitlines() if line.strip()]
 
     def _error(self, what: str) -> ValueError:
-        """What went wrong, and its last words if it is gone."""
+        """An error that says what went wrong, with the end of the server's log if its process has ended."""
         try:
-            self.process.wait(1)  # a connection breaks before the process is gone
+            self.process.wait(1)  # a connection breaks shortly before its process ends
         except subprocess.TimeoutExpired:
             return ValueError(f"peer {self.spec.label}: the server {what}")
         said = " | ".join(self._log()[-_SHOWN_LINES:])
@@ -195,7 +196,7 @@ class LlamaServerPeer:
 
 
 def drafting(spec: PeerSpec, place: Place, kv: str) -> list[str]:
-    """The server's own options for what drafts; none for plain decoding."""
+    """The server's command-line options for a way to draft; none for plain decoding."""
     if spec.eagle is not None:
         threads = str(place.threads)
         return [

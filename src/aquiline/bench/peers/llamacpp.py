@@ -1,7 +1,7 @@
 """llama.cpp in this process, by llama-cpp-python, on a GGUF file written from the checkpoint: plain decoding.
 
-What drafts in llama.cpp lives in its server, outside the library that Python sees: `llama_server` runs that. The prompt
-lookup of llama-cpp-python is a class of the binding's own, which says nothing of llama.cpp's.
+llama.cpp's drafting is part of its server, not of the library that Python calls; `llama_server` runs the server. The
+prompt lookup of llama-cpp-python is a class of the binding's own and says nothing about llama.cpp's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ llama_cpp = library("llama_cpp")
 
 
 def open_peer(spec: PeerSpec, place: Place) -> Peer:
-    """Write the GGUF files if they are not there, and load them; bfloat16, which it has on every CPU, by default.
+    """Write the GGUF files if they are not there, and load them. The default is bfloat16, which llama.cpp has on every
+    CPU.
 
-    Raises ValueError for eagle without a draft, and for what needs the server if there is none, or for several."""
+    Raises ValueError for eagle without a draft, and for a peer that needs the server if there is no server or if
+    several prompts run together."""
     dtype = spec.dtype or "bfloat16"
     if spec.is_served:
         if place.batch > 1:
@@ -29,7 +31,7 @@ def open_peer(spec: PeerSpec, place: Place) -> Peer:
 
 
 class LlamaCppPeer:
-    """One loaded model. Keys and values are float32 beside float32 weights, else float16, its default."""
+    """One loaded model. Keys and values are float32 beside float32 weights, else float16, llama.cpp's default."""
 
     def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
         from aquiline.bench.peers.gguf_file import target_file
@@ -47,7 +49,7 @@ class LlamaCppPeer:
         """Continue one prompt."""
         if len(prompts) > 1:
             raise ValueError(f"peer {self.spec.label}: runs one prompt at a time, {len(prompts)} given")
-        self.model.reset()  # or it would find the last prompt's keys and values
+        self.model.reset()  # otherwise it would reuse the last prompt's keys and values
         token_ids: list[int] = []
         arrivals: list[float] = []
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""llama.cpp's batched decoding: several sequences in one context, a token of each per forward, by its C interface."""
+"""llama.cpp's batched decoding by its C interface: several sequences in one context, one token of each per forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LlamaCppBatchPeer:
         from aquiline.bench.peers.gguf_file import target_file
 
         self.spec, self.dtype, self.threads, self.batch = spec, dtype, place.threads, place.batch
-        library("llama_cpp._logger").set_verbose(False)  # else it prints every graph that it plans
+        library("llama_cpp._logger").set_verbose(False)  # otherwise llama.cpp prints every graph that it plans
         file = str(target_file(place.target, dtype)).encode()
         self.model: Any = llama_cpp.llama_model_load_from_file(file, llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
@@ -65,7 +65,7 @@ class LlamaCppBatchPeer:
         return PeerRun([PeerOutput(len(tokens), tokens, arrivals, num_steps=new_tokens - 1) for tokens in drawn])
 
     def _forward(self, rows: list[tuple[int, int, int, bool]]) -> Iterator[NDArray[Any]]:
-        """Run (token, position, sequence, whether its logits are wanted) and yield the wanted logits in order."""
+        """Run rows (token, position, sequence, whether its logits are wanted); yield the wanted logits in order."""
         for first in range(0, len(rows), self.max_rows):
             part = rows[first : first + self.max_rows]
             batch = self.rows

@@ -1,7 +1,7 @@
 """Any server that speaks OpenAI's completions protocol: token ids in, a stream of chunks out, each timed as it comes.
 
-vLLM, SGLang, TensorRT-LLM, lmdeploy and llama-server take prompts as token ids and `ignore_eos`; a server that does not
-is found out by its own usage counts, and named.
+vLLM, SGLang, TensorRT-LLM, lmdeploy and llama-server take prompts as token ids and `ignore_eos`. A server that does not
+is detected by its own usage counts and refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place
 
 TIMEOUT_S = 600
-_SHOWN = 200  # characters of a server's own words in an error
+_SHOWN = 200  # characters of a server's answer in an error
 
 
 def open_peer(spec: PeerSpec, place: Place) -> OpenAiPeer:
@@ -32,7 +32,7 @@ def open_peer(spec: PeerSpec, place: Place) -> OpenAiPeer:
 
 @dataclass(eq=False)
 class _Stream:
-    """What one request's chunks add up to."""
+    """The chunks of one request so far, joined."""
 
     began_s: float
     arrivals_ms: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class OpenAiPeer:
-    """A client of one server and model; what the server runs in is its own affair, so dtype says "server"."""
+    """A client of one server and model. dtype is "server", since the arithmetic of the server is not known."""
 
     dtype = "server"
 
@@ -63,7 +63,7 @@ class OpenAiPeer:
         self.is_tls, self.host, self.path = parts.scheme == "https", parts.netloc, parts.path.rstrip("/")
 
     def check_model(self) -> None:
-        """Raise ValueError if the server is not there or lists its models without ours."""
+        """Raise ValueError if the server cannot be reached, or if it lists its models and ours is not among them."""
         response = self._request("GET", "/models")
         try:
             names = [model["id"] for model in json.loads(response.read())["data"]]
@@ -85,7 +85,7 @@ class OpenAiPeer:
         return {"server": response.getheader("Server", "unknown"), "model": self.model}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no connection is kept open."""
 
     def _continue(self, prompt: list[int], new_tokens: int, temperature: float) -> PeerOutput:
         body = {

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI in this process, on graphs written from the checkpoint; prompt lookup and our own EAGLE-3 draft.
+"""OpenVINO GenAI in this process, on graphs written from the checkpoint: plain, prompt lookup, and our EAGLE-3 draft.
 
-One prompt runs in its LLMPipeline, several in its continuous batching, both over paged caches; without those (sdpa) the
-LLMPipeline takes several, too.
+One prompt runs in OpenVINO's LLMPipeline, several prompts in its continuous batching, both over paged caches. Without
+paged caches (sdpa) the LLMPipeline runs several prompts too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ genai = library("openvino_genai")
 
 
 def open_peer(spec: PeerSpec, place: Place) -> OpenVinoPeer:
-    """Write the graphs if they are not there, and compile them; bfloat16 by default where the CPU has it.
+    """Write the graphs if they are not there, and compile them. The default is bfloat16 where the CPU has it.
 
-    Raises ValueError for bfloat16 on a CPU without it, eagle without a draft, and a directory without a model."""
+    Raises ValueError for bfloat16 on a CPU without it, for eagle without a draft, for drafting without paged caches,
+    and for a directory without a model."""
     has_bf16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     dtype = spec.dtype or ("bfloat16" if has_bf16 else "float32")
     if dtype == "bfloat16" and not has_bf16:
@@ -74,7 +75,7 @@ class OpenVinoPeer:
             )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
-        """Continue prompts of one length, as many as it was opened for at most."""
+        """Continue prompts of one length; at most as many as the peer was opened for."""
         if len(prompts) > self.batch:
             raise ValueError(f"peer {self.spec.label}: was opened for {self.batch} prompts, {len(prompts)} given")
         config = genai.GenerationConfig()
@@ -117,7 +118,7 @@ class OpenVinoPeer:
 
 
 def _own_kv_precision() -> str:
-    """What the plugin stores keys and values in where nobody says."""
+    """The plugin's default precision of keys and values."""
     return str(ov.Core().get_property("CPU", "KV_CACHE_PRECISION").to_string())
 
 
@@ -128,7 +129,7 @@ def _drafting(spec: PeerSpec) -> str:
 
 
 def _scheduler(place: Place) -> Any:
-    """Whole prompts at once, and nothing kept from one call to the next."""
+    """A scheduler that computes whole prompts at once and caches nothing between calls."""
     config = genai.SchedulerConfig()
     config.enable_prefix_caching = False
     config.dynamic_split_fuse = False
@@ -161,7 +162,7 @@ def _draft(target: Path, draft: Path, int8: bool) -> Path:
 
 
 def _save(graph: Any, directory: Path, checkpoint: Path) -> None:
-    """A model as GenAI reads it. It wants an end token, whichever, though every run here ignores it."""
+    """Write a model in the form that GenAI reads. GenAI requires some end token, though every run here ignores it."""
     ov.save_model(graph, directory / MODEL, False)
     (directory / "config.json").write_text(json.dumps(read_fields(config_file(checkpoint))))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))

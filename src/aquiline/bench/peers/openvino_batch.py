@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching: sequences over paged caches, drafting included, one step of all at a time."""
+"""OpenVINO GenAI's continuous batching: several sequences over paged caches, with drafting, all in one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ genai = library("openvino_genai")
 
 
 class Batched:
-    """One pipeline for several prompts. config: of every request."""
+    """One pipeline for several prompts."""
 
     def __init__(self, spec: PeerSpec, target: Path, properties: dict[str, Any]) -> None:
         self.spec = spec
@@ -23,7 +23,7 @@ class Batched:
         self.pipeline: Any = genai.ContinuousBatchingPipeline(str(target), scheduler, "CPU", properties)
 
     def generate(self, prompts: list[list[int]], config: Any) -> PeerRun:
-        """Continue prompts together; when each step ended is this process's clock."""
+        """Continue prompts together, each with the generation config `config`. Arrivals are timed after each step."""
         began = time.perf_counter()
         handles = [
             self.pipeline.add_request(number, ov.Tensor(np.array([prompt], np.int64)), config)
@@ -39,7 +39,7 @@ class Batched:
 
 
 class _Stream:
-    """What one request's steps add up to."""
+    """The outputs of one request so far."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -47,14 +47,15 @@ class _Stream:
         self.arrivals_ms: list[float] = []
 
     def take(self, now_ms: float) -> None:
-        """What the last step gave it, if anything."""
+        """Take the tokens that the last step gave this request, if any."""
         if self.handle.can_read():
             for found in self.handle.read().values():
                 self.token_ids += [int(token) for token in found.generated_ids]
             self.arrivals_ms.append(now_ms)
 
     def result(self) -> PeerOutput:
-        """The whole of it. Tokens proposed are not told here; steps are deliveries behind the first."""
+        """The finished output. The pipeline does not say how many tokens were proposed; each delivery after the first
+        counts as a step."""
         return PeerOutput(
             len(self.token_ids), self.token_ids, self.arrivals_ms, num_steps=len(self.arrivals_ms) - 1
         )  # fmt: skip

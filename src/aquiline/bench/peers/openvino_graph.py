@@ -1,8 +1,9 @@
 """Our decoders as OpenVINO graphs: a stateful target and the EAGLE-3 head, written operation by operation.
 
-The exporters that exist need an older transformers than ours, so the graph is written here, in the shape that
-OpenVINO's own passes look for: keys and values as state; rotary embedding, RMS norm and attention as the CPU plugin
-fuses them; the node names by which OpenVINO GenAI finds what a draft reads. Knows nothing of pipelines or files.
+The existing exporters need an older transformers than ours, so the graph is written here. It has the form that
+OpenVINO's own passes look for: keys and values are state; rotary embedding, RMS norm and attention are written as the
+CPU plugin fuses them; nodes have the names by which OpenVINO GenAI finds the layers that a draft reads. Knows nothing
+of pipelines or files.
 Source: what optimum-intel 2.2 exports; openvino.genai@015a9936, eagle3_model_transforms.cpp, for drafts.
 """
 
@@ -40,9 +41,10 @@ def target_graph(decoder: Decoder, int8: bool) -> Any:
 
 
 def draft_graph(head: DraftHead, int8: bool) -> Any:
-    """An EAGLE-3 head as OpenVINO GenAI takes one: it moves `fc` into the target and reads d2t as a constant result.
+    """An EAGLE-3 head in the form that OpenVINO GenAI takes: GenAI moves `fc` into the target and reads d2t as a
+    constant result.
 
-    Raises ValueError for the variants it does not know."""
+    Raises ValueError for variants of heads that GenAI does not know."""
     config = head.config
     for name in ("norm_before_fc", "fc_norm", "norm_feedback"):
         if getattr(config, name):
@@ -64,7 +66,7 @@ def draft_graph(head: DraftHead, int8: bool) -> Any:
 
 
 class _Graph:
-    """One model in the making: its inputs, what all layers share, and the layers' state."""
+    """A graph under construction: its inputs, the nodes that all layers share, and the layers' state."""
 
     def __init__(self, config: ModelConfig, int8: bool) -> None:
         self.config, self.int8 = config, int8
@@ -89,12 +91,12 @@ class _Graph:
         return ops.constant(np.array(values, np.int64))
 
     def floats(self, weight: Tensor) -> Node:
-        """A weight as it is stored, widened where it is used."""
+        """A weight as a constant in its stored dtype, with a node that widens it to float32."""
         data = weight.detach()
         if data.dtype != torch.bfloat16:
             return ops.constant(data.float().numpy(), shared_memory=False)
         bits = ov.Tensor(data.contiguous().view(torch.uint16).numpy(), list(data.shape), ov.Type.bf16)
-        return ops.convert(ops.constant(bits, shared_memory=False), np.float32)  # the weights may go before the graph
+        return ops.convert(ops.constant(bits, shared_memory=False), np.float32)  # a copy outlives the weights
 
     def linear(self, x: Node, weight: Tensor, bias: Tensor | None = None) -> Node:
         """x [..., In] -> [..., Out] by weight [Out, In]."""
@@ -102,7 +104,7 @@ class _Graph:
         return y if bias is None else ops.add(y, self.floats(bias))
 
     def _rounded(self, weight: Tensor) -> Node:
-        """int8 rows with a scale each, widened where they are used."""
+        """A weight as int8 rows with one scale each, with nodes that widen it to float32."""
         scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / INT8_RANGE
         rounded = (weight.float() / scale).round().to(torch.int8)
         return ops.multiply(ops.convert(ops.constant(rounded.numpy()), np.float32), ops.constant(scale.numpy()))
@@ -140,7 +142,7 @@ class _Graph:
         return ops.add(hidden, self.linear(product, layer.down, layer.down_bias), name=name)
 
     def _state(self, new: Node, layer: int, kind: str) -> Node:
-        """The keys or values so far with the new ones [B, Hkv, S, Dh] behind them."""
+        """The stored keys or values, followed by the new ones [B, Hkv, S, Dh]; the result is the next state."""
         c = self.config
         shape = ops.concat([self.batch, self.ints([c.num_kv_heads, 0, c.head_dim])], 0)
         empty = ops.broadcast(np.float32(0), shape)
@@ -181,7 +183,8 @@ class _Graph:
         return ops.add(ops.multiply(x, self.cos), ops.multiply(turned, self.sin))
 
     def _mask(self) -> Node:
-        """What the new rows see: float [B, 1, S, all], 0 or the lowest number."""
+        """The additive attention mask of the new rows, float [B, 1, S, all]: 0 for visible keys, else the lowest
+        number."""
         length = ops.gather(ops.shape_of(self.attention_mask), self.ints(1), self.ints(0))
         new = ops.gather(self.input_shape, self.ints(1), self.ints(0))
         columns = ops.range(self.ints(0), length, self.ints(1), "i64")

@@ -1,4 +1,4 @@
-"""Random-weight targets on disk, which every peer can read: of a config.json or a shape known by name."""
+"""Targets with random weights on disk, which every peer can read, from a config.json or a shape with a name."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1408, "vocab_size": 8192,
     },
 }  # fmt: skip
-"""460 MB in bfloat16, more than any cache holds, so that a step costs the reading of the weights; and 64 MB."""
+"""llama-230m has 460 MB in bfloat16, more than any cache holds, so that a step's time is that of reading the weights;
+llama-32m has 64 MB."""
 
 
 def random_target(name: str) -> Path:
-    """The directory of a checkpoint in bfloat16 with normal weights by a fixed seed, written if it is not there.
+    """The directory of a bfloat16 checkpoint with normally distributed weights from a fixed seed, written if it is not
+    there.
 
-    `name` is of SHAPES, a config.json or the directory of one. Raises ValueError or CheckpointError otherwise."""
+    name: a key of SHAPES, a config.json or the directory of one. Raises ValueError or CheckpointError otherwise."""
     if name in SHAPES:
         raw = SHAPES[name]
     else:
@@ -59,7 +61,8 @@ def random_target(name: str) -> Path:
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a target of that config, in one order: norms 1, biases 0, the rest normal."""
+    """Every tensor of a target with the config in `directory`, in a fixed order: norms are 1, biases 0, other weights
+    normally distributed."""
     generator = torch.Generator().manual_seed(SEED)
     tensors = {}
     for entry in target_entries(random_config(str(directory))):

@@ -1,6 +1,6 @@
-"""A peer's measured runs as a result of the one schema, and how far its text is ours.
+"""A peer's measured runs as a result in our schema, and how many of its tokens are ours.
 
-What nobody outside an engine can know stays 0: bytes of keys and values held, acceptance by position.
+Figures that cannot be known outside an engine are 0: bytes of keys and values held, acceptance by position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
 
 @dataclass(frozen=True)
 class PeerModel:
-    """The model that peers run: names as a stranger would know them, its config, its number of weights."""
+    """The model that peers run. target and draft: names for tables; num_weights: of the target."""
 
     target: str
     draft: str | None
@@ -86,7 +86,7 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
 
 
 def _counters(outputs: list[PeerOutput], scenario: Scenario) -> Counters:
-    """What a peer's own counts say about its acceptance; nothing where it has none."""
+    """Acceptance from a peer's own counts; 0 if it has none."""
     known = [output for output in outputs if output.num_steps]
     committed = sum(output.num_tokens - 1 for output in known)
     steps = sum(output.num_steps for output in known)
@@ -100,8 +100,8 @@ def _counters(outputs: list[PeerOutput], scenario: Scenario) -> Counters:
 
 
 def agreement(output: PeerOutput, expected: list[int], tokenizer: Tokenizer | None) -> int | None:
-    """How many leading tokens are the expected ones; by their text where a server tells no ids, None where even that
-    cannot be said."""
+    """How many leading tokens are the expected ones. If a server returns no ids, its text is compared with the decoded
+    tokens; None if there is no text or no tokenizer."""
     if output.token_ids:
         return _leading(output.token_ids, expected)
     if output.text is None or tokenizer is None:

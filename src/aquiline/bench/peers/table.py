@@ -1,7 +1,8 @@
-"""Comparisons as one small table, as README shows them: what both sides could do at best, with the settings named.
+"""Comparisons as one small table, as in the README: the best setting of both sides, by name.
 
-A directory of results per comparison, as `aquiline compare --out` writes them. In each line stands the fastest of so
-many settings on either side; it is found on the rounds that it is judged by, which flatters both.
+Reads one directory of results per comparison, as `aquiline compare --out` writes them. Each line names the fastest
+setting of either side and how many settings it was chosen from. It is chosen on the same rounds that it is judged by,
+which flatters both sides.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ LINES: dict[str, tuple[Chooser, Chooser]] = {
         lambda r: not _rounded(r), lambda r: is_speculative(r) and r["model"]["draft"] is None and not _rounded(r),
     ),
 }  # fmt: skip
-"""What stands in a line: ours and theirs. int8 and int4 of one engine are rounded otherwise than another's."""
+"""The lines of the table, each with two choosers: of our settings and of the peers'. Engines differ in how they round
+int8 and int4 weights."""
 
 
 def read_comparisons(root: Path) -> dict[str, dict[str, Result]]:
-    """The results of every directory in root, by its name. Raises ResultError for what cannot be believed."""
+    """The results of every directory in root, by its name. Raises ResultError for results that cannot be believed."""
     return {found.name: read_results(found) for found in sorted(root.iterdir()) if found.is_dir()}
 
 
 def short(comparisons: Mapping[str, Mapping[str, Result]]) -> str:
-    """Markdown: the table, then what flash attention does to llama.cpp, then who was left out and why.
+    """Markdown: the table, then llama.cpp with and without flash attention, then the void settings with reasons.
 
-    Raises ResultError naming the results of uncommitted changes: such a table is for publishing."""
+    Raises ResultError naming results of uncommitted changes, since this table is for publishing."""
     for results in comparisons.values():
         require_published(results)
     rows = [row for results in comparisons.values() for row in _rows(list(results.values()))]
@@ -70,7 +72,7 @@ def _rows(results: list[Result]) -> list[list[str]]:
 
 
 def _run(result: Result) -> str:
-    """Model, temperature and how many at once."""
+    """The run in words: model, temperature and how many prompts run at once."""
     s = result["scenario"]
     heat = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
     return f"{result['model']['target']}, {heat}" + (f", {s['batch']} at once" if s["batch"] > 1 else "")
@@ -81,7 +83,7 @@ def _named(best: Result, among: list[Result]) -> tuple[str, str]:
 
 
 def _notes(comparisons: Mapping[str, Mapping[str, Result]]) -> list[str]:
-    """Flash attention with and without, setting by setting; settings that are void."""
+    """Notes below the table: llama.cpp's settings with and without flash attention, and settings that are void."""
     notes = []
     for results in comparisons.values():
         by_name = {r["setting"]["name"]: r for r in results.values()}

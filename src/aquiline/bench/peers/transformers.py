@@ -16,13 +16,13 @@ from aquiline.models.files import is_gguf
 
 
 def open_peer(spec: PeerSpec, place: Place) -> TransformersPeer:
-    """Load the checkpoint; bfloat16 where the CPU computes in it and nothing else is asked."""
+    """Load the checkpoint. The default is bfloat16 on a CPU with bfloat16 instructions, else float32."""
     has_bf16 = bool(torch.cpu._is_avx512_bf16_supported())
     return TransformersPeer(spec, place, spec.dtype or ("bfloat16" if has_bf16 else "float32"))
 
 
 class TransformersPeer:
-    """`generate` with a clock in the streamer's place."""
+    """transformers' `generate`, with a streamer that only notes the time."""
 
     def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
         self.spec, self.dtype, self.threads = spec, dtype, place.threads
@@ -37,7 +37,7 @@ class TransformersPeer:
             attn_implementation=self.attention,
             trust_remote_code=False,
         ).eval()
-        # A checkpoint's own defaults must not end or shape the text; generate() would fall back to them.
+        # generate() would fall back to the checkpoint's generation_config, which must not end or change the text.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
@@ -77,7 +77,7 @@ class TransformersPeer:
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when tokens come; the prompt comes first and starts it."""
+    """A streamer that notes when tokens arrive. The first delivery is the prompt, which is not noted."""
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
@@ -91,4 +91,4 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         self.saw_prompt = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing; the times are complete."""

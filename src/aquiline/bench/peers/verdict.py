@@ -1,7 +1,8 @@
-"""What a comparison found: a row per setting, why a row says nothing, and who is faster, in sentences.
+"""The outcome of a comparison: a row per setting, the reason why a row is void, and who is faster, in sentences.
 
-Every ratio is the median of the ratios of the rounds, with its interval, since all settings ran the same prompts in
-each. The best of several settings is chosen on the runs it is judged by, on either side; the sentences say of how many.
+All settings run the same prompts in each round, so every ratio is the median of the rounds' ratios, with its interval.
+On either side the best of several settings is chosen on the same runs that it is judged by; the sentences say from how
+many settings.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from aquiline.bench.results.result import Result
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. tokens_per_s: of each round. agreed: leading tokens that are the float32 baseline's, mean
-    over prompts; None if nobody can tell. void: why the line says nothing; empty if it says something."""
+    """One line of the table. tokens_per_s: of each round. agreed: how many leading tokens are the float32 baseline's,
+    mean over prompts; None if that is not known. void: why the line may not be compared; empty if it may."""
 
     label: str
     engine: str
@@ -35,27 +36,27 @@ class Row:
         return estimate(self.tokens_per_s)
 
     def over(self, other: Row) -> Estimate:
-        """How many times the other's rate, round by round."""
+        """This row's rate divided by the other's, paired round by round."""
         return paired(self.tokens_per_s, other.tokens_per_s)
 
     @property
     def is_own(self) -> bool:
-        """Whether it is aquiline's."""
+        """Whether the row is aquiline's."""
         return self.engine == "aquiline"
 
     @property
     def counts(self) -> bool:
-        """Whether a verdict may rest on it: valid, and on weights that nobody rounded."""
+        """Whether the row counts for the main verdict: it is not void, and its weights are not rounded."""
         return not self.void and self.weights not in QUANTISED
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, aquiline's first; kinds of peers with the tokens they agreed on in float32, prompt by prompt; absent
-    peers and why.
+    """The outcome of a comparison. rows: aquiline's first. checks: for each kind of peer, how many leading tokens were
+    ours in float32, prompt by prompt. absent: peers that did not run, with the reason.
 
-    moved: of our plain settings, the GB/s of weights, keys and values that their rate stands for, and those of plain
-    reads."""
+    moved: for each of our plain settings, the GB/s of weights, keys and values that it reads at its rate, and the GB/s
+    of plain reads."""
 
     rows: list[Row]
     results: list[Result]
@@ -66,7 +67,7 @@ class Comparison:
 
     @property
     def last_own(self) -> Row:
-        """Where aquiline's rows end."""
+        """The last of aquiline's rows."""
         return [row for row in self.rows if row.is_own][-1]
 
     @property

@@ -1,7 +1,7 @@
 """Plots as inline SVG: lines and horizontal bars from numbers and labels.
 
-Knows nothing of results. An element has a class, never a colour: the style sheet of report.html gives it one for light,
-dark and print. Every string goes through ElementTree, which escapes it.
+Knows nothing of results. An element has a class, never a colour: the style sheet of report.html sets the colours for
+light, dark and print. Every string goes through ElementTree, which escapes it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ MARKERS = (
 )
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 14, 22, 40
 PLOT_HEIGHT, ROW_HEIGHT, BAR_HEIGHT = 190, 36, 11
-INSET = 14  # between an axis and the outermost marker
-NARROWEST_LABEL = 34  # x labels that stand closer are left out
-CHARACTERS = 62  # of a bar's label and value that fit into a row
+INSET = 14  # space between an axis and the outermost marker
+NARROWEST_LABEL = 34  # least distance of two x labels; closer ones are left out
+CHARACTERS = 62  # how many characters of a bar's label and value fit into a row
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a series looks on the whole page: colour and marker differ, so that either tells it apart."""
+    """How a series looks on the whole page. Series differ in colour and marker, so that either identifies a series."""
 
     color: str
     marker: str
 
     @classmethod
     def of(cls, index: int) -> Style:
-        """The index-th of 35 pairs; -1 is the neutral one."""
+        """Pair number `index` of 35 pairs of colour and marker; -1 is the neutral one."""
         return cls("base" if index < 0 else f"c{index % NUM_COLORS}", MARKERS[index % len(MARKERS)])
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured value with its smallest and largest run; text is what it says when pointed at."""
+    """A measured value with its low and high end. text: shown when the pointer is on it."""
 
     x: int
     y: float
@@ -63,7 +63,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Axes:
-    """Titles with units. y begins at 0 and ends at `top` or above the largest value; reference: a line across."""
+    """The axes of a plot. x and y: titles with units; is_log: whether x is logarithmic; top: the upper end of y, which
+    begins at 0 (None: above the largest value); reference: the height of a line across."""
 
     x: str
     y: str
@@ -83,7 +84,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row: label and value above, segments end to end below. whisker: smallest and largest run; mark: an ideal."""
+    """A row of a bar chart: label and value above, segments end to end below. whisker: low and high end; mark: the
+    place of an ideal."""
 
     label: str
     value: str
@@ -93,7 +95,7 @@ class Bar:
 
 
 def draw_lines(lines: list[Line], axes: Axes, title: str) -> Markup:
-    """Series over a few whole numbers, each at its true place."""
+    """A plot of series over a few whole numbers, each number at its true place on the axis."""
     xs = sorted({point.x for line in lines for point in line.points})
     marks = ticks(axes.top or max([p.high for line in lines for p in line.points] + [axes.reference or 0.0]))
     bottom = TOP + PLOT_HEIGHT
@@ -133,7 +135,7 @@ def draw_lines(lines: list[Line], axes: Axes, title: str) -> Markup:
 
 
 def draw_bars(bars: list[Bar], unit: str, title: str) -> Markup:
-    """Bars below one another over one scale from 0; a label may be as long as the plot is wide."""
+    """A chart of bars below one another on one scale from 0. A label may be as long as the plot is wide."""
     ends = [max(sum(s.length for s in b.segments), (b.whisker or (0, 0))[1], b.mark or 0.0) for b in bars]
     marks = ticks(max(ends))
     bottom = len(bars) * ROW_HEIGHT + 4
@@ -165,7 +167,7 @@ def draw_bars(bars: list[Bar], unit: str, title: str) -> Markup:
 
 
 def swatch(style: Style, is_dashed: bool = False) -> Markup:
-    """A series as its legend shows it."""
+    """The legend's sign of a series."""
     svg = Element("svg", {"class": "swatch", "viewBox": "0 0 30 12", "aria-hidden": "true"})
     group = SubElement(svg, "g", {"class": f"{style.color}{' ideal' if is_dashed else ''}"})
     SubElement(group, "polyline", {"points": "1,6 29,6"})
@@ -175,14 +177,14 @@ def swatch(style: Style, is_dashed: bool = False) -> Markup:
 
 
 def block(color: str) -> Markup:
-    """A stretch of a bar as its legend shows it."""
+    """The legend's sign of a segment of a bar."""
     svg = Element("svg", {"class": "swatch", "viewBox": "0 0 30 12", "aria-hidden": "true"})
     SubElement(svg, "rect", {"class": f"bar {color}", "x": "9", "width": "12", "height": "12"})
     return _markup(svg)
 
 
 def tick(kind: str) -> Markup:
-    """A whisker, mark or reference line as its legend shows it."""
+    """The legend's sign of a whisker, a mark or a reference line."""
     svg = Element("svg", {"class": "swatch", "viewBox": "0 0 30 12", "aria-hidden": "true"})
     if kind == "whisker":
         _whisker(svg, (5, 6), (25, 6))
@@ -215,7 +217,7 @@ def figure(number: float | None) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """The text, its end cut where it is longer."""
+    """The text, cut to `length` characters if it is longer."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

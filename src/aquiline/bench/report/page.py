@@ -1,7 +1,7 @@
 """Result files as one page of plots and tables that needs no network, no script and no library to be read.
 
-`sections` says what stands together, `panels` and `tables` what is shown of it, `charts` draws, page.html lays out.
-Jinja and ElementTree escape every string: a result file is somebody else's word.
+`sections` groups results, `panels` and `tables` choose what is shown, `charts` draws, page.html lays out. Jinja and
+ElementTree escape every string, since result files are not trusted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aquiline.bench.results.result import Result
 
 @dataclass(frozen=True)
 class Group:
-    """Plots of one question with the figures behind them."""
+    """Plots about one question, with a table of their figures."""
 
     title: str
     note: str
@@ -43,8 +43,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """A section as the page shows it. facts: engines, and rows of what each ran on; remarks: what is not shown, why;
-    notes: on the ideals."""
+    """A section as the page shows it. facts: the engines, and a row of facts for each name; remarks: what is not shown
+    and why; notes: about the ideals."""
 
     section: Section
     badges: list[str]
@@ -55,7 +55,7 @@ class Part:
 
 
 def write_report(results: dict[str, Result], out: Path) -> None:
-    """Write the page of what `read_results` found. Raises ValueError if the file cannot be written."""
+    """Write the page of results that `read_results` returned. Raises ValueError if the file cannot be written."""
     page = render(results)
     try:
         out.write_text(page, encoding="utf-8", errors="replace")
@@ -64,7 +64,7 @@ def write_report(results: dict[str, Result], out: Path) -> None:
 
 
 def render(results: dict[str, Result]) -> str:
-    """The page; of the same results always the same."""
+    """The page as HTML. The same results always give the same page."""
     source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

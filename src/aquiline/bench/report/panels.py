@@ -26,7 +26,7 @@ from aquiline.bench.report.charts import (
 from aquiline.bench.report.sections import Row, badges, number
 
 BEYOND = 3.0
-"""An ideal so many times above all measurements would flatten the plot; it stays in the table."""
+"""An ideal this many times above all measurements would flatten the plot; it is shown in the table only."""
 ACROSS = {"context_tokens": ("context", "context (tokens)"), "batch": ("batch", "batch (sequences)")}
 
 Scenarios = list[tuple[str, list[Row]]]
@@ -35,7 +35,7 @@ Legend = list[tuple[Markup, str]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot with what it shows and what must be known before believing it."""
+    """One plot with its title and legend. badges: what limits the meaning of its figures."""
 
     title: str
     badges: list[str]
@@ -45,7 +45,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Series:
-    """Rows that make a line, by x."""
+    """The rows of one line, sorted by x."""
 
     name: str
     style: Style
@@ -54,8 +54,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Over:
-    """What lines run over and show: y with its smallest and largest run; ideal: its name in the roofline; names: of a
-    row's line, each finer than the one before."""
+    """What the lines of a plot show. x and y: of a row, y with its smallest and largest run. ideal: the name of its
+    ideal in the roofline. names: functions that name the line of a row, each more specific than the one before."""
 
     x: Callable[[Row], int]
     y: Callable[[Row], tuple[float, float, float]]
@@ -65,13 +65,13 @@ class Over:
 
 
 def throughput_panels(rows: list[Row], scenarios: Scenarios) -> list[Panel]:
-    """Over contexts for each batch, over batches for each context, and every scenario by itself."""
+    """Plots of throughput: over contexts for each batch, over batches for each context, and bars for every scenario."""
     trends = _trends(rows, "context_tokens", "batch") + _trends(rows, "batch", "context_tokens")
     return trends + [_throughput_bars(*each) for each in scenarios]
 
 
 def speedup_panels(rows: list[Row]) -> list[Panel]:
-    """Over the length of a chain, a plot for each batch and a line for each context."""
+    """Plots of speedup over the length of a chain: a plot for each batch, a line for each context."""
     over = Over(
         x=lambda row: row.num_spec_tokens or 0, y=lambda row: (row.speedup or 0.0,) * 3, ideal="ideal_speedup",
         axes=Axes("num_spec_tokens", "speedup", reference=1.0),
@@ -90,7 +90,7 @@ def speedup_panels(rows: list[Row]) -> list[Panel]:
 
 
 def acceptance_panels(scenarios: Scenarios) -> list[Panel]:
-    """Over positions in the draft, a plot for each scenario and a line for each setting."""
+    """Plots of acceptance over positions in the draft: a plot for each scenario, a line for each setting."""
     panels = []
     for name, rows in scenarios:
         lines = []
@@ -110,7 +110,7 @@ def acceptance_panels(scenarios: Scenarios) -> list[Panel]:
 
 
 def stage_panels(scenarios: Scenarios) -> list[Panel]:
-    """A bar for each setting, cut into the stages of a decode step."""
+    """Plots of stage times: a bar for each setting, divided into the stages of a decode step."""
     panels = []
     for name, rows in scenarios:
         timed = [row for row in rows if row.stage_ms]
@@ -134,7 +134,7 @@ def stage_panels(scenarios: Scenarios) -> list[Panel]:
 
 
 def _trends(rows: list[Row], across: str, fixed: str) -> list[Panel]:
-    """A plot for each value of `fixed` that has several of `across`."""
+    """A plot for each value of `fixed` for which there are several values of `across`."""
     word, axis = ACROSS[across]
     over = Over(
         x=lambda row: int(row.result["scenario"][across]), y=_spread, ideal="ideal_tokens_per_s",
@@ -150,7 +150,7 @@ def _trends(rows: list[Row], across: str, fixed: str) -> list[Panel]:
 
 
 def _series(rows: list[Row], over: Over) -> list[Series]:
-    """Rows by name. Settings look as they do everywhere; other lines take the styles in turn."""
+    """Rows grouped into named lines. A line of one setting has the setting's style; other lines take styles in turn."""
     named = _named(rows, over.x, over.names)
     are_settings = all(name == members[0].label for name, members in named)
     return [
@@ -162,7 +162,7 @@ def _series(rows: list[Row], over: Over) -> list[Series]:
 def _named(
     rows: list[Row], x: Callable[[Row], int], names: tuple[Callable[[Row], str], ...]
 ) -> list[tuple[str, list[Row]]]:
-    """Rows by the first name; those of which two stand at one x, by the next."""
+    """Rows grouped by the first of `names`; a group with two rows at one x is divided by the next name."""
     by_name: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_name[names[0](row)].append(row)
@@ -214,7 +214,7 @@ def _throughput_bars(name: str, rows: list[Row]) -> Panel:
 
 
 def _ideal_legend(icon: Markup, is_drawn: bool, is_beyond: bool) -> Legend:
-    """What there is to say of ideals, those included that the plot has no room for."""
+    """The legend's line about ideals, also about ideals beyond the scale of the plot."""
     texts = {
         (True, False): "roofline ideal",
         (True, True): "roofline ideal, others beyond the scale",

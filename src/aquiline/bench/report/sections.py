@@ -1,7 +1,8 @@
-"""Which results stand beside each other: sections of what ran alike, series of one setting, and each one's baseline.
+"""Which results are shown together: sections of comparable runs, series of one setting, and each result's baseline.
 
-A section is one machine, target and way to compute. Peers on the same machine, target and sampling stand beside
-aquiline as series of their own; without it they have a section each. What a ratio needs is `compare.speedup`.
+A section is one machine, target and way to compute. Peers on the same machine, target and sampling are shown beside
+aquiline as series of their own; without a result of aquiline each peer has a section. `compare.speedup` computes
+ratios.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ OWN = "aquiline"
 
 @dataclass(frozen=True)
 class Row:
-    """One result. label: its series, the same in every scenario; variant: what the label says of engine and draft;
-    scenario: what was asked, the same for all who were asked it; ratio: its speedup, or why there is none; against: the
-    result that it is over."""
+    """One result. label: the name of its series, the same in every scenario. variant: the part of the label that names
+    engine and draft. scenario: the title of its scenario. ratio: its speedup, or why there is none. against: the
+    baseline of that speedup."""
 
     file: str
     result: Result
@@ -75,7 +76,7 @@ class Row:
 
     @property
     def stage_ms(self) -> dict[str, float]:
-        """Milliseconds of a decode step by stage, those that took any."""
+        """Milliseconds of a decode step by stage, without stages that took no time."""
         return {name: ms for name, value in self.result["stage_ms"].items() if (ms := number(value))}
 
     @property
@@ -85,7 +86,7 @@ class Row:
 
     @property
     def notes(self) -> list[str]:
-        """What to know before believing the roofline's figures."""
+        """Notes of the roofline: what limits the meaning of its figures."""
         found = self.result.get("roofline", {}).get("notes")
         return [str(note) for note in found] if isinstance(found, list) else []
 
@@ -116,7 +117,7 @@ class Section:
 
 
 def sections(results: dict[str, Result]) -> list[Section]:
-    """Every result in a section; a peer in each section that it can stand beside."""
+    """The sections of all results. A peer's result is in every section whose work it shares."""
     own: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], dict[str, Result]] = defaultdict(dict)
     peers: defaultdict[tuple[str, ...], dict[str, Result]] = defaultdict(dict)
     for file, result in results.items():
@@ -141,14 +142,14 @@ def badges(rows: list[Row]) -> list[str]:
 
 
 def number(value: object) -> float | None:
-    """A figure that can be drawn; None for what is no number, negative or absurd. Parts of a result are free-form."""
+    """A figure to draw; None if it is no number, negative, or 1e15 or more. The parts of a result have no schema."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
         return float(value)
     return None
 
 
 def _work(result: Result) -> tuple[str, ...]:
-    """What peers must share to be plotted together."""
+    """The facts that results of different engines must share to be plotted together."""
     scenario, model, system = result["scenario"], result["model"], result["system"]
     return (
         scenario["profile"], str(system.get("cpu")), str(system.get("threads")), model["target"],
@@ -157,13 +158,13 @@ def _work(result: Result) -> tuple[str, ...]:
 
 
 def _way(result: Result) -> tuple[str, ...]:
-    """How aquiline computes; sections do not mix it."""
+    """How aquiline computes. A section holds results of one way only."""
     model, system = result["model"], result["system"]
     return model["dtype"], model["arithmetic"], str(system.get("path")), str(system.get("isa"))
 
 
 def _section(group: dict[str, Result]) -> Section:
-    """Rows in order, of each setting in each scenario the newest."""
+    """One section: its rows in order. Of several results of one setting and scenario, only the newest has a row."""
     variants = {file: _variant(result, list(group.values())) for file, result in group.items()}
     labels = {file: _label(result, variants[file]) for file, result in group.items()}
     newest = {}
@@ -183,7 +184,7 @@ def _section(group: dict[str, Result]) -> Section:
 
 
 def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, Style]:
-    """Neutral for our baseline, then one after the other."""
+    """The style of each label: neutral for our baseline, then the styles in turn."""
     order = sorted(group, key=lambda file: _rank(group[file], labels[file]))
     plain = {labels[file] for file in order if not is_speculative(group[file]) and group[file]["engine"] == OWN}
     rest = dict.fromkeys(labels[file] for file in order if labels[file] not in plain)
@@ -191,7 +192,7 @@ def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, Style
 
 
 def _variant(result: Result, group: list[Result]) -> str:
-    """What tells this engine and draft apart from the others of a group."""
+    """The words that tell this result's engine and draft apart from the others of a group."""
     model = result["model"]
     drafts = {r["model"]["draft"] for r in group if r["engine"] == result["engine"] and is_speculative(r)}
     engine = [f"{result['engine']} ({model['dtype']})"] if result["engine"] != OWN else []
@@ -200,7 +201,7 @@ def _variant(result: Result, group: list[Result]) -> str:
 
 
 def _label(result: Result, variant: str) -> str:
-    """The setting's name, with its size where the name lacks it."""
+    """The label of a result: its variant and setting, with the setting's size if the name lacks it."""
     setting, tau = result["setting"], result["model"]["simulated_tau"]
     label = f"{variant}: {setting['name']}" if variant else str(setting["name"])
     length = setting.get("num_spec_tokens")
@@ -211,13 +212,13 @@ def _label(result: Result, variant: str) -> str:
 
 
 def _asked(result: Result) -> tuple[object, ...]:
-    """What `differences` compares of a scenario, beyond what sections share."""
+    """The fields of a scenario that `differences` compares and that a section does not share."""
     names = ("context_tokens", "batch", "name", "new_tokens", "seed", "prompts_sha256")
     return tuple(result["scenario"][name] for name in names)
 
 
 def _scenarios(group: list[Result]) -> dict[tuple[object, ...], str]:
-    """A title for each scenario; seed and prompts are named where they alone tell two apart."""
+    """A title for each scenario. Seed and prompts are named only if two titles would be equal without them."""
     titles = {}
     for result in group:
         s = result["scenario"]
@@ -245,7 +246,7 @@ def _place(result: Result) -> tuple[object, ...]:
 
 
 def _title(result: Result) -> str:
-    """The machine and what it ran; a peer that stands alone is named."""
+    """The title of a section: the machine and the target; and the engine if it is a peer."""
     system = result["system"]
     threads = f", {system['threads']} thread{'' if system['threads'] == 1 else 's'}" if "threads" in system else ""
     engine = "" if result["engine"] == OWN else f"{result['engine']}, "
@@ -253,7 +254,7 @@ def _title(result: Result) -> str:
 
 
 def _about(result: Result) -> str:
-    """How it ran."""
+    """The line below a section's title: storage, arithmetic, code path and sampling."""
     system, model, temperature = result["system"], result["model"], result["scenario"]["temperature"]
     code = " ".join(str(system[name]) for name in ("path", "isa") if name in system)
     sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"

@@ -1,4 +1,4 @@
-"""A section's figures as tables: what is behind its plots, latency and memory, and what ran where."""
+"""A section's figures as tables: the figures of its plots, latency and memory, and facts about the runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Settings below their scenarios. Columns that no row has a figure for are left out."""
+    """A table of settings, grouped by scenario. Columns without any figure are left out."""
 
     badges: list[str]
     columns: list[str]
@@ -36,7 +36,7 @@ class Table:
 
 
 def throughput_table(scenarios: Scenarios) -> Table:
-    """Speed with its spread, and how it compares with the baseline and with the roofline's ideal."""
+    """Throughput with its spread, beside the baseline's and the roofline's ideal."""
     return _table(scenarios, {
         "tok/s": _rate,
         "min to max": lambda row: f"{figure(row.throughput['min'])} to {figure(row.throughput['max'])}",
@@ -51,7 +51,7 @@ def throughput_table(scenarios: Scenarios) -> Table:
 
 
 def speedup_table(scenarios: Scenarios) -> Table:
-    """Speedup against the ideal one at the same tau."""
+    """Speedup beside the ideal speedup at the same tau."""
     return _table(_chosen(scenarios, lambda row: is_speculative(row.result)), {
         "num_spec_tokens": lambda row: NONE if row.num_spec_tokens is None else str(row.num_spec_tokens),
         "tok/s": _rate,
@@ -106,7 +106,7 @@ def latency_table(scenarios: Scenarios) -> Table:
 
 
 def facts(rows: list[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Engines, and by name what each of them ran on, in what version and when."""
+    """The engines, and rows of facts about their runs: a name, and one value for each engine."""
     by_engine: dict[str, list[Result]] = {}
     for row in sorted(rows, key=lambda row: (row.result["engine"] != OWN, row.result["engine"])):
         by_engine.setdefault(row.result["engine"], []).append(row.result)
@@ -116,7 +116,7 @@ def facts(rows: list[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
 
 
 def tau(row: Row) -> str:
-    """Mean acceptance length, marked where it was set and not measured."""
+    """Mean acceptance length, marked if it was simulated."""
     if not row.speculation["num_steps"]:
         return NONE
     return f"{row.speculation['mean_acceptance_length']:.2f}{' simulated' if row.is_simulated else ''}"
@@ -137,7 +137,7 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _ceilings(ceilings: object) -> str | None:
-    """The rates that ideals are made of, and where each comes from."""
+    """The ceilings that ideals are computed from, with the source of each."""
     found = []
     for name, rate in ceilings.items() if isinstance(ceilings, dict) else ():
         per_s = number(rate.get("per_s")) if isinstance(rate, dict) else None
@@ -148,7 +148,7 @@ def _ceilings(ceilings: object) -> str | None:
 
 
 def _distinct(found: list[dict[str, object]], name: str) -> str:
-    """The values that occur; first and last of dates."""
+    """The different values of a fact; of dates, the first and the last."""
     values = list(dict.fromkeys(str(fact[name]) for fact in found if fact.get(name) is not None))
     if name == "date" and len(values) > 2:
         return f"{min(values)} to {max(values)}"
@@ -182,7 +182,7 @@ def _at(position: int) -> Column:
 
 
 def _rate(row: Row) -> str:
-    """Median with its interval, where there is one."""
+    """Median throughput, with its interval if there is one."""
     found = estimate(row.result["throughput_tokens_per_sec"]["values"])
     low, high = found.low, found.high
     return figure(found.value) + (f" [{figure(low)}, {figure(high)}]" if low is not None and high is not None else "")
@@ -193,7 +193,7 @@ def _stage(name: str) -> Column:
 
 
 def _spread(name: str) -> Column:
-    """Median with the smallest and largest; nothing where all are 0, which says that it was not measured."""
+    """A column with median, smallest and largest value; a dash if the median is 0, which means not measured."""
 
     def cell(row: Row) -> str:
         median, low, high = (number(row.result[name][key]) for key in ("median", "min", "max"))

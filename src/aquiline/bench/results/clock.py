@@ -1,6 +1,6 @@
-"""Decoding by the wall clock: the same two instants for every engine, its own included.
+"""The time of decoding by the wall clock, between the same two instants for every engine, ours included.
 
-The time inside an engine's steps leaves out what happens between two of them, which other engines' figures contain.
+The time inside our engine's steps would leave out the time between two steps, which other engines' figures contain.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from aquiline.engine.llm import Output
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence, in milliseconds since a moment that all sequences of a run share: its number of tokens, when the
-    first of them came, when the last."""
+    """One sequence: its number of tokens, and when the first and the last of them came, in milliseconds since a moment
+    that all sequences of a run share."""
 
     num_tokens: int
     first_ms: float
@@ -22,17 +22,17 @@ class Span:
 
 
 def decode_s(spans: Sequence[Span]) -> float:
-    """From the first token of all to the last. The prompts' time is outside as far as they ran together; everything
-    between two steps is inside, whoever spends it."""
+    """Seconds from the first token of any sequence to the last. The time of prompts is left out if they ran together;
+    all time between two steps is included."""
     return (max(span.last_ms for span in spans) - min(span.first_ms for span in spans)) / 1e3
 
 
 def decode_tokens_per_s(spans: Sequence[Span]) -> float:
-    """Tokens behind each sequence's first per second of decoding; 0 where there is none."""
+    """Tokens after each sequence's first, per second of decoding; 0 if there was no decoding."""
     seconds = decode_s(spans)
     return sum(span.num_tokens - 1 for span in spans) / seconds if seconds else 0.0
 
 
 def spans_of(outputs: Sequence[Output]) -> list[Span]:
-    """Of requests that were handed over together, as `LLM.run` does: their arrivals are microseconds apart."""
+    """The spans of requests that were submitted together, as LLM.run does. Their arrivals differ by microseconds."""
     return [Span(len(output.token_ids), output.ttft_ms, output.total_ms) for output in outputs]

@@ -1,7 +1,7 @@
-"""Which results may be set beside each other: a setting and its baseline, a setting and what it was in an older run.
+"""Which results may be compared: a setting with its baseline, a setting with its result in an older run.
 
-Nothing is guessed: a ratio is there, or the reason why it is not. The rules for one pair are `integrity.differences`;
-here they are asked of all results, with what ratios across machines and commits need besides.
+Nothing is guessed: there is a ratio, or the reason why there is none. `integrity.differences` has the rules for one
+pair of results. This module applies them to all results, with further rules for other machines and commits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from aquiline.bench.results.intervals import Estimate, paired
 from aquiline.bench.results.result import Result, is_speculative
 
 NOISE = 0.03
-"""Least change that counts; the spread of either run may ask for more."""
+"""A change must be larger than this to count, and larger than the spread of either run."""
 
 Rule = Callable[[Result, Result], list[str]]
-"""Why the ratio of two results would say nothing."""
+"""Reasons why the ratio of two results means nothing; empty if it means something."""
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """What the rows of one table share: the work, the model, who ran it and where."""
+    """What the rows of one table share: the work, the model, the engine and the machine."""
 
     scenario: str
     profile: str
@@ -36,9 +36,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A result over another, or why there is no such ratio. `other` is the file of the other one, or of the nearest.
+    """The ratio of a result to another, or the reasons why there is none. other: the other result's file, or the file
+    of the most similar one.
 
-    low, high: the interval of its value; only results of the same rounds have one, and not below six of them."""
+    low, high: the interval of the value; only for results of the same rounds, and from six rounds on."""
 
     value: float | None
     other: str | None = None
@@ -52,8 +53,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Change:
-    """A figure against an older run's. above_noise: more than 3 % and more than the runs of either differ among
-    themselves; one measured run has no spread, so that the 3 % stand alone."""
+    """A figure compared with an older run's. above_noise: the change is more than 3 % and more than the spread of
+    either result's runs. A single run has no spread, so only the 3 % count."""
 
     figure: str
     ratio: float
@@ -61,12 +62,12 @@ class Change:
 
     @property
     def is_regression(self) -> bool:
-        """Less than it was, beyond the noise."""
+        """Whether the figure fell by more than the noise."""
         return self.above_noise and self.ratio < 1
 
 
 def machine(result: Result) -> str:
-    """What ran a result, as far as it says."""
+    """The machine of a result in words, as far as the result names it."""
     system = result["system"]
     threads = f"{system['threads']} threads" if "threads" in system else None
     path = f"{system['path']} path" if "path" in system else None
@@ -75,7 +76,7 @@ def machine(result: Result) -> str:
 
 
 def model(result: Result) -> str:
-    """The target and how it was stored and multiplied."""
+    """The target of a result in words, with its storage and arithmetic."""
     m = result["model"]
     weights = ", random weights" if m["random_weights"] else ""
     return f"{m['target']}, {m['dtype']} storage, {m['arithmetic']} arithmetic{weights}"
@@ -91,13 +92,13 @@ def place(result: Result) -> Place:
 
 
 def identity(result: Result) -> tuple[str, str | None, float | None]:
-    """What tells the results of one place apart: the setting, the draft, and how its acceptance was simulated."""
+    """What tells the results of one place apart: the setting, the draft, and the simulated tau if there is one."""
     return result["setting"]["name"], result["model"]["draft"], result["model"]["simulated_tau"]
 
 
 def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
-    """Throughput over that of the one baseline that did the same work on the same machine at the same commit: the
-    median of the ratios of the rounds."""
+    """The speedup of a result over the one baseline that did the same work on the same machine at the same commit: the
+    median of the rounds' throughput ratios."""
     same = {
         name: other
         for name, other in results.items()
@@ -109,7 +110,7 @@ def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
 
 
 def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
-    """Measured over ideal speedup at the same tau, where the result has a roofline to tell and a fair baseline."""
+    """Measured speedup / ideal speedup at the same tau. None without a roofline, a fair baseline or drafts."""
     roofline = result.get("roofline", {})
     if ratio.value is None or not is_speculative(result):
         return None
@@ -119,7 +120,7 @@ def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
 
 
 def against_older(result: Result, older: Mapping[str, Result]) -> Ratio:
-    """Median throughput over that of the same setting in an older run on the same machine."""
+    """Median throughput / median throughput of the same setting in an older run on the same machine."""
     same = {name: other for name, other in older.items() if _anywhere(other) == _anywhere(result)}
     here = {name: other for name, other in same.items() if machine(other) == machine(result)}
     if same and not here:
@@ -128,8 +129,8 @@ def against_older(result: Result, older: Mapping[str, Result]) -> Ratio:
 
 
 def changes(result: Result, older: Result) -> list[Change]:
-    """Throughput and tau, where it has one, against those of a comparable older result. Tau has no spread: the same
-    text from the same draft takes the same steps."""
+    """Changes of throughput, and of tau if the older result has one, against a comparable older result. Tau has no
+    spread, because the same text with the same draft takes the same steps."""
     new, old = result["throughput_tokens_per_sec"], older["throughput_tokens_per_sec"]
     spread = max(new["max"] - new["min"], old["max"] - old["min"])
     now, was = (r["eagle_speculation"]["mean_acceptance_length"] for r in (result, older))
@@ -137,7 +138,7 @@ def changes(result: Result, older: Result) -> list[Change]:
 
 
 def vanished(results: Iterable[Result], older: Mapping[str, Result]) -> list[str]:
-    """Older results, by file name, whose place on any machine has lost their setting."""
+    """File names of older results whose work and setting have no result any more, on any machine."""
     there = {_anywhere(result) for result in results}
     return [name for name, result in older.items() if _anywhere(result) not in there]
 
@@ -165,7 +166,7 @@ def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule, i
 
 
 def _commits(result: Result, other: Result) -> list[str]:
-    """What makes two results no rounds of one run."""
+    """Reasons why two results cannot be rounds of one run."""
     a, b = result["commit"], other["commit"]
     runs, others = (r["scenario"]["measurement_runs"] for r in (result, other))
     found = [] if a == b else [f"commit: {a!r} against {b!r}"]

@@ -1,6 +1,7 @@
-"""Every reason not to believe a result, and not to set two results beside each other.
+"""Every reason not to believe a result, and not to compare two results.
 
-A field has its kind by result.schema.json; what a result says twice must be the same; no number is NaN or infinite.
+Fields have the types of result.schema.json. Figures that a result states twice must agree. No number is NaN or
+infinite.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 SCHEMA = "aquiline.result/2"
 
 CLOSE = 1e-6
-"""Relative difference of two ways to the same figure that rounding explains."""
+"""Two computations of the same figure may differ by this share, because of rounding."""
 
 SPREADS = ("throughput_tokens_per_sec", "prefill_tokens_per_sec", "latency_ms_per_token", "ttft_ms", "itl_ms")
 
@@ -37,7 +38,7 @@ def problems(result: object) -> list[str]:
 
 
 def differences(result: Result, baseline: Result) -> list[str]:
-    """Why the ratio of two results would say nothing; empty if it says something."""
+    """Reasons why the ratio of two results means nothing; empty if it means something."""
     found = []
     same_engine = result["engine"] == baseline["engine"]
     same = ("name", "profile", "context_tokens", "batch", "new_tokens", "temperature", "seed", "prompts_sha256")
@@ -64,7 +65,7 @@ def differences(result: Result, baseline: Result) -> list[str]:
 
 
 def recomputed_tau(result: Result) -> float:
-    """Tau from output lengths: tokens that no prefill sampled, per (active slot, step) pair."""
+    """Tau from output lengths: tokens that decode steps committed, per (active slot, step) pair."""
     spec = result["eagle_speculation"]
     committed = sum(result["output"]["num_tokens"]) - spec["num_prefilled"]
     return committed / spec["num_steps"] if spec["num_steps"] else 0.0
@@ -77,7 +78,7 @@ def _not_by_schema(result: object) -> Iterator[str]:
 
 
 def _not_finite(value: object, path: str = "") -> Iterator[str]:
-    """Every number that is none, anywhere: JSON has no word for them, Python's reader takes them."""
+    """Every NaN and infinity, at any depth. JSON does not have them, but Python's reader accepts them."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{path}: {value} is not a finite number"
     elif isinstance(value, dict):
@@ -111,7 +112,8 @@ def _output(result: Result) -> Iterator[str]:
 
 
 def _own(result: Result) -> list[str]:
-    """What our own results say of the machine, and of the same thing twice. Other engines count as they do."""
+    """Problems of our own results: facts that are missing, and figures that disagree. Other engines' figures are not
+    checked here, since each engine counts in its own way."""
     system, batch, spec = result["system"], result["scenario"]["batch"], result["eagle_speculation"]
     found = [f"system.{name}: is missing" for name in ("cpu", "threads", "isa", "path") if name not in system]
     latency, throughput = (result[name]["values"] for name in ("latency_ms_per_token", "throughput_tokens_per_sec"))
@@ -128,7 +130,7 @@ def _own(result: Result) -> list[str]:
 
 
 def _counters(spec: Result, setting: Result) -> list[str]:
-    """A step commits what it accepted and one more token of the target's, less what was cut."""
+    """Problems of the counters: a step commits its accepted drafts and one token of the target's, minus cut tokens."""
     found = []
     steps, drafted, accepted = spec["num_steps"], spec["total_draft_tokens"], spec["total_accepted_tokens"]
     if not steps:

@@ -1,7 +1,8 @@
 """One JSON per setting and scenario: describing what was measured, writing it, reading it back.
 
-The schema is result.schema.json. What is not sound (see integrity) is neither written nor read, so that what is refused
-in one place is refused everywhere. A result of uncommitted changes is read, but not published: nobody can run it again.
+The schema is result.schema.json. A result with problems (see integrity) is neither written nor read, so that every
+command refuses the same results. A result of uncommitted changes is read, but not published: it cannot be measured
+again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from aquiline.spec.drafting import Drafting, NoDraft
 Result = dict[str, Any]
 
 DIRTY = "-dirty"
-"""Ends the commit of a source tree with changes that are in no commit."""
+"""The end of a commit's name if the source tree has uncommitted changes."""
 SOURCE = (":/src", ":/csrc", ":/setup.py", ":/pyproject.toml")
-"""What decides which program runs. Results and documents do not, which change while results are written."""
+"""The paths that decide which program runs. Results and documents are not among them, since they change while results
+are written."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What was asked of an engine. profile "cpu": contexts that a CPU can run; results never mix with "full" ones."""
+    """The work that an engine was given. profile: "cpu" for contexts that a CPU can run, or "full"; results of the two
+    are never compared."""
 
     name: str
     profile: str
@@ -53,7 +56,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What ran: names as a stranger would know them, never machine paths."""
+    """The models that ran, with names that mean something on other machines: no paths."""
 
     target: str
     draft: str | None
@@ -74,7 +77,7 @@ def describe(
     prefill: Run | None = None,
 ) -> Result:  # fmt: skip
     """The result of the measured runs of one setting, in the order of their rounds. prefill: the run that computed the
-    prompts, where the measured ones began behind them; the time to the first token is then its."""
+    prompts, if the measured runs found them in the prefix cache; times to the first token are then those of prefill."""
     counters = Counters()
     for run in runs:
         counters.merge(run.summary.counters)
@@ -122,7 +125,7 @@ def describe(
 
 
 def _itl_ms(output: Output) -> float:
-    """Milliseconds between two tokens of a sequence, on average."""
+    """Mean milliseconds between two tokens of a sequence."""
     return (output.total_ms - output.ttft_ms) / max(1, len(output.token_ids) - 1)
 
 
@@ -148,7 +151,7 @@ def speculation(counters: Counters) -> dict[str, object]:
 
 
 def write_result(result: Result, file: Path) -> None:
-    """Write a result whole or not at all. Raises ResultError if it would be refused when read."""
+    """Write a result, whole or not at all. Raises ResultError if `read_results` would refuse it."""
     _refuse(str(file), problems(result))
     part = file.with_suffix(".part")
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -178,7 +181,7 @@ def require(results: Mapping[str, Result]) -> None:
 
 
 def tokens_sha256(sequences: Iterable[list[int]]) -> str:
-    """Identifies token ids of several sequences."""
+    """A hash that identifies the token ids of several sequences."""
     return hashlib.sha256(json.dumps(list(sequences)).encode()).hexdigest()
 
 
@@ -188,7 +191,7 @@ def is_dirty(result: Result) -> bool:
 
 
 def require_published(results: Mapping[str, Result]) -> None:
-    """Raises ResultError naming each result that may not be published: nobody could measure it again."""
+    """Raises ResultError naming each result that may not be published, because it cannot be measured again."""
     found = {name: result["commit"] for name, result in results.items() if is_dirty(result)}
     reasons = [f"{name}: commit: {of!r} has changes that are in no commit" for name, of in found.items()]
     _refuse("results to publish", reasons + (["commit the source, then measure again"] if reasons else []))
@@ -196,13 +199,13 @@ def require_published(results: Mapping[str, Result]) -> None:
 
 @lru_cache
 def commit() -> str:
-    """The commit of the source tree that runs, "-dirty" behind it if SOURCE has changes that are in none; "unknown" for
-    an installed package."""
+    """The commit of the source tree that runs, followed by "-dirty" if SOURCE has uncommitted changes; "unknown" for an
+    installed package."""
     return commit_of(Path(__file__).parent)
 
 
 def commit_of(directory: Path) -> str:
-    """The same of the source tree that holds a directory."""
+    """`commit` of the source tree that holds a directory."""
     head = _git(directory, "rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
@@ -210,7 +213,7 @@ def commit_of(directory: Path) -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    """What git says; nothing where there is no git, or no repository."""
+    """The output of a git command; empty without git or without a repository."""
     try:
         return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True).stdout.strip()
     except OSError:

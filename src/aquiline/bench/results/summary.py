@@ -1,7 +1,7 @@
-"""A suite in one small table, as README shows it: a row per scenario, with the default chain and the fastest one.
+"""A suite in one small table, as in the README: a row per scenario, with the default chain and the fastest setting.
 
-The fastest setting of several is found on the same runs that it is then judged by, which flatters it; so the chain of
-the default length stands beside it, and its column says of how many it is the fastest.
+The fastest of several settings is chosen on the same runs that it is judged by, which flatters it. So the chain of the
+default length is shown beside it, and its column says how many settings it was chosen from.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ COLUMNS = (
 
 
 def summary(results: Mapping[str, Result]) -> str:
-    """Markdown of checked results. A scenario without a baseline to compare with has no row.
+    """The table in Markdown, from checked results. A scenario without a comparable baseline has no row.
 
-    Raises ResultError naming the results of uncommitted changes: such a table is for publishing."""
+    Raises ResultError naming results of uncommitted changes, since this table is for publishing."""
     require_published(results)
     groups: dict[Place, list[Result]] = defaultdict(list)
     for result in results.values():
@@ -42,7 +42,7 @@ def summary(results: Mapping[str, Result]) -> str:
 
 
 def _row(results: Mapping[str, Result], drafted: list[tuple[Result, Ratio]]) -> tuple[tuple[object, ...], list[str]]:
-    """Place in the table, and cells: of the default chain, then of the fastest setting."""
+    """A row's sort key and its cells: those of the default chain, then those of the fastest setting."""
     best, ratio = max(drafted, key=lambda pair: pair[1].value or 0.0)
     usual = next((pair for pair in drafted if pair[0]["setting"].get("num_spec_tokens") == DEFAULT), None)
     baseline = results[ratio.other or ""]

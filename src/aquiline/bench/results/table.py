@@ -1,7 +1,7 @@
-"""Results as tables, in Markdown and on a terminal, from the same rows; regressions against an older run marked.
+"""Results as tables, in Markdown and on a terminal, from the same rows. Regressions against an older run are marked.
 
-A table holds the settings of one scenario, model, engine and machine. Only figures that may be compared are: where a
-ratio is missing a note below the table says why.
+A table holds the settings of one scenario, model, engine and machine. Only comparable figures are compared; where a
+ratio is missing, a note below the table says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Results = Mapping[str, Result]
 
 OPTIONAL = ("% of ideal", "spec efficiency")
-"""Columns that a table has only where a row has something to say in them."""
+"""Columns that are left out if no row has a figure for them."""
 LEGEND = (
     "tok/s: decoding by the wall clock, median over the rounds [its 95 % interval]. speedup: median of the rounds' own "
     "ratios [its interval]; an interval needs six rounds. tau: tokens committed per step and sequence. "
@@ -32,7 +32,8 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Row:
-    """One setting: its cells by column, what they have no room for, and whether it fell behind the older run."""
+    """One setting. cells: by column; notes: what the cells have no room for; is_regression: whether it fell behind the
+    older run."""
 
     cells: dict[str, str]
     notes: list[str]
@@ -41,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The settings of one place. facts: what holds for all of them."""
+    """The settings of one place. facts: a line of facts that hold for all of them."""
 
     title: str
     facts: str
@@ -50,13 +51,13 @@ class Table:
 
     @property
     def notes(self) -> list[str]:
-        """Of all rows."""
+        """The notes of all rows."""
         return [note for row in self.rows for note in row.notes]
 
 
 @dataclass(frozen=True)
 class Report:
-    """All tables; ideal: what to know of "% of ideal"; vanished: settings that only the older run had."""
+    """All tables. ideal: notes about the column "% of ideal"; vanished: settings that only the older run has."""
 
     tables: list[Table]
     ideal: list[str]
@@ -70,7 +71,7 @@ class Report:
 
     @property
     def closing(self) -> list[str]:
-        """What is said of all tables together."""
+        """The lines below all tables: notes about ideals, vanished settings, regressions."""
         found = [f"ideal: {note}" for note in self.ideal]
         found += [f"gone since the older run: {name}" for name in self.vanished]
         if self.has_older:
@@ -79,7 +80,7 @@ class Report:
 
 
 def report(results: Results, older: Results | None = None) -> Report:
-    """Tables of results by file name, against those of an older run.
+    """Tables of results (by file name), compared with those of an older run if it is given.
 
     Raises ResultError naming every result that cannot be believed."""
     require(results)
@@ -198,7 +199,7 @@ def _changed(changes: list[Change]) -> str:
 
 
 def _labels(results: Results) -> dict[str, str]:
-    """Names of a table's rows: the setting, with the draft or the file where that is not enough to tell them apart."""
+    """Names of a table's rows: the setting, with the draft or the file if settings alone are not unique."""
     drafts = {result["model"]["draft"] for result in results.values() if is_speculative(result)}
     named = {
         name: result["setting"]["name"]
@@ -232,5 +233,5 @@ def _facts(place: Place, results: list[Result]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Names come from elsewhere; they must not break a table."""
+    """A text whose bars and line ends cannot break a Markdown table; names come from result files."""
     return " ".join(text.replace("|", "\\|").split())

@@ -1,4 +1,4 @@
-"""The ceilings of the device a user names; this machine's are measured once and kept in the user's cache directory."""
+"""The ceilings of the device that a user names. Those of this machine are measured once and kept in a cache file."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """A device as the user names it: cpu, or one that has a datasheet; figures in GB/s and TFLOP/s replace its own.
-
-    device None: cpu, or nothing but the figures if both are given. arithmetic None: float32 on a CPU and beside float32
-    weights, else bfloat16."""
+    """A device as the user names it. device: "cpu" or a key of DATASHEETS; None is cpu, or no device if bandwidth and
+    flops are both given. arithmetic: None is float32 on a CPU and beside float32 weights, else bfloat16. bandwidth
+    (GB/s) and flops (TFLOP/s): replace the device's own figures."""
 
     device: str | None = None
     arithmetic: str | None = None
@@ -48,9 +47,9 @@ class Choice:
 
 
 def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
-    """What the chosen device can do for weights stored as `dtype`; measures only where a measured figure is used.
+    """The ceilings of the chosen device for weights stored as `dtype`. Measures only if a measured figure is needed.
 
-    Raises ValueError for an unknown device, an arithmetic it does not have, and figures that are not positive."""
+    Raises ValueError for an unknown device, an arithmetic that it does not have, and figures that are not positive."""
     bandwidth = given_figure("bandwidth", choice.bandwidth, GIGA)
     flops = given_figure("flops", choice.flops, TERA)
     if choice.device is None and bandwidth and flops:
@@ -77,7 +76,7 @@ def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
 
 
 def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = False) -> Measurement:
-    """This machine's figures, from the cache file, or measured and written there."""
+    """This machine's figures, read from the cache file, or else measured and written there."""
     file = cache_directory() / "ceilings.json"
     entries = read_entries(file)
     measured = None if remeasure else _found(entries.get(machine.key), machine)
@@ -88,7 +87,7 @@ def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = Fals
 
 
 def read_entries(file: Path) -> dict[str, object]:
-    """The cache file, by machine; empty, with a warning, if it is broken."""
+    """The entries of the cache file by machine; empty if there is no file, and with a warning if it is broken."""
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -103,7 +102,7 @@ def read_entries(file: Path) -> dict[str, object]:
 
 
 def write_entries(file: Path, entries: dict[str, object]) -> None:
-    """Write the cache file whole or not at all; warns where it cannot."""
+    """Write the cache file, whole or not at all; warns if it cannot be written."""
     part = file.with_suffix(".part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,7 @@ def write_entries(file: Path, entries: dict[str, object]) -> None:
 
 
 def _found(entry: object, machine: Machine) -> Measurement | None:
-    """An entry of the cache file; None, with a warning if it is broken, where there is none."""
+    """An entry of the cache file as a Measurement; None if there is none, and with a warning if it is broken."""
     if entry is None:
         return None
     try:

@@ -1,8 +1,8 @@
 """Shapes of models from their config.json, also of families that no decoder here runs: a roofline needs no weights.
 
-What a family's code knows and its configuration does not say is data (`models/families.py`); an unknown family counts
-as llama-like and says so. What cannot be counted this way is refused. Source: transformers 5.23, configuration_*.py and
-modeling_*.py of the families named.
+`models/families.py` holds what a family's code implies and its configuration does not say. An unknown family is counted
+as llama-like, with a note. Models that cannot be counted this way are refused. Source: transformers 5.23,
+configuration_*.py and modeling_*.py of the families named.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token
 
 
 def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None = None) -> ModelShape:
-    """The shape of the config.json of a directory, a file or a hub id, or of a GGUF file; stored as it says, or as
-    `dtype` does. GGUF's blocks are unpacked when they are loaded here, so they count as bfloat16.
+    """The shape of a model: a directory, a config.json, a hub id or a GGUF file. Its weights count as stored in
+    `dtype`, by default as the configuration says. GGUF's blocks are unpacked when they are loaded here, so they count
+    as bfloat16.
 
     Raises CheckpointError naming file, field and value, ValueError for an unknown dtype."""
     file = shape_file(model)
@@ -95,8 +96,8 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
 
 
 def assumed_draft(target: ModelShape) -> DraftShape:
-    """The head EAGLE-3 would train for this target: its heads, the MLP width that one token uses, three features, and
-    a vocabulary of at most 32000 tokens."""
+    """The EAGLE-3 head that would be trained for this target: the target's attention heads, the MLP width that one
+    token uses, three features, and a vocabulary of at most 32000 tokens."""
     hidden, first = target.body.hidden_size, target.body.layers[0]
     downs = first.fixed[2:][-1:] + first.expert[-1:] * first.experts_per_token
     inner = sum(down.k for down in downs)
@@ -127,8 +128,8 @@ def draft_shape_of(config: DraftConfig, target: ModelShape) -> DraftShape:
 
 
 def shape_file(model: str | Path) -> Path:
-    """Where a model's fields are: in a directory the config.json or GGUF file, the file itself, or a hub id's
-    config.json, of which only this file is fetched.
+    """The file with a model's fields: the config.json or GGUF file of a directory, the file itself, or the config.json
+    of a hub id, of which only this file is fetched.
 
     Raises CheckpointError if `model` is none of them."""
     path = Path(model).expanduser()
@@ -152,13 +153,14 @@ def shape_file(model: str | Path) -> Path:
 def attention(
     hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, *, inputs: int | None = None, bias: str = ""
 ) -> tuple[Matrix, Matrix]:
-    """Fused qkv over `inputs` (the hidden size) and o; `bias` names those that have one, as "qkv o"."""
+    """The matrices of attention: fused qkv, with `inputs` inputs (by default the hidden size), and o. bias: names of
+    the matrices that have one, such as "qkv o"."""
     qkv = Matrix((num_heads + 2 * num_kv_heads) * head_dim, inputs or hidden, "qkv" in bias)
     return qkv, Matrix(hidden, num_heads * head_dim, "o" in bias)
 
 
 def mlp(hidden: int, inner: int, has_bias: bool = False) -> tuple[Matrix, Matrix]:
-    """Fused gate and up, and down."""
+    """The matrices of an MLP: fused gate and up, and down."""
     return Matrix(2 * inner, hidden, has_bias), Matrix(hidden, inner, has_bias)
 
 
@@ -254,7 +256,7 @@ def _windows(raw: Raw, file: Path, facts: Family, num_layers: int) -> list[int]:
 
 
 def _own_precision(raw: Raw, file: Path, kv_dtype: str | None, is_moe: bool) -> Precision:
-    """As the checkpoint was saved. Whatever quantised it left the head alone."""
+    """The precision in which the checkpoint was saved. A quantised checkpoint's head is not quantised."""
     name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if not isinstance(name, str):
         raise CheckpointError(f"{file}: dtype={name!r} must be a text")

@@ -1,6 +1,7 @@
-"""What a device can do at most, and where each figure is from: measured here, a datasheet's, or given by the user.
+"""What a device can do at most, and the source of each figure: measured here, a datasheet, or given by the user.
 
-A figure never loses its source, so measured and published ones cannot mix unseen. `ceilings.py` measures.
+A figure always carries its source, so that measured and published figures are not mixed unnoticed. `ceilings.py`
+measures.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ GIGA, TERA = 1e9, 1e12
 
 @dataclass(frozen=True)
 class Figure:
-    """A rate per second, in bytes or FLOPs, where it is from, and what stands behind it."""
+    """A rate in bytes or FLOPs per second, its source, and details of the source."""
 
     value: float
     source: Source
     detail: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """JSON."""
+        """The figure as JSON."""
         return {"per_s": self.value, "source": self.source, "detail": self.detail}
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """One device. bandwidth: bytes per second that only reading reaches; copy counts bytes read and written.
+    """The ceilings of one device. bandwidth: bytes per second of pure reading; copy: bytes read and written per second.
 
-    arithmetic: what the linears multiply in; cache_bytes: the last-level cache; memory_bytes: what weights and caches
-    have to share. None: not known."""
+    arithmetic: what linears multiply in; cache_bytes: size of the last-level cache; memory_bytes: memory for weights
+    and caches together. None: not known."""
 
     device: str
     arithmetic: str | None
@@ -44,7 +45,7 @@ class Ceilings:
     remark: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """JSON."""
+        """The ceilings as JSON."""
         figures = {name: getattr(self, name) for name in ("bandwidth", "linear_flops", "attention_flops", "copy")}
         return {
             "device": self.device,
@@ -56,8 +57,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Published figures of one card: GB/s, dense TFLOP/s (bfloat16 with float32 sums; float32 without tensor cores),
-    GB of memory, MB of last-level cache where the source names it."""
+    """Published figures of one card: GB/s; dense TFLOP/s, bfloat16 with float32 sums and float32 without tensor cores;
+    GB of memory; MB of last-level cache, None if the source does not name it."""
 
     name: str
     gb_per_s: float
@@ -82,13 +83,13 @@ DATASHEETS = {
     "rtx5090": Datasheet("GeForce RTX 5090 32 GB", 1792, 209.5, 104.8, 32, 96, "NVIDIA RTX Blackwell white paper"),
     "mi300x": Datasheet("AMD Instinct MI300X 192 GB", 5300, 1307.4, 163.4, 192, 256, "AMD Instinct MI300X datasheet"),
 }
-"""Peaks that no kernel reaches: on an H100 and an H200, copies get 90 % of the bandwidth, GEMMs 80 % of the FLOPs."""
+"""Peaks that no kernel reaches: on an H100 and an H200, copies reach 90 % of the bandwidth, GEMMs 80 % of the FLOPs."""
 
 
 def datasheet_ceilings(
     device: str, arithmetic: str, bandwidth: Figure | None = None, flops: Figure | None = None
 ) -> Ceilings:
-    """A card's published figures, the given ones in their place.
+    """A card's published figures; given figures replace them.
 
     Raises ValueError for a device or an arithmetic that no datasheet here has."""
     sheet = DATASHEETS.get(device)
@@ -111,7 +112,7 @@ def datasheet_ceilings(
 
 
 def given_figure(name: str, value: float | None, unit: float) -> Figure | None:
-    """The user's own figure, in units of `unit` per second. Raises ValueError unless it is a positive number."""
+    """The user's own figure, in units of `unit` per second; None for None. Raises ValueError unless it is positive."""
     if value is None:
         return None
     if not 0 < value < float("inf"):

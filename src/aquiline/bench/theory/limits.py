@@ -12,7 +12,7 @@ EXAMPLE_TAU = 2.5
 
 @dataclass(frozen=True)
 class Grid:
-    """What to tabulate. taus empty: every chain's upper bound, all drafts accepted, and EXAMPLE_TAU."""
+    """What to tabulate. taus: if empty, each chain's upper bound, with all drafts accepted, and EXAMPLE_TAU."""
 
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -51,7 +51,8 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Cell:
-    """One context and batch. memory_bytes: weights and whole contexts; fits: None where the device's is not known."""
+    """One context and batch. memory_bytes: weights, and keys and values of whole contexts; fits: whether the device has
+    that memory, None if its size is not known."""
 
     context: int
     batch: int
@@ -62,7 +63,7 @@ class Cell:
     speculative: tuple[Speculation, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """JSON."""
+        """The cell as JSON."""
         cost = self.step.cost
         return {
             "context": self.context,
@@ -81,12 +82,12 @@ class Cell:
 
 
 def tabulate(roofline: Roofline, grid: Grid) -> list[Cell]:
-    """A cell per context and batch; speculation only where the roofline has a draft."""
+    """A cell for each context and batch; with speculation if the roofline has a draft."""
     return [_cell(roofline, grid, context, batch) for context in grid.contexts for batch in grid.batches]
 
 
 def notes(roofline: Roofline, cells: list[Cell]) -> list[str]:
-    """What to know before believing the table."""
+    """Notes below the table: what limits the meaning of its figures."""
     found, ceilings, longest = roofline.notes(), roofline.ceilings, roofline.target.max_positions
     if ceilings.bandwidth.source != ceilings.linear_flops.source:
         found.append(

@@ -1,8 +1,8 @@
 """Measures what this machine can do: read-only stream, copy, and GEMMs in each arithmetic.
 
-A figure is the fastest of several ways to do a thing, and which one it was stays with it. Every way is timed in short
-calls, in turns, and the best call counts: other processes only ever add time, so that on a busy machine figures are too
-low, never too high. `ceilings.py` keeps them.
+A figure is the rate of the fastest of several implementations, and names that implementation. Each is timed in short
+calls, in turns, and the best call counts. Other processes can only add time, so on a busy machine figures are too low,
+never too high. `ceilings.py` keeps them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
 
 SECONDS = 2.0
-"""For each of read, copy and the two GEMMs."""
+"""Seconds of measuring for each of read, copy and the two GEMMs."""
 STREAM_BYTES = 256 << 20
 NUM_PIECES = 16
 WIDTH, GEMM_ROWS, GEMM_CALLS = 1024, 96, 16
@@ -38,7 +38,7 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Rate:
-    """The best that was seen, per second, and what reached it."""
+    """The best rate per second, and the implementation that reached it."""
 
     per_s: float
     by: str
@@ -46,7 +46,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Machine:
-    """What ceilings hold for."""
+    """The machine and settings that ceilings belong to."""
 
     cpu: str
     threads: int
@@ -54,15 +54,16 @@ class Machine:
 
     @property
     def key(self) -> str:
-        """Its name in the cache file."""
+        """The machine's name in the cache file."""
         return f"{self.cpu}, {self.threads} threads, {self.isa}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """read and copy in bytes, GEMMs in FLOPs per second; bfloat16 None where the CPU has no instruction for it.
+    """Measured rates: read and copy in bytes per second, GEMMs in FLOPs per second. bfloat16: None if the CPU has no
+    instruction for it.
 
-    load: runnable processes when it began, which make figures too low; None where the system does not say."""
+    load: runnable processes when measuring began; they make figures too low. None if the system does not say."""
 
     date: str
     load: float | None
@@ -73,7 +74,7 @@ class Measurement:
 
 
 def this_machine() -> Machine:
-    """This CPU with the threads and the instruction set that an engine would take."""
+    """This CPU, with the threads and the instruction set that an engine would use."""
     environment = Environment.read()
     if missing_reason(environment) is None:
         configure(environment)
@@ -104,10 +105,11 @@ def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECON
 
 
 def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
-    """The best rate of any call, `amount` each, after `seconds`, or up to four times that while it still rises.
+    """The best rate of any call; each call processes `amount`. Measures for `seconds`, and up to four times as long
+    while the rate still rises.
 
-    Ways take turns of all their calls: the worker threads of torch and of the native library spin for a moment after a
-    call and would slow down each other's next one."""
+    Each way makes all its calls before the next way's turn: the worker threads of torch and of the native library spin
+    for a moment after a call and would slow the other's next call."""
     best = dict.fromkeys(ways, math.inf)
     deadline = time.perf_counter() + seconds
     limit = deadline + 3 * seconds
@@ -125,7 +127,7 @@ def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
 
 
 def last_level_cache() -> int | None:
-    """Bytes of the largest caches that this process's cores share, together; None where the system does not say."""
+    """Bytes of all last-level caches that this process's CPUs use, added up; None if the system does not say."""
     found: dict[tuple[int, str], int] = {}
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     for core in cores:

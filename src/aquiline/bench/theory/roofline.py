@@ -1,12 +1,12 @@
-"""The least time a step can take: the bytes it must move and the FLOPs it must do, over what the device can.
+"""The least time that a step can take: the bytes it must move and the FLOPs it must do, at the device's rates.
 
 Counted once per forward: the weights it reads (of experts, the expected union over its rows), every cached key and
 value it attends to, the new ones it writes, one row of the embedding per token. Not counted: activations, norms'
 arithmetic, sampling, anything on the host. Linears and attention are two phases, each bound by memory or by arithmetic;
-their times add up. A model that a cache holds can beat this: `notes` says when.
+their times add up. A model that a cache holds can be faster than this: `notes` says when.
 
-A cycle of speculation is a draft's passes and one verifying forward, each a forward of its own here. Its draft first
-takes in the committed tokens (tau rows, fc before them), then makes one pass per further level; see spec/drafting.py.
+A cycle of speculation consists of the draft's passes and one verifying forward; each counts as a forward. The draft
+first processes the committed tokens (tau rows, after fc), then makes one pass per further level; see spec/drafting.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aquiline.bench.theory.shapes import Body, DraftShape, ModelShape, Precision
 from aquiline.spec.drafting import Drafting
 
 CACHE_SHARE = 0.1
-"""A step of which a cache may hold more than this share gets a note."""
+"""If the cache may hold more than this share of a step's bytes, a note says so."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,19 @@ class Cost:
 
     @property
     def num_bytes(self) -> float:
-        """Of both phases."""
+        """Bytes of both phases."""
         return self.weight_bytes + self.kv_bytes
 
     @property
     def flops(self) -> float:
-        """Of both phases."""
+        """FLOPs of both phases."""
         return self.linear_flops + self.attention_flops
 
 
 @dataclass(frozen=True)
 class Ideal:
-    """A cost and the least time it takes: the seconds of phases bound by memory and of those bound by arithmetic."""
+    """A cost and its least time. memory_s: seconds of phases bound by memory; compute_s: of those bound by
+    arithmetic."""
 
     cost: Cost = Cost()
     memory_s: float = 0.0
@@ -61,19 +62,19 @@ class Ideal:
 
     @property
     def seconds(self) -> float:
-        """Of all phases."""
+        """Seconds of all phases."""
         return self.memory_s + self.compute_s
 
     @property
     def bound(self) -> str:
-        """What takes most of the time."""
+        """Whether memory or arithmetic takes more of the time: "memory" or "compute"."""
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one forward: `per_sequence` new tokens behind each of `batch` contexts; num_head of them, of each
-    sequence, go through the head (None: all)."""
+    """The rows of one forward: `per_sequence` new tokens behind each of `batch` contexts of `context` tokens. num_head:
+    how many rows of each sequence go through the head; None for all."""
 
     batch: int
     context: float
@@ -82,13 +83,14 @@ class Rows:
 
 
 def keys_read(rows: Rows, window: int) -> float:
-    """Keys of one sequence that its rows see in one layer; a window of w shows a row itself and w - 1 before it."""
+    """How many keys of one sequence its rows see together in one layer. With a window of w, a row sees itself and the
+    w - 1 tokens before it."""
     every = rows.context + rows.per_sequence
     return min(every, window + rows.per_sequence - 1) if window else every
 
 
 def keys_seen(rows: Rows, window: int) -> float:
-    """The same keys, counted again for every row that sees them, rows behind one another as in a chain."""
+    """The keys that each row of one sequence sees in one layer, summed over its rows; the rows form a chain."""
     m, growing = rows.per_sequence, rows.per_sequence
     if window:
         growing = min(m, max(0.0, window - rows.context))
@@ -126,7 +128,7 @@ class Cycle:
 
     @property
     def seconds(self) -> float:
-        """Of the whole cycle."""
+        """Seconds of the whole cycle."""
         return self.draft.seconds + self.verify.seconds
 
 
@@ -154,13 +156,13 @@ class Roofline:
         return Ideal(cost, memory_s, compute_s)
 
     def step(self, batch: int, context: int, num_rows: int = 1) -> Ideal:
-        """A target forward of so many rows per sequence; one row is a step without speculation."""
+        """The ideal of a target forward with num_rows rows per sequence; one row is a step without speculation."""
         return self.ideal(forward_cost(self.target.body, self.target.precision, Rows(batch, context, num_rows)))
 
     def cycle(self, spec: Drafting, tau: float, batch: int, context: int) -> Cycle:
-        """Drafting and verifying a tree that commits tau tokens per sequence.
+        """The ideal of drafting and verifying a tree of which tau tokens per sequence are committed.
 
-        Raises ValueError for a tau that the tree cannot have, or where there is a drafter but no draft."""
+        Raises ValueError for a tau that the tree cannot reach, or for a drafter without a draft."""
         check_tau(tau, spec)
         verify = self.step(batch, context, spec.max_nodes)
         if not spec.is_speculative:
@@ -179,19 +181,19 @@ class Roofline:
         return Cycle(draft, verify)
 
     def tokens_per_s(self, spec: Drafting, tau: float, batch: int, context: int) -> float:
-        """Of all sequences together."""
+        """Ideal tokens per second of all sequences together."""
         return batch * tau / self.cycle(spec, tau, batch, context).seconds
 
     def speedup(self, spec: Drafting, tau: float, batch: int, context: int) -> float:
-        """The ideal speedup at this tau: tau times the step without speculation over the cycle with it."""
+        """The ideal speedup at this tau: tau * (time of a step without speculation) / (time of a cycle)."""
         return tau * self.step(batch, context).seconds / self.cycle(spec, tau, batch, context).seconds
 
     def spec_efficiency(self, measured_speedup: float, spec: Drafting, tau: float, batch: int, context: int) -> float:
-        """A measured speedup over the ideal one at the same tau; 1 is all that the device allows."""
+        """A measured speedup / the ideal speedup at the same tau; 1 means that the device allows no more."""
         return measured_speedup / self.speedup(spec, tau, batch, context)
 
     def report(self, spec: Drafting, tau: float, batch: int, context: int, tokens_per_s: float) -> dict[str, object]:
-        """The `roofline` object of a result that made so many tokens per second."""
+        """The `roofline` object of a result with a measured tokens_per_s."""
         cycle = self.cycle(spec, tau, batch, context)
         total, best = cycle.draft + cycle.verify, self.tokens_per_s(spec, tau, batch, context)
         return {
@@ -207,22 +209,22 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of target and draft together."""
+        """Bytes of keys and values of one token, target and draft together."""
         draft = self.draft.body.kv_bytes_per_token(self.draft_precision) if self.draft else 0.0
         return self.target.body.kv_bytes_per_token(self.target.precision) + draft
 
     @property
     def weight_bytes(self) -> float:
-        """Of target and draft as they are stored."""
+        """Bytes of the weights of target and draft as they are stored."""
         draft = self.draft.stored_bytes(self.draft_precision) if self.draft else 0.0
         return self.target.stored_bytes(self.target.precision) + draft
 
     def memory_bytes(self, batch: int, context: int) -> float:
-        """Weights, and keys and values of that many whole contexts."""
+        """Bytes of all weights, and of the keys and values of `batch` whole contexts."""
         return self.weight_bytes + batch * context * self.kv_bytes_per_token
 
     def notes(self) -> list[str]:
-        """What to know before believing the figures: assumptions, and caches that lift the memory bound."""
+        """What limits the meaning of the figures: assumptions, and caches that lift the memory bound."""
         found = [*self.target.assumptions, *(self.draft.assumptions if self.draft else ())]
         found += [self.ceilings.remark] if self.ceilings.remark else []
         if self.target.is_moe:
@@ -246,6 +248,6 @@ class Roofline:
 
 
 def check_tau(tau: float, spec: Drafting) -> None:
-    """Raises ValueError for a mean number of committed tokens that no run of this shape can have."""
+    """Raises ValueError for a tau that no run with this way to draft can have."""
     if not 1 <= tau <= spec.max_depth + 1:
         raise ValueError(f"tau={tau:g}: must be between 1 and {spec.max_depth + 1}, the most this draft can commit")

@@ -1,7 +1,7 @@
-"""What a model is made of, for counting: matrices by kind and layer, and what each way of storing them takes.
+"""The parts of a model, for counting: matrices by kind and layer, and the bytes of each way to store them.
 
 Reads nothing and runs nothing: `configs.py` makes shapes from configurations, `roofline.py` counts a step's bytes and
-FLOPs in them. Sizes in bytes are floats, since a step reads an expected number of experts.
+FLOPs from them. Sizes in bytes are floats, since a step reads an expected number of experts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ class Matrix:
 
     @property
     def num_weights(self) -> int:
-        """Also the multiply-adds of one row."""
+        """Weights of the matrix, and multiply-adds of one row."""
         return self.n * self.k
 
     @property
     def num_biases(self) -> int:
-        """Additions are not counted as FLOPs, biases as parameters are."""
+        """Parameters of the bias; its additions are not counted as FLOPs."""
         return self.n if self.has_bias else 0
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Bits of a weight, and of the scale that `group` inputs of one output share; group 0: all of them."""
+    """How weights are stored. bits: of a weight; scale_bits: of a scale; group: how many inputs of one output share a
+    scale, 0 for all of them."""
 
     name: str
     bits: int
@@ -39,7 +40,7 @@ class Storage:
     group: int = 0
 
     def num_bytes(self, matrix: Matrix) -> float:
-        """A matrix, its scales included, its bias not."""
+        """Bytes of a matrix with its scales, without its bias."""
         groups = math.ceil(matrix.k / self.group) if self.group else 1
         return (matrix.num_weights * self.bits + matrix.n * groups * self.scale_bits) / 8
 
@@ -56,15 +57,15 @@ STORAGES = {
         Storage("mxfp4", 4, 8, 32),
     )
 }
-"""What `--dtype` names. fp8 and int8: a float32 scale per output; int4: a bfloat16 scale per 32 inputs; mxfp4: an 8-bit
-exponent per 32 inputs (OCP Microscaling Formats 1.0, section 5)."""
+"""The values of `--dtype`. fp8 and int8: a float32 scale per output; int4: a bfloat16 scale per 32 inputs; mxfp4: an
+8-bit exponent per 32 inputs (OCP Microscaling Formats 1.0, section 5)."""
 
 KV_STORAGES = ("float32", "bfloat16", "float16", "fp8")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Which storage each kind of tensor has. `plain`: embedding, norms, biases, routers; never quantised."""
+    """The storage of each kind of tensor. plain: that of embedding, norms, biases and routers, never quantised."""
 
     layers: Storage
     experts: Storage
@@ -74,29 +75,28 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """What most of the weights are stored as."""
+        """The name of the storage that most weights have."""
         return self.experts.name
 
     def vector_bytes(self, count: float) -> float:
-        """Elements that are stored plainly."""
+        """Bytes of `count` elements in plain storage."""
         return count * self.plain.bits / 8
 
     def kv_bytes(self, count: float) -> float:
-        """Elements of keys and values."""
+        """Bytes of `count` elements of keys and values."""
         return count * self.kv.bits / 8
 
 
 def expected_experts(num_experts: int, per_token: int, rows: float) -> float:
-    """Different experts that `rows` rows touch if each picks `per_token` of them uniformly and on its own.
-
-    Neighbouring tokens of real text share experts, so a real step reads at most about this many."""
+    """Expected number of different experts that `rows` rows use, if each row picks `per_token` experts uniformly and
+    independently. Neighbouring tokens of real text share experts, so a real step reads at most about this many."""
     return num_experts * (1 - math.pow(1 - per_token / num_experts, rows))
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One decoder layer. `fixed` are the linears every row uses (attention, dense MLP, shared experts); num_vector
-    counts norms, sinks and the like; window is in positions, 0 for none."""
+    """One decoder layer. fixed: the linears that every row uses (attention, dense MLP, shared experts); num_vector:
+    elements of norms, sinks and other vectors; window: in positions, 0 for none."""
 
     num_heads: int
     num_kv_heads: int
@@ -111,12 +111,12 @@ class LayerShape:
 
     @property
     def kv_per_token(self) -> int:
-        """Elements one token stores."""
+        """Elements of keys and values that one token stores."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def num_parameters(self) -> int:
-        """All experts included."""
+        """Parameters of the layer, all experts included."""
         return self._parameters(self.num_experts)
 
     @property
@@ -126,16 +126,16 @@ class LayerShape:
 
     @property
     def multiply_adds(self) -> int:
-        """Of all linears, for one row."""
+        """Multiply-adds of all linears for one row."""
         used = [*self.fixed, *self.expert * self.experts_per_token, *filter(None, [self.router])]
         return sum(m.num_weights for m in used)
 
     def touched_experts(self, rows: float) -> float:
-        """Expected number of experts that a step of so many rows reads."""
+        """Expected number of experts that a step with `rows` rows reads."""
         return expected_experts(self.num_experts, self.experts_per_token, rows) if self.num_experts else 0.0
 
     def num_bytes(self, precision: Precision, num_experts: float) -> float:
-        """The layer with so many of its experts."""
+        """Bytes of the layer with num_experts of its experts."""
         vector = self.num_vector + sum(m.num_biases for m in self.fixed)
         vector += sum(m.num_weights + m.num_biases for m in filter(None, [self.router]))
         expert = sum(precision.experts.num_bytes(m) + precision.vector_bytes(m.num_biases) for m in self.expert)
@@ -149,7 +149,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Body:
-    """What one forward runs: layers, then a head. num_vector counts the norms outside the layers."""
+    """What one forward runs: layers, then a head. num_vector: elements of the norms outside the layers."""
 
     hidden_size: int
     layers: tuple[LayerShape, ...]
@@ -157,13 +157,14 @@ class Body:
     num_vector: int
 
     def kv_bytes_per_token(self, precision: Precision) -> float:
-        """Every layer keeps every token, as the engine's pages do, windows or not."""
+        """Bytes of keys and values of one token. Every layer keeps every token, even with a window, as the engine's
+        pages do."""
         return precision.kv_bytes(sum(layer.kv_per_token for layer in self.layers))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A target. `precision` is its checkpoint's own; `assumptions` what its configuration does not say."""
+    """A target. precision: of the stored checkpoint; assumptions: about what its configuration does not say."""
 
     family: str
     body: Body
@@ -184,17 +185,17 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """A tied head counts once."""
+        """Parameters of the model; a tied head counts once."""
         embeddings = self.vocab_size * self.body.hidden_size * (1 if self.tied_head else 2)
         return embeddings + self.body.num_vector + sum(layer.num_parameters for layer in self.body.layers)
 
     @property
     def num_active(self) -> int:
-        """Parameters that one token computes with: the head included, the embedding not."""
+        """Parameters that one token computes with, including the head but not the embedding."""
         return self.body.head.num_weights + self.body.num_vector + sum(layer.num_active for layer in self.body.layers)
 
     def stored_bytes(self, precision: Precision) -> float:
-        """The whole model. A tied head takes room of its own only if it is stored otherwise than the embedding."""
+        """Bytes of the whole model. A tied head is stored apart only if its storage differs from the embedding's."""
         head = 0.0 if self.tied_head and precision.head == precision.plain else precision.head.num_bytes(self.body.head)
         plain = precision.vector_bytes(self.vocab_size * self.body.hidden_size + self.body.num_vector)
         return head + plain + sum(layer.num_bytes(precision, layer.num_experts) for layer in self.body.layers)
@@ -204,7 +205,7 @@ class ModelShape:
 class DraftShape:
     """An EAGLE-3 head: fc over the captured features, one layer over [embedding; hidden], a head over its vocabulary.
 
-    num_embedding counts an embedding of its own, 0 where it shares the target's."""
+    num_embedding: elements of an embedding of its own; 0 if it shares the target's."""
 
     body: Body
     fc: Matrix
@@ -213,23 +214,23 @@ class DraftShape:
 
     @property
     def num_parameters(self) -> int:
-        """A shared embedding is the target's."""
+        """Parameters of the head; a shared embedding counts as the target's."""
         own = self.num_embedding + self.fc.num_weights + self.body.head.num_weights + self.body.num_vector
         return own + sum(layer.num_parameters for layer in self.body.layers)
 
     def stored_bytes(self, precision: Precision) -> float:
-        """The whole head."""
+        """Bytes of the whole head."""
         matrices = precision.layers.num_bytes(self.fc) + precision.head.num_bytes(self.body.head)
         plain = precision.vector_bytes(self.num_embedding + self.body.num_vector)
         return matrices + plain + sum(layer.num_bytes(precision, 0) for layer in self.body.layers)
 
 
 def precision_of(dtype: str, kv_dtype: str | None = None, *, is_moe: bool = False) -> Precision:
-    """Where a `--dtype` puts its bits. float32, bfloat16 and float16 hold everything.
+    """The storage of each kind of tensor under a `--dtype`. float32, bfloat16 and float16 store all tensors.
 
-    fp8 holds the layers' linears, int8 and int4 the head's too, mxfp4 the experts' where there are any; the rest is
-    bfloat16 then. Keys and values are float32 beside float32 weights, else bfloat16, unless kv_dtype says otherwise.
-    Raises ValueError for unknown names."""
+    fp8 stores the linears of the layers; int8 and int4 also the head; mxfp4 the experts, or all linears if there are no
+    experts. The other tensors are then bfloat16. Keys and values have the dtype of those other tensors unless kv_dtype
+    says otherwise. Raises ValueError for unknown names."""
     storage = _storage("dtype", dtype, tuple(STORAGES))
     plain = storage if storage.bits >= 16 else STORAGES["bfloat16"]
     kv = _storage("kv_dtype", kv_dtype or plain.name, KV_STORAGES)
