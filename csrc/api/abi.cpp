@@ -1,4 +1,4 @@
-// What a caller compares its mirror of aquiline.h and stages.h with before it calls anything else.
+// Version and struct sizes. A caller compares its mirror of aquiline.h and stages.h with them before any other call.
 #include <string.h>
 
 #include "aquiline.h"

@@ -72,7 +72,7 @@ class Buffer {
   size_t capacity_ = 0;
 };
 
-// One call at a time: the pool and the scratch are shared. Never destroyed, like the pool.
+// What all calls share. The mutex admits one call at a time to pool and scratch. Never destroyed, like the pool.
 struct Engine {
   Engine();
 
@@ -88,8 +88,8 @@ Engine& engine() {
   return *e;
 }
 
-// A fork waits until no thread is in a call: a child that inherits the lock from a thread that it does not have would
-// wait for ever, and its scratch and workers would be half way through that call.
+// A fork waits until no thread is in a call. Otherwise the child would inherit a lock held by a thread that the child
+// does not have, would wait for it for ever, and its scratch would be in the middle of that call.
 Engine::Engine() {
   pthread_atfork([] { engine().mutex.lock(); }, [] { engine().mutex.unlock(); },
                  [] {
@@ -115,7 +115,7 @@ size_t padded_vocab(int vocab) { return ((size_t)vocab + 63) / 64 * 64; }
     AQ_REQUIRE(pointer != nullptr, "out of memory: %s of %zu elements", #buffer, (size_t)(count)); \
   } while (0)
 
-// Tiles of rows, whether spans are work items of their own, and the memory for both.
+// Fills a job: the tiles of rows, whether each span is a work item of its own, and the memory for partial results.
 int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJob* job) {
   Engine& e = engine();
   const int group = num_heads / kv.num_kv_heads;
@@ -140,9 +140,9 @@ int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJ
   return 0;
 }
 
-enum { kHeadPart = 2, kDraftParts = 3, kFusionPart = 6 };  // places of aq_time_parts
+enum { kHeadPart = 2, kDraftParts = 3, kFusionPart = 6 };  // indices in the seconds of aq_time_parts
 
-// Adds the time of a scope to a part, where parts are timed.
+// Adds the time of a scope to a part's seconds while aq_time_parts is on.
 class PartTimer {
  public:
   explicit PartTimer(int part) : part_(part), began_(seconds()) {}

@@ -1,7 +1,8 @@
 // The C interface of the native CPU library. Plain structs of raw pointers, mirrored by backends/cpu/native.py.
 //
-// Every function returns 0, or -1 after setting aq_last_error(): a null or misaligned pointer, a shape, dtype or
-// index out of range. Nothing is read or written in that case. All arrays are C-contiguous.
+// A function without a result of its own returns 0, or -1 after setting aq_last_error() if a pointer is null or
+// misaligned or a shape, dtype or index is out of range. It has then read and written nothing. All arrays are
+// C-contiguous.
 //
 // Exactness (ARCHITECTURE.md, "Decisions"): every result of a row is the same bits whatever the other rows, the thread
 // count, the chunking of the prompt and the instruction set. Linears are one fused-multiply-add sum over k in
@@ -22,8 +23,8 @@ extern "C" {
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
-// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. Each has a header in formats/,
-// which says how it is packed and in which order it is summed.
+// y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. The format's header in formats/
+// says how weights are packed and in which order products are summed.
 typedef struct {
   const void* weight;
   const float* bias;  // [n] or NULL
@@ -37,8 +38,7 @@ typedef struct {
   int32_t window;                  // 0: none
 } AqAttention;
 
-// kind: AQ_DENSE, silu(gate) * up and a projection down. gate_up: gate and up rows, and their biases, interleaved in
-// runs of 16.
+// AQ_DENSE: down(silu(gate(x)) * up(x)). gate_up: the rows of gate and up, and their biases, alternate in runs of 16.
 enum { AQ_DENSE = 0 };
 typedef struct {
   AqLinear gate_up, down;
@@ -70,13 +70,13 @@ typedef struct {
   int32_t num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype;
 } AqKV;
 
-// The flat rows of one forward: types.py, Rows.
+// The flat rows of one forward: see Rows in types.py.
 typedef struct {
   const int32_t *tokens, *positions, *slots, *write, *key_start, *context_len, *tail, *tail_len, *page_table;
   int32_t num_rows, tail_stride, table_stride, num_slots;
 } AqRows;
 
-// How a row is drawn: types.py, SAMPLING.
+// How a row's token is drawn: see SAMPLING in types.py.
 typedef struct {
   float temperature, top_p, min_p;
   int32_t top_k, position;
@@ -84,8 +84,8 @@ typedef struct {
 } AqSampling;
 
 const char* aq_last_error(void);
-// What the library was built as. NULL: AQ_ABI; the name of a struct of this file or stages.h: its size; -1 for another
-// name.
+// The interface that the library was built with: AQ_ABI for NULL, the size in bytes of a struct of this file or of
+// stages.h for its name, -1 for any other name.
 int64_t aq_abi(const char* name);
 const char* aq_format_name(int32_t code);    // of a storage format (formats/); NULL where no format has that code
 const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
@@ -96,8 +96,8 @@ int aq_set_threads(int32_t threads);  // >= 1, the calling thread included
 int32_t aq_num_threads(void);
 
 int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype);
-// weight [n, k] of dtype. Of a quantised format weight holds the codes as int8, and scales is what the format's header
-// says.
+// Packs a weight [n, k] of dtype. For a quantised format weight holds the codes as int8, and the format's header says
+// what scales holds.
 int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_t dtype, void* packed);
 
 // One forward of a decoder: embeds, runs every layer, writes KV, leaves the residual stream of the last layer
@@ -105,24 +105,24 @@ int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_
 // (NULL: not wanted). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, float* hidden, float* features);
 
-// From now on every call adds to seconds[7] what its parts took: the target's attention (norm to output projection),
-// its MLP and its head, the same three of a draft, and fusion; NULL stops that.
+// From now on every call adds the time of its parts to seconds [7]: the target's attention (norm to output
+// projection), MLP and head, the draft's attention, MLP and head, and fusion. NULL ends the timing.
 int aq_time_parts(double* seconds);
 
 // Head functions act on the n rows row_index[i] of hidden [*, model->hidden]; each applies the final norm first.
 int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, float* logits);
-// Draws without writing logits to the caller, row i by the i-th AqSampling; tokens[i] = -1 where a logit is NaN or none
-// is finite. d2t [head.n], of a draft: what to add to its ids, so that target ids are drawn, each with the noise the
-// target gives it.
+// Draws a token for every row, row i by the i-th AqSampling; tokens[i] = -1 where a logit is NaN or none is finite.
+// d2t [head.n] of a draft (else NULL): the difference between target id and draft id. Tokens are then target ids, each
+// scored with the noise that the target gives it.
 int aq_head_draw(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
                  const int32_t* d2t, int32_t* tokens);
-// The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. These are NaN
-// where a logit is NaN or +inf or none is finite; which ids the row then gets means nothing. With an AqSampling per row
-// and a temperature above 0, "logits" are those over the temperature plus the noise of a draw. d2t as above.
+// The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. If a logit is
+// NaN or +inf or none is finite, the log-probabilities are NaN and the ids meaningless. For a row with an AqSampling
+// whose temperature is above 0, logits / temperature plus the noise of a draw take the place of logits. d2t as above.
 int aq_head_topk(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, const AqSampling*,
                  const int32_t* d2t, int32_t* ids, float* logprobs);
-// The k best by the logits as they are and, of token chosen[i] of row i, the log-probability and the rank in that
-// order, counted from 1.
+// The k most probable ids by the unchanged logits, and the log-probability and rank (from 1) of token chosen[i] of
+// each row i.
 int aq_head_logprobs(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, int32_t k, int32_t* ids,
                      float* logprobs, const int32_t* chosen, float* chosen_logprobs, int32_t* ranks);
 int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling*, int32_t* tokens);
@@ -134,14 +134,14 @@ int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y);  // 
 int aq_rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int32_t rows, int32_t heads,
             int32_t head_dim);
 int aq_write_kv(const AqKV*, int32_t layer, const AqRows*, const float* k, const float* v);
-// arithmetic: 0, float32, or 2, the second arithmetic, which forwards use whose output projection does.
+// arithmetic: 0 for float32, 2 for the second arithmetic. A forward uses the second one if its output projection does.
 int aq_attention(const AqKV*, int32_t layer, const AqRows*, const float* q, int32_t num_heads, float scale,
                  int32_t window, const float* sinks, int32_t arithmetic, float* out);
 int aq_exp_log(const float* x, int32_t count, float* exps, float* logs);  // logs[i] = 0 where x[i] <= 0
 int aq_gumbel(uint64_t seed, int32_t position, int32_t count, float* noise);  // token ids 0 .. count - 1
 
-// How target features [k of fc] become a draft's input: two optional norms, then fc. norm [fc.k]: over all of them;
-// part_norms [num_parts, fc.k / num_parts]: over each part by itself.
+// How a target's features [fc.k] become a draft's input: two optional norms, then fc. norm [fc.k] is taken over the
+// whole feature, part_norms [num_parts, fc.k / num_parts] over each part by itself.
 typedef struct {
   AqLinear fc;
   const float *norm, *part_norms;

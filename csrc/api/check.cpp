@@ -77,7 +77,7 @@ int check_layer(const AqModel& m, const AqLayer& layer) {
   return 0;
 }
 
-// Pages of the context [key_start, context_len) of rows [begin, end), which are of one slot and overlap.
+// Checks what rows [begin, end), all of one slot, read: the pages of their contexts, which overlap, and their tails.
 int check_context(const AqRows& rows, const AqKV& kv, int begin, int end) {
   const int slot = rows.slots[begin];
   AQ_REQUIRE(slot >= 0 && slot < rows.num_slots, "slots[%d]=%d: must be in [0, %d)", begin, slot, rows.num_slots);
@@ -204,7 +204,7 @@ int check_index(const char* name, int row, int index, const AqKV& kv, const int3
   return 0;
 }
 
-// vocab 0: tokens and positions are not used. reads: the rows also attend.
+// vocab = 0: tokens and positions are not used and not checked. reads: the rows attend, so what they read is checked.
 int check_rows(const AqRows* rows, const AqKV& kv, int vocab, bool reads) {
   AQ_TRY(check_pointer("rows", rows, alignof(AqRows)));
   AQ_REQUIRE(rows->num_rows >= 0, "num_rows=%d: must be at least 0", rows->num_rows);

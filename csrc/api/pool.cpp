@@ -19,11 +19,11 @@ inline void pause() {
 #endif
 }
 
-// A counter to wait on. A waiter first spins, since the next phase of a forward is microseconds away, and then sleeps:
-// an idle engine burns nothing, and on a busy machine a woken thread preempts where one that yields in a loop would
-// wait out other programs' time slices. Spinning that fails is cut short the next time: when two workers share a core,
-// because something else holds the other one, each spin only delays the worker it waits for. A sleep that longer
-// spinning would have spared lengthens it again.
+// A counter to wait on. A waiter first spins, since the next phase of a forward is microseconds away, and then sleeps.
+// An idle engine then uses no CPU time, and on a busy machine a woken thread preempts other programs, whereas a thread
+// that yields in a loop waits for their time slices to end. A spin that ends in a sleep makes the next spin shorter: if
+// two workers share a core because another program holds the second core, a spinning worker only delays the one that it
+// waits for. A sleep that a longer spin would have avoided makes the next spin longer.
 class Gate {
  public:
   explicit Gate(int max_spins) : max_spins_(max_spins), spins_(max_spins) {}
@@ -119,7 +119,8 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
-// Never destroyed at exit: a worker may be inside a wait, and joining it from a static destructor can deadlock.
+// The pool is never destroyed at exit: a worker may be inside a wait, and joining it in a static destructor can
+// deadlock.
 Pool* pool = nullptr;
 int wanted = 1;
 

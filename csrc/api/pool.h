@@ -4,12 +4,12 @@
 
 namespace aq {
 
-// One call at a time of all of these (api.cpp's lock).
+// Only one thread at a time may call any of these functions; the lock of api.cpp sees to it.
 // Calls fn(worker, argument) on every worker and returns when all are done. The first call starts the workers.
 void run(void (*fn)(const Worker&, const void*), const void* argument);
 void set_threads(int threads);
 int num_threads();
-// In a forked child, which has no workers: abandons those of the parent, so that the next call starts its own.
+// For a forked child, which has no worker threads: forgets those of the parent, so that the next call starts new ones.
 void forget_workers();
 
 }  // namespace aq

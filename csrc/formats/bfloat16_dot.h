@@ -1,6 +1,7 @@
 // The second arithmetic over bfloat16 weights: the CPU's dot product adds two products at once to a sum, pairs in
 // order. What the weights multiply (inputs, and in attention queries and softmax weights) is rounded to bfloat16, to
-// nearest even. As exact as float32 arithmetic against rows, threads and chunks. The layout is that of bfloat16.h.
+// nearest even. As in float32 arithmetic, a row's bits do not depend on other rows, threads or chunks. The layout is
+// that of bfloat16.h.
 #pragma once
 #include "bfloat16.h"
 

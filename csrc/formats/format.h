@@ -1,5 +1,5 @@
-// What a storage format says of itself. Each header of this folder defines one, a struct derived from Format, and gives
-// it a code by AQ_FORMAT; formats.h lists them, and every switch over formats comes from that list.
+// The interface of a storage format. Each header of this folder defines one format, a struct derived from Format, and
+// gives it a code by AQ_FORMAT. formats.h lists the headers, and every switch over formats comes from that list.
 //
 // A linear weight [n, k] is packed in blocks of 16 outputs, zero-padded. A block is a run of steps. A step holds the
 // weights of kChannels channels in units, which the tile reads one after the other. A unit holds what 16 outputs

@@ -21,7 +21,8 @@ template <int code = 0, class F> AQ_INLINE bool with_format(int dtype, const F& 
   }
 }
 
-// Calls f with a null pointer to the number that rows of numbers, or keys and values, stored as dtype consist of.
+// Calls f with a null pointer to the element type of dtype; false if dtype has none. with_elements: for rows of numbers
+// such as embeddings; with_keys: for keys and values.
 template <class F> AQ_INLINE bool with_elements(int dtype, const F& f) {
   bool found = false;
   with_format(dtype, [&](auto format) {
@@ -38,13 +39,13 @@ template <class F> AQ_INLINE bool with_keys(int dtype, const F& f) {
   return found;
 }
 
-// Whether linears stored as dtype take rounded inputs: the second arithmetic.
+// Whether linears stored as dtype take rounded inputs, as in the second arithmetic.
 AQ_INLINE bool takes_rounded(int dtype) {
   bool takes = false;
   with_format(dtype, [&](auto format) { takes = !kIsSame<typename decltype(format)::Input, float>; });
   return takes;
 }
-// Whether keys stored as dtype are what the second arithmetic multiplies.
+// Whether keys stored as dtype can be multiplied in the second arithmetic.
 AQ_INLINE bool holds_rounded(int dtype) {
   bool holds = false;
   with_keys(dtype, [&](auto* element) { holds = kIsSame<decltype(element), const Rounded*>; });

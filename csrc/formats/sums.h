@@ -1,4 +1,4 @@
-// Accumulators: what becomes of the products of a tile, ROWS rows by BLOCKS blocks of 16 outputs. The tile (tile.h)
+// Accumulators: how the products of a tile of ROWS rows by BLOCKS blocks of 16 outputs become sums. The tile (tile.h)
 // keeps one Vec of sums per row and block in registers and writes sums [ROWS][kPanelWidth].
 //
 // The loops carry an unroll pragma because GCC otherwise keeps the registers in memory.
@@ -31,14 +31,14 @@ struct InOrder {
   }
 };
 
-// Every step is a chain of its own, from zero; sum = fma(chain, scale_of(step), sum) over the steps in order. The chain
-// stays in registers, and what it is added to in memory.
+// Every step is a chain of its own that starts from zero; sum = fma(chain, scale_of(step), sum) over the steps in
+// order. The chain stays in registers, the sum in memory.
 struct InGroups {
   template <int ROWS, int BLOCKS> AQ_INLINE void start(Vec (&)[ROWS][BLOCKS], float* sums) {
     for (int r = 0; r < ROWS; r++) memset(sums + r * kPanelWidth, 0, BLOCKS * 16 * sizeof(float));
   }
   template <int ROWS, int BLOCKS> AQ_INLINE void open(Vec (&sum)[ROWS][BLOCKS]) { clear(sum); }
-  // step: of the first block, those of the others `block` steps behind each other.
+  // step: the current step of the first block. The same step of the next block lies `block` steps further on.
   template <class Step, int ROWS, int BLOCKS>
   AQ_INLINE void close(Vec (&sum)[ROWS][BLOCKS], const Step* step, size_t block, float* sums) {
 #pragma GCC unroll 8

@@ -6,8 +6,8 @@
 // fixed by absolute positions, a row gets the same bits as a tree node, a decoded token or part of a prompt, and spans
 // may be computed by different workers.
 //
-// A block that lies wholly in the shared context is read once for all rows and heads of a tile; the others (the edges
-// of a row's range, and whatever its tail reaches) are put together row by row.
+// A block that lies wholly in the shared context is read once for all rows and heads of a tile. Any other block, at an
+// edge of a row's range or in its tail, is gathered row by row.
 #pragma once
 #include "attention_block.h"
 #include "linear.h"
@@ -87,8 +87,8 @@ struct Path {
   bool shares(int block) const { return low <= block && block + AQ_BLOCK <= context_len; }
 };
 
-// The block of a row at an edge of its range or in its tail. A group of keys is used in place where every visible
-// position is its own KV index, and otherwise put together in `gathered` [kGroups][dim][16].
+// Gathers the block of a row at an edge of its range or in its tail. A group of keys is read in place if every visible
+// position in it equals its KV index; otherwise it is copied to `gathered` [kGroups][dim][16].
 template <class S>
 static void gather(const Pages<S>& pages, const Path& path, int block, S* gathered, Keys<S>* keys) {
   keys->from = path.low > block ? path.low - block : 0;
@@ -255,7 +255,7 @@ static void merge_deferred(const AttentionJob& job, int row, int head, float* ac
   finish(job, total, dim, job.sinks == nullptr ? nullptr : job.sinks + head, row_head * dim);
 }
 
-// All of some kv heads, spans in order; nobody else is waited for.
+// Computes the attention of some kv heads alone, spans in order, without a barrier.
 template <class S>
 static void attend_heads(const AttentionJob& job, Share heads, float* workspace) {
   for (int t = 0; t < job.num_tiles; t++)

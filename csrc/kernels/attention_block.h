@@ -1,7 +1,8 @@
 // One block of attention: the softmax state of some queries, and how 64 positions of keys and values join it.
 //
-// S says how keys are stored and met. In the second arithmetic queries and weights are pairs, channels for the scores
-// and positions for the values; a position that is not seen counts as 0 (dot.cpp).
+// S is the type that keys are stored as and decides how they are multiplied. In the second arithmetic queries and
+// weights come in pairs: pairs of channels for the scores, pairs of positions for the values. A position that is not
+// seen counts as 0 (dot.cpp).
 #pragma once
 #include "kernels.h"
 #include "math.h"
@@ -13,8 +14,8 @@ using aq::Keys;
 using aq::kGroups;
 using aq::Unpaired;
 
-// What keys stored as S are multiplied with, how many channels or positions that takes at once, and how many S these
-// are.
+// The type that keys stored as S are multiplied with, how many channels or positions one of its values covers (kCount),
+// and how many S these are (kElements).
 template <class S> struct Factor {
   using type = float;
   static constexpr int kCount = 1, kElements = 1;
@@ -103,7 +104,7 @@ AQ_INLINE void weigh_values(const FactorOf<S>* p, const Keys<S>& keys, int first
 }
 
 // Scales the raw scores of one query and returns their maximum; lanes outside [from, to) become -inf whatever they
-// held. In pairs only the maximum is scaled.
+// held. In the second arithmetic only the maximum is scaled.
 template <class S>
 static float mask_scores(float* p, int from, int to, float scale) {
   constexpr bool kScales = Factor<S>::kCount == 1;
@@ -123,7 +124,7 @@ static float mask_scores(float* p, int from, int to, float scale) {
   return max_lanes(max(max(s[0], s[1]), max(s[2], s[3]))) * (kScales ? 1.0f : scale);
 }
 
-// Turns scores into weights exp(score - maximum), in pairs rounded in the same memory, and returns their sum.
+// Turns scores into weights exp(score - maximum) and returns their sum.
 AQ_INLINE float weigh_scores(float* p, float maximum, float, float* weights) {
   Vec s[kGroups];
 #pragma GCC unroll 4

@@ -54,7 +54,7 @@ void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x,
 
 namespace {
 
-constexpr int kPairsFrom = 48;  // queries from which pairs are worth being written down for all tiles of them
+constexpr int kPairsFrom = 48;  // from so many queries on, pairs are stored once and read by all tiles of queries
 
 const Unpaired kUnseen[kMaxHeadDim] = {};
 

@@ -41,7 +41,7 @@ static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, i
             [&](auto* element) { store_key<ValueOf<decltype(element)>>(kv, layer, head, rows, row, key, value); });
 }
 
-// The residual stream of one row, and a draft's first input: [norm of the embedding; norm of g], where g may be
+// Writes the residual stream of one row and, for a draft, its first input: [norm of the embedding; norm of g]. g may be
 // `hidden` itself, since a draft feeds back its own output.
 template <class E>
 static void enter_row(const ForwardJob& job, int row, const E* embedding) {
@@ -76,7 +76,7 @@ static void enter(const Worker& worker, const ForwardJob& job) {
   worker.barrier();
 }
 
-// Norms and rotates one head of qkv; a key head also goes to the cache, with its value.
+// Norms and rotates one head of qkv. A key head is also written to the cache, together with its value head.
 static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, int row, int head) {
   const AqModel& model = *job.model;
   const int dim = model.head_dim, half = dim / 2, kv_head = head - model.num_heads;
@@ -87,7 +87,7 @@ static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, 
   if (kv_head >= 0) store_key(*job.kv, index, kv_head, *job.rows, row, x, x + (size_t)model.num_kv_heads * dim);
 }
 
-// From the normed input to the attended values of kv heads `mine` and the query heads that read them.
+// Computes, from the normed input, the attention of kv heads `mine` and of the query heads that read them.
 static void attend_own(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, Share mine,
                        const void* normed) {
   const AqModel& model = *job.model;
@@ -120,7 +120,7 @@ static void attend_shared(const Worker& worker, const ForwardJob& job, const Att
   attention(worker, attend);
 }
 
-// Where the output of layer `index` is kept as a feature; NULL where it is not.
+// The column of features that the output of layer `index` is written to; NULL if the layer is not captured.
 static float* feature_of(const ForwardJob& job, int index) {
   const AqModel& model = *job.model;
   for (int c = 0; c < model.num_capture && job.features != nullptr; c++)
@@ -131,7 +131,7 @@ static float* feature_of(const ForwardJob& job, int index) {
 static void forward(const Worker& worker, const ForwardJob& job) {
   const AqModel& model = *job.model;
   const int num_rows = job.rows->num_rows, width = model.hidden;
-  // A worker that owns whole kv heads needs nobody else's queries, keys or values.
+  // A worker that owns whole kv heads needs no queries, keys or values of another worker.
   const bool owns_heads = model.num_kv_heads % worker.count == 0;
   AttentionJob attend = job.attention;
   enter(worker, job);

@@ -1,4 +1,4 @@
-// What the dispatching side (api.cpp) and the kernels, compiled once per instruction set, know of each other.
+// The interface between the dispatching side (api.cpp) and the kernels, which are compiled once per instruction set.
 //
 // A kernel is called by every worker of the pool at once and divides the work by (index, count); how it divides it
 // never changes a result. Plain data only: see simd/inline.h for why nothing from std:: may appear here.
@@ -22,11 +22,11 @@ constexpr int kMaxHeadDim = 512;
 constexpr int kTileQueries = 128;  // attention reads a block of keys once for this many (row, head) pairs
 constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all of them for itself
 
-// Copies of normed rows that a call needs.
+// How many copies of the normed rows a call needs memory for.
 static inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
 
-// The tiles of a linear and the blocks of attention in the second arithmetic, from dot.cpp: what needs AVX512_BF16. w
-// and x are the steps and inputs of the one format that is apart. False: not compiled in.
+// dot.cpp defines what needs AVX512_BF16: the tiles of a linear and the blocks of attention in the second arithmetic.
+// kHasDot: whether they are compiled in. w and x are steps and inputs of Bfloat16Dot.
 extern const bool kHasDot;
 void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x, size_t next, float* sums);
 
@@ -34,7 +34,7 @@ constexpr int kGroups = AQ_BLOCK / 16;
 
 // The keys of one block that a row sees: positions [from, to) of it. k[g]: [dim][16] of a group, v[j]: [dim].
 // next_k and next_v are groups of 16 keys to prefetch meanwhile: pages are too short for the hardware to run ahead.
-// In pairs, k[g] is [dim / 2][16] and v[j] holds positions 2 j and 2 j + 1 of every channel.
+// If S is Pair, k[g] is [dim / 2][16] and v[j] holds positions 2 j and 2 j + 1 of every channel.
 template <class S>
 struct Keys {
   const S *k[kGroups], *next_k[kGroups], *next_v[kGroups];
@@ -74,7 +74,7 @@ struct ForwardJob {
   const AqRows* rows;
   const float* g;
   float *hidden, *features;
-  // normed: norm_copies. normed, attended and gate_up hold Rounded where the linear that reads them takes it.
+  // normed holds norm_copies copies. normed, attended and gate_up hold Rounded if the linear that reads them takes it.
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
   AttentionJob attention;  // the fields that are the same for every layer
   double* seconds;         // NULL, or where the time of attention and of the MLP is added

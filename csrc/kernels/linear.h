@@ -18,8 +18,8 @@ AQ_INLINE Share share(const Worker& worker, int count) {
                (int)((int64_t)count * (worker.index + 1) / worker.count)};
 }
 
-// Calls epilogue(row, column, width, sums) for every row of x [rows, k] and panel of output blocks `mine`; width <=
-// kPanelWidth columns are valid.
+// Calls epilogue(row, column, width, sums) for every row of x [rows, k] and every panel of the output blocks `mine`.
+// sums holds width <= kPanelWidth outputs, from `column` on.
 template <class F, class Epilogue>
 static void panels(const AqLinear& linear, Share mine, const typename F::Input* x, int rows, const Epilogue& epilogue) {
   constexpr int kRows = F::kRows, kInputs = F::kParts * F::kUnits * F::kRun;
@@ -51,7 +51,7 @@ static void panels(const AqLinear& linear, Share mine, const typename F::Input* 
   }
 }
 
-// x [rows, k] is float, or Rounded where the linear takes that.
+// Calls panels for the linear's format. x [rows, k] is float, or Rounded if the format takes rounded inputs.
 template <class Epilogue>
 static void linear_rows(const AqLinear& linear, Share mine, const void* x, int rows, const Epilogue& epilogue) {
   with_format(linear.dtype, [&](auto format) {
@@ -73,7 +73,8 @@ static void linear_store(const AqLinear& linear, Share mine, const void* x, int 
   });
 }
 
-// y += x w^T, for the residual stream; `copy` (or NULL) also gets the new values, its rows copy_stride apart.
+// y += x w^T, for the residual stream. If `copy` is not NULL, it also receives the new values; its rows are copy_stride
+// floats apart.
 static void linear_add(const Worker& worker, const AqLinear& linear, const void* x, int rows, float* y,
                        float* copy = nullptr, size_t copy_stride = 0) {
   linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
@@ -88,7 +89,8 @@ AQ_INLINE void swiglu_run(const float* gate_up, Y* y) {
   store(y, mul(silu(load(gate_up)), load(gate_up + 16)));
 }
 
-// y [rows, n / 2] = silu(gate) * up, as `next` takes it, for a weight whose gate and up rows alternate in runs of 16.
+// y [rows, n / 2] = silu(gate) * up, for a weight whose gate and up rows alternate in runs of 16. y is float or
+// Rounded, whichever `next` takes.
 static void linear_swiglu(const Worker& worker, const AqLinear& linear, const void* x, int rows, const AqLinear& next,
                           void* y) {
   const bool is_rounded = takes_rounded(next.dtype);
@@ -109,15 +111,15 @@ static void rms_norm_row(const X* x, const float* weight, int width, float eps, 
   for (int i = 0; i < width; i += 16) store(y + i, mul(mul(load(x + i), set1(scale)), load(weight + i)));
 }
 
-// The norm of x as `next` takes it, from element `at` of its input y on.
+// Writes the norm of x to y from element `at` on, as float or Rounded, whichever `next` takes.
 template <class X>
 static void norm_into(const AqLinear& next, void* y, size_t at, const X* x, const float* weight, int width, float eps) {
   if (takes_rounded(next.dtype)) rms_norm_row(x, weight, width, eps, (Rounded*)y + at);
   else rms_norm_row(x, weight, width, eps, (float*)y + at);
 }
 
-// The normed rows of x [*, next.k] (those that row_index names, if given) for this worker to hand to `next`. Few rows
-// are normed by every worker into a copy of its own, the same bits: that takes less time than meeting.
+// Norms rows of x [*, next.k] (those that row_index names, if given) and returns what this worker hands to `next`. If
+// the rows are few, every worker norms all of them into a copy of its own, because that takes less time than a barrier.
 static const void* norm_rows(const Worker& worker, const float* x, const int32_t* row_index, int rows,
                              const float* weight, float eps, const AqLinear& next, float* normed) {
   const bool is_own = rows <= aq::kOwnRows;

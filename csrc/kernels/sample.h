@@ -52,8 +52,8 @@ static void clear(Best* best) {
   best->has_nan = best->has_finite = 0;
 }
 
-// Scores the logits of columns first .. first + width - 1, whose ids are the columns or, of a draft, those plus d2t,
-// and keeps the best per lane. Columns must ascend from call to call.
+// Scores the logits of columns first .. first + width - 1 and keeps the best per lane. A column's id is its index, for
+// a draft plus its d2t. Columns must ascend from call to call.
 static void take(Best* best, const float* logits, int first, int width, const int32_t* d2t, float temperature,
                  const Noise& noise) {
   Vec score = load(best->score);
@@ -81,7 +81,8 @@ static void take(Best* best, const float* logits, int first, int width, const in
   store(best->score, score), istore(best->id, id);
 }
 
-// The best id over all lanes of all workers' states (stride apart), the lowest among equals; -1 if there is none.
+// The best id over all lanes of all workers' states, which are `stride` apart; the lowest among equals; -1 if there is
+// none.
 static int32_t settle(const Best* best, int count, size_t stride) {
   float score = -kInfinity;
   uint32_t id = 0xffffffff;
@@ -179,7 +180,7 @@ struct Ranking {
     return heap.count >= k ? heap : above(-kInfinity);  // NaNs can spoil the bound
   }
 
-  // The place of an id among all, from 1. The padding stands behind every id.
+  // The rank of an id among all ids, from 1. Padding ranks behind every id.
   int rank(int id) const {
     const Entry entry{scores[id], id};
     int place = 1;
@@ -307,7 +308,7 @@ static void draw(const Worker& worker, const DrawJob& job) {
   }
 }
 
-// Logits become what a draw takes the largest of: over the temperature, plus the noise of their ids.
+// Turns logits into the scores of a draw: logit / temperature + noise of its id. A draw takes the largest score.
 static void perturb(float* logits, int vocab, const int32_t* d2t, const AqSampling& s) {
   const Noise noise(s.seed, s.position);
   for (int i = 0; i < vocab; i += 16) {  // the last lanes are padding, -inf
@@ -336,7 +337,8 @@ static void head_topk(const Worker& worker, const TopKJob& job) {
     float* maxima = job.workspace + worker.index * job.workspace_floats;
     Ranking ranking{logits, vocab, maxima, (Entry*)(maxima + width), 0.0f};
     ranking.scan();
-    // NaN, the same bits on every CPU, where a logit is NaN or +inf or none is finite: then the mass is not a number.
+    // If a logit is NaN or +inf, or none is finite, the mass is NaN. All log-probabilities are then this one NaN, whose
+    // bits are the same on every CPU.
     const float mass = ranking.mass(), normalizer = log1(mass);
     const auto logprob = [&](float score) {
       return mass != mass ? __builtin_nanf("") : score - ranking.top - normalizer;

@@ -15,15 +15,15 @@ constexpr int blocks_for(int rows) {
   return rows * 4 <= kAccumulators || rows == 1 ? 4 : rows * 2 <= kAccumulators ? 2 : 1;
 }
 
-// Where step i of a block, of `steps`, lies behind its first. Past the end of its block a stream continues in the next
-// panel, not in its neighbour.
+// The offset of step i from the first step of a block of `steps`. Past the end of its block a stream continues in the
+// next panel, not in the neighbouring block.
 template <int BLOCKS> constexpr size_t ahead_of(int i, int steps) {
   return (size_t)i + (i < steps ? 0 : (size_t)(BLOCKS - 1) * steps);
 }
 
-// sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks. next: how many steps behind each
-// step the one lies that is to be fetched meanwhile; 0 for what this tile itself reads a little later. The loops over
-// rows and blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
+// Computes sums[r * kPanelWidth + 16 b + lane] for ROWS rows and BLOCKS consecutive blocks. next: at step i the tile
+// prefetches step i + next; with next = 0 it prefetches what it reads itself a little later. The loops over rows and
+// blocks carry an unroll pragma because GCC otherwise keeps the sums in memory.
 template <class F, int ROWS, int BLOCKS>
 static __attribute__((noinline)) void tile(const typename F::Step* w, int steps, const typename F::Input* x,
                                            size_t next, float* sums) {

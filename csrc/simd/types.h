@@ -1,5 +1,5 @@
-// Numbers in memory that the dot product of simd/avx512_bf16.h multiplies. Plain data: both sides of the library know
-// them.
+// Numbers in memory that the dot product of simd/avx512_bf16.h multiplies. Plain data, since both the dispatching side
+// and the kernels use them.
 #pragma once
 #include <stdint.h>
 
@@ -15,7 +15,7 @@ struct Pair {
   Rounded first, second;
 };
 
-// A number whose partner in a dot product lies elsewhere.
+// A rounded number as keys and values are stored: the other number of its pair is not its neighbour in memory.
 struct Unpaired {
   uint16_t bits;
 };

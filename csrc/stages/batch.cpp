@@ -1,4 +1,4 @@
-// A batch's life: its rows, its shapes, who takes a slot.
+// Opening and closing a batch, its rows and shapes, and admission of sequences to slots.
 #include "batch.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-// A running batch from the inside: slots, the step in progress, and the rows of a forward. Plain state; the stages
+// The state of a running batch: slots, the step in progress, and the rows of a forward. Plain data; the stages
 // (draft.cpp, verify.cpp, keep.cpp) work on it one after the other.
 #pragma once
 #include <memory>
@@ -15,8 +15,8 @@ namespace aq {
 struct Slot {
   bool is_admitted = false, decodes = false, drafts = false;
   int num_prompt = 0;
-  int num_computed = 0;  // tokens whose keys are there and, if it drafts, features; the root's index while it decodes
-  int first_draft_key = 1, draft_end = 1;  // draft keys exist for the KV indices from one to below the other
+  int num_computed = 0;  // tokens that have keys and, if the slot drafts, features; the root's index while it decodes
+  int first_draft_key = 1, draft_end = 1;  // draft keys exist for the KV indices [first_draft_key, draft_end)
   int num_hit = 0;
   AqSampling sampling{};
   Rules rules;
@@ -30,8 +30,9 @@ struct Slot {
   }
 };
 
-// An AqShape with what follows from it. Of a static tree, per node: level, whether it has children (is_inner), the row
-// that its parent has among its level's rows, and the rows of its own path, which the draft writes behind the root.
+// An AqShape with what follows from it. For each node of a static tree: its level, whether it has children (is_inner),
+// the number of its parent among the rows of the parent's level (parent_rows), and its path as rows that the draft
+// writes behind the root (paths).
 struct Shape {
   int kind = AQ_CHAIN, depth = 0, width = 1, num_nodes = 1;
   std::vector<int32_t> parents, ranks, levels, is_inner, parent_rows;
@@ -47,16 +48,16 @@ struct Trees {
   bool is_chain(int b) const { return levels[offsets[b + 1] - 1] == size(b) - 1; }
 };
 
-// Buffers of a forward's rows, and the one way to fill them. A draft's keys stand one index behind their positions.
+// The buffers of a forward's rows, and the functions that fill them. A draft row's KV index is its position plus one.
 class RowBuffer {
  public:
   void open(int max_rows, bool is_draft, const int32_t* page_table, int pages_per_slot, int num_slots);
   void clear() { rows_.num_rows = 0; }
   int num_rows() const { return rows_.num_rows; }
   const AqRows& rows() const { return rows_; }
-  // A token at KV index `index` that sees every key from key_start to its own, which it writes if is_written.
+  // A token at KV index `index` that sees the keys [key_start, index]. It writes its own key if is_written.
   void add(int slot, int token, int index, int key_start, bool is_written = true);
-  // A tree's node that sees the keys from key_start to below `base`, then those at base + path[i], itself last.
+  // A tree's node that sees the keys [key_start, base), then those at base + path[i]. Its own key is the last of these.
   void add_node(int slot, int token, int base, const std::vector<int32_t>& path, int key_start);
 
  private:
@@ -74,7 +75,7 @@ struct Span {
 
 enum class Stage { idle, drafted, verified };
 
-// Tells the caller what each stage took.
+// The seconds that aq_keep reports, in this order.
 enum StageTime { kDraftTime, kBindTime, kVerifyTime, kAcceptTime, kKeepTime, kNumTimes };
 
 }  // namespace aq
@@ -122,7 +123,7 @@ int check_step(const AqBatch& batch, const Message& message, const AqAdmit* admi
 // batch.cpp
 void admit(AqBatch* batch, const AqAdmit& admit);
 
-// Where the parts of a message stand.
+// Pointers to the parts of a message.
 struct Message {
   const AqExtend* extends;
   const AqChunk* chunks;
@@ -132,12 +133,12 @@ struct Message {
   std::vector<const int32_t*> proposals;  // of each decode: tokens, then parents; NULL: none
 };
 
-// draft.cpp: runs draft rows in as few passes as there is room for. The last pass holds each span's last row, at
-// last[i].
+// draft.cpp: runs the draft rows of the spans in as few passes as max_rows allows. The last pass holds the last row of
+// each span; last[i] is its number in that pass.
 int extend(AqBatch* batch, const std::vector<Span>& spans, std::vector<int32_t>* last);
 
 // grow.cpp: grows a tree by the draft model below the root of every decode that has a shape; fills batch->trees.
 int grow(AqBatch* batch, const Message& message);
-int finish_trees(Trees* trees);  // levels from parents; refuses a tree that is none
+int finish_trees(Trees* trees);  // computes levels from parents; refuses parents that make no tree
 
 }  // namespace aq

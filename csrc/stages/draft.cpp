@@ -1,4 +1,4 @@
-// The draft stage: draft keys that are missing, then a tree below every root.
+// The draft stage writes the draft keys that are missing, then grows a tree below every root.
 #include <string.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@ namespace aq {
 
 namespace {
 
-// One pass over the first `take[i]` rows that are left of each span.
+// One pass over the next take[i] rows of each span.
 int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& take, std::vector<int32_t>* last) {
   const AqBatchConfig& c = batch->config;
   const int width = c.draft->hidden;

@@ -1,10 +1,10 @@
-// How trees grow: one pass of the draft per level for all slots together, whatever their shapes. A row that the draft
-// runs behind a root is forgotten with the step.
+// Trees grow level by level: one pass of the draft per level for all slots together, whatever their shapes. The keys
+// that the draft writes behind a root are valid for this step only.
 //
-// Children are chosen by the draft's logits as the target will draw by its own: over the temperature, plus the same
-// noise. The nearer the two distributions, the more often both prefer the same token, at least (1 - TV) / (1 + TV) of
-// the time. Source: Daliri, Musco and Suresh, arXiv 2408.07978. Chains draw, filters and all; trees rank without
-// filters.
+// Children are chosen by the draft's logits in the way the target draws by its own: logits / temperature, plus the same
+// noise. The nearer the two distributions, the more often both prefer the same token: at least (1 - TV) / (1 + TV) of
+// the time, where TV is their total variation distance. Source: Daliri, Musco and Suresh, arXiv 2408.07978. A chain
+// draws its tokens, with top-k, top-p and min-p applied; other trees rank tokens without these filters.
 #include <string.h>
 
 #include <algorithm>
@@ -15,9 +15,10 @@ namespace aq {
 
 namespace {
 
-// One slot's tree while it grows: nodes of a chain or a static tree, or a dynamic tree's candidates, whose parents are
-// candidates too (-1: the root) and which have scores, cumulative log-probabilities. sources: the rows of the last pass
-// whose children come next; base: the first KV index behind the root's, where the draft's own rows begin.
+// One slot's tree while it grows. Tokens and parents are those of nodes in a chain or a static tree, and those of
+// candidates in a dynamic tree, where a parent is a candidate (-1: the root) and scores are cumulative
+// log-probabilities. sources: the rows of the last pass whose children are chosen next. base: the KV index behind the
+// root's, where the tree's own draft rows begin.
 struct Growing {
   const Shape* shape;
   int decode, slot, base;
@@ -31,7 +32,7 @@ struct Growing {
   }
 };
 
-// What a pass was asked for: per source row the k best children, or the one drawn, k = 1.
+// What the head answered: the k best children of each source row, or with k = 1 the child drawn.
 struct Children {
   const int32_t* ids;
   const float* logprobs;
@@ -71,7 +72,7 @@ void grow_static(const AqBatch& batch, Growing* tree, int level, const Children&
   }
 }
 
-// Places of the `count` best scores in stable descending order; what is not a number comes last.
+// Places of the `count` best scores in stable descending order; NaN comes last.
 std::vector<int32_t> best_first(const float* scores, int size, int count) {
   std::vector<int32_t> places(size);
   for (int i = 0; i < size; i++) places[i] = i;
@@ -153,11 +154,12 @@ int choose(AqBatch* batch, const std::vector<Growing*>& trees, int level, bool d
                         batch->ids.data(), batch->logprobs.data());
   AQ_TRY(aq_head_draw(c.draft, c.draft_hidden, places->data(), n, batch->samplings.data(), c.d2t, batch->ids.data()));
   for (int i = 0; i < n; i++)
-    if (batch->ids[i] < 0) batch->ids[i] = c.d2t[0];  // of a row that holds no numbers: any token is as good
+    if (batch->ids[i] < 0) batch->ids[i] = c.d2t[0];  // a row whose logits are not numbers: any token will do
   return 0;
 }
 
-// What the next pass starts from: states of the last one, normed where the draft feeds back normed states.
+// Copies the states of the last pass that the next one starts from, and norms them where the draft feeds back normed
+// states.
 int take_states(AqBatch* batch, const std::vector<int32_t>& sources) {
   const AqBatchConfig& c = batch->config;
   const size_t width = c.draft->hidden;
@@ -169,7 +171,7 @@ int take_states(AqBatch* batch, const std::vector<int32_t>& sources) {
                      batch->g.data());
 }
 
-// Level after level until no tree has rows to run.
+// Grows level after level until no tree has rows to run.
 int grow_levels(AqBatch* batch, std::vector<Growing>* trees) {
   NextPass next{&batch->draft_rows, {}};
   std::vector<int32_t> places;
@@ -231,8 +233,8 @@ int grow(AqBatch* batch, const Message& message) {
     const AqDecode& decode = batch->decodes[b];
     if (decode.shape < 0 || decode.num_proposed >= 0) continue;
     const Slot& slot = batch->slots[decode.slot];
-    // The row right before the root runs again where its key is there already: children are chosen from its state.
-    // Without a row there is nothing to draft from yet: the slot's first draft key stands behind its root.
+    // The row right before the root runs even if its key exists already: the first children are chosen from its state.
+    // If the slot's first draft key stands behind its root, there is no such row and the slot cannot draft yet.
     const int begin = std::min(slot.draft_end, slot.root()) - 1;
     if (slot.first_draft_key > slot.root()) continue;
     spans.push_back({decode.slot, begin, slot.root()});

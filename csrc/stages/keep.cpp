@@ -1,5 +1,5 @@
-// The keep stage: a kept path's keys become contiguous, features are fused for the draft, and every slot moves to its
-// next root. All that can fail comes before the first change to a slot.
+// The keep stage moves the keys of accepted paths together, fuses features for the draft, and moves every slot to its
+// next root. Everything that can fail comes before the first change to a slot.
 #include <string.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace aq {
 
 namespace {
 
-// Node i of level d moves from KV index root + i to root + d, and d <= i.
+// Node i of level d moves from KV index root + i to root + d. Since d <= i, no key is overwritten before it has moved.
 int move_paths(AqBatch* batch) {
   std::vector<int32_t> slots, sources, targets;
   for (size_t b = 0; b < batch->decodes.size(); b++) {
@@ -46,7 +46,7 @@ std::vector<Featured> featured_rows(const AqBatch& batch) {
   return found;
 }
 
-// The draft's inputs, kept by KV index. A row that a cached page holds already has the same bits there.
+// Computes the draft's inputs and keeps them by KV index. Where a cached page already holds one, its bits are the same.
 int fuse(AqBatch* batch) {
   const AqBatchConfig& c = batch->config;
   const std::vector<Featured> found = featured_rows(*batch);
@@ -65,7 +65,7 @@ int fuse(AqBatch* batch) {
   return 0;
 }
 
-// Draft keys along with a prompt's own. Those behind its last token wait for the token that follows.
+// Writes the draft keys of prompt chunks. The key behind a prompt's last token waits for the token that follows.
 int extend_chunks(AqBatch* batch) {
   std::vector<Span> spans;
   for (const AqChunk& chunk : batch->chunks) {

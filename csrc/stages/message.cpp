@@ -1,4 +1,4 @@
-// A step as it comes in: read from one run of int32 and checked as a whole, before anything changes.
+// Reads a step from one array of int32 and checks it as a whole, before anything changes.
 #include "batch.h"
 
 namespace aq {
@@ -36,7 +36,7 @@ int check_admit(const AqBatch& batch, const AqAdmit& a) {
   return 0;
 }
 
-// Marks a slot that a part of the step names, which it may do once.
+// Marks a slot that a part of the step names. Fails if the slot is marked already.
 int take(const AqBatch& batch, const char* part, int slot, std::vector<uint8_t>* taken) {
   AQ_REQUIRE(slot >= 0 && slot < batch.config.num_slots, "%s slot=%d: must be in [0, %d)", part, slot,
              batch.config.num_slots);

@@ -32,8 +32,8 @@ void Rules::count(int token) {
   counts_[token]++;
 }
 
-// Penalties in their order, repetition, presence, frequency, each a float32 operation of its own. A token that stands
-// nowhere before keeps its logit.
+// Applies the penalties in this order: repetition, presence, frequency, each as a float32 operation of its own. A token
+// that does not occur before the draw keeps its logit.
 void Rules::penalise(const Before& before, float* logits) {
   const size_t num_known = known_.size();
   for (const int token : before.path) count(token);

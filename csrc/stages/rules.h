@@ -1,5 +1,5 @@
-// What changes a slot's logits before a token is drawn from them: penalties, bias, forbidden tokens. A row's logits
-// depend on the tokens of its own path alone.
+// Rules that change a slot's logits before a token is drawn: penalties, bias, forbidden tokens. They depend on the
+// tokens of the row's own path only.
 #pragma once
 #include <vector>
 
@@ -7,7 +7,7 @@
 
 namespace aq {
 
-// The tokens before a draw: those of the slot's history, then those drafted below its root.
+// The tokens before a draw: the slot's history, then the drafted tokens of the row's path.
 struct Before {
   const int32_t* history;
   int num_history;
@@ -24,7 +24,7 @@ class Rules {
  public:
   void start(const AqAdmit& admit, int vocab);
   bool any() const { return has_penalties_ || min_tokens_ > 0 || !biases_.empty() || !bad_words_.empty(); }
-  void count(int token);  // an output token is known
+  void count(int token);  // adds an output token
   void apply(const Before& before, float* logits);
 
  private:
@@ -47,7 +47,7 @@ class Rules {
   std::vector<int32_t> known_;    // tokens of prompt and output, each once
 };
 
-// Forbids the tokens whose bit is clear.
+// Forbids the tokens whose bit in the mask is 0.
 void apply_mask(const uint32_t* mask, int vocab, float* logits);
 bool allows_all(const uint32_t* mask, int vocab);
 

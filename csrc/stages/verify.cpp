@@ -1,10 +1,10 @@
-// The verify stage: one target forward over trees and prompt chunks, the target's own token at every row, and the path
-// of each tree whose tokens were drawn.
+// The verify stage: one target forward over trees and prompt chunks, the target's own token at every row, and the
+// accepted path of each tree.
 //
 // At every node the target draws with noise keyed by seed and index, so that the token drawn after a given prefix is
 // the same whether the prefix was drafted or not. In symbols, for node i with parent p(i): ok(i) = token(i) ==
-// drawn(p(i)); i is kept iff ok holds on its whole path; what the deepest kept node drew is kept behind it. Source:
-// EAGLE3.md, section 4.
+// drawn(p(i)). Node i is accepted iff ok holds for every node of its path below the root. The kept tokens are those of
+// the accepted path and the token that its deepest node drew.
 #include <algorithm>
 
 #include "batch.h"
@@ -13,7 +13,7 @@ namespace aq {
 
 namespace {
 
-constexpr int kRuleRows = 32;  // rows whose logits are looked at together
+constexpr int kRuleRows = 32;  // rows whose logits are in memory at once
 
 void path_of(const Trees& trees, int first, int node, std::vector<int32_t>* path) {
   path->resize(trees.levels[first + node] + 1);
@@ -21,8 +21,8 @@ void path_of(const Trees& trees, int first, int node, std::vector<int32_t>* path
     (*path)[level] = node, node = trees.parents[first + node];
 }
 
-// Node i of a slot is written at KV index root + i. In a chain that is where it stands; in any other tree a node reads
-// what lies behind its root along its own path.
+// Node i of a slot is written at KV index root + i. In a chain this is its index in the sequence. In any other tree a
+// node reads the keys before its root, and of the keys from the root on only those of its own path.
 void bind(AqBatch* batch) {
   RowBuffer& rows = batch->rows;
   const Trees& trees = batch->trees;
@@ -41,12 +41,12 @@ void bind(AqBatch* batch) {
   for (const AqChunk& chunk : batch->chunks) {
     const Slot& slot = batch->slots[chunk.slot];
     batch->first_rows.push_back(rows.num_rows());
-    // A key that stands in a cached page is read and not written.
+    // The keys of the first num_hit tokens stand in cached pages: they are read and not written.
     for (int i = chunk.start; i < chunk.end; i++) rows.add(chunk.slot, slot.history[i], i, 0, i >= slot.num_hit);
   }
 }
 
-// A row that draws: which one, whose, and the node that it is (-1: the last row of a chunk).
+// A row that draws: its number in the forward, its slot, and its decode and node there (both -1: last row of a chunk).
 struct Drawing {
   int row, slot, decode, node;
 };
@@ -128,7 +128,7 @@ int draw(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks,
   return ruled.empty() ? 0 : draw_ruled(batch, all, ruled, masks, num_words);
 }
 
-// The accepted nodes of one tree, root first: since parents stand before their children, one pass over its nodes.
+// The accepted nodes of one tree, root first. One pass suffices because parents stand before their children.
 void accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int num_nodes, int num_forced,
             std::vector<int32_t>* path) {
   path->assign(1, 0);
