@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from tests.spec.topologies import paths
 
 from aquiline.backends.base import Backend, Pending, StepInput, StepOutput
 from aquiline.engine.llm import LLM, Result
@@ -40,7 +41,8 @@ class Known(Drafting):
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
         text = next(text for text in self.texts if list(text[: len(tokens)]) == list(tokens))
-        ahead = (*text[len(tokens) :], *[0] * max_tokens)[:max_tokens]
+        length = self.num_spec_tokens
+        ahead = (*text[len(tokens) :], *[0] * length)[:length]
         ahead = tuple((token + self.is_wrong) % self.vocab_size for token in ahead)
         if not self.is_comb:
             return Proposal(ahead)
@@ -102,7 +104,7 @@ class Taught:
             position = self.roots[decode.slot]
             first, end = shape.offsets[b], shape.offsets[b + 1]
             row = first + self.pick(position, int(end - first))
-            path = shape.paths[row, : shape.depths[row] + 1]
+            path = paths(shape)[row, : shape.depths[row] + 1]
             ahead = self.truth(decode.slot)[position + 1 : position + 1 + int(shape.depths[row])]
             for parent, node, token in zip(path, path[1:], ahead, strict=False):
                 siblings = first + np.flatnonzero(shape.parents[first:end] == parent)

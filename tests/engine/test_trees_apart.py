@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import needs_native
 from tests.engine.pair_apart import Path, Text
 from tests.engine.test_sampling_apart import NOISY, PLAIN, bundled
+from tests.spec.topologies import paths
 
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.engine.bundled import BUNDLED_PROMPTS
@@ -52,7 +53,8 @@ def paths_of(step: Step) -> set[Path]:
     """The nodes of the one tree of a step, the root excluded."""
     tree, _ = step.read().trees()
     shape, tokens = tree.topology, tree.tokens
-    return {tuple(tokens[shape.paths[row, 1 : shape.depths[row] + 1]].tolist()) for row in range(1, len(tokens))}
+    ways = paths(shape)
+    return {tuple(tokens[ways[row, 1 : shape.depths[row] + 1]].tolist()) for row in range(1, len(tokens))}
 
 
 @cache
