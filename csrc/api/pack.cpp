@@ -7,6 +7,7 @@ using namespace aq;
 
 int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype) {
   const int64_t blocks = ((int64_t)n + 15) / 16;
+  AQ_REQUIRE(n > 0 && k > 0, "n=%d, k=%d: must be positive", n, k);
   int64_t bytes = fail("dtype=%d: there is no such format", dtype);
   host::with_format(dtype, [&](auto format) {
     using F = decltype(format);

@@ -269,8 +269,9 @@ int aq_select(const float* scores, const int32_t* parents, int32_t count, int32_
               int32_t* node_parents) {
   using namespace aq;
   AQ_TRY(check_pointer("scores", scores, sizeof(float)));
-  const int32_t* arrays[] = {parents, chosen, node_parents};
-  for (const int32_t* array : arrays) AQ_TRY(check_pointer("parents", array, sizeof(int32_t)));
+  AQ_TRY(check_pointer("parents", parents, sizeof(int32_t)));
+  AQ_TRY(check_pointer("chosen", chosen, sizeof(int32_t)));
+  AQ_TRY(check_pointer("node_parents", node_parents, sizeof(int32_t)));
   AQ_REQUIRE(num_nodes >= 1 && num_nodes <= count + 1, "num_nodes=%d: must be in [1, %d]", num_nodes, count + 1);
   for (int i = 0; i < count; i++)
     AQ_REQUIRE(parents[i] >= -1 && parents[i] < i, "parents[%d]=%d: must be in [-1, %d)", i, parents[i], i);

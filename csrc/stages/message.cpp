@@ -104,6 +104,9 @@ int read_message(const AqBatch& batch, const int32_t* message, Message* out) {
   for (int i = 0; i < 3; i++)
     AQ_REQUIRE(counts[i] >= 0 && counts[i] <= num_slots, "a step with %d parts of a kind: there are %d slots",
                counts[i], num_slots);
+  AQ_REQUIRE(counts[3] >= 0 && counts[3] <= num_slots * batch.config.pages_per_slot,
+             "a step with %d runs of pages: there are %d slots of %d", counts[3], num_slots,
+             batch.config.pages_per_slot);
   out->num_extends = counts[0], out->num_chunks = counts[1], out->num_decodes = counts[2];
   out->extends = (const AqExtend*)(message + 4);
   out->chunks = (const AqChunk*)(out->extends + out->num_extends);

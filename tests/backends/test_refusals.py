@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -11,8 +12,10 @@ import pytest
 from tests.backends.playing import SAMPLED, WAYS, Player, new_pair, words
 from tests.conftest import needs_native, tiny_pair
 
-from aquiline.backends.base import Admit, Chunk, Decode, Extend, Pages, StepInput
+from aquiline.backends.base import Admit, Chunk, Decode, Extend, Pages, Sizes, StepInput
+from aquiline.backends.cpu.packed import library
 from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.torch.pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.errors import NativeError
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal
@@ -243,3 +246,39 @@ def test_a_text_as_long_as_its_pages() -> None:
     player.drop(text)
     with pytest.raises(ValueError, match="admit slot 0: 481 tokens, there is room for 480"):
         player.backend.step(StepInput(admits=(Admit(0, words(481), 481, PLAIN),)))
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("lengths", "named"),
+    [
+        ([5, 0], "2 documents of 5 tokens in 1 pages"),
+        ([], "0 documents"),
+        ([3] * 5, "room for 4 documents"),
+        ([400], "1 documents of 400 tokens in 25 pages"),
+    ],
+)
+def test_documents_that_do_not_fit_are_refused(name: str, lengths: list[int], named: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own = pair() if name == "native" else TorchPair(*tiny_pair(), "float32")
+    backend = own.open(Sizes(4, 20, 16, 8, 64))
+    with pytest.raises(ValueError, match=named):
+        backend.score([np.ones(length, np.int32) for length in lengths])
+    assert backend.score([np.ones(3, np.int32)]).hidden.shape == (3, 64)
+    backend.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("num_pages", [-1, 1 << 30])
+def test_a_message_of_impossible_length_is_refused(num_pages: int) -> None:
+    player = seated()
+    batch = player.backend._batch  # type: ignore[attr-defined]
+    batch._message[:4] = (0, 0, 0, num_pages)
+    assert batch._library.draft(batch._handle, batch._message, None, 0) == -1
+    assert f"a step with {num_pages} runs of pages" in str(batch._library.last_error())
+
+
+def test_weights_of_no_size_are_refused() -> None:
+    with pytest.raises(NativeError, match="n=0, k=16: must be positive"):
+        library().packed_bytes(0, 16, 0)

@@ -203,3 +203,14 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
     assert llm.engine.prefix is not None
     llm.engine.prefix.check()
     assert llm.engine.meter.counters.num_prefilled == 10_000
+
+
+def test_figures_are_those_of_the_run_not_of_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
+    llm = tiny_llm(max_batch=2)
+    llm.run([words(20)] * 8, PARAMS)
+    began = llm.engine.meter.counters.num_committed
+    with RequestProgress(1, llm.engine, is_shown=False) as bar:
+        assert bar._figures(bar.began_s + 1.0) == "0 tok/s"
+        llm.run([words(20)], PARAMS)
+        made = llm.engine.meter.counters.num_committed - began + 1  # the first token is the prefill's
+        assert bar._figures(bar.began_s + 1.0).startswith(f"{made} tok/s")

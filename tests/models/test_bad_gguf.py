@@ -49,6 +49,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({".rope.scaling.type": "yarn", ".rope.scaling.factor": "two"}, ["llama.rope.scaling.factor='two'", "number"]),
     ({".block_count": [2, 2]}, ["llama.block_count=[2, 2]", "positive integer"]),
     ({".attention.head_count_kv": 3}, ["num_key_value_heads=3"]),
+    ({".rope.scaling.type": "yarn", ".rope.scaling.factor": -2.0}, ["rope.scaling.factor=-2.0", "negative"]),
+    ({".rope.freq_base": True}, ["llama.rope.freq_base=True", "finite number"]),
+    ({"split.count": "two"}, ["split.count=two"]),
     ({"split.count": 3}, ["split.count=3", "llama-gguf-split --merge"]),
     ({"general.architecture": "gemma3"}, ["general.architecture='gemma3'", "llama, qwen2, qwen3"]),
 ]
@@ -128,6 +131,8 @@ def test_factors_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_gguf_target(file, checkpoint, extra={"rope_freqs.weight": np.ones(7, np.float32)})
     assert "rope_freqs.weight is F32 [7]; expected F32 [8]" in error(file)
+    write_gguf_target(file, checkpoint, extra={"rope_freqs.weight": np.zeros(8, np.float32)})
+    assert "rope_freqs.weight holds 0.0; factors are positive numbers" in error(file)
     scaling = {".rope.scaling.type": "linear", ".rope.scaling.factor": 2.0}
     write_gguf_target(file, checkpoint, extra={"rope_freqs.weight": np.ones(8, np.float32)}, fields=scaling)
     assert "rope_freqs.weight beside llama.rope.scaling.type='linear'" in error(file)

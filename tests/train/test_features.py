@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 
 from aquiline.train import features
 from aquiline.train.attention import PackedAttention
@@ -90,6 +91,12 @@ def test_a_cut_shard_is_computed_again(teacher: Teacher, tmp_path: Path, caplog:
     again = FeatureCache(tmp_path, IDENTITY)
     assert again.num_documents == 0 and "computed again" in caplog.text
     assert document_key(documents(40)[0]) not in again
+
+
+def test_a_file_of_others_in_the_folder_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / "theirs.safetensors")
+    assert FeatureCache(tmp_path, IDENTITY).num_documents == 0
+    assert "holds no features" in caplog.text and (tmp_path / "theirs.safetensors").exists()
 
 
 def test_another_target_is_refused(teacher: Teacher, tmp_path: Path) -> None:

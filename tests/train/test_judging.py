@@ -13,7 +13,7 @@ from aquiline.engine.llm import LLM
 from aquiline.models.formats import head_rows, save_draft
 from aquiline.spec.drafting import Chain
 from aquiline.train.batches import Assembler
-from aquiline.train.evaluate import HeldOut, Text, expected_cycles, write_texts
+from aquiline.train.evaluate import HeldOut, Judgement, Text, expected_cycles, write_texts
 from aquiline.train.features import Views
 from aquiline.train.teacher import Teacher
 
@@ -110,3 +110,10 @@ def test_the_target_looks_at_held_out_texts_once(teacher: Teacher, texts: list[T
     assert views.num_computed > 0
     views.num_computed = 0
     assert held_out.judge(head) == first and views.num_computed == 0
+
+
+def test_a_kind_of_text_that_is_missing_does_not_hide_the_other() -> None:
+    """Without greedy texts, or without sampled ones, checkpoints are still told apart."""
+    nan = float("nan")
+    scores = [Judgement(1.0, (), *taus).score for taus in ((2.0, 1.5), (nan, 1.5), (2.0, nan), (nan, nan))]
+    assert scores == [1.75, 1.5, 2.0, 0.0]

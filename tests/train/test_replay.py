@@ -163,6 +163,8 @@ def test_a_checkpoint_from_before_replay_goes_on_without_it(config: TrainConfig)
     run = Trainer(replace(config, out=config.out / "old", replay=1.0), World(), None, Silent(), Clock())
     settings = {name: value for name, value in run.run.settings.items() if name != "replay"}
     check_settings(settings, run.run.settings, ())
+    with pytest.raises(ValueError, match="seed: not known before"):
+        check_settings({name: value for name, value in settings.items() if name != "seed"}, run.run.settings, ())
     with pytest.raises(ValueError, match=r"replay: 1\.0 before, 2\.0 now"):
         check_settings(settings, run.run.settings | {"replay": 2.0}, ())
 

@@ -49,6 +49,21 @@ class Sizes:
         """KV indices that one slot can address."""
         return self.pages_per_slot * self.page_size
 
+    def pages_of(self, documents: Sequence[Int32]) -> list[int]:
+        """How many pages each document takes that is scored beside the others, a slot each.
+
+        Raises ValueError if they need more slots, rows or pages than there are."""
+        lengths = [len(tokens) for tokens in documents]
+        num, used = sum(lengths), [-(-length // self.page_size) for length in lengths]
+        fits = num <= self.max_rows and sum(used) <= self.num_pages and len(lengths) <= self.num_slots
+        if not fits or min(lengths, default=0) < 1 or max(used) > self.pages_per_slot:
+            raise ValueError(
+                f"score: {len(lengths)} documents of {num} tokens in {sum(used)} pages: there is room for "
+                f"{self.num_slots} documents, {self.max_rows} tokens and {self.num_pages} pages, {self.pages_per_slot} "
+                "a document, and none may be empty"
+            )
+        return used
+
 
 @dataclass(frozen=True, eq=False)
 class Admit:

@@ -30,10 +30,12 @@ class RequestProgress:
         )  # fmt: skip
         self.task = self.bar.add_task("", total=total, completed=num_done, figures="")
         self.began_s = self.shown_s = time.monotonic()
+        self.before = Counters()
 
     def __enter__(self) -> RequestProgress:
         self.bar.start()
         self.began_s = self.shown_s = time.monotonic()
+        self.before = self._counted()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -63,12 +65,16 @@ class RequestProgress:
 
     def _figures(self, now: float) -> str:
         """Tokens of this run, those of unfinished requests too, per second."""
-        counters = Counters()
-        counters.merge(self.engine.meter.counters)
-        for sequence in self.engine.sequences.values():
-            counters.merge(sequence.counters)
+        counters = self._counted().minus(self.before)
         speed = (counters.num_committed + counters.num_prefilled) / (now - self.began_s)
         return f"{speed:.0f} tok/s" + (f", tau {counters.tau:.2f}" if counters.num_draft_tokens else "")
+
+    def _counted(self) -> Counters:
+        """All that the engine has counted, sequences that still run included."""
+        counters = Counters()
+        for own in (self.engine.meter.counters, *(sequence.counters for sequence in self.engine.sequences.values())):
+            counters.merge(own)
+        return counters
 
     def _left(self, now: float) -> str:
         num_new = self.num_done - self.num_before

@@ -32,3 +32,7 @@ class Scorer:
         lengths = [len(tokens) for tokens in documents]
         assert len(lengths) <= MAX_DOCUMENTS and sum(lengths) <= self.max_tokens and min(lengths) > 0, lengths
         return self.backend.score(documents)
+
+    def close(self) -> None:
+        """Give the storage back."""
+        self.backend.close()

@@ -98,11 +98,6 @@ class PagePool:
             self.idle.pop(page, None)
             self._free(page)
 
-    def num_extents(self, slot: int) -> int:
-        """Runs of adjacent pages the slot's keys lie in; 1 is one stream of memory."""
-        pages = np.array(self.owned[slot])
-        return 1 + int((np.diff(pages) != 1).sum()) if len(pages) else 0
-
     def check(self) -> None:
         """Conservation: every page is in use, idle or free, as its refcount says."""
         counts = np.zeros(self.num_pages, np.int32)

@@ -9,6 +9,7 @@ noise: what the engine accepts, averaged over all noise that leads to this text 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,8 +89,10 @@ class Judgement:
 
     @property
     def score(self) -> float:
-        """The checkpoint with the highest score is the best."""
-        return (self.tau + self.tau_sampled) / 2
+        """The checkpoint with the highest score is the best: the mean of both taus, or the one that there are texts
+        for."""
+        known = [tau for tau in (self.tau, self.tau_sampled) if not math.isnan(tau)]
+        return sum(known) / len(known) if known else 0.0
 
 
 @dataclass

@@ -115,7 +115,10 @@ class FeatureCache:
         except (SafetensorError, OSError) as error:
             logger.warning("%s is not read (%s): its documents are computed again", file, error)
             return
-        metadata = shard.metadata()  # type: ignore[no-untyped-call]
+        metadata = shard.metadata() or {}  # type: ignore[no-untyped-call]
+        if not {"identity", "documents"} <= metadata.keys():
+            logger.warning("%s is not read (it holds no features): it is left alone", file)
+            return
         found = json.loads(metadata["identity"])
         if found != self.identity:
             names = [name for name in self.identity if found.get(name) != self.identity[name]]

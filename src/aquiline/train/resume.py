@@ -73,8 +73,8 @@ def check_settings(stored: Mapping[str, Any], now: Mapping[str, Any], may_differ
     if unknown:
         raise ValueError(f"may_differ={','.join(unknown)}: what may differ is {', '.join(CHANGEABLE)}")
     before = UNSTORED | dict(stored)
-    differing = [name for name in now if before[name] != now[name]]
-    told = {name: f"{name}: {before[name]} before, {now[name]} now" for name in differing}
+    differing = [name for name in now if name not in before or before[name] != now[name]]
+    told = {name: f"{name}: {before.get(name, 'not known')} before, {now[name]} now" for name in differing}
     refused = [told[name] for name in differing if name not in BUDGET and name not in may_differ]
     if refused:
         raise ValueError(

@@ -235,5 +235,5 @@ def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
         result = Trainer(config, world, start, reporter, clock).train()
     finally:
         reporter.close()
-    world.leave()
+        world.leave()
     return result if world.is_first else None

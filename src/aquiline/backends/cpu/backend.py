@@ -140,14 +140,10 @@ class CpuBackend:
     def score(self, documents: Sequence[Int32]) -> Scored:
         """Run whole documents, each from position 0, over the pages of all slots.
 
-        Raises ValueError if they need more rows or pages than there are."""
-        sizes, lengths = self.sizes, [len(tokens) for tokens in documents]
-        num, used = sum(lengths), [-(-length // sizes.page_size) for length in lengths]
-        if not lengths or min(lengths) < 1 or num > sizes.max_rows or sum(used) > sizes.num_pages:
-            raise ValueError(
-                f"score: {len(lengths)} documents of {num} tokens in {sum(used)} pages: there is room for "
-                f"{sizes.max_rows} tokens and {sizes.num_pages} pages, and none may be empty"
-            )
+        Raises ValueError if they need more slots, rows or pages than there are."""
+        sizes, used = self.sizes, self.sizes.pages_of(documents)
+        lengths = [len(tokens) for tokens in documents]
+        num = sum(lengths)
         rows = self._rows
         if rows is None:
             table = np.zeros((sizes.num_pages, -(-sizes.max_rows // sizes.page_size)), np.int32)

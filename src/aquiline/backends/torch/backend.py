@@ -97,9 +97,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def score(self, documents: Sequence[Int32]) -> Scored:  # noqa: D102
-        size, page, blocks = self.sizes.page_size, 0, []
-        for slot, tokens in enumerate(documents):
-            used = -(-len(tokens) // size)
+        page, blocks = 0, []
+        for slot, (tokens, used) in enumerate(zip(documents, self.sizes.pages_of(documents), strict=True)):
             self.state.table[slot, :used] = torch.arange(page, page + used, device=self.device)
             self.state.history[slot, : len(tokens)] = torch.from_numpy(tokens).long().to(self.device)
             page += used
@@ -113,7 +112,8 @@ class TorchBackend:
         """Parts are not timed: on a device that would need a wait after each."""
 
     def close(self) -> None:  # noqa: D102
-        del self.storage, self._draft, self.state
+        for name in ("storage", "_draft", "state"):
+            self.__dict__.pop(name, None)
 
     def _extend(self, extend: Extend) -> None:
         assert self._draft is not None, "only drafting sequences have draft keys to extend"

@@ -92,7 +92,7 @@ def _groups(section: Section) -> list[Group]:
             throughput_panels(rows, scenarios), throughput_table(scenarios),
         ),
         Group(
-            "Speedup by num_spec_tokens", "Mean throughput over that of the same engine without a drafter.",
+            "Speedup by num_spec_tokens", "Throughput over that of the same engine without a drafter.",
             speedup_panels(rows), speedup_table(scenarios),
         ),
         Group(

@@ -48,7 +48,7 @@ def _row(results: Mapping[str, Result], drafted: list[tuple[Result, Ratio]]) -> 
     baseline = results[ratio.other or ""]
     s, simulated = best["scenario"], best["model"]["simulated_tau"]
     name = f"{s['name']}, {s['context_tokens']} x {s['batch']}" + (", random weights" if simulated else "")
-    efficiency = best.get("roofline", {}).get("spec_efficiency")
+    efficiency = compare.spec_efficiency(best, ratio)
     cells = [
         name, f"{s['temperature']:g}", _rate(baseline),
         *((_rate(usual[0]), str(usual[1]), _tau(usual[0])) if usual is not None else ("not run", "not run", "not run")),

@@ -64,7 +64,7 @@ def config_fields(gguf: GGUFFile) -> dict[str, Any]:
     arch = gguf.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise CheckpointError(f"{gguf.path}: general.architecture={arch!r}; supported are {', '.join(ARCHITECTURES)}")
-    if gguf.fields.get("split.count", 1) > 1:
+    if gguf.fields.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
             f"{gguf.path}: split.count={gguf.fields['split.count']}; one file is read: merge them with "
             "llama-gguf-split --merge"
@@ -151,8 +151,8 @@ def _sizes(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> dict[str, int]:
 def _number(gguf: GGUFFile, arch: str, own: dict[str, Any], key: str, default: float | None = None) -> float:
     """A float32 of the metadata as the shortest decimal that rounds to it, which is what a config.json says."""
     value = own.get(key, default)
-    if not isinstance(value, int | float):
-        raise CheckpointError(f"{gguf.path}: {arch}.{key}={value!r} must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"{gguf.path}: {arch}.{key}={value!r} must be a finite number")
     return float(str(np.float32(value)))
 
 
@@ -165,6 +165,8 @@ def _rope(gguf: GGUFFile, arch: str, own: dict[str, Any], head_dim: int) -> dict
     attention *= _number(gguf, arch, own, "rope.scaling.yarn_attn_factor", 1.0)
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{gguf.path}: {arch}.rope.scaling.type={kind!r}; supported are none, linear, yarn")
+    if factor < 0:
+        raise CheckpointError(f"{gguf.path}: {arch}.rope.scaling.factor={factor} must not be negative")
     if kind != "yarn" and attention != 1.0:
         raise CheckpointError(f"{gguf.path}: {arch}.rope.scaling.attn_factor={attention}; supported beside yarn alone")
     found: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
@@ -200,6 +202,8 @@ def _from_factors(gguf: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]
             f"{gguf.path}: {ROPE_FACTORS} is {info.type_name} {list(info.shape)}; expected F32 [{head_dim // 2}]"
         )
     factors: list[float] = gguf.raw(info).view(np.float32).tolist()
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise CheckpointError(f"{gguf.path}: {ROPE_FACTORS} holds {min(factors)}; factors are positive numbers")
     llama3 = LLAMA3 | {"factor": max(factors)}
     plain = rotary(RopeConfig(theta), head_dim, 0).inv_freq
     scaled = rotary(RopeConfig(theta, "llama3", llama3), head_dim, 0).inv_freq
