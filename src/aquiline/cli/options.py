@@ -13,8 +13,9 @@ from aquiline.checks import parse_json
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from aquiline.config import PairConfig
     from aquiline.engine.llm import LLM
-    from aquiline.spec.drafting import Drafting
+    from aquiline.spec.drafting import Drafting, DraftingChoice
     from aquiline.text.chat import ChatTemplate
 
 SAMPLING, DRAFTING = "Sampling", "Drafting"
@@ -53,6 +54,8 @@ _FLAGS = {
     "num_spec_tokens": "--num-spec-tokens", "depth": "--depth", "top_k": "--draft-top-k", "num_nodes": "--num-nodes",
 }  # fmt: skip
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
 PIPE_WIDTH = 140
 """Columns where nobody says how many there are, as in a file; tables would be cut to 80."""
 
@@ -72,6 +75,14 @@ def chosen_spec(drafter: str, **shape: int | None) -> Drafting:
     spec = drafting(drafter, **given)
     for name in given.keys() - spec.as_dict().keys():
         print(f"aquiline: {_FLAGS[name]} has no effect with drafter {spec.name}", file=sys.stderr)
+    return spec
+
+
+def chosen(drafting: DraftingChoice, pair: PairConfig) -> Drafting:
+    """The way to draft that the options say, by default the pair's; names on stderr what has no effect."""
+    spec = drafting.value(pair.default_drafter)
+    for name in drafting.without_effect(spec):
+        print(f"aquiline: --{name.replace('_', '-')} has no effect with drafter {spec.name}", file=sys.stderr)
     return spec
 
 
@@ -106,21 +117,33 @@ def template_options_of(text: str | None) -> dict[str, object] | None:
 
 
 class ListCommand(typer.core.TyperCommand):
-    """A command whose repeatable options also take their values in a row, up to the next option."""
+    """A command whose repeatable options also take their values in a row, up to the next option.
+
+    A required argument that stands nowhere else is the end of the last row: `--only NAME DIR`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Write `--name a b` as `--name a --name b`, which is what the parser below knows."""
-        names = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
+        options = [param for param in self.params if param.param_type_name == "option"]
+        several = {name for param in options if getattr(param, "multiple", False) for name in param.opts}
+        valued = {name for param in options if not getattr(param, "is_flag", False) for name in param.opts}
+        missing = sum(param.required for param in self.params if param.param_type_name == "argument")
         spread: list[str] = []
-        current: str | None = None
+        repeats: list[int] = []  # where an option was written again
+        row: str | None = None
+        is_value = False
         for arg in args:
-            if arg.startswith("-"):
-                current = arg if arg in names else None
-                spread.append(arg)
-            elif current is not None and spread[-1] != current:
-                spread += [current, arg]
+            if is_value:
+                is_value = False
+            elif arg.startswith("-"):
+                row, is_value = arg if arg in several else None, arg in valued
+            elif row is not None:
+                repeats.append(len(spread))
+                spread.append(row)
             else:
-                spread.append(arg)
+                missing -= 1
+            spread.append(arg)
+        for place in reversed(repeats[len(repeats) - max(0, missing) :]):
+            del spread[place]
         return super().parse_args(ctx, spread)
 
 

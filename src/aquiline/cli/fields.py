@@ -1,0 +1,216 @@
+"""Options from dataclasses: a command takes settings among its parameters, and their fields are its options.
+
+    @with_options
+    def chat(sampling: Annotated[SamplingParams, Fields(defaults={"max_tokens": 1024})], as_json: ...) -> None: ...
+
+Every field becomes an option by its type and by what it says of itself (settings.py). A field that is not given on the
+command line has the command's default, else the dataclass's own. `DraftingChoice` has the fields of every way to draft.
+What is neither a dataclass nor `Given` stays as typer has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from aquiline.settings import about_of, name_of
+from aquiline.spec.drafting import DRAFTING, DRAFTINGS, DraftingChoice
+
+T = TypeVar("T")
+CONTEXT = "ctx"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a dataclass are options of a command: those in `only`, or all but those in `without`; and this
+    command's defaults, where they are not the dataclass's."""
+
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Given(dict[str, Any], Generic[T]):
+    """The fields of a dataclass T that stand on the command line, by their names: for a command that has values of its
+    own for the others, and calls T itself. None of them is required."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One option and the field whose value it gives."""
+
+    field: str
+    parameter: inspect.Parameter
+    convert: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The options of one parameter of a command."""
+
+    options: list[_Option]
+    build: Callable[[dict[str, Any]], Any]
+
+    def take(self, values: dict[str, Any], given: set[str]) -> Any:
+        """The parameter's value; removes its options from `values`."""
+        found = {option: values.pop(option.parameter.name) for option in self.options}
+        return self.build({o.field: o.convert(v) for o, v in found.items() if o.parameter.name in given})
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer is to see it: an option for every field of its dataclasses.
+
+    Raises ValueError when the command is defined: for a field that says nothing of itself, a name that no field has,
+    and two options of one name."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, _Group] = {}
+    shown = [_keyword(CONTEXT, typer.Context)]
+    for name, parameter in inspect.signature(command).parameters.items():
+        group = _group_of(hints[name])
+        if group is None:
+            shown.append(_keyword(name, hints[name], parameter.default))
+        else:
+            groups[name] = group
+            shown += [option.parameter for option in group.options]
+    names = [parameter.name for parameter in shown]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{command.__name__}: two options are called {', '.join(twice)}")
+
+    def run(**values: Any) -> None:
+        ctx = values.pop(CONTEXT)
+        given = {name for name in values if _is_given(ctx, name)}
+        built = {name: group.take(values, given) for name, group in groups.items()}
+        command(**values, **built)
+
+    run.__name__, run.__module__, run.__doc__ = command.__name__, command.__module__, command.__doc__
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _group_of(hint: Any) -> _Group | None:
+    """The options of a parameter by its annotation; None if it is one of typer's."""
+    kind, which = hint, Fields()
+    if get_origin(hint) is Annotated:
+        kind, *extras = get_args(hint)
+        which = next((extra for extra in extras if isinstance(extra, Fields)), which)
+    if kind is DraftingChoice:
+        return _drafting_group()
+    is_partial = get_origin(kind) is Given
+    owner = get_args(kind)[0] if is_partial else kind
+    if not (isinstance(owner, type) and is_dataclass(owner)):
+        return None
+    declared, options = get_type_hints(owner), []
+    for each in _chosen(owner, which):
+        default = which.defaults.get(each.name, _default_of(each))
+        is_left_open = is_partial and default is MISSING
+        options.append(_option_of(each, declared[each.name], None if is_left_open else default))
+    return _Group(options, Given if is_partial else lambda values: owner(**{**which.defaults, **values}))
+
+
+def _chosen(owner: type[Any], which: Fields) -> list[Field[Any]]:
+    """The fields of a dataclass that are options."""
+    by_name = {each.name: each for each in fields(owner)}
+    unknown = [name for name in (*which.only, *which.without, *which.defaults) if name not in by_name]
+    if unknown:
+        raise ValueError(f"{owner.__name__}: has no field {', '.join(unknown)}")
+    names = which.only or [name for name in by_name if name not in which.without]
+    told = {name: about_of(by_name[name]) for name in names}
+    silent = [name for name, said in told.items() if said is None or not said.help]
+    if silent:
+        raise ValueError(f"{owner.__name__}: {', '.join(silent)}: say nothing of themselves; see settings.py")
+    return [by_name[name] for name, said in told.items() if said is not None and said.is_option]
+
+
+def _default_of(each: Field[Any]) -> Any:
+    return each.default_factory() if each.default_factory is not MISSING else each.default
+
+
+def _option_of(each: Field[Any], declared: Any, default: Any) -> _Option:
+    """An option for a field: a flag for a bool, a row of values for a tuple or a dict, else one value."""
+    said, name = about_of(each), name_of(each)
+    assert said is not None, each.name
+    value, is_optional = _without_none(declared)
+    help_text, words = said.help, f"--{name.replace('_', '-')}"
+    kind: Any
+    convert: Callable[[Any], Any]
+    if said.parse is not None:
+        kind, convert, default = str, said.parse, default if default is MISSING else None
+    elif get_origin(value) in (tuple, dict):
+        item = said.parse_item
+        kind = GenericAlias(list, str if item is not None else _plain(get_args(value)[0], each.name))
+        convert = partial(_collected, get_origin(value), item)
+        if default is not MISSING:
+            help_text += f" Default: {' '.join(map(_shown, default))}." if default else ""
+            default = None
+    else:
+        kind, convert = _plain(value, each.name), _same
+        if kind is bool and (is_optional or default is True):
+            words += f"/--no-{words[2:]}"
+    info = typer.Option(words, help=help_text, rich_help_panel=said.panel)
+    kind = kind | None if default is None else kind
+    empty = inspect.Parameter.empty if default is MISSING else default
+    return _Option(each.name, _keyword(name, Annotated[kind, info], empty), convert)
+
+
+def _collected(collection: Callable[[Any], Any], item: Callable[[str], Any] | None, values: list[Any]) -> Any:
+    return collection(values if item is None else map(item, values))
+
+
+def _drafting_group() -> _Group:
+    """The name of a way to draft and the fields of all of them, each once, by the names that users call them."""
+    said = f"{_listed(list(DRAFTINGS))}. Default: chain; none for a target without a draft."
+    info = typer.Option("--drafter", help=said, rich_help_panel=DRAFTING)
+    options = {"drafter": _Option("drafter", _keyword("drafter", Annotated[str | None, info], None), _same)}
+    for kind in DRAFTINGS.values():
+        for each in _chosen(kind, Fields()):
+            option = _option_of(each, get_type_hints(kind)[each.name], None)
+            name = option.parameter.name
+            options.setdefault(name, _Option(name, option.parameter, option.convert))
+    return _Group(list(options.values()), lambda given: DraftingChoice(given.pop("drafter", None), given))
+
+
+def _without_none(declared: Any) -> tuple[Any, bool]:
+    """A type without its None, and whether it had one."""
+    if get_origin(declared) not in (Union, UnionType):
+        return declared, False
+    kinds = [kind for kind in get_args(declared) if kind is not NoneType]
+    return kinds[0], len(kinds) == 1
+
+
+def _plain(kind: Any, name: str) -> Any:
+    """The type of one value on a command line."""
+    if get_origin(kind) is Literal:
+        return str
+    if kind not in (bool, int, float, str, Path):
+        raise ValueError(f"{name}: no option can be made of {kind}; give it a `parse`, or is_option=False")
+    return kind
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
