@@ -30,16 +30,17 @@ CONTEXT = "ctx"
 @dataclass(frozen=True)
 class Fields:
     """Which fields of a dataclass are options of a command: those in `only`, or all but those in `without`; and this
-    command's defaults, where they are not the dataclass's."""
+    command's defaults, where they are not the dataclass's. is_partial: fields without a default may be left out."""
 
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    is_partial: bool = False
 
 
 class Given(dict[str, Any], Generic[T]):
     """The fields of a dataclass T that stand on the command line, by their names: for a command that has values of its
-    own for the others, and calls T itself. None of them is required."""
+    own for the others, and calls T itself."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,16 @@ def _group_of(hint: Any) -> _Group | None:
         which = next((extra for extra in extras if isinstance(extra, Fields)), which)
     if kind is DraftingChoice:
         return _drafting_group()
-    is_partial = get_origin(kind) is Given
-    owner = get_args(kind)[0] if is_partial else kind
+    owner = get_args(kind)[0] if get_origin(kind) is Given else kind
     if not (isinstance(owner, type) and is_dataclass(owner)):
         return None
     declared, options = get_type_hints(owner), []
     for each in _chosen(owner, which):
         default = which.defaults.get(each.name, _default_of(each))
-        is_left_open = is_partial and default is MISSING
-        options.append(_option_of(each, declared[each.name], None if is_left_open else default))
-    return _Group(options, Given if is_partial else lambda values: owner(**{**which.defaults, **values}))
+        if default is MISSING and which.is_partial:
+            default = None
+        options.append(_option_of(each, declared[each.name], default))
+    return _Group(options, Given if owner is not kind else lambda values: owner(**{**which.defaults, **values}))
 
 
 def _chosen(owner: type[Any], which: Fields) -> list[Field[Any]]:
