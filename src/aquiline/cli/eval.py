@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.data.datasets import Sample
+from aquiline.bench.data.sample import Sample
 from aquiline.bench.eval.plan import OUTPUT, EvalPlan, Search, check_pair
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
@@ -48,6 +48,7 @@ def evaluate(
     Every setting writes the same tokens, or the command ends with an error that names the place. Ranges over chains and
     trees are a search; the best is named per length and overall.
     """
+    from aquiline.bench.data.datasets import load_questions
     from aquiline.bench.eval.evaluate import Evaluation
     from aquiline.bench.eval.figures import tables
     from aquiline.bench.eval.report import EvalFacts, as_document, model_facts, name_of, write_report
@@ -57,7 +58,7 @@ def evaluate(
 
     chosen = EvalPlan(search.settings, **plan)
     check_pair(pair)
-    questions = sample.questions(BUNDLED_PROMPTS)
+    questions = load_questions(sample.dataset or BUNDLED_PROMPTS, sample.count, sample.sample_seed)
     llm = open_llm(pair, replace(engine, max_batch=1, prefix_cache=False))
     wrapped = open_template(llm, pair, template.template_options)
     model = model_facts(llm, pair.target, pair.draft)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -61,8 +61,12 @@ class _Group:
 
     def take(self, values: dict[str, Any], given: set[str]) -> Any:
         """The parameter's value; removes its options from `values`."""
-        found = {option: values.pop(option.parameter.name) for option in self.options}
-        return self.build({o.field: o.convert(v) for o, v in found.items() if o.parameter.name in given})
+        found = {}
+        for option in self.options:
+            value = values.pop(option.parameter.name)
+            if option.parameter.name in given:
+                found[option.field] = option.convert(value)
+        return self.build(found)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -85,13 +89,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     if twice:
         raise ValueError(f"{command.__name__}: two options are called {', '.join(twice)}")
 
+    @wraps(command)
     def run(**values: Any) -> None:
         ctx = values.pop(CONTEXT)
         given = {name for name in values if _is_given(ctx, name)}
         built = {name: group.take(values, given) for name, group in groups.items()}
         command(**values, **built)
 
-    run.__name__, run.__module__, run.__doc__ = command.__name__, command.__module__, command.__doc__
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return run
@@ -123,7 +127,8 @@ def _group_of(hint: Any) -> _Group | None:
         if default is MISSING and which.is_partial:
             default = None
         options.append(_option_of(each, declared[each.name], default))
-    return _Group(options, Given if owner is not kind else lambda values: owner(**{**which.defaults, **values}))
+    make = owner if owner is kind else Given
+    return _Group(options, lambda values: make(**{**which.defaults, **values}))
 
 
 def _chosen(owner: type[Any], which: Fields) -> list[Field[Any]]:
@@ -144,8 +149,10 @@ def _default_of(each: Field[Any]) -> Any:
     return each.default_factory() if each.default_factory is not MISSING else each.default
 
 
-def _option_of(each: Field[Any], declared: Any, default: Any) -> _Option:
-    """An option for a field: a flag for a bool, a row of values for a tuple or a dict, else one value."""
+def _option_of(each: Field[Any], declared: Any, default: Any, told: Any = None) -> _Option:
+    """An option for a field: a flag for a bool, a row of values for a tuple or a dict, else one value.
+
+    told: the default that the help says, where the option itself has none."""
     said, name = about_of(each), name_of(each)
     assert said is not None, each.name
     value, is_optional = _without_none(declared)
@@ -155,16 +162,18 @@ def _option_of(each: Field[Any], declared: Any, default: Any) -> _Option:
     if said.parse is not None:
         kind, convert, default = str, said.parse, default if default is MISSING else None
     elif get_origin(value) in (tuple, dict):
-        item = said.parse_item
-        kind = GenericAlias(list, str if item is not None else _plain(get_args(value)[0], each.name))
-        convert = partial(_collected, get_origin(value), item)
+        kind = GenericAlias(list, str if said.parse_item is not None else _item_of(value, each.name))
+        convert = partial(_collected, get_origin(value), said.parse_item)
         if default is not MISSING:
-            help_text += f" Default: {' '.join(map(_shown, default))}." if default else ""
-            default = None
+            told, default = default or None, None
     else:
         kind, convert = _plain(value, each.name), _same
         if kind is bool and (is_optional or default is True):
             words += f"/--no-{words[2:]}"
+    if get_origin(value) is Literal:
+        help_text += f" One of {', '.join(get_args(value))}."
+    if told is not None and told is not MISSING:
+        help_text += f" Default: {' '.join(map(_shown, told)) if isinstance(told, tuple) else _shown(told)}."
     info = typer.Option(words, help=help_text, rich_help_panel=said.panel)
     kind = kind | None if default is None else kind
     empty = inspect.Parameter.empty if default is MISSING else default
@@ -182,9 +191,11 @@ def _drafting_group() -> _Group:
     options = {"drafter": _Option("drafter", _keyword("drafter", Annotated[str | None, info], None), _same)}
     for kind in DRAFTINGS.values():
         for each in _chosen(kind, Fields()):
-            option = _option_of(each, get_type_hints(kind)[each.name], None)
+            option = _option_of(each, get_type_hints(kind)[each.name], None, told=_default_of(each))
             name = option.parameter.name
-            options.setdefault(name, _Option(name, option.parameter, option.convert))
+            first = options.setdefault(name, _Option(name, option.parameter, option.convert))
+            if get_args(first.parameter.annotation)[0] != get_args(option.parameter.annotation)[0]:
+                raise ValueError(f"{kind.__name__}: {name} has another type than the option of another way to draft")
     return _Group(list(options.values()), lambda given: DraftingChoice(given.pop("drafter", None), given))
 
 
@@ -193,7 +204,13 @@ def _without_none(declared: Any) -> tuple[Any, bool]:
     if get_origin(declared) not in (Union, UnionType):
         return declared, False
     kinds = [kind for kind in get_args(declared) if kind is not NoneType]
-    return kinds[0], len(kinds) == 1
+    return (kinds[0], True) if len(kinds) == 1 else (declared, False)
+
+
+def _item_of(collection: Any, name: str) -> Any:
+    """The type of one item of a tuple of any length."""
+    kind, *rest = get_args(collection)
+    return _plain(kind if rest == [Ellipsis] else collection, name)
 
 
 def _plain(kind: Any, name: str) -> Any:
@@ -201,7 +218,7 @@ def _plain(kind: Any, name: str) -> Any:
     if get_origin(kind) is Literal:
         return str
     if kind not in (bool, int, float, str, Path):
-        raise ValueError(f"{name}: no option can be made of {kind}; give it a `parse`, or is_option=False")
+        raise ValueError(f"{name}: no option can be made of {kind}; give it a parse or parse_item, or is_option=False")
     return kind
 
 

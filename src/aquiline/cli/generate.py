@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from aquiline.cli.fields import Fields, with_options
+from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import AsJson, chosen
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
 from aquiline.spec.drafting import DraftingChoice
@@ -51,7 +50,7 @@ def generate(
     out: Annotated[
         Path | None, typer.Option(help="JSONL of results for --prompts-file, in its order.", rich_help_panel=FILES)
     ] = None,
-    engine: Annotated[EngineConfig, Fields(only=("max_batch", "max_context", "cache_fraction"))],
+    engine: Annotated[Given[EngineConfig], Fields(only=("max_batch", "max_context", "cache_fraction"))],
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""
@@ -66,7 +65,8 @@ def generate(
     if not chat and template != ChatConfig():
         raise ValueError("system, template_options: go with --chat")
     text = _prompt_text(prompt, prompt_file) if prompts_file is None else None
-    llm = open_llm(pair, engine if text is None else replace(engine, max_batch=1), spec)
+    engine = engine if text is None else Given({"max_batch": 1} | engine)
+    llm = open_llm(pair, EngineConfig(**engine), spec)
     encode: Callable[[str], list[int]] = llm.encode
     if chat:
         wrapped = open_template(llm, pair, template.template_options)

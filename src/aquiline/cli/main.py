@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -43,14 +44,9 @@ app = typer.Typer(
     help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
 )
 bench.register(app)
-app.command(cls=ListCommand)(chat)
-app.command(cls=ListCommand)(compare)
-app.command(cls=ListCommand)(demo)
-app.command("eval", cls=ListCommand)(evaluate)
-app.command(cls=ListCommand)(gate)
-app.command(cls=ListCommand)(generate)
-app.command(cls=ListCommand)(limits)
-app.command(cls=ListCommand)(profile)
-app.command(cls=ListCommand)(regenerate)
-app.command(cls=ListCommand)(report)
-app.command(cls=ListCommand)(train)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "chat": chat, "compare": compare, "demo": demo, "eval": evaluate, "gate": gate, "generate": generate,
+    "limits": limits, "profile": profile, "regenerate": regenerate, "report": report, "train": train,
+}  # fmt: skip
+for name, command in COMMANDS.items():
+    app.command(name, cls=ListCommand)(command)

@@ -3,35 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 from aquiline.bench.data.sources import locate
-from aquiline.settings import setting
 from aquiline.text.questions import Question, read_questions
-
-DATA = "Questions"
-"""The heading under which settings are listed."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Questions as a user names them: those of a data set, or `count` of them."""
-
-    dataset: str | None = setting(
-        None, "mt_bench, gsm8k, humaneval, alpaca, spec_bench, a JSONL, JSON or .txt file, or "
-        "hf://datasets/OWNER/NAME/FILE. Default: the bundled held-out prompts.", DATA,
-    )  # fmt: skip
-    count: int | None = setting(None, "Exactly so many questions, the first. Default: all.", DATA)
-    sample_seed: int | None = setting(None, "With --count: a sample by this seed.", DATA)
-
-    def __post_init__(self) -> None:
-        if self.sample_seed is not None and self.count is None:
-            raise ValueError(f"sample_seed={self.sample_seed}: samples --count questions; give --count")
-
-    def questions(self, default: Path) -> list[Question]:
-        """The questions, of `default` where no data set is named. Raises ValueError as load_questions does."""
-        return load_questions(self.dataset or default, self.count, self.sample_seed)
 
 
 def load_questions(source: str | Path, count: int | None = None, seed: int | None = None) -> list[Question]:

@@ -29,7 +29,8 @@ from aquiline.bench.results.result import (
 )
 from aquiline.bench.suite.plan import Load, Plan
 from aquiline.bench.suite.scenarios import Source
-from aquiline.bench.theory.ceilings import Choice, ceilings_of
+from aquiline.bench.theory.ceilings import ceilings_of
+from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.configs import draft_shape_of, shape_of
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import precision_of

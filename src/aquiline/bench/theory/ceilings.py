@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
+from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.device import (
     GIGA,
     TERA,
@@ -31,20 +32,6 @@ from aquiline.bench.theory.measure import (
 from aquiline.config import cache_directory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A device as the user names it: cpu, or one that has a datasheet; figures in GB/s and TFLOP/s replace its own.
-
-    device None: cpu, or nothing but the figures if both are given. arithmetic None: float32 on a CPU and beside float32
-    weights, else bfloat16."""
-
-    device: str | None = None
-    arithmetic: str | None = None
-    bandwidth: float | None = None
-    flops: float | None = None
-    remeasure: bool = False
 
 
 def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
