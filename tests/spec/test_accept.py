@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from tests.conftest import needs_native
 from tests.ops.native_calls import accept
 from tests.spec.test_tree import forests, topology_of
+from tests.spec.topologies import bits, chain_topology, paths, rank
 
 from aquiline.config import MAX_DEPTH
 from aquiline.errors import NativeError
-from aquiline.spec.tree import DraftTree, Topology, chain_topology
+from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import AcceptResult, Int32
 
 pytestmark = needs_native
@@ -24,13 +25,13 @@ def twin(tree: DraftTree, drawn: Int32) -> AcceptResult:
     firsts = shape.offsets[:-1]
     ok = tree.tokens == drawn[shape.parent_rows]
     ok[firsts] = True
-    ok_bits = np.bitwise_or.reduceat(shape.bits * ok[:, None], firsts, axis=0)
+    ok_bits = np.bitwise_or.reduceat(bits(shape) * ok[:, None], firsts, axis=0)
     accepted = (shape.ancestors & ~ok_bits[shape.owner] == 0).all(axis=1)
     num_rows = len(ok)
-    best = np.maximum.reduceat(shape.rank * accepted, firsts)
+    best = np.maximum.reduceat(rank(shape) * accepted, firsts)
     num_accepted = best // (num_rows + 1)
     leaf = num_rows - best % (num_rows + 1)
-    path = shape.paths[leaf]
+    path = paths(shape)[leaf]
     tokens = np.full((len(leaf), shape.max_depth + 1), -1, np.int32)
     if shape.max_depth:
         tokens[:, :-1] = tree.tokens[firsts[:, None] + path[:, 1:]]

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 from tests.conftest import needs_native
 from tests.ops.native_calls import accept, draw
+from tests.spec.topologies import paths
 
 from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import SAMPLING, AcceptResult, Int32
@@ -48,7 +49,7 @@ def tree_below(prefix: tuple[int, ...]) -> DraftTree:
 
 
 def node_prefix(tree: DraftTree, prefix: tuple[int, ...], node: int) -> tuple[int, ...]:
-    path = tree.topology.paths[node, 1 : tree.topology.depths[node] + 1]
+    path = paths(tree.topology)[node, 1 : tree.topology.depths[node] + 1]
     return (*prefix, *tree.tokens[path].tolist())
 
 
@@ -86,10 +87,10 @@ def enumerated_distance(verify: Verifier) -> float:
 def _with(tree: DraftTree, drawn: Int32, ok: np.ndarray) -> AcceptResult:
     """Deepest accepted node and its draw as bonus, for a given per-node verdict: the mutants' shared tail."""
     shape = tree.topology
-    accepted = [all(ok[n] for n in shape.paths[i, 1 : shape.depths[i] + 1]) for i in range(len(ok))]
+    accepted = [all(ok[n] for n in paths(shape)[i, 1 : shape.depths[i] + 1]) for i in range(len(ok))]
     leaf = max(range(len(ok)), key=lambda i: (accepted[i], shape.depths[i], -i))
     depth = int(shape.depths[leaf])
-    path = shape.paths[leaf]
+    path = paths(shape)[leaf]
     tokens = np.full((1, shape.max_depth + 1), -1, np.int32)
     tokens[0, :depth] = tree.tokens[path[1 : depth + 1]]
     tokens[0, depth] = drawn[leaf]
@@ -107,7 +108,7 @@ def ignores_ancestors(tree: DraftTree, drawn: Int32) -> AcceptResult:
     deep = [i for i in range(1, len(ok)) if ok[i]]
     leaf = max(deep, key=lambda i: DEPTHS[i], default=0)
     mask = np.zeros(len(ok), bool)
-    mask[tree.topology.paths[leaf, : DEPTHS[leaf] + 1]] = True
+    mask[paths(tree.topology)[leaf, : DEPTHS[leaf] + 1]] = True
     return _with(tree, drawn, mask)
 
 
@@ -143,7 +144,7 @@ def test_expected_tau_is_one_plus_the_mass_of_the_tree() -> None:
     laws = [target_law(node_prefix(tree, (1,), node)) for node in range(len(PARENTS))]
     expected = 1.0
     for node in range(1, len(PARENTS)):
-        path = tree.topology.paths[node, : DEPTHS[node] + 1]
+        path = paths(tree.topology)[node, : DEPTHS[node] + 1]
         expected += np.prod([laws[a][tree.tokens[b]] for a, b in itertools.pairwise(path)])
     tau = 0.0
     for drawn in itertools.product(range(V), repeat=len(PARENTS)):

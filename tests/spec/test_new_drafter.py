@@ -55,7 +55,7 @@ class FixedProposer:
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
         assert len(tokens) > self.num_seen, "every step brings a token"
         self.num_seen = len(tokens)
-        assert max_tokens == self.drafting.max_depth
+        assert max_tokens == len(self.drafting.tokens)
         return Proposal(self.drafting.tokens, (-1,) * len(self.drafting.tokens) if self.drafting.is_wide else ())
 
 
@@ -105,3 +105,20 @@ def test_it_runs_beside_others_and_without_a_draft_model() -> None:
 def test_what_it_is_called_in_results() -> None:
     assert Fixed((4, 5)).as_dict() == {"drafter": "fixed", "tokens": (4, 5), "is_wide": False}
     assert Fixed((4, 5)).label == "fixed" and Fixed((4, 5)).lookahead == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "named"),
+    [
+        ((1, 2, 3), (), r"drafter='fixed': proposed 3 tokens, 3 deep; its max_nodes=3 and max_depth=2"),
+        ((1, 2), (1, -1), r"parents=\(1, -1\): entry 0 follows 1, must be one before it"),
+    ],
+)
+def test_more_than_the_value_reserves_is_refused_by_name(
+    tokens: tuple[int, ...], parents: tuple[int, ...], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedProposer, "propose", lambda self, known, max_tokens: Proposal(tokens, parents))
+    llm = torch_llm()
+    with pytest.raises(ValueError, match=named):
+        llm.run(PROMPTS, PARAMS[0], spec=Fixed(tokens=(1, 2)))
+    assert llm.run(PROMPTS, PARAMS[0], spec=NoDraft()).outputs[0].finish_reason == "length", "nothing is lost"

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.train.losses import LOSSES, Rows, agreement, matched_given, overlap, soft_cross_entropy
+from aquiline.train.config import LOSS_NAMES
+from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS, Rows, agreement, matched_given, overlap, soft_cross_entropy
 
 VOCAB, INSIDE = 12, 9
 
@@ -102,3 +103,7 @@ def test_soft_cross_entropy_is_the_textbook_one() -> None:
     rows = some_rows(5)
     want = -(rows.p * torch.log_softmax(rows.logits, -1)).sum(-1)
     assert torch.allclose(soft_cross_entropy(rows).value, want)
+
+
+def test_the_names_on_the_command_line_are_the_losses_there_are() -> None:
+    assert tuple(LOSSES) == LOSS_NAMES and set(LOSSES) >= TAKES_ALL_ROWS

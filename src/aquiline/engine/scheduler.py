@@ -24,7 +24,7 @@ MIN_CHUNK = 16
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PlannedChunk:
     """Tokens [start, end) of a sequence, to be cached in this step.
 
     is_last: the sequence decodes after it. draws: its last row draws the first output token. A prompt that the prefix
@@ -44,7 +44,7 @@ class StepPlan(NamedTuple):
 
     admitted: tuple[Sequence, ...]
     decoding: tuple[Sequence, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PlannedChunk, ...]
     num_prefilling: int
     num_empty: int
 
@@ -190,7 +190,7 @@ class Scheduler:
             sequence.counters.num_prefix_hits += sequence.num_hit
         return True
 
-    def _chunks(self, prefilling: list[Sequence], decoding: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
+    def _chunks(self, prefilling: list[Sequence], decoding: tuple[Sequence, ...]) -> tuple[PlannedChunk, ...]:
         num_decode_rows = sum(s.request.spec.max_nodes for s in decoding)
         budget = max(self.row_budget - num_decode_rows, min(self.row_budget, MIN_CHUNK))
         chunks = []
@@ -198,7 +198,7 @@ class Scheduler:
             end = min(sequence.prefill_end, sequence.num_planned + budget)
             is_last = end == sequence.prefill_end
             draws = is_last and end == len(sequence.tokens)
-            chunks.append(Chunk(sequence, sequence.slot, sequence.num_planned, end, is_last, draws))
+            chunks.append(PlannedChunk(sequence, sequence.slot, sequence.num_planned, end, is_last, draws))
             budget -= end - sequence.num_planned
             if budget == 0:
                 break

@@ -71,7 +71,12 @@ def message_of(
 def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode:
     spec, proposal = sequence.request.spec, None
     if sequence.proposer is not None:
-        proposal = sequence.proposer.propose(sequence.tokens, spec.max_depth)
+        proposal = sequence.proposer.propose(sequence.tokens, spec.max_nodes - 1)
+        if len(proposal.tokens) >= spec.max_nodes or proposal.depth > spec.max_depth:
+            raise ValueError(
+                f"drafter={spec.name!r}: proposed {len(proposal.tokens)} tokens, {proposal.depth} deep; its max_nodes="
+                f"{spec.max_nodes} and max_depth={spec.max_depth} reserve room for less"
+            )
     forced = None if simulated is None else simulated.next(spec)
     return Decode(sequence.slot, spec, proposal, forced)
 

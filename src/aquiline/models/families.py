@@ -1,6 +1,7 @@
 """The target families and how their config.json is read: old and transformers-5 style, into one ModelConfig.
 
-What a family means is data (`FAMILIES`); whatever a config asks for beyond that is refused, naming field and value.
+What a family means is data (`FAMILIES`), for the loader here and for the arithmetic of `aquiline limits`; whatever a
+config asks for beyond what runs is refused, naming field and value.
 The metadata of a GGUF file come as the fields of a config.json (`gguf/config.py`) and are read like one.
 Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3}/configuration_*.py and modeling_rope_utils.py.
 """
@@ -21,28 +22,60 @@ from aquiline.models.gguf.reader import read_gguf
 
 @dataclass(frozen=True)
 class Family:
-    """What the name of a family implies. `windows`: no layer, every layer, or the layers that the config lists."""
+    """What the name of a family implies where its configuration is silent.
 
-    architecture: str
+    architecture: the class that its config.json names, for families that run here; "" for those whose shapes are only
+    counted (`aquiline limits`). windows: which layers have a sliding window: none, all, those that the config lists, or
+    all but every n-th. head_dim: when the config names none; 0 stands for hidden_size / num_attention_heads.
+    num_kv_heads: when the config names none; 0 stands for num_attention_heads. window: its size when the config names
+    none. biases: *_bias flags of the config that give weights: attention (of q, k, v and o), mlp. bias_ignored: *_bias
+    flags that change nothing."""
+
+    architecture: str = ""
     qkv_bias: bool = False
+    attention_bias: bool = False  # of q, k, v and o
+    expert_bias: bool = False  # of experts and router
     qk_norm: bool = False
-    windows: Literal["none", "all", "listed"] = "none"
-    head_dim: int | None = None  # when the config names none: hidden_size / num_attention_heads
-    num_kv_heads: int | None = None  # when the config names none: num_attention_heads
-    biases: tuple[str, ...] = ()  # *_bias flags of the config that give weights: attention (of q, k, v and o), mlp
-    bias_ignored: tuple[str, ...] = ()  # *_bias flags that change nothing
+    sinks: bool = False
+    num_norms: int = 2  # of a layer
+    tied_head: bool = False
+    head_dim: int = 0
+    num_kv_heads: int = 0
+    windows: Literal["none", "all", "listed"] | int = "none"
+    window: int = 0
+    biases: tuple[str, ...] = ()
+    bias_ignored: tuple[str, ...] = ()
+
+    @property
+    def full_every(self) -> int:
+        """Beside a sliding window every n-th layer sees everything: 1 stands for none of them, 0 for those that the
+        config lists."""
+        return self.windows if isinstance(self.windows, int) else int(self.windows == "all")
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
-    "mistral": Family("MistralForCausalLM", windows="all", num_kv_heads=8),
+    "mistral": Family("MistralForCausalLM", windows="all", window=4096, num_kv_heads=8),
     "qwen2": Family(
-        "Qwen2ForCausalLM", qkv_bias=True, windows="listed", num_kv_heads=32, bias_ignored=("attention_bias",)
+        "Qwen2ForCausalLM", qkv_bias=True, windows="listed", window=4096, num_kv_heads=32,
+        bias_ignored=("attention_bias",),
     ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", qk_norm=True, windows="listed", head_dim=128, num_kv_heads=32, biases=("attention_bias",)
+        "Qwen3ForCausalLM", qk_norm=True, windows="listed", window=4096, head_dim=128, num_kv_heads=32,
+        biases=("attention_bias",),
     ),
-}
+    "mixtral": Family(num_kv_heads=8, windows="all"),
+    "qwen2_moe": Family(qkv_bias=True, num_kv_heads=16),
+    "qwen3_moe": Family(qk_norm=True, num_kv_heads=4),
+    "gpt_oss": Family(attention_bias=True, expert_bias=True, sinks=True, head_dim=64, windows=2, window=128),
+    "gemma2": Family(num_norms=4, tied_head=True, head_dim=256, windows=2, window=4096),
+    "gemma3_text": Family(num_norms=4, qk_norm=True, tied_head=True, head_dim=256, windows=6, window=4096),
+    "phi3": Family(windows="all"),
+}  # fmt: skip
+"""The families by the model_type of their config.json. Those with an architecture run."""
+
+UNKNOWN = Family(windows="all")
+"""What any other family counts as."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "truncate")
@@ -98,8 +131,8 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     kind = FAMILIES[family]
     heads, hidden = count(raw, file, "num_attention_heads"), count(raw, file, "hidden_size")
     layers = count(raw, file, "num_hidden_layers", most=MAX_LAYERS)
-    kv_default = heads if raw.get("num_key_value_heads", 0) is None else kind.num_kv_heads or heads
-    kv_heads = count(raw, file, "num_key_value_heads", kv_default)
+    by_family = kind.num_kv_heads if "num_key_value_heads" not in raw else 0  # null stands for all heads
+    kv_heads = count(raw, file, "num_key_value_heads", by_family or heads)
     head_dim = count(raw, file, "head_dim", kind.head_dim or hidden // heads)
     if heads % kv_heads:
         raise CheckpointError(f"{file}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
@@ -206,8 +239,8 @@ def _factors(value: object, file: Path, name: str) -> tuple[float, ...]:
 
 def _family(raw: Raw, file: Path) -> str:
     family, architectures = raw.get("model_type"), texts(raw, file, "architectures")
-    supported = ", ".join(kind.architecture for kind in FAMILIES.values())
-    if not isinstance(family, str) or family not in FAMILIES:
+    supported = ", ".join(kind.architecture for kind in FAMILIES.values() if kind.architecture)
+    if not isinstance(family, str) or not FAMILIES.get(family, UNKNOWN).architecture:
         raise CheckpointError(
             f"{file}: model_type={family!r}, architectures={architectures!r}; supported are {supported}"
         )
@@ -222,10 +255,10 @@ def _windows(raw: Raw, file: Path, kind: Family, layers: int) -> tuple[int, ...]
     if kind.windows == "none" or (kind.windows == "listed" and not flag(raw, file, "use_sliding_window")):
         _check_types(raw, file, layers, {"full_attention"} if kind.windows == "listed" else None)
         return ()
-    if raw.get("sliding_window", 4096) is None:
+    if raw.get("sliding_window", kind.window) is None:
         _check_types(raw, file, layers, {"full_attention"})
         return ()
-    window = count(raw, file, "sliding_window", 4096)
+    window = count(raw, file, "sliding_window", kind.window)
     if kind.windows == "all":
         _check_types(raw, file, layers, {"sliding_attention"})
         return (window,) * layers

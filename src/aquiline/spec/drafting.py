@@ -45,6 +45,19 @@ class Proposal:
     tokens: tuple[int, ...]
     parents: tuple[int, ...] = ()
 
+    @property
+    def depth(self) -> int:
+        """Level of the deepest token; those behind the root are on level 1. Raises ValueError for what is no tree."""
+        if not self.parents:
+            return len(self.tokens)
+        levels: list[int] = []
+        for i, parent in enumerate(self.parents):
+            check(
+                -1 <= parent < i, "parents", self.parents, f"entry {i} follows {parent}, must be one before it, or -1"
+            )
+            levels.append(1 + (levels[parent] if parent >= 0 else 0))
+        return max(levels, default=0)
+
 
 class Proposer(Protocol):
     """Drafts for one sequence on the host."""

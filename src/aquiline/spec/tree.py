@@ -1,4 +1,4 @@
-"""Draft trees as flat arrays: topology, ancestor masks, paths. Topology is data; nothing here runs a model.
+"""Draft trees as flat arrays: topology and ancestor masks. Topology is data; nothing here runs a model.
 
 A tree's rows stand slot after slot; a slot's first row is its root, and a parent always precedes its children.
 Masks are ancestor bit sets packed in int64 words, built by pointer doubling: after round i a node's word holds its
@@ -45,26 +45,9 @@ class Topology:
         return self.parents + self.offsets[self.owner]
 
     @cached_property
-    def bits(self) -> Int64:
-        """int64 [R, W]: each row's own bit, as `ancestors` numbers them."""
-        return own_bits(self.local)
-
-    @cached_property
-    def rank(self) -> Int32:
-        """int32 [R]: depth * (R + 1) + R - row: orders rows by depth, then by place, and gives both back."""
-        num_rows = np.int32(len(self.parents))
-        places = np.arange(len(self.parents), dtype=np.int32)
-        return self.depths * (num_rows + np.int32(1)) + (num_rows - places)
-
-    @cached_property
     def ancestors(self) -> Int64:
         """int64 [R, W]: bit i of word i // 64 is set for node i on the row's path, itself and the root included."""
         return ancestor_masks(self.parent_rows, self.local, self.max_depth)
-
-    @cached_property
-    def paths(self) -> Int32:
-        """int32 [R, D + 1]: slot-local nodes of each row's path by level, the row itself at its depth, then 0."""
-        return paths(self.parent_rows, self.local, self.depths, self.max_depth)
 
     @cached_property
     def max_depth(self) -> int:
@@ -85,22 +68,6 @@ class DraftTree:
     tokens: Int32
 
 
-def join(trees: list[DraftTree]) -> DraftTree:
-    """The trees of several groups of slots as one, in order."""
-    if len(trees) == 1:
-        return trees[0]
-    ends = np.cumsum([0, *(len(tree.tokens) for tree in trees)])
-    empty = np.zeros(0, np.int32)
-    topology = Topology(
-        parents=np.concatenate([empty, *(tree.topology.parents for tree in trees)]),
-        depths=np.concatenate([empty, *(tree.topology.depths for tree in trees)]),
-        offsets=np.concatenate(
-            [[0], *(tree.topology.offsets[1:] + end for tree, end in zip(trees, ends[:-1], strict=True))]
-        ).astype(np.int32),
-    )
-    return DraftTree(topology, np.concatenate([empty, *(tree.tokens for tree in trees)]))
-
-
 def own_bits(local: Int32) -> Int64:
     """int64 [R, W]: one bit per row; W covers the largest slot-local node number."""
     bits = np.zeros((len(local), int(local.max(initial=0)) // WORD + 1), np.uint64)
@@ -117,22 +84,6 @@ def ancestor_masks(parent_rows: Int32, local: Int32, max_depth: int) -> Int64:
     return masks
 
 
-def paths(parent_rows: Int32, local: Int32, depths: Int32, max_depth: int) -> Int32:
-    """int32 [R, max_depth + 1]: slot-local node at each level of each row's path; 0 past the row's own level."""
-    result = np.zeros((len(local), max_depth + 1), np.int32)
-    node = np.arange(len(local), dtype=np.int32)
-    for level in range(max_depth, 0, -1):
-        reached = depths >= level
-        result[reached, level] = local[node[reached]]
-        node = np.where(reached, parent_rows[node], node)
-    return result
-
-
-def chain_topology(num_slots: int, num_nodes: int) -> Topology:
-    """num_slots chains of num_nodes rows each, the root included; one node is plain autoregressive decoding."""
-    return _uniform(num_slots, (0, *range(num_nodes - 1)), tuple(range(num_nodes)))
-
-
 @dataclass(frozen=True)
 class StaticShape:
     """A fixed tree in level order, lexicographic within a level: parent and child rank of every node (root: 0, 0)."""
@@ -144,26 +95,11 @@ class StaticShape:
 
 @lru_cache
 def static_shape(static_paths: tuple[tuple[int, ...], ...]) -> StaticShape:
-    """Topology of a list of paths of child ranks (config.Drafting validates it)."""
+    """Topology of a list of paths of child ranks, which spec.drafting.Static has checked."""
     ordered = sorted(static_paths, key=lambda path: (len(path), path))
     number = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
     return StaticShape(
         parents=(0, *(number[path[:-1]] for path in ordered)),
         depths=(0, *(len(path) for path in ordered)),
         ranks=(0, *(path[-1] for path in ordered)),
-    )
-
-
-def static_topology(num_slots: int, shape: StaticShape) -> Topology:
-    """The same fixed tree for every slot."""
-    return _uniform(num_slots, shape.parents, shape.depths)
-
-
-@lru_cache(maxsize=64)
-def _uniform(num_slots: int, parents: tuple[int, ...], depths: tuple[int, ...]) -> Topology:
-    num_nodes = len(parents)
-    return Topology(
-        parents=np.tile(np.array(parents, np.int32), num_slots),
-        depths=np.tile(np.array(depths, np.int32), num_slots),
-        offsets=np.arange(0, (num_slots + 1) * num_nodes, num_nodes, dtype=np.int32),
     )

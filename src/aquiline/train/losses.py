@@ -125,6 +125,9 @@ LOSSES: dict[str, Loss] = {
     "ce": soft_cross_entropy, "kl": kl, "lk": lk, "lk-mix": lk_mix, "agree": agree, "agree-mix": agree_mix,
 }  # fmt: skip
 
+TAKES_ALL_ROWS = frozenset({"agree", "agree-mix"})
+"""Losses that know what the target has outside the draft vocabulary; others skip rows whose best token is there."""
+
 
 def matched_given(rows: Rows, drawn: Tensor) -> Tensor:
     """The probability that the draft draws the token that the target drew, given that token: float32 [n].

@@ -24,7 +24,7 @@ from aquiline.train.estimate import announce, target_shape
 from aquiline.train.evaluate import HeldOut, Judgement
 from aquiline.train.figures import StepFigures, combine, mean_of
 from aquiline.train.full_attention import check_attention
-from aquiline.train.losses import LOSSES
+from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
 from aquiline.train.optimizer import set_rate
 from aquiline.train.prepare import prepare
 from aquiline.train.report import Reporter, Silent, StepReport, judgement_dict
@@ -52,7 +52,7 @@ class Trainer:
         self.checkpoints = Checkpoints(config.out, config.keep)
         self.run = prepare(config, start, world, reporter.say)
         self.objective = Objective(
-            LOSSES[config.loss], config.ttt_steps, config.decay, not config.loss.startswith("agree"), config.attention,
+            LOSSES[config.loss], config.ttt_steps, config.decay, config.loss not in TAKES_ALL_ROWS, config.attention,
             config.replay,
         )  # fmt: skip
         self.weights = Weights(self.run.head, self.objective, config, self.run.settings["lr"], world)

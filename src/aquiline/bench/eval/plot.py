@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from aquiline.bench.eval.figures import Figures, Tables
 from aquiline.bench.eval.plan import Evaluated
 from aquiline.bench.suite.plot import COLORS
-from aquiline.spec.drafting import Drafting
+from aquiline.spec.drafting import DRAFTINGS, Drafting, NoDraft
 
-MAPS = {"none": "Greys", "chain": "Blues", "static": "YlOrBr", "dynamic": "Greens"}
+MAPS = dict(zip(DRAFTINGS, cycle(("Greys", "Blues", "YlOrBr", "Greens", "Purples")), strict=False))
 
 
 def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path) -> None:
@@ -71,7 +72,7 @@ def _draw_lengths(speed: Any, tau: Any, groups: list[list[Figures]], colors: dic
             [place for place, _ in timed], values, [list(side) for side in zip(*spans, strict=True)],
             marker="o", markersize=4, capsize=2, color=colors[setting],
         )  # fmt: skip
-    speed.axhline(1, color=COLORS["none"], linewidth=1.5)
+    speed.axhline(1, color=COLORS[NoDraft.name], linewidth=1.5)
     speed.set_ylabel("speedup of decoding (95 % over questions)")
     tau.set_ylabel("tau: tokens per target call")
     tau.set_ylim(0, None)

@@ -9,7 +9,7 @@ from aquiline.bench.gates.rules import GAP, Gate
 from aquiline.bench.results import compare
 from aquiline.bench.results.compare import Ratio
 from aquiline.bench.results.integrity import differences
-from aquiline.bench.results.result import Result
+from aquiline.bench.results.result import Result, is_speculative
 
 Results = Mapping[str, Result]
 
@@ -79,7 +79,7 @@ def judge(gate: Gate, results: Results, parity: Results | None = None) -> Judgem
     selected = {
         name: result
         for name, result in results.items()
-        if gate.is_of(result) and gate.select.takes(result) and result["setting"]["drafter"] != "none"
+        if gate.is_of(result) and gate.select.takes(result) and is_speculative(result)
     }
     if not selected:
         return Judgement(gate)
@@ -158,7 +158,7 @@ def _peers(result: Result, parity: Results) -> tuple[list[Result], list[str]]:
         is_same_work = all(peer["scenario"][name] == result["scenario"][name] for name in names)
         is_same_model = peer["model"]["target"].split("/")[-1] == result["model"]["target"].split("/")[-1]
         is_same_length = peer["setting"].get("num_spec_tokens") == result["setting"].get("num_spec_tokens")
-        if not (is_same_work and is_same_model and is_same_length) or peer["setting"]["drafter"] == "none":
+        if not (is_same_work and is_same_model and is_same_length) or not is_speculative(peer):
             continue
         why = [reason for reason in differences(result, peer) if not reason.startswith("system.")]
         if not peer["eagle_speculation"]["mean_acceptance_length"]:

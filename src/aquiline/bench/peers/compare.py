@@ -25,7 +25,7 @@ from aquiline.bench.peers.results import PeerModel, agreement
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import rotated
-from aquiline.bench.results.result import Result, Scenario, tokens_sha256
+from aquiline.bench.results.result import Result, Scenario, is_speculative, tokens_sha256
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.configs import shape_of
@@ -249,7 +249,7 @@ def _rows(
         rows.append(
             Row(
                 label=setting.label, engine=result["engine"], weights=result["model"]["dtype"],
-                arithmetic=result["model"]["arithmetic"], is_speculative=result["setting"]["drafter"] != "none",
+                arithmetic=result["model"]["arithmetic"], is_speculative=is_speculative(result),
                 tokens_per_s=result["throughput_tokens_per_sec"]["values"], ttft_ms=result["ttft_ms"]["median"],
                 tau=result["eagle_speculation"]["mean_acceptance_length"], agreed=mean(agreed) if agreed else None,
                 void=_void(setting, result, results[0], checks, agreed),

@@ -11,14 +11,10 @@ from pathlib import Path
 
 from aquiline.bench.peers.base import QUANTISED
 from aquiline.bench.results.intervals import Estimate, estimate, paired
-from aquiline.bench.results.result import Result, read_results, require_published
+from aquiline.bench.results.result import Result, is_speculative, read_results, require_published
 
 COLUMNS = ("run", "what", "aquiline: fastest of", "tok/s", "peers: fastest of", "tok/s", "aquiline over it")
 Chooser = Callable[[Result], bool]
-
-
-def _drafts(result: Result) -> bool:
-    return bool(result["setting"]["drafter"] != "none")
 
 
 def _rounded(result: Result) -> bool:
@@ -26,16 +22,18 @@ def _rounded(result: Result) -> bool:
 
 
 def _stored(dtype: str) -> Chooser:
-    return lambda r: not _drafts(r) and r["model"]["dtype"] == dtype
+    return lambda r: not is_speculative(r) and r["model"]["dtype"] == dtype
 
 
 LINES: dict[str, tuple[Chooser, Chooser]] = {
-    "plain decoding": (lambda r: not _drafts(r) and not _rounded(r),) * 2,
+    "plain decoding": (lambda r: not is_speculative(r) and not _rounded(r),) * 2,
     "int8 weights": (_stored("int8"),) * 2,
     "int4 weights": (_stored("int4"),) * 2,
-    "with the same EAGLE-3 draft": (lambda r: _drafts(r) and r["model"]["draft"] is not None and not _rounded(r),) * 2,
+    "with the same EAGLE-3 draft": (
+        lambda r: is_speculative(r) and r["model"]["draft"] is not None and not _rounded(r),
+    ) * 2,
     "our best, their lookup in the text": (
-        lambda r: not _rounded(r), lambda r: _drafts(r) and r["model"]["draft"] is None and not _rounded(r),
+        lambda r: not _rounded(r), lambda r: is_speculative(r) and r["model"]["draft"] is None and not _rounded(r),
     ),
 }  # fmt: skip
 """What stands in a line: ours and theirs. int8 and int4 of one engine are rounded otherwise than another's."""

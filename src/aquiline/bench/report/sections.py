@@ -14,7 +14,7 @@ from typing import Any
 
 from aquiline.bench.report.charts import Style, count
 from aquiline.bench.results import compare
-from aquiline.bench.results.result import Result
+from aquiline.bench.results.result import Result, is_speculative
 from aquiline.spec.drafting import DRAFTINGS
 
 OWN = "aquiline"
@@ -185,21 +185,17 @@ def _section(group: dict[str, Result]) -> Section:
 def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, Style]:
     """Neutral for our baseline, then one after the other."""
     order = sorted(group, key=lambda file: _rank(group[file], labels[file]))
-    plain = {labels[file] for file in order if _is_baseline(group[file]) and group[file]["engine"] == OWN}
+    plain = {labels[file] for file in order if not is_speculative(group[file]) and group[file]["engine"] == OWN}
     rest = dict.fromkeys(labels[file] for file in order if labels[file] not in plain)
     return {label: Style.of(-1) for label in plain} | {label: Style.of(index) for index, label in enumerate(rest)}
-
-
-def _is_baseline(result: Result) -> bool:
-    return bool(result["setting"]["drafter"] == "none")
 
 
 def _variant(result: Result, group: list[Result]) -> str:
     """What tells this engine and draft apart from the others of a group."""
     model = result["model"]
-    drafts = {r["model"]["draft"] for r in group if r["engine"] == result["engine"] and not _is_baseline(r)}
+    drafts = {r["model"]["draft"] for r in group if r["engine"] == result["engine"] and is_speculative(r)}
     engine = [f"{result['engine']} ({model['dtype']})"] if result["engine"] != OWN else []
-    draft = [f"draft {model['draft']}"] if len(drafts) > 1 and not _is_baseline(result) else []
+    draft = [f"draft {model['draft']}"] if len(drafts) > 1 and is_speculative(result) else []
     return ", ".join(engine + draft)
 
 
@@ -207,9 +203,9 @@ def _label(result: Result, variant: str) -> str:
     """The setting's name, with its size where the name lacks it."""
     setting, tau = result["setting"], result["model"]["simulated_tau"]
     label = f"{variant}: {setting['name']}" if variant else str(setting["name"])
-    letter, field = ("N", "max_nodes") if setting["drafter"] in ("static", "dynamic") else ("K", "num_spec_tokens")
-    size = setting.get(field)
-    if size is not None and not _is_baseline(result) and str(size) not in re.findall(r"\d+", str(setting["name"])):
+    length = setting.get("num_spec_tokens")
+    letter, size = ("N", setting.get("max_nodes")) if length is None else ("K", length)
+    if size is not None and is_speculative(result) and str(size) not in re.findall(r"\d+", str(setting["name"])):
         label += f" {letter}={size}"
     return label if tau is None else f"{label}, simulated tau {tau:g}"
 
@@ -237,7 +233,8 @@ def _scenarios(group: list[Result]) -> dict[tuple[object, ...], str]:
 def _rank(result: Result, label: str) -> tuple[object, ...]:
     """Order of series: aquiline first, no drafter first, then drafters by kind and length."""
     setting = result["setting"]
-    kind = (*DRAFTINGS, "other").index(setting["drafter"])
+    kinds = [*DRAFTINGS, setting["drafter"]]
+    kind = kinds.index(setting["drafter"])
     return result["engine"] != OWN, result["engine"], kind, setting.get("num_spec_tokens") or 0, label
 
 

@@ -11,7 +11,7 @@ from aquiline.bench.report.charts import figure, swatch
 from aquiline.bench.report.panels import Scenarios
 from aquiline.bench.report.sections import OWN, Row, badges, number
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.results.result import Result
+from aquiline.bench.results.result import Result, is_speculative
 
 NONE = "–"
 Column = Callable[[Row], str]
@@ -52,7 +52,7 @@ def throughput_table(scenarios: Scenarios) -> Table:
 
 def speedup_table(scenarios: Scenarios) -> Table:
     """Speedup against the ideal one at the same tau."""
-    return _table(_chosen(scenarios, lambda row: row.result["setting"]["drafter"] != "none"), {
+    return _table(_chosen(scenarios, lambda row: is_speculative(row.result)), {
         "num_spec_tokens": lambda row: NONE if row.num_spec_tokens is None else str(row.num_spec_tokens),
         "tok/s": _rate,
         "baseline tok/s": lambda row: NONE if row.against is None else figure(

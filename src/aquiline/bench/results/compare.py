@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import Estimate, paired
-from aquiline.bench.results.result import Result
+from aquiline.bench.results.result import Result, is_speculative
 
 NOISE = 0.03
 """Least change that counts; the spread of either run may ask for more."""
@@ -101,7 +101,7 @@ def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
     same = {
         name: other
         for name, other in results.items()
-        if other["setting"]["drafter"] == "none"
+        if not is_speculative(other)
         and other["engine"] == result["engine"]
         and other["scenario"]["name"] == result["scenario"]["name"]
     }
@@ -111,7 +111,7 @@ def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
 def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
     """Measured over ideal speedup at the same tau, where the result has a roofline to tell and a fair baseline."""
     roofline = result.get("roofline", {})
-    if ratio.value is None or result["setting"]["drafter"] == "none":
+    if ratio.value is None or not is_speculative(result):
         return None
     stated: float | None = roofline.get("spec_efficiency")
     ideal: float | None = roofline.get("ideal_speedup")

@@ -24,7 +24,7 @@ from aquiline.engine.llm import LLM, Output
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
-from aquiline.spec.drafting import Drafting
+from aquiline.spec.drafting import Drafting, NoDraft
 
 Result = dict[str, Any]
 
@@ -62,6 +62,11 @@ class ModelFacts:
     random_weights: bool
     simulated_tau: float | None
     weight_bytes: int
+
+
+def is_speculative(result: Result) -> bool:
+    """Whether drafts were verified; otherwise the result is a baseline."""
+    return bool(result["setting"]["drafter"] != NoDraft.name)
 
 
 def describe(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from aquiline.bench.results import compare
 from aquiline.bench.results.compare import Place, Ratio, place
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.results.result import Result, require_published
+from aquiline.bench.results.result import Result, is_speculative, require_published
 from aquiline.spec.drafting import Chain
 
 DEFAULT = Chain().num_spec_tokens
@@ -32,7 +32,7 @@ def summary(results: Mapping[str, Result]) -> str:
         groups[place(result)].append(result)
     rows = []
     for group in groups.values():
-        ratios = [(r, compare.speedup(r, results)) for r in group if r["setting"]["drafter"] != "none"]
+        ratios = [(r, compare.speedup(r, results)) for r in group if is_speculative(r)]
         drafted = [(r, ratio) for r, ratio in ratios if ratio.value is not None]
         if drafted:
             rows.append(_row(results, drafted))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aquiline.bench.results import compare
 from aquiline.bench.results.compare import Change, Place, Ratio
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.results.result import Result, is_dirty, require
+from aquiline.bench.results.result import Result, is_dirty, is_speculative, require
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -136,7 +136,7 @@ def console(results: Results, older: Results | None = None) -> Group:
 
 
 def _table(place: Place, names: list[str], results: Results, older: Results | None) -> Table:
-    here = {name: results[name] for name in sorted(names, key=lambda n: (_drafts(results[n]), n))}
+    here = {name: results[name] for name in sorted(names, key=lambda n: (is_speculative(results[n]), n))}
     labels = _labels(here)
     rows = [_row(labels[name], result, results, older) for name, result in here.items()]
     columns = [c for c in rows[0].cells if c not in OPTIONAL or any(row.cells[c] != "-" for row in rows)]
@@ -146,7 +146,7 @@ def _table(place: Place, names: list[str], results: Results, older: Results | No
 def _row(label: str, result: Result, results: Results, older: Results | None) -> Row:
     ratio = compare.speedup(result, results)
     cells = {"setting": label} | _cells(result, ratio)
-    notes = _note(f"{label}, speedup", ratio) if _drafts(result) else []
+    notes = _note(f"{label}, speedup", ratio) if is_speculative(result) else []
     if older is None:
         return Row(cells, notes)
     past = compare.against_older(result, older)
@@ -156,13 +156,9 @@ def _row(label: str, result: Result, results: Results, older: Results | None) ->
     return Row(cells, notes, any(change.is_regression for change in changes))
 
 
-def _drafts(result: Result) -> bool:
-    return bool(result["setting"]["drafter"] != "none")
-
-
 def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
     spec, memory, roofline = result["eagle_speculation"], result["memory"], result.get("roofline", {})
-    is_drafting = _drafts(result)
+    is_drafting = is_speculative(result)
     is_simulated = result["model"]["simulated_tau"] is not None
     efficiency = compare.spec_efficiency(result, ratio)
     return {
@@ -203,10 +199,10 @@ def _changed(changes: list[Change]) -> str:
 
 def _labels(results: Results) -> dict[str, str]:
     """Names of a table's rows: the setting, with the draft or the file where that is not enough to tell them apart."""
-    drafts = {result["model"]["draft"] for result in results.values() if _drafts(result)}
+    drafts = {result["model"]["draft"] for result in results.values() if is_speculative(result)}
     named = {
         name: result["setting"]["name"]
-        + (f" with {result['model']['draft']}" if len(drafts) > 1 and _drafts(result) else "")
+        + (f" with {result['model']['draft']}" if len(drafts) > 1 and is_speculative(result) else "")
         for name, result in results.items()
     }
     labels = list(named.values())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
+from aquiline.spec.drafting import DRAFTINGS
 
-COLORS = {"none": "#8a8f98", "chain": "#2b6cb0", "static": "#b7791f", "dynamic": "#2f855a"}
+COLORS = dict(zip(DRAFTINGS, cycle(("#8a8f98", "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1")), strict=False))
 
 
 def plot_demo(result: DemoResult, path: Path) -> None:

@@ -1,13 +1,13 @@
 """Shapes of models from their config.json, also of families that no decoder here runs: a roofline needs no weights.
 
-What a family's code knows and its configuration does not say is data (`FACTS`); an unknown family counts as llama-like
-and says so. What cannot be counted this way is refused. Source: transformers 5.23, configuration_*.py and modeling_*.py
-of the families named.
+What a family's code knows and its configuration does not say is data (`models/families.py`); an unknown family counts
+as llama-like and says so. What cannot be counted this way is refused. Source: transformers 5.23, configuration_*.py and
+modeling_*.py of the families named.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from aquiline.bench.theory.shapes import (
@@ -23,46 +23,11 @@ from aquiline.bench.theory.shapes import (
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.draft_config import FC_NORM_FLAGS
-from aquiline.models.families import config_file, read_fields
+from aquiline.models.families import FAMILIES, UNKNOWN, Family, config_file, read_fields
 from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, texts
 from aquiline.models.files import read_json, resolve
 from aquiline.models.producers import LAYER_IDS, find_format, is_windowed
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What a family implies where its configuration is silent.
-
-    full_every: which layers see everything beside a sliding window: every p-th; 1 stands for none of them, 0 for those
-    below max_window_layers, and for all unless use_sliding_window is on."""
-
-    qkv_bias: bool = False
-    attention_bias: bool = False  # biases q, k, v and o
-    expert_bias: bool = False  # biases experts and router
-    qk_norm: bool = False
-    sinks: bool = False
-    num_norms: int = 2
-    tied_head: bool = False
-    head_dim: int | None = None
-    num_kv_heads: int | None = None
-    full_every: int = 0
-    window: int | None = None
-
-
-UNKNOWN = Facts(full_every=1)
-FACTS = {
-    "llama": Facts(),
-    "mistral": Facts(num_kv_heads=8, full_every=1, window=4096),
-    "mixtral": Facts(num_kv_heads=8, full_every=1),
-    "qwen2": Facts(qkv_bias=True, num_kv_heads=32),
-    "qwen2_moe": Facts(qkv_bias=True, num_kv_heads=16),
-    "qwen3": Facts(qk_norm=True, head_dim=128, num_kv_heads=32),
-    "qwen3_moe": Facts(qk_norm=True, num_kv_heads=4),
-    "gpt_oss": Facts(attention_bias=True, expert_bias=True, sinks=True, head_dim=64, full_every=2, window=128),
-    "gemma2": Facts(num_norms=4, tied_head=True, head_dim=256, full_every=2, window=4096),
-    "gemma3_text": Facts(num_norms=4, qk_norm=True, tied_head=True, head_dim=256, full_every=6, window=4096),
-    "phi3": Facts(full_every=1),
-}
 _UNCOUNTED = ("kv_lora_rank", "mamba_d_state", "state_size", "linear_num_key_heads", "is_encoder_decoder")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
@@ -83,7 +48,7 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
                 f"{file}: {name}={raw[name]!r} ({family}) is not counted; supported are decoders whose every layer "
                 "keeps keys and values per head"
             )
-    facts, hidden = FACTS.get(family, UNKNOWN), count(raw, file, "hidden_size")
+    facts, hidden = FAMILIES.get(family, UNKNOWN), count(raw, file, "hidden_size")
     layers = _layers(raw, file, facts)
     is_moe = any(layer.num_experts for layer in layers)
     own = precision_of(dtype, kv_dtype, is_moe=is_moe) if dtype else _own_precision(raw | outer, file, kv_dtype, is_moe)
@@ -94,7 +59,7 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
         tied_head=flag(outer | raw, file, "tie_word_embeddings", facts.tied_head),
         max_positions=count(raw, file, "max_position_embeddings") if raw.get("max_position_embeddings") else None,
         precision=own,
-        assumptions=() if family in FACTS else (unknown,),
+        assumptions=() if family in FAMILIES else (unknown,),
     )
 
 
@@ -215,7 +180,7 @@ def _layer_of(config: ModelConfig, index: int, inputs: int) -> LayerShape:
     )  # fmt: skip
 
 
-def _attention(raw: Raw, file: Path, facts: Facts, inputs: int | None = None) -> LayerShape:
+def _attention(raw: Raw, file: Path, facts: Family, inputs: int | None = None) -> LayerShape:
     """A layer without its MLP."""
     hidden, heads = count(raw, file, "hidden_size"), count(raw, file, "num_attention_heads")
     kv_heads = count(raw, file, "num_key_value_heads", facts.num_kv_heads or heads)
@@ -228,7 +193,7 @@ def _attention(raw: Raw, file: Path, facts: Facts, inputs: int | None = None) ->
     )  # fmt: skip
 
 
-def _layers(raw: Raw, file: Path, facts: Facts) -> tuple[LayerShape, ...]:
+def _layers(raw: Raw, file: Path, facts: Family) -> tuple[LayerShape, ...]:
     base, hidden = _attention(raw, file, facts), count(raw, file, "hidden_size")
     num = count(raw, file, "num_hidden_layers", most=MAX_LAYERS)
     sparse = _sparse_layers(raw, file, num)
@@ -242,7 +207,7 @@ def _layers(raw: Raw, file: Path, facts: Facts) -> tuple[LayerShape, ...]:
     return tuple(replace(kinds[is_sparse], window=w) for is_sparse, w in zip(sparse, windows, strict=True))
 
 
-def _with_experts(base: LayerShape, raw: Raw, file: Path, facts: Facts) -> LayerShape:
+def _with_experts(base: LayerShape, raw: Raw, file: Path, facts: Family) -> LayerShape:
     hidden = count(raw, file, "hidden_size")
     num_experts = max(count(raw, file, name, 0, least=0) for name in _EXPERTS)
     name = next((name for name in _PER_TOKEN if raw.get(name)), _PER_TOKEN[0])
@@ -272,9 +237,9 @@ def _sparse_layers(raw: Raw, file: Path, num_layers: int) -> list[bool]:
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
 
 
-def _windows(raw: Raw, file: Path, facts: Facts, num_layers: int) -> list[int]:
+def _windows(raw: Raw, file: Path, facts: Family, num_layers: int) -> list[int]:
     """Per layer, 0 for none."""
-    by_family = 0 if "sliding_window" in raw else facts.window or 0
+    by_family = 0 if "sliding_window" in raw else facts.window
     window = count(raw, file, "sliding_window", by_family, least=0)
     if types := texts(raw, file, "layer_types"):
         known = {"full_attention": 0, "sliding_attention": window}
