@@ -64,17 +64,16 @@ def generate(
         raise ValueError("prompts_file: --prompts-file and --out go together")
     if not chat and template != ChatConfig():
         raise ValueError("system, template_options: go with --chat")
-    text = _prompt_text(prompt, prompt_file) if prompts_file is None else None
-    engine = engine if text is None else Given({"max_batch": 1} | engine)
+    text = _prompt_text(prompt, prompt_file) if prompts_file is None else ""
+    engine = engine if prompts_file is not None else Given({"max_batch": 1} | engine)
     llm = open_llm(pair, EngineConfig(**engine), spec)
     encode: Callable[[str], list[int]] = llm.encode
     if chat:
         wrapped = open_template(llm, pair, template.template_options)
         sampling, encode = ending_with(wrapped, sampling), partial(user_prompt, wrapped, system=template.system)
-    if text is not None:
+    if prompts_file is None or out is None:
         show_continuation(llm, text, encode(text), sampling, as_json)
     else:
-        assert prompts_file is not None and out is not None
         settings = identity(llm, pair) | ({"chat": [template.system, template.template_options]} if chat else {})
         show_file(BulkRun(llm, prompts_file, out, sampling, settings, encode), as_json)
 
