@@ -11,7 +11,11 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from aquiline.checks import check_fields, is_unicode
+from aquiline.checks import check_fields, is_unicode, parse_json
+from aquiline.settings import about, setting
+
+MODEL, SAMPLING, BATCH = "Model", "Sampling", "Batch and memory"
+"""Headings under which settings are listed."""
 
 MAX_CHAIN = 16
 MAX_NODES = 256
@@ -28,40 +32,105 @@ def check(ok: bool, field_name: str, value: object, fix: str) -> None:
         raise ValueError(f"{field_name}={value!r}: {fix}")
 
 
+def parse_bias(text: str) -> tuple[int, float]:
+    """An entry of logit_bias from TOKEN_ID:BIAS."""
+    token, _, bias = text.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ValueError(f"logit_bias={text!r}: must be TOKEN_ID:BIAS, for example 42:-5") from None
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The three layers of a capture, as 1,4,6."""
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"capture={text!r}: must be layer numbers separated by commas, as 1,4,6") from None
+    if len(layers) != 3:
+        raise ValueError(f"capture={text!r}: name three layers")
+    return layers
+
+
+def parse_template_options(text: str) -> dict[str, object]:
+    """Options of a chat template from JSON."""
+    try:
+        options = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"template_options={text!r}: not JSON ({error})") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"template_options={text!r}: must be a JSON object")
+    return options
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """A target and its draft, and how they are stored and multiplied; target None: the bundled pair."""
+
+    target: str | None = setting(None, "Target checkpoint: directory, .gguf file or hub id. Default: bundled.", MODEL)
+    draft: str | None = setting(None, "EAGLE-3 draft checkpoint: directory or hub id.", MODEL)
+    capture: tuple[int, ...] | None = setting(
+        None, "Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says.", MODEL,
+        parse=parse_layers,
+    )  # fmt: skip
+    norm_feedback: bool | None = setting(
+        None, "Feed the draft's normed output back. Default: as its checkpoint says.", MODEL
+    )
+    dtype: str = setting("bfloat16", "Storage of weights: bfloat16, float16, float32, int8 or int4.", MODEL)
+    arithmetic: str = setting("auto", "auto, float32, or bfloat16, the faster where the CPU has AVX512_BF16.", MODEL)
+
+    @property
+    def default_drafter(self) -> str:
+        """The name of the way to draft where none is named. Raises ValueError for a draft without its target."""
+        if self.target is None and self.draft is not None:
+            raise ValueError(f"draft={self.draft!r}: needs --target; the bundled target has its own draft")
+        return "none" if self.target is not None and self.draft is None else "chain"
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """What the target's chat template is given beside the messages."""
+
+    system: str | None = setting(None, "System message that a chat begins with.")
+    template_options: dict[str, object] | None = setting(
+        None, "JSON for the chat template, as '{\"enable_thinking\": false}'.", parse=parse_template_options
+    )
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request's tokens are drawn and when it ends. The same seed gives the same tokens, speculation or not.
 
-    Order: repetition, presence and frequency penalties, logit bias, temperature, top-k, top-p, min-p. top_k 0, top_p 1
-    and min_p 0 switch a filter off; temperature 0 is greedy. Penalties count output tokens; the repetition penalty
-    counts prompt tokens too. `seed` None draws a fresh one per request. A stop string is cut from the text; a stop
-    token is kept in token_ids and not shown in the text.
-
-    min_tokens: no stop token is drawn before the output has so many tokens. bad_words: texts whose last token is never
-    drawn behind the tokens before it.
+    Order: repetition, presence and frequency penalties, logit bias, temperature, top-k, top-p, min-p. Penalties count
+    output tokens; the repetition penalty counts prompt tokens too. A stop string is cut from the text; a stop token is
+    kept in token_ids and not shown in the text.
 
     logprobs: with every output token its log-probability, its rank and the `logprobs` best ids beside it (0: the token
     alone, None: nothing); prompt_logprobs: the same for prompt tokens. They are the model's own: before penalties,
     bias, temperature and filters.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    bad_words: tuple[str, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: int = setting(128, "New tokens at most.", SAMPLING)
+    temperature: float = setting(0.0, "0 is greedy.", SAMPLING)
+    top_k: int = setting(0, "0 is off.", SAMPLING)
+    top_p: float = setting(1.0, "1 is off.", SAMPLING)
+    min_p: float = setting(0.0, "0 is off.", SAMPLING)
+    repetition_penalty: float = setting(1.0, "1 is off.", SAMPLING)
+    presence_penalty: float = setting(0.0, "0 is off.", SAMPLING)
+    frequency_penalty: float = setting(0.0, "0 is off.", SAMPLING)
+    logit_bias: dict[int, float] = field(
+        default_factory=dict, metadata=about("TOKEN_ID:BIAS; repeatable.", SAMPLING, parse_item=parse_bias)
+    )
+    seed: int | None = setting(None, "Default: a fresh one.", SAMPLING)
+    stop: tuple[str, ...] = setting((), "Stop string; repeatable.", SAMPLING)
+    stop_token_ids: tuple[int, ...] = setting((), "Stop token id; repeatable.", SAMPLING)
+    ignore_eos: bool = setting(False, "Run on past EOS.", SAMPLING)
+    min_tokens: int = setting(0, "No stop token is drawn before the output has so many tokens.", SAMPLING)
+    bad_words: tuple[str, ...] = setting(
+        (), "Text whose last token is never drawn behind the tokens before it; repeatable.", SAMPLING
+    )
+    logprobs: int | None = setting(None, "In JSON: log-probability of each token and the N best.", SAMPLING)
+    prompt_logprobs: int | None = setting(None, "In JSON: the same for prompt tokens.", SAMPLING)
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -106,18 +175,22 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the running engine. num_pages None sizes the pool for max_batch sequences of max_context tokens, or for
-    cache_fraction of the memory that is free at the start, whichever is less."""
+    """Sizes of the running engine. The pool has room for max_batch sequences of max_context tokens, as far as
+    cache_fraction of the memory that is free at the start holds them."""
 
-    max_batch: int = 8
-    page_size: int = 64
-    num_pages: int | None = None
-    cache_fraction: float = 0.5
-    max_context: int | None = None  # tokens per sequence, prompt and output; None: what the model was built for
-    row_budget: int = 256  # rows of one forward: decoding sequences first, then chunks of prompts
-    prefix_cache: bool = True
-    late_reads: bool | None = None  # read a step's outcome when the next one is out; None: where the backend waits less
-    check: bool = False  # page conservation after every step
+    max_batch: int = setting(8, "Requests that run at once.", BATCH)
+    page_size: int = setting(64, "Tokens of a page of keys and values, a multiple of 16.", BATCH)
+    num_pages: int | None = setting(None, "Pages of keys and values. Default: for every sequence its most.", BATCH)
+    cache_fraction: float = setting(0.5, "Share of the free memory that keys and values may take.", BATCH)
+    max_context: int | None = setting(
+        None, "Tokens of a sequence, prompt and output. Default: what the model was built for.", BATCH
+    )
+    row_budget: int = setting(256, "Rows of one forward: decoding sequences first, then chunks of prompts.", BATCH)
+    prefix_cache: bool = setting(True, "Keep computed pages for prompts that begin the same.", BATCH)
+    late_reads: bool | None = setting(
+        None, "Read a step's outcome when the next one is out. Default: where the backend waits less.", BATCH
+    )
+    check: bool = setting(False, "Check after every step that no page is lost.", BATCH)
 
     def __post_init__(self) -> None:
         check_fields(self)

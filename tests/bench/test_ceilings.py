@@ -14,7 +14,8 @@ import torch
 
 from aquiline.backends.cpu import calls, packed
 from aquiline.bench.theory import ceilings, measure
-from aquiline.bench.theory.ceilings import Choice, ceilings_of
+from aquiline.bench.theory.ceilings import ceilings_of
+from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.device import DATASHEETS, Ceilings, datasheet_ceilings
 from aquiline.bench.theory.measure import Machine, best_of, last_level_cache, measure_ceilings, this_machine
 from aquiline.config import cache_directory

@@ -82,8 +82,8 @@ def test_every_setting_is_an_option_with_its_default() -> None:
     options = inspect.signature(train).parameters
     assert set(options) - {"ctx", "recipe", "dry_run", "json_only"} == {f.name for f in dataclasses.fields(TrainConfig)}
     for field in dataclasses.fields(TrainConfig):
-        if field.default is not dataclasses.MISSING:
-            assert options[field.name].default == (field.default if field.default != () else None), field.name
+        default = None if field.default in (dataclasses.MISSING, ()) else field.default
+        assert options[field.name].default == default, field.name
 
 
 def test_help_loads_no_torch() -> None:

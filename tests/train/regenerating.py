@@ -15,7 +15,8 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.text.chat import ChatTemplate
-from aquiline.train.regenerate import RegenerateConfig, Regeneration
+from aquiline.train.regenerate import Regeneration
+from aquiline.train.regenerate_config import RegenerateConfig
 from aquiline.train.regenerated import Regenerated
 
 STOPS = (30, 76, 84)

@@ -20,7 +20,8 @@ from aquiline.engine.model import Loading, from_modules
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 from aquiline.train.answer_file import AnswerFile
-from aquiline.train.regenerate import RegenerateConfig, Regeneration
+from aquiline.train.regenerate import Regeneration
+from aquiline.train.regenerate_config import RegenerateConfig
 
 pytestmark = needs_native
 

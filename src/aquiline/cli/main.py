@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -43,14 +44,9 @@ app = typer.Typer(
     help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
 )
 bench.register(app)
-app.command()(chat)
-app.command(cls=ListCommand)(compare)
-app.command()(demo)
-app.command("eval", cls=ListCommand)(evaluate)
-app.command()(gate)
-app.command()(generate)
-app.command(cls=ListCommand)(limits)
-app.command()(profile)
-app.command(cls=ListCommand)(regenerate)
-app.command()(report)
-app.command(cls=ListCommand)(train)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "chat": chat, "compare": compare, "demo": demo, "eval": evaluate, "gate": gate, "generate": generate,
+    "limits": limits, "profile": profile, "regenerate": regenerate, "report": report, "train": train,
+}  # fmt: skip
+for name, command in COMMANDS.items():
+    app.command(name, cls=ListCommand)(command)

@@ -8,26 +8,24 @@ from typing import Annotated
 
 import typer
 
-from aquiline.cli.options import Arithmetic, Dtype, wide_console
-from aquiline.spec.drafting import drafting
+from aquiline.bench.suite.plan import RandomWeights
+from aquiline.cli.fields import Fields, with_options
+from aquiline.cli.options import AsJson, chosen
+from aquiline.config import EngineConfig, PairConfig, SamplingParams
+from aquiline.spec.drafting import DraftingChoice
 
 
+@with_options
 def profile(
-    target: Annotated[str | None, typer.Option(help="Target checkpoint. Default: bundled.")] = None,
-    draft: Annotated[str | None, typer.Option(help="EAGLE-3 draft checkpoint.")] = None,
-    drafter: Annotated[str, typer.Option(help="none, chain, static or dynamic.")] = "chain",
-    num_spec_tokens: Annotated[int, typer.Option(help="Chain length.")] = 3,
-    depth: Annotated[int, typer.Option(help="Dynamic: passes past the first.")] = 2,
-    draft_top_k: Annotated[int, typer.Option(help="Dynamic: beam width.")] = 2,
-    num_nodes: Annotated[int, typer.Option(help="Dynamic: nodes, root too.")] = 6,
+    *,
+    pair: Annotated[PairConfig, Fields(only=("target", "draft", "dtype", "arithmetic"))],
+    drafting: DraftingChoice,
     context: Annotated[int, typer.Option(help="Prompt tokens, of real text.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens each of them writes.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    dtype: Dtype = "bfloat16",
-    arithmetic: Arithmetic = "auto",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (chrome://tracing, Perfetto).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time the stages of decode steps: draft, masks, verify, accept, commit, host, with their share of the cycle.
 
@@ -39,18 +37,16 @@ def profile(
 
       aquiline profile --drafter dynamic --depth 5 --draft-top-k 10 --num-nodes 60
     """
-    from rich.table import Table
-
     from aquiline.bench.data.prompts import text_prompts
     from aquiline.bench.suite.profile import profile as run_profile
-    from aquiline.bench.suite.scenarios import Source
-    from aquiline.config import EngineConfig, SamplingParams
+    from aquiline.bench.suite.scenarios import sources_of
+    from aquiline.cli.show.profile import show_profile
 
-    spec = drafting(drafter, num_spec_tokens=num_spec_tokens, depth=depth, top_k=draft_top_k, num_nodes=num_nodes)
+    spec = chosen(drafting, pair)
     config = EngineConfig(max_batch=batch, max_context=context + new_tokens, prefix_cache=False)
-    models = Source(target, draft, dtype, arithmetic).load()
+    models = sources_of(pair, RandomWeights())[0].load()
     if models.tokenizer is None:
-        raise ValueError(f"target={target!r}: has no tokenizer.json, and prompts are text")
+        raise ValueError(f"target={pair.target!r}: has no tokenizer.json, and prompts are text")
     prompts = [p.token_ids for p in text_prompts(context, batch, models.tokenizer)]
     sampling = SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=0, ignore_eos=True)
     found = run_profile(models, config, spec, prompts, sampling)
@@ -58,14 +54,5 @@ def profile(
         found.write_trace(trace)
     if as_json:
         print(json.dumps(found.as_dict()))
-        return
-    s = found.summary
-    table = Table(
-        title=f"{s.num_decode_steps} steps, {batch} sequences, {context} prompt tokens, tau {s.counters.tau:.2f}"
-    )
-    for column in ("range", "calls", "ms per step", "% of cycle"):
-        table.add_column(column, justify="left" if column == "range" else "right")
-    for row in found.rows:
-        name = f"  {row.name}" if row.is_part else row.name
-        table.add_row(name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}")
-    wide_console().print(table)
+    else:
+        show_profile(found, f"{batch} sequences, {context} prompt tokens")

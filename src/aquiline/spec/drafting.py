@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -18,6 +18,10 @@ from typing import Any, ClassVar, Protocol
 
 from aquiline.checks import check_fields
 from aquiline.config import MAX_CHAIN, MAX_DEPTH, MAX_NODES, check
+from aquiline.settings import name_of, setting
+
+DRAFTING = "Drafting"
+"""The heading under which fields of ways to draft are listed."""
 
 DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
     (0,),
@@ -136,7 +140,7 @@ class Chain(Drafting):
     """num_spec_tokens drafted tokens, one after the other."""
 
     name: ClassVar[str] = "chain"
-    num_spec_tokens: int = 3
+    num_spec_tokens: int = setting(3, "Chain length.", DRAFTING)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -163,7 +167,9 @@ class Static(Drafting):
     """A fixed tree, given as paths of child ranks."""
 
     name: ClassVar[str] = "static"
-    static_paths: tuple[tuple[int, ...], ...] = DEFAULT_STATIC_PATHS
+    static_paths: tuple[tuple[int, ...], ...] = setting(
+        DEFAULT_STATIC_PATHS, "Every node's path as child ranks.", DRAFTING, is_option=False
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -207,9 +213,9 @@ class Dynamic(Drafting):
     is depth + 1. Source: Li et al., arXiv 2406.16858."""
 
     name: ClassVar[str] = "dynamic"
-    depth: int = 2
-    top_k: int = 2
-    num_nodes: int = 6
+    depth: int = setting(2, "Dynamic: passes past the first.", DRAFTING)
+    top_k: int = setting(2, "Dynamic: beam width.", DRAFTING, name="draft_top_k")
+    num_nodes: int = setting(6, "Dynamic: nodes, root too.", DRAFTING)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -259,3 +265,24 @@ def drafting(name: str, **fields: Any) -> Drafting:
     kind = DRAFTINGS[name]
     own = {f.name for f in dataclass_fields(kind)}
     return kind(**{k: v for k, v in fields.items() if k in own and v is not None})
+
+
+@dataclass(frozen=True)
+class DraftingChoice:
+    """A way to draft as a user names it: its name, None for the default, and `given` fields of any of them by the
+    names that users call them."""
+
+    name: str | None
+    given: Mapping[str, Any]
+
+    def value(self, default: str) -> Drafting:
+        """The way that is chosen, with those of the given fields that it has. Raises ValueError as `drafting` does."""
+        name = self.name or default
+        kind = DRAFTINGS.get(name, NoDraft)
+        return drafting(
+            name, **{f.name: self.given[name_of(f)] for f in dataclass_fields(kind) if name_of(f) in self.given}
+        )
+
+    def without_effect(self, chosen: Drafting) -> list[str]:
+        """Given fields that the chosen way does not have."""
+        return [name for name in self.given if name not in map(name_of, dataclass_fields(chosen))]

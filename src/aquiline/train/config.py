@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from aquiline.checks import check_fields
+from aquiline.config import parse_layers
+from aquiline.settings import about, setting
 
 LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
 """The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
@@ -18,55 +20,94 @@ LOSS_ON = ("answers", "all")
 """Which tokens of conversations and masked rows count: those the model itself wrote, or prompts too."""
 
 
+SHAPE, BUDGET, BATCH = "The draft's shape", "How long", "Batches and passes"
+UPDATE, HELD_OUT, KEEP, RUN = "Loss and update", "Looks at held-out text", "Checkpoints and figures", "How it runs"
+"""Headings under which settings are listed."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run. None means: derived from the target when the run starts (see `aquiline train --help`)."""
+    """A training run. None means: derived from the target when the run starts."""
 
-    target: Path
-    data: tuple[Path, ...]
-    out: Path
-    held_out: tuple[Path, ...] = ()
-    draft_vocab_size: int | None = None  # special tokens included; None: the target's, at most 32000
-    intermediate_size: int | None = None  # None: the target's
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    capture: tuple[int, ...] | None = None  # None: as init says, else EAGLE-3's three layers
-    norm_feedback: bool | None = None  # what init feeds back, where its checkpoint leaves that open
-    draft_window: int | None = None  # positions the draft attends to, 0: all; None: as --init has it, else all
-    rope_scaling: str | None = None  # of the draft's rotary embedding, as yarn:FACTOR or yarn:FACTOR:ORIGINAL
-    context: int = 512
-    batch_size: int = 8  # rows of all ranks together
-    accumulate: int = 1  # batches of one optimizer step
-    ttt_steps: int = 7
-    late_share: float = 1.0  # share of positions that steps 1 .. S-1 train on
-    loss: str = "ce"
-    loss_on: str = "answers"
-    replay: float = 1.0  # weight of a prediction of a token that a draft missed when it served
-    decay: float = 0.8
-    optimizer: str = "adamw"
-    lr: float | None = None
-    warmup: float = 0.02  # share of the run
-    clip: float = 0.5
-    weight_decay: float = 0.0
-    steps: int | None = None
-    tokens: int | None = None
-    minutes: float | None = None
-    epochs: float | None = None
-    init: Path | None = None
-    resume: bool = False
-    may_differ: tuple[str, ...] = ()  # settings that a resumed run changes on purpose; see resume.py
-    seed: int = 0
-    log_every: int = 20
-    eval_every: int = 200
-    eval_rows: int = 32
-    eval_tokens: int = 128  # new tokens of a held-out continuation, at most half of context
-    features: Path | None = None  # folder that keeps what the target says of each document
-    ema: float = 0.0  # decay of the averaged weights that are judged and saved; 0: the weights themselves
-    keep: int = 2  # checkpoints; the newest
-    save_every_minutes: float = 10.0  # checkpoints between looks
-    parallel: str | None = None  # under torchrun; None: ddp there
-    attention: str = "fused"  # implementation of the training-time test's attention; all compute the same
-    log: tuple[str, ...] = ()  # where figures go beside train.jsonl
+    target: Path = field(metadata=about("Target checkpoint: a Hugging Face folder or hub id, or a .gguf file."))
+    data: tuple[Path, ...] = field(
+        metadata=about(
+            "What to train on, one or several: folders or files of .py/.txt/.md text; rows of conversations "
+            "(messages, or ShareGPT's conversations), text or token ids (and loss_mask) in .jsonl, .jsonl.gz, .json, "
+            ".parquet or .arrow; data sets of the Hugging Face hub or saved by its library, as NAME or NAME:SPLIT; "
+            ".bin streams of uint16 ids split at the bos/eos id. The target's own answers train the best drafts."
+        )
+    )
+    out: Path = field(metadata=about("Folder to write; serve the draft from it."))
+    init: Path | None = setting(None, "Draft to continue from, with its vocabulary and shape.")
+    resume: bool = setting(False, "Continue OUT from its newest whole checkpoint.")
+    may_differ: tuple[str, ...] = setting(
+        (), "Settings that --resume changes on purpose, as: data lr. The names are TrainConfig's."
+    )
+    seed: int = setting(0, "Batches, initial weights and sampling follow from it.")
+    minutes: float | None = setting(None, "Stop after so long, loading, looks and saving included.", BUDGET)
+    steps: int | None = setting(None, "Stop after so many.", BUDGET)
+    tokens: int | None = setting(None, "Stop after so many.", BUDGET)
+    epochs: float | None = setting(None, "Stop after so many passes over the data; 1 if no budget is given.", BUDGET)
+    draft_vocab_size: int | None = setting(
+        None, "Tokens the draft can name, special ones included; default: the target's, at most 32000.", SHAPE
+    )
+    intermediate_size: int | None = setting(None, "MLP width; default: the target's.", SHAPE)
+    num_heads: int | None = setting(None, "Query heads; default: the target's.", SHAPE)
+    num_kv_heads: int | None = setting(None, "Key/value heads; default: the target's.", SHAPE)
+    capture: tuple[int, ...] | None = setting(
+        None, "Three target layers whose outputs the draft reads, as 1,4,6; default: as --init says, else 1, L/2-1, "
+        "L-4.", SHAPE, parse=parse_layers,
+    )  # fmt: skip
+    norm_feedback: bool | None = setting(None, "What --init feeds back, where its checkpoint leaves that open.", SHAPE)
+    draft_window: int | None = setting(
+        None, "Positions that the draft attends to, 0 for all; default: as --init has it, else all. A window keeps a "
+        "draft good beyond the contexts it was trained on.", SHAPE,
+    )  # fmt: skip
+    rope_scaling: str | None = setting(
+        None, "yarn:FACTOR stretches the draft's rotary embedding from the positions it was built for; "
+        "yarn:FACTOR:ORIGINAL says from how many.", SHAPE,
+    )  # fmt: skip
+    context: int = setting(512, "Tokens per training row; near what will be served is best.", BATCH)
+    batch_size: int = setting(8, "Rows of a batch, of all ranks together.", BATCH)
+    accumulate: int = setting(1, "Batches of one optimizer step, for less memory.", BATCH)
+    ttt_steps: int = setting(7, "Passes on the draft's own outputs: the draft length to train for.", BATCH)
+    late_share: float = setting(
+        1.0, "Share of positions that passes after the first train on; 0.25 is 1.7x faster on a CPU.", BATCH
+    )
+    loss: str = setting("ce", f"One of {', '.join(LOSS_NAMES)} (losses.py says which).", UPDATE)
+    loss_on: str = setting(
+        "answers", f"{LOSS_ON[0]}: what loss masks and the chat template say the model wrote; {LOSS_ON[1]}: prompts "
+        "too.", UPDATE,
+    )  # fmt: skip
+    replay: float = setting(
+        1.0, "Weight of tokens that the draft missed when it served, as rows of aquiline regenerate --draft say; 1: "
+        "that of all others.", UPDATE,
+    )  # fmt: skip
+    decay: float = setting(0.8, "Weight of each pass beside the one before it.", UPDATE)
+    optimizer: str = setting("adamw", "adamw, or muon (Muon inside, AdamW for head and norms).", UPDATE)
+    lr: float | None = setting(None, "Peak learning rate; default: 0.35 / hidden size, at most 1e-3.", UPDATE)
+    warmup: float = setting(0.02, "Share of the run until the peak; then a cosine to 2 %.", UPDATE)
+    clip: float = setting(0.5, "Largest gradient norm.", UPDATE)
+    weight_decay: float = setting(0.0, "Of matrices.", UPDATE)
+    ema: float = setting(0.0, "Decay of averaged weights, which are judged and saved; 0: none.", UPDATE)
+    held_out: tuple[Path, ...] = setting(
+        (), "Documents to judge by; default: one in 20, chosen by its name's hash.", HELD_OUT
+    )
+    eval_every: int = setting(200, "Steps between looks; each saves a checkpoint.", HELD_OUT)
+    eval_rows: int = setting(32, "Held-out prompts that the target continues.", HELD_OUT)
+    eval_tokens: int = setting(128, "New tokens of each continuation, at most half of context.", HELD_OUT)
+    keep: int = setting(2, "Newest checkpoints to keep.", KEEP)
+    save_every_minutes: float = setting(10.0, "Checkpoints between looks.", KEEP)
+    log_every: int = setting(20, "Steps between lines.", KEEP)
+    log: tuple[str, ...] = setting((), f"Send figures to {' and '.join(LOG_NAMES)} too.", KEEP)
+    features: Path | None = setting(
+        None, "Folder that keeps what the target says of each document, for later epochs and runs.", RUN
+    )
+    attention: str = setting("fused", f"Of the passes, the same values: {', '.join(ATTENTION_NAMES)}.", RUN)
+    parallel: str | None = setting(
+        None, f"Under torchrun: {' or '.join(PARALLEL_NAMES)} (the draft and its optimizer split over the ranks).", RUN
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

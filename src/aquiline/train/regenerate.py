@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aquiline.checks import check_fields, is_unicode
+from aquiline.checks import is_unicode
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.progress import RequestProgress
@@ -28,64 +27,14 @@ from aquiline.text.chat import ChatTemplate
 from aquiline.text.questions import read_rows
 from aquiline.train.answer_file import AnswerFile
 from aquiline.train.answering import Conversation
+from aquiline.train.regenerate_config import RegenerateConfig
 from aquiline.train.regenerated import Regenerated
 
 LABELS = ("source", "category", "license")
 """Fields of an input row that its output row repeats."""
 
-DEFAULT_TEMPERATURES, DEFAULT_WEIGHTS = (0.0, 0.8, 1.0), (0.4, 0.4, 0.2)
-"""A draft serves greedy and sampled requests, so both kinds of text are in its training data."""
-
 NUM_REPORTED = 50
 """At most this many rows without an answer are named; further ones are only counted."""
-
-
-@dataclass(frozen=True)
-class RegenerateConfig:
-    """What to answer and how. Rows are numbered from 0 over all files of `data`, empty lines apart.
-
-    Rows are shuffled by shuffle_seed (None: they keep their order), without the rows whose ids stand in the files
-    `skip_ids`. Then the first `start` rows are left out and the next `limit` are taken. Raises ValueError naming the
-    field, its value and the fix."""
-
-    data: tuple[Path, ...]
-    out: Path
-    temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES
-    temperature_weights: tuple[float, ...] = DEFAULT_WEIGHTS
-    max_tokens: int = 512  # of an answer
-    seed: int = 0
-    shuffle_seed: int | None = 0
-    skip_ids: tuple[Path, ...] = ()
-    start: int = 0
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.data:
-            raise ValueError("data=(): name at least one file of prompts")
-        for temperature in self.temperatures:
-            SamplingParams(max_tokens=self.max_tokens, temperature=temperature)
-        weights = self.temperature_weights
-        if len(weights) != len(self.temperatures) or not all(0 <= w < math.inf for w in weights) or not sum(weights):
-            raise ValueError(
-                f"temperature_weights={weights}: must be one number from 0 on per temperature of {self.temperatures}, "
-                "not all of them 0"
-            )
-        if self.start < 0:
-            raise ValueError(f"start={self.start}: must be 0 or more")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit}: must be at least 1; leave it out for every row")
-
-    def draw(self, row: int) -> tuple[float, int]:
-        """Temperature and sampling seed of a row."""
-        digest = hashlib.sha256(f"{self.seed} {row}".encode()).digest()
-        at = int.from_bytes(digest[:8]) / 2**64 * sum(self.temperature_weights)
-        seed = int.from_bytes(digest[8:14])  # 48 bits, which every reader of JSON keeps
-        for temperature, weight in zip(self.temperatures, self.temperature_weights, strict=True):
-            if at < weight:
-                return temperature, seed
-            at -= weight
-        return self.temperatures[-1], seed
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from aquiline.bench.eval.plan import EvalPlan, Evaluated, TeacherForced, Text, T
 from aquiline.bench.eval.teacher import Guesses, accuracy, guess, teacher
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import tokens_sha256
-from aquiline.bench.suite.suite import BASELINE
+from aquiline.bench.suite.plan import BASELINE
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.errors import OutOfPages, ResultError

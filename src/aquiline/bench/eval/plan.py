@@ -7,27 +7,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from aquiline.bench.eval.teacher import Accuracy
-from aquiline.bench.suite.suite import BASELINE
-from aquiline.config import SamplingParams
-from aquiline.metrics import Counters
+from aquiline.bench.suite.plan import BASELINE
+from aquiline.config import SAMPLING, PairConfig, SamplingParams
+from aquiline.settings import setting
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
-from aquiline.text.questions import Question
+
+if TYPE_CHECKING:
+    from aquiline.bench.eval.teacher import Accuracy
+    from aquiline.metrics import Counters
+    from aquiline.text.questions import Question
+
+SEARCH, OUTPUT = "Settings", "Output"
+"""Headings under which settings are listed."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The settings that are compared with the baseline, as a user names them."""
+
+    num_spec_tokens: tuple[int, ...] = setting((), "Chain lengths to compare, as 1 2 3 4 5.", SEARCH)
+    trees: tuple[str, ...] = setting(
+        (), "Trees to compare: DEPTHxTOP_KxNODES, as 2x2x6 4x8x32 (EAGLE's is 5x10x60), or static. Default: chain 3 "
+        "and 2x2x6.", SEARCH,
+    )  # fmt: skip
+
+    @property
+    def settings(self) -> dict[str, Drafting]:
+        """Ways to draft by their names, the baseline first."""
+        return settings_of(self.num_spec_tokens, self.trees)
 
 
 @dataclass(frozen=True)
 class EvalPlan:
     """What is compared at which lengths; the baseline comes first. A text ends at its length, or at EOS unless
-    ignore_eos. Question i draws with seed + i, at every setting and in every repeat alike."""
+    ignore_eos. Seeds are the same at every setting and in every repeat."""
 
     settings: dict[str, Drafting]
-    lengths: tuple[int, ...] = (50, 100, 200)
-    temperatures: tuple[float, ...] = (0.0,)
-    repeats: int = 1
-    seed: int = 0
-    ignore_eos: bool = False
-    teacher_forced: bool = True
+    lengths: tuple[int, ...] = setting((50, 100, 200), "New tokens at most.", SAMPLING)
+    temperatures: tuple[float, ...] = setting((0.0,), "One or several.", SAMPLING, name="temperature")
+    repeats: int = setting(1, "Runs of each text, for the times.", SAMPLING)
+    seed: int = setting(0, "Question i draws with seed + i.", SAMPLING)
+    ignore_eos: bool = setting(False, "Write every text to its length.", SAMPLING)
+    teacher_forced: bool = setting(
+        True, "Also judge the draft at every position, which takes one more slow run per text.", OUTPUT
+    )
 
     def __post_init__(self) -> None:
         for name in ("lengths", "temperatures"):
@@ -49,6 +74,12 @@ class EvalPlan:
     def chains(self) -> dict[int, str]:
         """Names of the settings that draft a chain, by its length."""
         return {spec.num_spec_tokens: name for name, spec in self.settings.items() if isinstance(spec, Chain)}
+
+
+def check_pair(pair: PairConfig) -> None:
+    """Raises ValueError unless there is a draft to evaluate."""
+    if (pair.target is None) != (pair.draft is None):
+        raise ValueError(f"target={pair.target!r}, draft={pair.draft!r}: name both, or neither for the bundled pair")
 
 
 def settings_of(num_spec_tokens: Sequence[int] = (), trees: Sequence[str] = ()) -> dict[str, Drafting]:

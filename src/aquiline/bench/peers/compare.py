@@ -16,40 +16,38 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.bench.peers.base import QUANTISED, PeerSpec, Place
+from aquiline.bench.peers.base import ALL_PEERS, QUANTISED, PeerSpec, Place, parse_peers
 from aquiline.bench.peers.check import CHECK_NEEDED, CHECK_PROMPTS, check, unlike
 from aquiline.bench.peers.contestants import Other, Own
 from aquiline.bench.peers.converted import stored_dtype
+from aquiline.bench.peers.plan import Contest, Workload
+from aquiline.bench.peers.random_target import random_target
 from aquiline.bench.peers.results import PeerModel, agreement
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.results.integrity import differences
-from aquiline.bench.results.intervals import LEAST_RUNS, rotated
+from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import Result, Scenario, is_speculative, tokens_sha256
-from aquiline.bench.theory.ceilings import Choice, ceilings_of
+from aquiline.bench.theory.ceilings import ceilings_of
+from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.configs import shape_of
 from aquiline.bench.theory.device import GIGA
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import precision_of
-from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.bundled import BUNDLED_TARGET
+from aquiline.config import EngineConfig, PairConfig, SamplingParams
+from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
-from aquiline.models.load import target_entries
+from aquiline.models.load import resolve, target_entries
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SETTLE_S = 0.1
 """Pause before each run: the threads of the engine that ran before keep spinning on the cores for a while."""
 
 
-DEFAULT_CHAINS = (3, 4, 5)
-"""The lengths of the chains that are run, by aquiline and by peers with the same draft."""
-
-
 @dataclass(frozen=True)
-class Plan:
-    """What is compared. names: of target and draft, for tables. repeats: measured runs of every setting, after one run
-    to warm up; each run has prompts of its own. batch: how many prompts of a run are continued together."""
+class Plan(Workload):
+    """What is compared. names: target and draft as a stranger would know them."""
 
     target: Path
     draft: Path | None
@@ -57,21 +55,41 @@ class Plan:
     names: tuple[str, str | None]
     is_random: bool = False
     arithmetics: tuple[str, ...] = ("float32",)
-    num_spec_tokens: tuple[int, ...] = DEFAULT_CHAINS
-    prompt_tokens: int = 128
-    new_tokens: int = 128
-    repeats: int = LEAST_RUNS
-    batch: int = 1
-    temperature: float = 0.0
     seed: int = 0
-    text_source: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("new_tokens", 2), ("repeats", 1), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        super().__post_init__()
         if self.arithmetics[:1] != ("float32",):
             raise ValueError(f"arithmetics={self.arithmetics}: float32 comes first; peers are checked against it")
+
+
+def plan_of(contest: Contest, pair: PairConfig, work: Workload) -> Plan:
+    """The plan of what a user names. Without peers, all that can run what is compared.
+
+    Raises ValueError for a draft without its target, a target beside random weights, and an unknown peer."""
+    is_random, target, draft = contest.random_weights is not None, pair.target, pair.draft
+    if is_random and (target or draft):
+        raise ValueError(
+            f"random_weights={contest.random_weights!r}: is a target of its own; leave --target and --draft out"
+        )
+    if target is None and draft is not None:
+        raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
+    named = parse_peers(contest.peer or ALL_PEERS, work.num_spec_tokens)
+    drafts: Path | None
+    if contest.random_weights is not None:
+        place, drafts = random_target(contest.random_weights), None
+        name = f"random weights, {Path(contest.random_weights).name}"
+    elif target is None:
+        place, drafts, name = BUNDLED_TARGET, BUNDLED_DRAFT, "bundled"
+    else:
+        place, drafts, name = resolve(target), resolve(draft) if draft is not None else None, Path(target).name
+    names = name, Path(draft).name if draft is not None else name if drafts is not None else None
+    if not contest.peer and drafts is None:
+        named = tuple(spec for spec in named if spec.eagle is None)
+    if not contest.peer and work.batch > 1:
+        named = tuple(s for s in named if not s.is_served and (s.kind == "openvino" or not s.is_speculative))
+    arithmetics = ("float32", "bfloat16") if contest.bf16_arithmetic else ("float32",)
+    return Plan(place, drafts, named, names, is_random, arithmetics, **vars(work))
 
 
 def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) -> Comparison:

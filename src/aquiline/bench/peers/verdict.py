@@ -7,11 +7,13 @@ many settings.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from aquiline.bench.peers.base import QUANTISED
 from aquiline.bench.results.intervals import Estimate, estimate, paired
-from aquiline.bench.results.result import Result
+from aquiline.bench.results.result import Result, write_result
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,10 @@ def _sentence(own: list[Row], peers: list[Row], what: str) -> str:
         f"{what}: {ours.label} ({choice}{ours.rate.whole()} tok/s) is {ours.over(best).times()} the fastest of "
         f"{len(peers)} peer settings, {best.label} ({best.rate.whole()} tok/s)"
     )
+
+
+def write_comparison(found: Comparison, out: Path) -> None:
+    """Write one result file per setting."""
+    out.mkdir(parents=True, exist_ok=True)
+    for row, result in zip(found.rows, found.results, strict=True):
+        write_result(result, out / f"{re.sub('[^a-z0-9=.-]+', '-', row.label.lower())}.json")

@@ -1,4 +1,4 @@
-"""What the benchmark suite runs, as data: scenarios, their profiles, and the models they run on."""
+"""The models that the benchmark suite runs on: checkpoints, or random weights of a config with a simulated tau."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from aquiline.config import Environment
+from aquiline.bench.suite.plan import RandomWeights
+from aquiline.config import Environment, PairConfig
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.model import LoadedModels, Loading, from_modules, load_models
 from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig, default_capture
@@ -15,28 +16,6 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.load import read_model_config
 from aquiline.types import storage_dtype
-
-
-@dataclass(frozen=True)
-class Load:
-    """One scenario: batch sequences behind contexts of that many real tokens."""
-
-    name: str
-    context: int
-    batch: int
-    is_random: bool = False  # random weights with a simulated tau: contexts that no bundled model was trained for
-
-
-FULL = (
-    Load("baseline", 8192, 1), Load("single", 32768, 1), Load("batch", 8192, 8), Load("large-context", 16384, 4),
-    Load("stress", 16384, 16),
-)  # fmt: skip
-CPU = (
-    Load("baseline", 512, 1), Load("single", 2048, 1), Load("batch", 512, 8), Load("large-context", 1024, 4),
-    Load("stress", 1024, 16), Load("long", 8192, 1, True), Load("long", 16384, 1, True), Load("long", 32768, 1, True),
-    Load("long", 65536, 1, True),
-)  # fmt: skip
-PROFILES = {"full": FULL, "cpu": CPU}
 
 RANDOM = ModelConfig(
     family="llama", vocab_size=8192, hidden_size=512, intermediate_size=1408, num_layers=4, num_heads=8, num_kv_heads=4,
@@ -77,6 +56,17 @@ class Source:
         if self.target is None:
             draft = str(BUNDLED_DRAFT)
         return load_models(target, draft, Loading(self.dtype, self.arithmetic), Environment.read())
+
+
+def sources_of(pair: PairConfig, random: RandomWeights) -> tuple[Source, Source]:
+    """The models of scenarios, and those of scenarios that need random weights."""
+    plain = Source(pair.target, pair.draft, pair.dtype, pair.arithmetic)
+    if random.random_weights is None:
+        small = replace(plain, target=None, draft=None, random_config=RANDOM, simulated_tau=SIMULATED_TAU)
+        return plain, small
+    tau = random.simulate_tau or SIMULATED_TAU
+    own = replace(plain, random_config=random_config(random.random_weights), simulated_tau=tau)
+    return own, own
 
 
 def random_models(config: ModelConfig, how: Loading) -> LoadedModels:

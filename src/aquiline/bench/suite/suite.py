@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.bench.results.integrity import problems
-from aquiline.bench.results.intervals import LEAST_RUNS, paired, rotated
+from aquiline.bench.results.intervals import paired, rotated
 from aquiline.bench.results.result import (
     ModelFacts,
     Result,
@@ -27,8 +27,10 @@ from aquiline.bench.results.result import (
     tokens_sha256,
     write_result,
 )
-from aquiline.bench.suite.scenarios import Load, Source
-from aquiline.bench.theory.ceilings import Choice, ceilings_of
+from aquiline.bench.suite.plan import Load, Plan
+from aquiline.bench.suite.scenarios import Source
+from aquiline.bench.theory.ceilings import ceilings_of
+from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.configs import draft_shape_of, shape_of
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import precision_of
@@ -38,30 +40,7 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
-
-BASELINE = "baseline"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How scenarios are run. micro_steps: decode steps of the baseline, which every setting's output length follows."""
-
-    loads: tuple[Load, ...]
-    profile: str
-    num_spec_tokens: tuple[int, ...] = (2, 3, 4, 5)
-    temperatures: tuple[float, ...] = (0.0,)
-    micro_steps: int = 128
-    warmup_runs: int = 1
-    measurement_runs: int = LEAST_RUNS
-    seed: int = 0
-    text_source: str | None = None
-
-    @property
-    def settings(self) -> dict[str, Drafting]:
-        """What is compared: the baseline first."""
-        chains: dict[str, Drafting] = {f"chain-{k}": Chain(k) for k in self.num_spec_tokens}
-        return {BASELINE: NoDraft()} | chains
+from aquiline.spec.drafting import Drafting, NoDraft
 
 
 @dataclass

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
+from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.device import (
     GIGA,
     TERA,
@@ -31,19 +32,6 @@ from aquiline.bench.theory.measure import (
 from aquiline.config import cache_directory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A device as the user names it. device: "cpu" or a key of DATASHEETS; None is cpu, or no device if bandwidth and
-    flops are both given. arithmetic: None is float32 on a CPU and beside float32 weights, else bfloat16. bandwidth
-    (GB/s) and flops (TFLOP/s): replace the device's own figures."""
-
-    device: str | None = None
-    arithmetic: str | None = None
-    bandwidth: float | None = None
-    flops: float | None = None
-    remeasure: bool = False
 
 
 def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:

@@ -4,36 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aquiline.bench.theory.choice import Grid
 from aquiline.bench.theory.roofline import Ideal, Roofline
 from aquiline.spec.drafting import Chain
 
 EXAMPLE_TAU = 2.5
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What to tabulate. taus: if empty, each chain's upper bound, with all drafts accepted, and EXAMPLE_TAU."""
-
-    contexts: tuple[int, ...]
-    batches: tuple[int, ...]
-    chains: tuple[int, ...]
-    taus: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, values in (("context", self.contexts), ("batch", self.batches)):
-            for value in values:
-                if value < 1:
-                    raise ValueError(f"{name}={value}: must be at least 1")
-        if not self.chains:
-            return
-        Chain(max(self.chains))
-        Chain(min(self.chains))
-        for tau in self.taus:
-            if not 1 <= tau <= max(self.chains) + 1:
-                raise ValueError(
-                    f"tau={tau:g}: must be between 1 and {max(self.chains) + 1}, the most the longest chain and its "
-                    "bonus can commit; raise --num-spec-tokens or lower it"
-                )
 
 
 @dataclass(frozen=True)

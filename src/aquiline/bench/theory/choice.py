@@ -1,0 +1,81 @@
+"""A model's storage, a device and a grid as a user names them. Knows neither models nor devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aquiline.settings import about, setting
+from aquiline.spec.drafting import Chain
+
+DEVICE, STORAGE = "Device", "Storage"
+"""Headings under which settings are listed."""
+
+DEFAULT_CONTEXTS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How target and draft are stored, each None as its config says."""
+
+    dtype: str | None = setting(
+        None, "Weights: float32, bfloat16, float16, fp8, int8, int4 or mxfp4. Default: as the config says.", STORAGE
+    )
+    draft_dtype: str | None = setting(
+        None, "The draft's. Default: bfloat16, or as the target where that is not quantised.", STORAGE
+    )
+    kv_dtype: str | None = setting(None, "Keys and values: float32, bfloat16, float16 or fp8.", STORAGE)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A device as the user names it; figures replace its own.
+
+    device None: cpu, or nothing but the figures if both are given. arithmetic None: float32 on a CPU and beside float32
+    weights, else bfloat16."""
+
+    device: str | None = setting(
+        None, "cpu, measured once and cached; or by datasheet a100, h100, h200, b200, l4, l40s, rtx3090, rtx4090, "
+        "rtx5090, mi300x. Default: cpu.", DEVICE,
+    )  # fmt: skip
+    arithmetic: str | None = setting(None, "float32 or bfloat16. Default: float32 on a CPU, else bfloat16.", DEVICE)
+    bandwidth: float | None = setting(None, "GB/s, in the place of the device's.", DEVICE)
+    flops: float | None = setting(None, "TFLOP/s, in the place of the device's.", DEVICE)
+    remeasure: bool = setting(False, "Measure the CPU again.", DEVICE)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to tabulate. taus empty: every chain's upper bound, all drafts accepted, and limits.EXAMPLE_TAU."""
+
+    contexts: tuple[int, ...] = field(
+        metadata=about("Cached tokens per sequence. Default: 512 2048 8192.", name="context")
+    )
+    batches: tuple[int, ...] = setting((1, 4, 8), "Sequences.", name="batch")
+    chains: tuple[int, ...] = setting((2, 3, 4, 5), "Chain lengths K.", name="num_spec_tokens")
+    taus: tuple[float, ...] = setting(
+        (), "Tokens committed a step. Default: the most a chain can, and 2.5.", name="tau"
+    )
+
+    def __post_init__(self) -> None:
+        for name, values in (("context", self.contexts), ("batch", self.batches)):
+            for value in values:
+                if value < 1:
+                    raise ValueError(f"{name}={value}: must be at least 1")
+        if not self.chains:
+            return
+        Chain(max(self.chains))
+        Chain(min(self.chains))
+        for tau in self.taus:
+            if not 1 <= tau <= max(self.chains) + 1:
+                raise ValueError(
+                    f"tau={tau:g}: must be between 1 and {max(self.chains) + 1}, the most the longest chain and its "
+                    "bonus can commit; raise --num-spec-tokens or lower it"
+                )
+
+
+def grid_of(given: Mapping[str, Any], max_positions: int | None) -> Grid:
+    """The grid of what a user gives; its contexts by default those that the model was built for."""
+    fitting = tuple(c for c in DEFAULT_CONTEXTS if max_positions is None or c <= max_positions)
+    return Grid(**{"contexts": fitting or (max_positions or 1,), **given})

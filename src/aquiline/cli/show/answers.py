@@ -1,0 +1,74 @@
+"""Continuations of prompts as text and as JSON: text to standard output, figures to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from aquiline.config import SamplingParams
+from aquiline.engine.bulk import BulkRun
+from aquiline.engine.llm import LLM, Output, Result
+
+
+def show_continuation(llm: LLM, prompt: str, ids: Sequence[int], sampling: SamplingParams, as_json: bool) -> None:
+    """Continue a prompt and print what comes, token by token where somebody reads along."""
+    streams = not as_json and sys.stdout.isatty()
+    on_delta = (lambda delta: print(delta.text, end="", flush=True)) if streams else None
+    result = llm.run([list(ids)], sampling, on_delta=on_delta)
+    if as_json:
+        result = replace(result, outputs=[replace(output, prompt=prompt) for output in result.outputs])
+        print(json.dumps(as_dict(result, llm)))
+        return
+    print("" if streams else result.outputs[0].text)
+    s = result.summary
+    print(
+        f"{len(result.outputs[0].token_ids)} tokens, {s.decode_tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}, "
+        f"acceptance {s.counters.acceptance_rate:.0%}, finish: {result.outputs[0].finish_reason}",
+        file=sys.stderr,
+    )
+
+
+def show_file(run: BulkRun, as_json: bool) -> None:
+    """Run a file of prompts and print what became of its rows."""
+    llm = run.llm
+    if not as_json:
+        print(llm.engine.memory, file=sys.stderr)
+    result = run.run(progress=not as_json)
+    for line, reason in result.failed.items():
+        print(f"aquiline: {run.rows}, line {line}: {reason}", file=sys.stderr)
+    s = result.summary
+    if as_json:
+        print(json.dumps({
+            "num_rows": result.num_rows, "num_resumed": result.num_resumed, "failed": result.failed,
+            "metrics": s.as_dict(), "memory": llm.engine.memory.as_dict(), "system": llm.models.system(),
+        }))  # fmt: skip
+        return
+    print(
+        f"{result.num_rows} rows ({result.num_resumed} were there, {len(result.failed)} failed), "
+        f"{s.tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}; {s.slots_line}",
+        file=sys.stderr,
+    )
+
+
+def as_dict(result: Result, llm: LLM) -> dict[str, object]:
+    """The JSON of `aquiline generate --json`."""
+    return {
+        "outputs": [described(output) for output in result.outputs],
+        "metrics": result.summary.as_dict(),
+        "memory": llm.engine.memory.as_dict(),
+        "system": llm.models.system(),
+    }
+
+
+def described(output: Output) -> dict[str, object]:
+    """One output of `--json`."""
+    both = (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs))
+    return {
+        "prompt": output.prompt,
+        "token_ids": output.token_ids,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "accepted_by": ["draft" if by_draft else "target" for by_draft in output.by_draft],
+    } | {name: [asdict(entry) for entry in entries] for name, entries in both if entries is not None}

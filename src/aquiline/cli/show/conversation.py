@@ -1,0 +1,137 @@
+"""A conversation in the terminal, or through a pipe. The conversation itself is engine/chat.py's."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from rich.console import Console
+
+from aquiline.cli.show.answers import described
+from aquiline.engine.chat import Answer, ChatSession, Piece
+from aquiline.errors import AquilineError
+
+PROMPT = "> "
+BY_DRAFT = "green"
+COMMANDS = "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends"
+
+
+def converse(session: ChatSession, drafts: bool, as_json: bool) -> None:
+    """Answer who types in a terminal, or each line of stdin."""
+    if sys.stdin.isatty() and sys.stdout.isatty() and not as_json:
+        _talk(session, drafts)
+    else:
+        _answer_lines(session, as_json)
+
+
+def _talk(session: ChatSession, drafts: bool) -> None:
+    """A conversation in a terminal, until /exit or Ctrl-D. What cannot be answered is said, and the next turn read."""
+    with suppress(ImportError):  # where it is there, it gives input() line editing and history
+        import readline  # noqa: F401
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if drafts:
+        console.print("Tokens that the draft wrote are ", end="")
+        console.print(f"{BY_DRAFT}; the target checked each of them.", style=BY_DRAFT)
+    console.print(f"{COMMANDS}; Ctrl-C stops an answer.", style="dim", soft_wrap=True)
+    for line in _turns(_typed()):
+        said = _command(session, line)
+        if said is not None:
+            console.print(said, style="dim")
+            continue
+        try:
+            _show(session, line, console)
+        except (ValueError, AquilineError) as error:
+            console.print(str(error), style="red", soft_wrap=True)
+
+
+def _show(session: ChatSession, line: str, console: Console) -> None:
+    def show(piece: Piece) -> None:
+        console.print(piece.text, style=BY_DRAFT if piece.by_draft else None, end="", soft_wrap=True)
+
+    with _interruptible() as pressed:
+        answer = session.ask(line, show, lambda: pressed.is_set)
+    console.print(f"\n{answer.footer}\n", style="dim")
+
+
+def _answer_lines(session: ChatSession, as_json: bool) -> None:
+    """Each line of stdin is a turn; answers go to stdout, all else to stderr. What cannot be answered ends it."""
+    for line in _turns(sys.stdin):
+        said = _command(session, line)
+        if said is not None:
+            print(f"aquiline: {said}", file=sys.stderr)
+        elif as_json:
+            print(json.dumps(_as_dict(session.ask(line))), flush=True)
+        else:
+            answer = session.ask(line, lambda piece: print(piece.text, end="", flush=True))
+            print(flush=True)
+            print(answer.footer, file=sys.stderr)
+
+
+def _as_dict(answer: Answer) -> dict[str, object]:
+    figures = {"share_by_draft": answer.share_by_draft, "metrics": answer.summary.as_dict()}
+    return described(answer.output) | figures
+
+
+def _turns(lines: Iterable[str]) -> Iterator[str]:
+    """Lines that say something, until one is /exit."""
+    for line in lines:
+        if line.strip() == "/exit":
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _typed() -> Iterator[str]:
+    """Lines of the terminal until Ctrl-D; Ctrl-C drops the line."""
+    while True:
+        try:
+            yield input(PROMPT)
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+def _command(session: ChatSession, line: str) -> str | None:
+    """Carry out a line that is a command and say what was done; None if it is none."""
+    found = re.match(r"/([a-z]+)(?:\s+(.*))?$", line, re.DOTALL)
+    if found is None:
+        return None
+    name, text = found.groups()
+    if name == "reset":
+        session.reset()
+        return "the conversation begins anew"
+    if name == "system":
+        session.system = text
+        return "there is no system message" if text is None else "the system message is set"
+    return f"/{name} is no command: {COMMANDS}"
+
+
+@dataclass(eq=False)
+class _Pressed:
+    """Whether Ctrl-C was pressed."""
+
+    is_set: bool = False
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Pressed]:
+    """Inside, Ctrl-C is noted and interrupts nothing: a step of the engine must not be torn in two."""
+    pressed = _Pressed()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.is_set = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
