@@ -92,13 +92,6 @@ def test_scores_are_what_steps_compute() -> None:
     np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [(), (4, 0), (1105,), (1,) * 151])
-def test_documents_that_do_not_fit(lengths: tuple[int, ...]) -> None:
-    player = Player(pair())
-    with pytest.raises(ValueError, match=r"score: .* room for 1072 tokens and 150 pages"):
-        player.backend.score([np.ones(n, np.int32) for n in lengths])
-
-
 def test_a_steps_tokens_do_not_depend_on_storage_of_other_pages() -> None:
     """Scoring uses the pages of all slots; a text admitted afterwards is none the wiser."""
     player = Player(pair())

@@ -1,4 +1,4 @@
-"""What goes wrong around AsyncLLM reaches those it concerns, and nobody waits for ever (MISSION B7)."""
+"""What goes wrong around AsyncLLM reaches those it concerns, and nobody waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AsyncLLM (MISSION B7): streams of any number of callers, who may leave at any time. When things go wrong:
+"""AsyncLLM: streams of any number of callers, who may leave at any time. When things go wrong:
 test_async_failures.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log-probabilities (MISSION A9): the model's own, and the same bits whatever drafted, however the prompt was cut."""
+"""Log-probabilities: the model's own, and the same bits whatever drafted, however the prompt was cut."""
 
 from __future__ import annotations
 

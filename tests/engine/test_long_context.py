@@ -1,4 +1,4 @@
-"""Long contexts (MISSION B5): speculation behind 8K to 64K tokens gives the baseline's text, whatever the tails."""
+"""Long contexts: speculation behind 8K to 64K tokens gives the baseline's text, whatever the tails."""
 
 from __future__ import annotations
 

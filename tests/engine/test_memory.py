@@ -1,4 +1,4 @@
-"""The memory plan (MISSION B8): what is said is what is there, and what does not fit is refused with the numbers."""
+"""The memory plan: what is said is what is there, and what does not fit is refused with the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page pressure: whoever gives way resumes where it stood, and nobody's text changes (MISSION B3)."""
+"""Page pressure: whoever gives way resumes where it stood, and nobody's text changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix cache under speculation (MISSION B2): as many hits as without, no block dropped. What the draft makes of
+"""The prefix cache under speculation: as many hits as without, no block dropped. What the draft makes of
 a hit: test_prefix_drafts.py."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Drafts behind a prefix hit are those after a full prefill; where pages have no draft keys they start behind them
-(MISSION B2)."""
+."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines, aborts, ids that are wrong and refused requests: each says why, and leaves nothing (MISSION B6)."""
+"""Deadlines, aborts, ids that are wrong and refused requests: each says why, and leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Every token that is served is the one that plain numpy draws from the logits of a forward without a cache: penalties,
-bias, temperature, filters and noise, with every drafter and without one (MISSION A4)."""
+bias, temperature, filters and noise, with every drafter and without one."""
 
 from __future__ import annotations
 

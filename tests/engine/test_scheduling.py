@@ -1,5 +1,4 @@
-"""Who runs when, and that it changes no token: chunks beside decode, priorities, drafters together (MISSION B3,
-B6)."""
+"""Who runs when, and that it changes no token: chunks beside decode, priorities, drafters together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slot that has nothing to decode has no row in any forward, and reports nothing (MISSION B4)."""
+"""A slot that has nothing to decode has no row in any forward, and reports nothing."""
 
 from __future__ import annotations
 

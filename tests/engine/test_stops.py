@@ -1,4 +1,4 @@
-"""Every way a text ends, inside an accepted block or at its edge: never a token too many (MISSION A7)."""
+"""Every way a text ends, inside an accepted block or at its edge: never a token too many."""
 
 from __future__ import annotations
 

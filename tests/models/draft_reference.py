@@ -1,6 +1,6 @@
 """An EAGLE-3 head in plain torch float32, straight from raw checkpoint tensors: shares no code with the package.
 
-Written from EAGLE3.md §1 and the papers; names are the checkpoint's.
+Written from the papers and the published heads; names are the checkpoint's.
 """
 
 from __future__ import annotations

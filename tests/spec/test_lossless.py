@@ -1,5 +1,5 @@
 """Losslessness, three ways: exact enumeration on a toy vocabulary, a chi-square test of joint laws with real noise, and
-mutants of the verifier that both must catch (MISSION A6)."""
+mutants of the verifier that both must catch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def documents(length: int) -> Tensor:
 
 
 def seen_by_hand(document: Tensor, rows: Tensor, step: int, window: int) -> Tensor:
-    """The mask of EAGLE3.md §7, entry by entry."""
+    """The mask of training-time test, entry by entry."""
     T, N = document.shape[1], len(rows)
     mask = torch.zeros(B, N, T + step * N, dtype=torch.bool)
     for b in range(B):

@@ -201,7 +201,7 @@ def test_the_shift_is_right_and_its_mutants_fail() -> None:
 
 
 def naive(q: Tensor, keys: list[Tensor], values: list[Tensor], document: Tensor, rows: Tensor, window: int) -> Tensor:
-    """The full mask of EAGLE3.md §7 over all keys of all steps, per query head."""
+    """The full mask of training-time test over all keys of all steps, per query head."""
     T, groups = keys[0].shape[1], q.shape[2] // keys[0].shape[2]
     k, v = (torch.cat(x, 1).repeat_interleave(groups, 2).transpose(1, 2) for x in (keys, values))
     step0 = (torch.arange(T)[None] <= rows[:, None]) & (document[:, rows, None] == document[:, None, :])
