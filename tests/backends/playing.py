@@ -215,3 +215,12 @@ def play(pair: CpuPair, prompt: Sequence[int], drafting: Drafting, count: int, *
     text = player.add(prompt, drafting, **settings)
     player.run(count)
     return text
+
+
+def foresee(text: Text, future: list[int], width: int = 0) -> Proposal:
+    """The three tokens that will come, and `width` wrong siblings before the first of them."""
+    right = future[len(text.tokens) : len(text.tokens) + 3]
+    wrong = [token for token in range(1, 96) if token not in right][:width]
+    if not width:
+        return Proposal(tuple(right))
+    return Proposal((*wrong, *right), (*(-1 for _ in wrong), -1, *range(width, width + len(right) - 1)))

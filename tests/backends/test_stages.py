@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.backends.playing import SAMPLED, WAYS, Player, Text, new_pair, play, words
+from tests.backends.playing import SAMPLED, WAYS, Player, Text, foresee, new_pair, play, words
 from tests.conftest import TINY_DRAFT, needs_native
 
 from aquiline.backends.cpu.pair import CpuPair
@@ -81,15 +81,6 @@ def test_no_way_to_draft_changes_a_text(name: str, number: int) -> None:
     drafted, plain = alone(name, number), alone("none", number)
     assert drafted.output[:24] == plain.output[:24]
     assert max(step.num_drafted for step in drafted.steps) == WAYS[name].max_nodes - 1
-
-
-def foresee(text: Text, future: list[int], width: int = 0) -> Proposal:
-    """The three tokens that will come, and `width` wrong siblings before the first of them."""
-    right = future[len(text.tokens) : len(text.tokens) + 3]
-    wrong = [token for token in range(1, 96) if token not in right][:width]
-    if not width:
-        return Proposal(tuple(right))
-    return Proposal((*wrong, *right), (*(-1 for _ in wrong), -1, *range(width, width + len(right) - 1)))
 
 
 @pytest.mark.parametrize("width", [0, 2])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.backends.playing import WAYS, Player, Text, new_pair, words
+from tests.backends.playing import WAYS, Player, Text, foresee, new_pair, words
 from tests.conftest import engine_config, needs_native, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from aquiline.backends.torch.pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
-from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Proposal
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft
 from aquiline.spec.tree import DraftTree
 
 GREEDY = SamplingParams(max_tokens=64, seed=1)
@@ -196,15 +196,6 @@ def test_a_step_reads_nothing_back(name: str) -> None:
 def test_reads_are_noticed(read: Any) -> None:
     with pytest.raises(HostRead), no_host_reads():
         read(torch.arange(3))
-
-
-def foresee(text: Text, future: list[int], width: int) -> Proposal:
-    """The three tokens that will come, and `width` wrong siblings before the first of them."""
-    right = future[len(text.tokens) : len(text.tokens) + 3]
-    wrong = [token for token in range(1, 96) if token not in right][:width]
-    if not width:
-        return Proposal(tuple(right))
-    return Proposal((*wrong, *right), (*(-1 for _ in wrong), -1, *range(width, width + len(right) - 1)))
 
 
 @pytest.mark.parametrize("width", [0, 2])
