@@ -200,11 +200,18 @@ class Pending(Protocol):
 class Scored(NamedTuple):
     """What the target computes at every position of given documents, one document after the other.
 
-    hidden [n, H] float32: the residual stream before the final norm; features [n, C * H]: of the captured layers. Both
-    are overwritten by the next call."""
+    hidden [n, H] float32: the residual stream before the final norm; features [n, C * H]: of the captured layers;
+    best int32 [n] and best_logprob float32 [n]: the most probable next token. The first two are overwritten by the next
+    call."""
 
     hidden: Float32
     features: Float32
+    best: Int32
+    best_logprob: Float32
+
+
+HEAD_ROWS = 256
+"""Scored positions whose logits over the whole vocabulary exist at once."""
 
 
 class Backend(Protocol):

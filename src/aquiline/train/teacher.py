@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
+from aquiline.backends.base import HEAD_ROWS
 from aquiline.config import Environment
 from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.engine.score import MAX_DOCUMENTS, Scorer
@@ -25,9 +27,6 @@ from aquiline.ops import reference as ops
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.train.attention import PackedAttention
 from aquiline.types import Int32
-
-HEAD_ROWS = 256
-"""Positions whose logits over the whole vocabulary are computed at once."""
 
 
 def has_bfloat16(device: str) -> bool:
@@ -94,30 +93,28 @@ class Teacher:
 
     @torch.no_grad()
     def _score(self, documents: list[Int32]) -> list[View]:
-        hidden, features = self._forward(documents)
+        hidden, features, best, best_logprob = self._forward(documents)
         normed = ops.rms_norm(hidden.float(), self.decoder.final_norm.float(), self.config.rms_norm_eps).bfloat16()
-        lse = torch.empty(len(normed), device=normed.device)
-        best = torch.empty(len(normed), dtype=torch.int32, device=normed.device)
-        for start in range(0, len(normed), HEAD_ROWS):
-            part = slice(start, start + HEAD_ROWS)
-            logits = normed[part].float() @ self.head.T
-            lse[part], best[part] = torch.logsumexp(logits, -1), logits.argmax(-1).int()
-        whole = View(features.bfloat16(), normed, lse, best)
+        lse = (normed.float() * self.head[best]).sum(-1) - best_logprob
+        whole = View(features.bfloat16(), normed, lse, best.int())
         lengths = [len(tokens) for tokens in documents]
         parts = [torch.split(getattr(whole, name).cpu(), lengths) for name in ("features", "hidden", "lse", "best")]
         return [View(*columns) for columns in zip(*parts, strict=True)]
 
-    def _forward(self, documents: list[Int32]) -> tuple[Tensor, Tensor]:
-        """The residual stream [n, H] and the features [n, C * H] of all documents' positions."""
+    def _forward(self, documents: list[Int32]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of all documents' positions: the residual stream [n, H], the features [n, C * H], the most probable next
+        token [n] and its log-probability [n]."""
         if self._scorer is not None:
-            scored = self._scorer(documents)
-            return torch.from_numpy(scored.hidden), torch.from_numpy(scored.features)
+            hidden, features, best, best_logprob = map(torch.from_numpy, self._scorer(documents))
+            return hidden, features, best.long(), best_logprob
         lengths = torch.tensor([len(tokens) for tokens in documents])
         document = torch.repeat_interleave(torch.arange(len(documents)), lengths)[None].to(self.device)
         positions = torch.cat([torch.arange(int(n)) for n in lengths])[None].to(self.device)
         tokens = torch.from_numpy(np.concatenate(documents)).long()[None].to(self.device)
         out = self.decoder(tokens, positions, PackedAttention(self.config, document))
-        return out.hidden[0], out.features[0]
+        tops = [log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in out.hidden[0].split(HEAD_ROWS)]
+        best_logprob, best = (torch.cat(column) for column in zip(*tops, strict=True))
+        return out.hidden[0], out.features[0], best, best_logprob
 
 
 def feature_scale(views: Sequence[View], num_capture: int) -> Tensor:

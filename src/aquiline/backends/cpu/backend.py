@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aquiline.backends.base import Decoded, Drafts, Prefilled, Scored, Sizes, StepInput, StepOutput, TokenMasks
+from aquiline.backends.base import (
+    HEAD_ROWS,
+    Decoded,
+    Drafts,
+    Prefilled,
+    Scored,
+    Sizes,
+    StepInput,
+    StepOutput,
+    TokenMasks,
+)
 from aquiline.backends.cpu.batch import NativeBatch, new_tree
 from aquiline.backends.cpu.buffers import address, describe_kv, pointer
 from aquiline.backends.cpu.logprobs import LogprobReader
@@ -159,7 +169,10 @@ class CpuBackend:
         rows.slots[:num] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         rows.context_len[:num] = positions + 1
         self._target.forward(self.kv, rows, self._hidden, self._features if self._features.size else None)
-        return Scored(self._hidden[:num], self._features[:num])
+        index = np.arange(num, dtype=np.int32)
+        parts = [self._target.top_k(self._hidden, index[i : i + HEAD_ROWS], 1) for i in range(0, num, HEAD_ROWS)]
+        best, logprobs = (np.concatenate([getattr(p, name)[:, 0] for p in parts]) for name in ("ids", "logprobs"))
+        return Scored(self._hidden[:num], self._features[:num], best, logprobs)
 
     def time_parts(self, is_wanted: bool) -> None:
         """Whether StepOutput.parts is filled from now on."""

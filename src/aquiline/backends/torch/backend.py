@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.backends.base import Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
+from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
@@ -106,7 +106,9 @@ class TorchBackend:
         attention = PagedAttention(self.storage, self.decoder.config, blocks)
         rows, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
         out = self.decoder(rows, positions, attention)
-        return Scored(out.hidden.cpu().numpy(), out.features.cpu().numpy())
+        best = [torch.log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in out.hidden.split(HEAD_ROWS)]
+        logprobs, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
+        return Scored(out.hidden.cpu().numpy(), out.features.cpu().numpy(), ids.astype(np.int32), logprobs)
 
     def time_parts(self, is_wanted: bool) -> None:
         """Parts are not timed: on a device that would need a wait after each."""
