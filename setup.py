@@ -1,8 +1,8 @@
 """Builds the native CPU library, aquiline/_native.so: a plain shared library that backends/cpu/native.py loads with
 ctypes.
 
-csrc/kernels/kernels.cpp is compiled once per instruction set, each with its own flags, csrc/api and csrc/stages as
-baseline code. CXX, CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and
+csrc/kernels/kernels.cpp and integer.cpp are compiled once per instruction set, each with its own flags, csrc/api and
+csrc/stages as baseline code. CXX, CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and
 runs on its slower torch path.
 """
 
@@ -26,6 +26,12 @@ KERNELS = {
     "portable": [],
 }
 DOT = [*KERNELS["avx512"], "-mavx512bf16"]
+INTEGER = {  # instruction sets that have integer dot products: flags, and the header of csrc/simd
+    "avx512_vnni": ([*KERNELS["avx512"], "-mavx512vnni"], "avx512.h"),
+    "avx_vnni": ([*KERNELS["avx2"], "-mavxvnni"], "avx2.h"),
+    "avx2": (KERNELS["avx2"], "avx2.h"),
+    "portable": ([], "portable.h"),
+}
 
 
 def accepts(compiler: list[str], flags: list[str]) -> bool:
@@ -68,6 +74,10 @@ class BuildNative(build_ext):
         for isa, flags in KERNELS.items():
             if x86 or isa == "portable":
                 units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
+        for isa, (flags, header) in INTEGER.items():
+            if x86 or isa == "portable":
+                unit = [*KERNEL, *flags, *simd(isa, header)]
+                units.append((f"integer_{isa}", "kernels/integer.cpp", unit))
         dot = DOT if x86 and accepts(compiler, DOT) else []
         units.append(("dot", "kernels/dot.cpp", [*KERNEL, *dot, *simd("dot", "avx512_bf16.h")]))
         extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))

@@ -16,6 +16,10 @@
 #include "kernels/kernels.h"
 #include "pool.h"
 
+namespace aq {
+const IntegerTiles* integer_tiles = nullptr;
+}
+
 namespace {
 
 using namespace aq;
@@ -23,6 +27,7 @@ using namespace aq;
 struct Isa {
   const char* name;
   const Kernels* kernels;
+  const IntegerTiles* integer_tiles;
   bool available;
 };
 
@@ -35,10 +40,14 @@ std::vector<Isa> detect() {
   const bool fma = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  isas.push_back({"avx512", &avx512::kKernels, fma && wide});
-  isas.push_back({"avx2", &avx2::kKernels, fma});
+  const bool vnni = wide && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 11)) != 0;
+  const bool short_vnni = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) != 0;
+  isas.push_back({"avx512_vnni", &avx512::kKernels, &avx512_vnni::kIntegerTiles, fma && vnni});
+  isas.push_back({"avx512", &avx512::kKernels, &avx2::kIntegerTiles, fma && wide});
+  isas.push_back({"avx_vnni", &avx2::kKernels, &avx_vnni::kIntegerTiles, fma && short_vnni});
+  isas.push_back({"avx2", &avx2::kKernels, &avx2::kIntegerTiles, fma});
 #endif
-  isas.push_back({"portable", &portable::kKernels, true});
+  isas.push_back({"portable", &portable::kKernels, &portable::kIntegerTiles, true});
   return isas;
 }
 
@@ -80,7 +89,7 @@ struct Engine {
   const Isa* isa = best_isa();
   std::vector<Tile> tiles;
   double* seconds = nullptr;
-  Buffer normed, qkv, attended, gate_up, cosine, sine, partials, workspace, logits, best;
+  Buffer normed, qkv, attended, gate_up, codes, embedded, cosine, sine, partials, workspace, logits, best;
 };
 
 Engine& engine() {
@@ -91,6 +100,7 @@ Engine& engine() {
 // A fork waits until no thread is in a call. Otherwise the child would inherit a lock held by a thread that the child
 // does not have, would wait for it for ever, and its scratch would be in the middle of that call.
 Engine::Engine() {
+  integer_tiles = isa->integer_tiles;
   pthread_atfork([] { engine().mutex.lock(); }, [] { engine().mutex.unlock(); },
                  [] {
                    forget_workers();
@@ -99,6 +109,11 @@ Engine::Engine() {
 }
 
 const Kernels& kernels() { return *engine().isa->kernels; }
+
+void use(const Isa* isa) {
+  engine().isa = isa;
+  integer_tiles = isa->integer_tiles;
+}
 
 using Lock = std::lock_guard<std::mutex>;
 
@@ -156,6 +171,13 @@ class PartTimer {
 };
 
 int parts_of(const AqModel& model) { return model.is_draft ? kDraftParts : 0; }
+
+bool takes_codes(const AqModel& model) {
+  for (int i = 0; i < model.num_layers; i++)
+    if (host::takes_codes(model.layers[i].attention.o.dtype) || host::takes_codes(model.layers[i].mlp.down.dtype))
+      return true;
+  return false;
+}
 
 template <class Job, auto Kernel>
 void run_head(const Job& job) {
@@ -246,15 +268,9 @@ const char* aq_available_isas(void) {
 
 int aq_select_isa(const char* name) {
   Lock lock(engine().mutex);
-  if (name == nullptr) {
-    engine().isa = best_isa();
-    return 0;
-  }
+  if (name == nullptr) return use(best_isa()), 0;
   for (const Isa& isa : isas())
-    if (isa.available && strcmp(isa.name, name) == 0) {
-      engine().isa = &isa;
-      return 0;
-    }
+    if (isa.available && strcmp(isa.name, name) == 0) return use(&isa), 0;
   return fail("isa=%s: must be one of %s", name, aq_available_isas());
 }
 
@@ -293,6 +309,11 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].attention.qkv.n);
   AQ_RESERVE(job.attended, attended, float, n* heads);
   AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
+  if (takes_codes(*model)) {
+    const size_t widest = heads > (size_t)model->intermediate ? heads : model->intermediate;
+    AQ_RESERVE(job.codes, codes, Codes, norm_copies(rows->num_rows, num_threads()) * n * ((widest + 31) / 32));
+  }
+  if (host::is_in_blocks(model->embed_dtype)) AQ_RESERVE(job.embedded, embedded, float, n * model->hidden);
   AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);
   AQ_RESERVE(job.sine, sine, float, n * model->head_dim / 2);
   AQ_TRY(plan_attention(*kv, *rows, model->num_heads, &job.attention));
@@ -366,6 +387,8 @@ int aq_linear(const AqLinear* linear, const float* x, int32_t rows, float* y) {
   Lock lock(engine().mutex);
   LinearJob job{linear, x, rows, y, nullptr};
   if (host::takes_rounded(linear->dtype)) AQ_RESERVE(job.rounded, normed, Rounded, (size_t)rows * linear->k);
+  if (host::takes_codes(linear->dtype))
+    AQ_RESERVE(job.rounded, codes, Codes, norm_copies(rows, num_threads()) * rows * linear->k / 32);
   run_job<LinearJob, &Kernels::linear>(job);
   return 0;
 }

@@ -44,7 +44,10 @@ std::string codes_of(const F& is_wanted) {
 int check_element(const char* name, int dtype, const void* pointer) {
   size_t size = 0;
   host::with_elements(dtype, [&](auto* element) { size = sizeof *element; });
-  const auto is_wanted = [](auto format) { return !host::kIsSame<typename decltype(format)::Element, void>; };
+  host::with_blocks(dtype, [&](auto format) { size = format.kAlignment; });
+  const auto is_wanted = [](auto format) {
+    return format.kIsUnpacked || !host::kIsSame<typename decltype(format)::Element, void>;
+  };
   AQ_REQUIRE(size > 0, "%s_dtype=%d: must be one of %s", name, dtype, codes_of(is_wanted).c_str());
   return check_pointer(name, pointer, size);
 }
@@ -59,6 +62,8 @@ int check_attention(const AqModel& m, const AqAttention& attention) {
   const int heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
   AQ_TRY(check_linear("qkv", attention.qkv, heads, m.is_draft ? 2 * m.hidden : m.hidden));
   AQ_TRY(check_linear("o", attention.o, m.hidden, m.num_heads * m.head_dim));
+  AQ_REQUIRE(!m.is_draft || m.hidden % 32 == 0 || !host::takes_codes(attention.qkv.dtype),
+             "hidden=%d: a draft in integer arithmetic needs a multiple of 32", m.hidden);
   AQ_TRY(check_optional("q_norm", attention.q_norm));
   AQ_TRY(check_optional("k_norm", attention.k_norm));
   AQ_TRY(check_optional("sinks", attention.sinks));
@@ -149,6 +154,7 @@ int check_linear(const char* name, const AqLinear& linear, int n, int k) {
 int check_model(const AqModel* model) {
   AQ_TRY(check_pointer("model", model, alignof(AqModel)));
   const AqModel& m = *model;
+  int channels = 1;
   AQ_REQUIRE(m.hidden > 0 && m.hidden % 16 == 0, "hidden=%d: must be a positive multiple of 16", m.hidden);
   AQ_REQUIRE(m.intermediate > 0 && m.intermediate % 16 == 0, "intermediate=%d: must be a positive multiple of 16",
              m.intermediate);
@@ -162,6 +168,9 @@ int check_model(const AqModel* model) {
              m.num_layers);
   AQ_REQUIRE(m.vocab > 0, "vocab=%d: must be positive", m.vocab);
   AQ_TRY(check_element("embed", m.embed_dtype, m.embed));
+  host::with_blocks(m.embed_dtype, [&](auto format) { channels = format.kChannels; });
+  AQ_REQUIRE(m.hidden % channels == 0, "hidden=%d: must be a multiple of %d for an embedding in blocks", m.hidden,
+             channels);
   AQ_TRY(check_floats("inv_freq", m.inv_freq));
   AQ_TRY(check_floats("final_norm", m.final_norm));
   AQ_TRY(check_linear("head", m.head, 0, m.hidden));

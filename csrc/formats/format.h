@@ -21,6 +21,7 @@
 #pragma once
 #include "api/aquiline.h"
 #include "api/check.h"
+#include "simd/types.h"
 #include "sums.h"
 
 namespace AQ_NAMESPACE {
@@ -41,6 +42,7 @@ struct Format {
   static constexpr int kScaleBytes = 0;  // per output, behind all steps
   static constexpr size_t kUnitsFrom = 0;  // bytes of a step before its units
   static constexpr bool kIsApart = false;  // its tiles need instructions of their own: dot.cpp
+  static constexpr bool kIsUnpacked = false;  // its weights are unpacked to float32 and then multiplied: unpack.h
   // What the sums are multiplied with, [n]; NULL for nothing.
   AQ_INLINE const float* output_scale(const AqLinear&) { return nullptr; }
   // Whether this CPU can compute with it: 0, or -1 after fail(). `name` is the linear's.
@@ -65,7 +67,7 @@ template <class T> static void pack_runs(const T* weight, int n, int k, int run,
         for (int j = i; j < i + run; j++) *packed++ = block + lane < n ? weight[((size_t)block + lane) * k + j] : T{};
 }
 
-constexpr int kMaxFormats = 16;  // codes are below
+constexpr int kMaxFormats = 32;  // codes are below
 template <int code> struct FormatOf {
   using Type = void;
 };

@@ -4,8 +4,11 @@
 #include "bfloat16_dot.h"
 #include "float16.h"
 #include "float32.h"
+#include "gguf256.h"
+#include "gguf32.h"
 #include "int4.h"
 #include "int8.h"
+#include "integer_dot.h"
 
 namespace AQ_NAMESPACE {
 
@@ -39,12 +42,28 @@ template <class F> AQ_INLINE bool with_keys(int dtype, const F& f) {
   return found;
 }
 
-// Whether linears stored as dtype take rounded inputs, as in the second arithmetic.
-AQ_INLINE bool takes_rounded(int dtype) {
-  bool takes = false;
-  with_format(dtype, [&](auto format) { takes = !kIsSame<typename decltype(format)::Input, float>; });
-  return takes;
+// Calls f(format) for a format of blocks whose rows can be unpacked (kernels/unpack.h): for embeddings.
+template <class F> AQ_INLINE bool with_blocks(int dtype, const F& f) {
+  bool found = false;
+  with_format(dtype, [&](auto format) {
+    if constexpr (decltype(format)::kIsUnpacked) f(format), found = true;
+  });
+  return found;
 }
+
+AQ_INLINE bool is_in_blocks(int dtype) {
+  return with_blocks(dtype, [](auto) {});
+}
+
+// What linears stored as dtype multiply: float32, inputs rounded to bfloat16 as in the second arithmetic, or to
+// integers as in the third.
+template <class Input> AQ_INLINE bool takes(int dtype) {
+  bool same = false;
+  with_format(dtype, [&](auto format) { same = kIsSame<typename decltype(format)::Input, Input>; });
+  return same;
+}
+AQ_INLINE bool takes_rounded(int dtype) { return takes<Pair>(dtype); }
+AQ_INLINE bool takes_codes(int dtype) { return takes<Codes>(dtype); }
 // Whether keys stored as dtype can be multiplied in the second arithmetic.
 AQ_INLINE bool holds_rounded(int dtype) {
   bool holds = false;

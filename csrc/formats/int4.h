@@ -6,6 +6,12 @@
 
 namespace AQ_NAMESPACE {
 
+static int check_int4(const int8_t* codes, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    AQ_REQUIRE(codes[i] >= -8 && codes[i] <= 7, "weight[%zu]=%d: must be in [-8, 7]", i, codes[i]);
+  return 0;
+}
+
 struct Int4 : Format {
   static constexpr const char* kName = "int4";
   using Sum = InGroups;
@@ -25,8 +31,7 @@ struct Int4 : Format {
     const int8_t* codes = (const int8_t*)from.weight;
     const Rounded* scales = (const Rounded*)from.scales;
     AQ_TRY(aq::check_pointer("scales", scales, sizeof(Rounded)));
-    for (size_t i = 0; i < (size_t)from.n * from.k; i++)
-      AQ_REQUIRE(codes[i] >= -8 && codes[i] <= 7, "weight[%zu]=%d: must be in [-8, 7]", i, codes[i]);
+    AQ_TRY(check_int4(codes, (size_t)from.n * from.k));
     Step* to = (Step*)packed;
     for (int block = 0; block < from.n; block += 16)
       for (int g = 0; g < from.k / AQ_GROUP; g++) {

@@ -31,6 +31,16 @@ struct InOrder {
   }
 };
 
+// The same, going on from the sums in memory.
+struct OnTop : InOrder {
+  template <int ROWS, int BLOCKS> AQ_INLINE void start(Vec (&sum)[ROWS][BLOCKS], float* sums) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++) sum[r][b] = load(sums + r * kPanelWidth + b * 16);
+  }
+};
+
 // Every step is a chain of its own that starts from zero; sum = fma(chain, scale_of(step), sum) over the steps in
 // order. The chain stays in registers, the sum in memory.
 struct InGroups {

@@ -47,9 +47,10 @@ namespace aq {
 
 const bool kHasDot = true;
 
-void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x, size_t next, float* sums) {
+void dot_tile(int rows, const void* w, int num_blocks, int steps, const void* x, size_t stride, size_t next,
+              float* sums) {
   using Format = dot::DotFormat;
-  dot::any_tile<Format>(rows, (const Format::Step*)w, num_blocks, steps, x, next, sums);
+  dot::any_tile<Format>(rows, (const Format::Step*)w, num_blocks, steps, (const Pair*)x, stride, next, sums);
 }
 
 namespace {
@@ -104,7 +105,7 @@ void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& stored,
 
 namespace aq {
 const bool kHasDot = false;
-void dot_tile(int, const void*, int, int, const Pair*, size_t, float*) {}
+void dot_tile(int, const void*, int, int, const void*, size_t, size_t, float*) {}
 void dot_block(const Pair*, int, int, const Keys<Rounded>&, float, Pair*, float*, float*, float*) {}
 }  // namespace aq
 #endif

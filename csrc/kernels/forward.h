@@ -72,6 +72,11 @@ static void enter(const Worker& worker, const ForwardJob& job) {
   for (int r = rows.begin; r < rows.end; r++) {
     const size_t token = (size_t)job.rows->tokens[r] * width;
     with_elements(model.embed_dtype, [&](auto* element) { enter_row(job, r, (decltype(element))model.embed + token); });
+    with_blocks(model.embed_dtype, [&](auto format) {
+      float* row = job.embedded + (size_t)r * width;
+      unpack_row<decltype(format)>(model.embed, width, job.rows->tokens[r], row);
+      enter_row(job, r, (const float*)row);
+    });
   }
   worker.barrier();
 }
@@ -154,14 +159,16 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     if (owns_heads) attend_own(worker, job, attend, share(worker, model.num_kv_heads), normed);
     else attend_shared(worker, job, attend, normed);
     worker.barrier();
-    linear_add(worker, layer.attention.o, job.attended, num_rows, job.hidden);
+    const void* attended = rounded_rows(worker, layer.attention.o, job.attended, num_rows, job.codes);
+    linear_add(worker, layer.attention.o, attended, num_rows, job.hidden);
     worker.barrier();
     lap(0);
     normed =
         norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
     linear_swiglu(worker, layer.mlp.gate_up, normed, num_rows, layer.mlp.down, job.gate_up);
     worker.barrier();
-    linear_add(worker, layer.mlp.down, job.gate_up, num_rows, job.hidden, feature_of(job, index),
+    const void* gated = rounded_rows(worker, layer.mlp.down, job.gate_up, num_rows, job.codes);
+    linear_add(worker, layer.mlp.down, gated, num_rows, job.hidden, feature_of(job, index),
                (size_t)model.num_capture * width);
     worker.barrier();
     lap(1);

@@ -8,10 +8,11 @@ static void linear(const Worker& worker, const aq::LinearJob& job) {
   const void* x = job.x;
   if (takes_rounded(job.linear->dtype)) {
     const Share mine = share(worker, job.rows * (job.linear->k / 16));
-    for (size_t i = mine.begin; i < (size_t)mine.end; i++) store(job.rounded + i * 16, load(job.x + i * 16));
+    for (size_t i = mine.begin; i < (size_t)mine.end; i++) store((Rounded*)job.rounded + i * 16, load(job.x + i * 16));
     worker.barrier();
     x = job.rounded;
   }
+  x = rounded_rows(worker, *job.linear, x, job.rows, (Codes*)job.rounded);
   linear_store(*job.linear, share_blocks(worker, *job.linear), x, job.rows, job.y);
 }
 

@@ -25,10 +25,24 @@ constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all 
 // How many copies of the normed rows a call needs memory for.
 static inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
 
+// A tile of a linear: sums[r * kPanelWidth + i] of up to TileShape::rows rows and of the outputs of num_blocks <=
+// kPanel blocks (kernels/tile.h). w: steps of the linear's format; x: inputs as the format takes them, `stride` of them
+// a row.
+using TileFunction = void (*)(int rows, const void* w, int num_blocks, int steps, const void* x, size_t stride,
+                              size_t next, float* sums);
+
 // dot.cpp defines what needs AVX512_BF16: the tiles of a linear and the blocks of attention in the second arithmetic.
-// kHasDot: whether they are compiled in. w and x are steps and inputs of Bfloat16Dot.
+// kHasDot: whether they are compiled in.
 extern const bool kHasDot;
-void dot_tile(int rows, const void* w, int num_blocks, int steps, const Pair* x, size_t next, float* sums);
+void dot_tile(int rows, const void* w, int num_blocks, int steps, const void* x, size_t stride, size_t next,
+              float* sums);
+
+// The tiles of the third arithmetic: that of a format, and its rows at most. From integer.cpp.
+struct IntegerTiles {
+  TileFunction (*of)(int dtype);
+  int rows;
+};
+extern const IntegerTiles* integer_tiles;  // of the instruction set in use; api.cpp
 
 constexpr int kGroups = AQ_BLOCK / 16;
 
@@ -74,8 +88,12 @@ struct ForwardJob {
   const AqRows* rows;
   const float* g;
   float *hidden, *features;
-  // normed holds norm_copies copies. normed, attended and gate_up hold Rounded if the linear that reads them takes it.
+  // normed holds norm_copies copies of what the linear that reads it takes. attended and gate_up hold Rounded if the
+  // linear that reads them takes it, else float; a linear that takes Codes rounds them into `codes`, norm_copies of
+  // [rows, the widest k / 32].
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
+  Codes* codes;
+  float* embedded;         // [rows, hidden], if the embedding is packed in blocks
   AttentionJob attention;  // the fields that are the same for every layer
   double* seconds;         // NULL, or where the time of attention and of the MLP is added
 };
@@ -85,7 +103,7 @@ struct LinearJob {
   const float* x;
   int rows;
   float* y;
-  Rounded* rounded;  // [rows, k]: x for a linear that takes rounded inputs
+  void* rounded;  // for x as the linear takes it: [rows, k] of Rounded, or norm_copies of [rows, k / 32] of Codes
 };
 
 // The best score of a row that one worker has seen, per lane.
@@ -145,13 +163,21 @@ struct Kernels {
 
 }  // namespace aq
 
-// One table per instruction set, each from kernels.cpp.
+// One table per instruction set, each from kernels.cpp, and the tiles of the third arithmetic, from integer.cpp.
 namespace avx512 {
 extern const aq::Kernels kKernels;
 }
+namespace avx512_vnni {
+extern const aq::IntegerTiles kIntegerTiles;
+}
 namespace avx2 {
 extern const aq::Kernels kKernels;
+extern const aq::IntegerTiles kIntegerTiles;
+}  // namespace avx2
+namespace avx_vnni {
+extern const aq::IntegerTiles kIntegerTiles;
 }
 namespace portable {
 extern const aq::Kernels kKernels;
-}
+extern const aq::IntegerTiles kIntegerTiles;
+}  // namespace portable

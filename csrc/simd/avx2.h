@@ -5,6 +5,7 @@
 namespace AQ_NAMESPACE {
 
 constexpr int kAccumulators = 5;  // with 6 in two blocks, GCC keeps one of them in memory
+constexpr int kIntegerRows = 4, kIntegerSums = 4;
 struct Vec {
   __m256 lo, hi;
 };
@@ -77,6 +78,48 @@ AQ_INLINE IVec isub(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_sub_epi32); }
 AQ_INLINE IVec imul(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_mullo_epi32); }
 AQ_INLINE IVec iand(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_and_si256); }
 AQ_INLINE IVec ixor(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_xor_si256); }
+AQ_INLINE IVec ior(IVec a, IVec b) { AQ_PAIR(IVec, _mm256_or_si256); }
+AQ_INLINE IVec ishr(IVec a, int n) { AQ_BOTH(IVec, _mm256_srli_epi32, n); }
+AQ_INLINE __m128i low_bytes(__m256i a) {
+  const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                         0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i bytes = _mm256_shuffle_epi8(a, order);
+  return _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+}
+AQ_INLINE void bstore(void* p, IVec a) {
+  _mm_storeu_si128((__m128i*)p, _mm_unpacklo_epi64(low_bytes(a.lo), low_bytes(a.hi)));
+}
+AQ_INLINE IVec lookup(IVec a, const uint8_t* table) {
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  return IVec{_mm256_shuffle_epi8(both, a.lo), _mm256_shuffle_epi8(both, a.hi)};
+}
+#if defined(__AVXVNNI__)
+constexpr int kByteBias = 128;
+AQ_INLINE IVec dot(IVec sum, IVec codes, uint32_t x) {
+  const __m256i v = _mm256_set1_epi32((int)x);
+  return IVec{_mm256_dpbusd_avx_epi32(sum.lo, codes.lo, v), _mm256_dpbusd_avx_epi32(sum.hi, codes.hi, v)};
+}
+AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) { return dot(sum, codes, x); }
+#else
+constexpr int kByteBias = 0;
+AQ_INLINE __m256i dot(__m256i sum, __m256i codes, __m256i x) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+}
+AQ_INLINE IVec dot(IVec sum, IVec codes, uint32_t x) {
+  const __m256i v = _mm256_set1_epi32((int)x);
+  return IVec{dot(sum.lo, codes.lo, v), dot(sum.hi, codes.hi, v)};
+}
+// Sums of two products fit 16 bits only below 128: the weight's size times the input with the weight's sign. A weight
+// of -128 has the size 128 here.
+AQ_INLINE __m256i dot_bytes(__m256i sum, __m256i codes, __m256i x) {
+  const __m256i weights = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+  return dot(sum, _mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+}
+AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) {
+  const __m256i v = _mm256_set1_epi32((int)x);
+  return IVec{dot_bytes(sum.lo, codes.lo, v), dot_bytes(sum.hi, codes.hi, v)};
+}
+#endif
 template <int N> AQ_INLINE IVec shl(IVec a) { AQ_BOTH(IVec, _mm256_slli_epi32, N); }
 template <int N> AQ_INLINE IVec shr(IVec a) { AQ_BOTH(IVec, _mm256_srli_epi32, N); }
 AQ_INLINE Vec to_float(IVec a) { AQ_BOTH(Vec, _mm256_cvtepi32_ps); }

@@ -5,6 +5,7 @@
 namespace AQ_NAMESPACE {
 
 constexpr int kAccumulators = 24;  // registers' worth of Vec that an inner loop may keep as sums
+constexpr int kIntegerRows = 8, kIntegerSums = 24;
 typedef __m512 Vec;
 typedef __m512i IVec;
 typedef __mmask16 Mask;
@@ -38,6 +39,19 @@ AQ_INLINE IVec isub(IVec a, IVec b) { return _mm512_sub_epi32(a, b); }
 AQ_INLINE IVec imul(IVec a, IVec b) { return _mm512_mullo_epi32(a, b); }
 AQ_INLINE IVec iand(IVec a, IVec b) { return _mm512_and_si512(a, b); }
 AQ_INLINE IVec ixor(IVec a, IVec b) { return _mm512_xor_si512(a, b); }
+AQ_INLINE IVec ior(IVec a, IVec b) { return _mm512_or_si512(a, b); }
+AQ_INLINE IVec ishr(IVec a, int n) { return _mm512_srli_epi32(a, (unsigned)n); }
+AQ_INLINE void bstore(void* p, IVec a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+AQ_INLINE IVec lookup(IVec a, const uint8_t* table) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a);
+}
+#if defined(__AVX512VNNI__)
+constexpr int kByteBias = 128;
+AQ_INLINE IVec dot(IVec sum, IVec codes, uint32_t x) {
+  return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32((int)x));
+}
+AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) { return dot(sum, codes, x); }
+#endif
 template <int N> AQ_INLINE IVec shl(IVec a) { return _mm512_slli_epi32(a, N); }
 template <int N> AQ_INLINE IVec shr(IVec a) { return _mm512_srli_epi32(a, N); }
 AQ_INLINE IVec iselect(Mask m, IVec yes, IVec no) { return _mm512_mask_blend_epi32(m, no, yes); }

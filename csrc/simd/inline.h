@@ -4,6 +4,7 @@
 #pragma once
 
 #define AQ_INLINE static inline __attribute__((always_inline))
+#define AQ_MEMBER inline __attribute__((always_inline))  // of a member function
 
 // The build names the instruction set (setup.py). Without a name this is the library's own side of the interface: it
 // packs and checks weights, for which any instruction set will do.

@@ -8,6 +8,7 @@
 namespace AQ_NAMESPACE {
 
 constexpr int kAccumulators = 4;
+constexpr int kIntegerRows = 1, kIntegerSums = 1;
 typedef float Vec __attribute__((vector_size(64)));
 typedef uint32_t IVec __attribute__((vector_size(64)));
 typedef int32_t Mask __attribute__((vector_size(64)));
@@ -65,6 +66,27 @@ AQ_INLINE IVec iand(IVec a, IVec b) { return a & b; }
 AQ_INLINE IVec ixor(IVec a, IVec b) { return a ^ b; }
 template <int N> AQ_INLINE IVec shl(IVec a) { return a << N; }
 template <int N> AQ_INLINE IVec shr(IVec a) { return a >> N; }
+AQ_INLINE IVec ior(IVec a, IVec b) { return a | b; }
+AQ_INLINE IVec ishr(IVec a, int n) { return a >> (uint32_t)n; }
+AQ_INLINE void bstore(void* p, IVec a) {
+  for (int i = 0; i < 16; i++) ((uint8_t*)p)[i] = (uint8_t)a[i];
+}
+AQ_INLINE IVec lookup(IVec a, const uint8_t* table) {
+  uint8_t bytes[64];
+  memcpy(bytes, &a, sizeof a);
+  for (int i = 0; i < 64; i++) bytes[i] = table[bytes[i]];
+  memcpy(&a, bytes, sizeof a);
+  return a;
+}
+constexpr int kByteBias = 0;
+AQ_INLINE IVec dot(IVec sum, IVec codes, uint32_t x) {
+  for (int j = 0; j < 4; j++) sum += ((codes >> (8 * j)) & 255) * (uint32_t)(int32_t)(int8_t)(x >> (8 * j));
+  return sum;
+}
+AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) {
+  for (int j = 0; j < 4; j++) sum += (((codes >> (8 * j)) & 255) - 128) * (uint32_t)(int32_t)(int8_t)(x >> (8 * j));
+  return sum;
+}
 AQ_INLINE IVec iselect(Mask m, IVec yes, IVec no) { return m ? yes : no; }
 AQ_INLINE Mask sign_bit(IVec a) { return (Mask)a < 0; }
 AQ_INLINE Vec to_float(IVec a) { return __builtin_convertvector((Mask)a, Vec); }

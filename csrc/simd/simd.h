@@ -2,6 +2,7 @@
 //
 // Every operation is exact or correctly rounded, so all instruction sets give the same bits. Each header defines
 //   kAccumulators            the Vecs that an inner loop may keep as sums in registers
+//   kIntegerRows kIntegerSums    the rows of a tile of integers, and its IVecs of sums that are kept in registers
 //   set1 load store          floats; load also takes 16 signed bytes
 //   load_half                floats of 16 IEEE half-precision numbers (binary16)
 //   add sub mul div fma max  a op b; fma(a, b, c) = a * b + c, rounded once
@@ -10,6 +11,12 @@
 //   iadd isub imul iand ixor shl shr iselect sign_bit
 //   to_float as_float as_int             conversion of signed integers; the same bits
 //   low_halves high_halves   of 16 words of 32 bits: floats whose upper 16 bits are the lower or the upper half
+//   ior ishr                 a | b; a >> n for an n that is known once loops are unrolled
+//   bstore                   the lowest bytes of 16 words, as 16 bytes
+//   lookup                   table[byte] for every byte; the bytes are below 16
+//   dot dot_bytes            integer dot products of four bytes a lane with the four signed bytes of a word x: sum plus
+//                            code * x for unsigned codes below 128 (dot), plus (code - 128 + kByteBias) * x for all
+//                            (dot_bytes). avx512.h has them only where it is compiled with AVX512_VNNI.
 //   nibble                   the i-th four bits of each lane, two's complement, as a float
 //   sum_lanes max_lanes      of 16 lanes by one merge tree: halves with halves
 #pragma once

@@ -1,5 +1,4 @@
-// Numbers in memory that the dot product of simd/avx512_bf16.h multiplies. Plain data, since both the dispatching side
-// and the kernels use them.
+// Numbers in memory that dot products multiply. Plain data, since both the dispatching side and the kernels use them.
 #pragma once
 #include <stdint.h>
 
@@ -13,6 +12,14 @@ struct Rounded {
 // Two consecutive channels, the unit of the dot product.
 struct Pair {
   Rounded first, second;
+};
+
+// 32 inputs as integers: input = code * scale, code in [-127, 127]. Four codes are a word, in order from its lowest
+// byte. half_sums: of the first and of the last 16 codes.
+struct Codes {
+  uint32_t words[8];
+  float scale;
+  int16_t half_sums[2];
 };
 
 // A rounded number as keys and values are stored: the other number of its pair is not its neighbour in memory.

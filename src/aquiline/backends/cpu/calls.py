@@ -19,6 +19,7 @@ from aquiline.backends.cpu import native
 from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
 from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
 from aquiline.backends.cpu.packed import Arena, PackedLinear, interleave, library, weight_code
+from aquiline.ops.blocks import BlockWeight
 from aquiline.types import (
     KEY_GROUP,
     SAMPLING,
@@ -245,13 +246,17 @@ class NativeModel:
 
 
 class NativeLinear:
-    """x [R, K] float32 times a packed weight [N, K], plus a bias. The weight is stored as given (float32, bfloat16 or
-    float16) or quantised.
+    """x [R, K] float32 times a packed weight [N, K], plus a bias. The weight is stored as given (float32, bfloat16,
+    float16 or GGUF's blocks) or quantised.
 
     `arithmetic` and `dtype` are NativeModel's; num_bytes is what one call reads of the weight."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, arithmetic: str = "float32", dtype: str | None = None
+        self,
+        weight: Tensor | BlockWeight,
+        bias: Tensor | None = None,
+        arithmetic: str = "float32",
+        dtype: str | None = None,
     ) -> None:
         self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena(), dtype)
         self.num_outputs, self.num_inputs = weight.shape

@@ -17,10 +17,17 @@ from typing import Any
 
 from aquiline.errors import NativeError
 
-FORMATS = ("float32", "bfloat16", "bfloat16_dot", "int8", "int4", "float16")
+BLOCKS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl")
+"""GGUF's types of packed blocks that linears are stored as, in lower case."""
+FORMATS = (
+    "float32", "bfloat16", "bfloat16_dot", "int8", "int4", "float16",
+    *BLOCKS, *(f"{name}_dot" for name in BLOCKS), "int8_dot", "int4_dot",
+)  # fmt: skip
 """Storage formats; a format's code is its place in this list."""
 
-FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(len(FORMATS))
+FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
+ON_CODES = range(FORMATS.index(f"{BLOCKS[0]}_dot"), len(FORMATS))
+"""Codes of the formats whose inputs are rounded to integers, in arithmetic "int8"."""
 DENSE = 0
 
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,7 +12,8 @@ from torch import Tensor
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.native import AqLinear, Library
 from aquiline.errors import NativeError
-from aquiline.ops.quantise import quantise
+from aquiline.ops.blocks import BlockWeight
+from aquiline.ops.quantise import GROUP, quantise
 from aquiline.types import KEY_GROUP
 
 
@@ -45,9 +48,9 @@ def kv_code(name: str, keys: Tensor) -> int:
 
 
 def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> None:
-    """Raises ValueError or NativeError unless a linear can run in `arithmetic`, which is not float32."""
+    """Raises ValueError or NativeError unless a linear can run in `arithmetic`, which is neither float32 nor int8."""
     if arithmetic != "bfloat16":
-        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32' or 'bfloat16'")
+        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32', 'bfloat16' or 'int8'")
     if weight.dtype != torch.bfloat16 or dtype is not None:
         found = dtype or weight.dtype
         raise ValueError(f"arithmetic='bfloat16': {name} is {found}, it needs weights stored in bfloat16")
@@ -79,29 +82,58 @@ class Arena:
 class PackedLinear:
     """A linear weight in the library's layout, with the arrays that its struct points to.
 
-    Stored as it is given, or quantised: dtype "int8" or "int4"."""
+    Stored as it is given, in blocks or as a tensor, or quantised: dtype "int8" or "int4". Arithmetic "int8" multiplies
+    codes; a weight of floats is multiplied in float32 beside it."""
 
     def __init__(
-        self, name: str, weight: Tensor, bias: Tensor | None, arithmetic: str, arena: Arena, dtype: str | None = None
+        self,
+        name: str,
+        weight: Tensor | BlockWeight,
+        bias: Tensor | None,
+        arithmetic: str,
+        arena: Arena,
+        dtype: str | None = None,
     ) -> None:
         n, k = weight.shape
         if k % KEY_GROUP != 0:
             raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
-        code, scales = weight_code(name, weight), None
-        source = weight.detach().contiguous()
-        if arithmetic != "float32":
-            check_dot(name, weight, arithmetic, dtype)
-            code = native.BFLOAT16_DOT
-        elif dtype is not None:
-            quantised = quantise(name, source, dtype)
-            source, scales = quantised.codes, quantised.scales
-            code = native.INT8 if dtype == "int8" else native.INT4
+        source = _source(name, weight, arithmetic, dtype)
+        if source.code in native.ON_CODES and k % GROUP != 0:
+            raise ValueError(f"{name} is [{n}, {k}]: arithmetic='int8' needs a width that is a multiple of {GROUP}")
         self._arena = arena
-        self.num_bytes = library().packed_bytes(n, k, code)
+        self.num_bytes = library().packed_bytes(n, k, source.code)
         address = arena.take(self.num_bytes)
-        library().pack(source.data_ptr(), None if scales is None else scales.data_ptr(), n, k, code, address)
+        scales = None if source.scales is None else source.scales.data_ptr()
+        library().pack(source.values.data_ptr(), scales, n, k, source.code, address)
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, code)
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, source.code)
+
+
+class _Source(NamedTuple):
+    """What aq_pack takes."""
+
+    values: Tensor
+    scales: Tensor | None
+    code: int
+
+
+def _source(name: str, weight: Tensor | BlockWeight, arithmetic: str, dtype: str | None) -> _Source:
+    on_codes = "_dot" if arithmetic == "int8" else ""
+    if isinstance(weight, BlockWeight):
+        if dtype is not None:
+            raise ValueError(f"dtype={dtype!r}: {name} is in {weight.kind} blocks, which are not rounded again")
+        if arithmetic == "bfloat16":
+            raise ValueError(f"arithmetic='bfloat16': {name} is in {weight.kind} blocks; use 'int8' or 'float32'")
+        return _Source(weight.blocks.contiguous(), None, native.FORMATS.index(weight.kind.lower() + on_codes))
+    values = weight.detach().contiguous()
+    if dtype is not None and arithmetic in ("float32", "int8"):
+        quantised = quantise(name, values, dtype)
+        return _Source(quantised.codes, quantised.scales, native.FORMATS.index(dtype + on_codes))
+    code = weight_code(name, weight)
+    if arithmetic not in ("float32", "int8"):
+        check_dot(name, weight, arithmetic, dtype)
+        code = native.BFLOAT16_DOT
+    return _Source(values, None, code)
 
 
 def interleave(gate_up: Tensor) -> Tensor:

@@ -1,0 +1,22 @@
+// The tiles of the third arithmetic, compiled once per instruction set that has integer dot products (setup.py).
+#include "integer.h"
+
+namespace AQ_NAMESPACE {
+
+// The tile of a format that takes Codes.
+template <int code = 0> static aq::TileFunction integer_tile_of(int dtype) {
+  if constexpr (code == kMaxFormats) {
+    return nullptr;
+  } else {
+    using F = typename FormatOf<code>::Type;
+    if constexpr (!kIsSame<F, void>)
+      if constexpr (kIsSame<typename F::Input, Codes>)
+        if (dtype == code) return any_integer_tile<F>;
+    return integer_tile_of<code + 1>(dtype);
+  }
+}
+
+extern const aq::IntegerTiles kIntegerTiles;
+const aq::IntegerTiles kIntegerTiles = {integer_tile_of<>, kIntegerRows};
+
+}  // namespace AQ_NAMESPACE
