@@ -8,6 +8,13 @@ namespace AQ_NAMESPACE {
 
 constexpr int integer_blocks_for(int rows) { return rows * 4 <= kIntegerSums ? 4 : rows * 2 <= kIntegerSums ? 2 : 1; }
 
+// x * factor, which is zero or a power of two.
+template <int factor> AQ_INLINE IVec times(IVec x) {
+  static_assert((factor & (factor - 1)) == 0, "a shift");
+  if constexpr (factor == 0) return iset1(0);
+  else return shl<__builtin_ctz(factor)>(x);
+}
+
 // The integer sums stay in registers over a group, the float sums in memory. See `tile` for the arguments.
 template <class F, int ROWS, int BLOCKS>
 static __attribute__((noinline)) void integer_tile(const typename F::Step* w, int steps, const Codes* x, size_t stride,
@@ -30,10 +37,10 @@ static __attribute__((noinline)) void integer_tile(const typename F::Step* w, in
       IVec sum[ROWS][BLOCKS];
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        const int16_t* halves = in[r * stride].half_sums;
-        const int total = F::kGroupInputs == 32 ? halves[0] + halves[1] : halves[half];
+        const Codes& row = in[r * stride];
+        const IVec start = times<kBias>(iset1((uint32_t)(F::kGroupInputs == 32 ? row.minus : row.minus_half[half])));
 #pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; b++) sum[r][b] = iset1((uint32_t)(-kBias * total));
+        for (int b = 0; b < BLOCKS; b++) sum[r][b] = start;
       }
 #pragma GCC unroll 8
       for (int q = 0; q < kFours; q++) {
@@ -52,15 +59,17 @@ static __attribute__((noinline)) void integer_tile(const typename F::Step* w, in
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++) {
         const Step& step = w[(size_t)b * steps + i];
+        Vec scale{}, minimum{};
+        if constexpr (F::kHasScale) scale = F::scale(step, g);
+        if constexpr (F::kHasMinimum) minimum = F::minimum(step, g);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
           float* at = sums + r * kPanelWidth + b * 16;
           const Codes& row = in[r * stride];
-          Vec scale = set1(row.scale);
-          if constexpr (F::kHasScale) scale = mul(scale, F::scale(step, g));
-          Vec total = fma(to_float(sum[r][b]), scale, load(at));
-          if constexpr (F::kHasMinimum)
-            total = fma(F::minimum(step, g), set1(row.scale * (float)(row.half_sums[0] + row.half_sums[1])), total);
+          Vec factor = set1(row.scale);
+          if constexpr (F::kHasScale) factor = mul(factor, scale);
+          Vec total = fma(to_float(sum[r][b]), factor, load(at));
+          if constexpr (F::kHasMinimum) total = fma(minimum, set1(row.scale * (float)-row.minus), total);
           store(at, total);
         }
       }

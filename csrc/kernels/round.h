@@ -23,7 +23,8 @@ AQ_INLINE void store_codes(Codes* to, Vec first, Vec last) {
   const IVec low = nearest(mul(first, factor)), high = nearest(mul(last, factor));
   bstore(to->words, low), bstore(to->words + 4, high);
   to->scale = amax / 127.0f;
-  to->half_sums[0] = (int16_t)sum_lanes(to_float(low)), to->half_sums[1] = (int16_t)sum_lanes(to_float(high));
+  to->minus_half[0] = -(int32_t)sum_lanes(to_float(low)), to->minus_half[1] = -(int32_t)sum_lanes(to_float(high));
+  to->minus = to->minus_half[0] + to->minus_half[1];
 }
 
 // Inputs `from`, a multiple of 32 of them.
