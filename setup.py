@@ -2,8 +2,8 @@
 ctypes.
 
 csrc/kernels/kernels.cpp and integer.cpp are compiled once per instruction set, each with its own flags, csrc/api and
-csrc/stages as baseline code. CXX, CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and
-runs on its slower torch path.
+csrc/stages as baseline code. CXX, CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still
+installs, says so, and runs on its slower torch path.
 """
 
 import os

@@ -306,7 +306,8 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
   AQ_RESERVE(job.normed, normed, float,
              norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].attention.qkv.k);
-  AQ_RESERVE(job.qkv, qkv, float, n * model->layers[0].attention.qkv.n);
+  const size_t qkv_width = num_outputs(model->layers[0].attention.qkv);
+  AQ_RESERVE(job.qkv, qkv, float, n* qkv_width);
   AQ_RESERVE(job.attended, attended, float, n* heads);
   AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
   if (takes_codes(*model)) {
@@ -317,7 +318,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);
   AQ_RESERVE(job.sine, sine, float, n * model->head_dim / 2);
   AQ_TRY(plan_attention(*kv, *rows, model->num_heads, &job.attention));
-  job.attention.q = job.qkv, job.attention.q_stride = model->layers[0].attention.qkv.n;
+  job.attention.q = job.qkv, job.attention.q_stride = (int)qkv_width;
   job.attention.out = job.attended, job.attention.scale = model->attn_scale;
   run_job<ForwardJob, &Kernels::forward>(job);
   return 0;
@@ -380,7 +381,7 @@ int aq_draw(const float* logits, int32_t n, int32_t vocab, const AqSampling* sam
 
 int aq_linear(const AqLinear* linear, const float* x, int32_t rows, float* y) {
   AQ_TRY(check_pointer("linear", linear, alignof(AqLinear)));
-  AQ_TRY(check_linear("weight", *linear, 0, 0));
+  AQ_TRY(check_parts("weight", *linear, 0, 0));
   AQ_REQUIRE(rows >= 0, "rows=%d: must be at least 0", rows);
   AQ_TRY(check_pointer("x", x, sizeof(float)));
   AQ_TRY(check_pointer("y", y, sizeof(float)));

@@ -19,16 +19,18 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h too: backends/cpu/native.py computes it from its
 // mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0x76f84a09u
+#define AQ_ABI 0x525e929cu
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
 // y[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]). dtype: the code of a storage format. The format's header in formats/
-// says how weights are packed and in which order products are summed.
-typedef struct {
+// says how weights are packed and in which order products are summed. rest: further outputs over the same inputs, whose
+// weights are stored otherwise, or NULL; n is then a multiple of 16.
+typedef struct AqLinear {
   const void* weight;
   const float* bias;  // [n] or NULL
   int32_t n, k, dtype;
+  const struct AqLinear* rest;
 } AqLinear;
 
 typedef struct {
@@ -88,7 +90,7 @@ const char* aq_last_error(void);
 // stages.h for its name, -1 for any other name.
 int64_t aq_abi(const char* name);
 const char* aq_format_name(int32_t code);    // of a storage format (formats/); NULL where no format has that code
-const char* aq_isa(void);                    // the kernels in use: "avx512", "avx2" or "portable"
+const char* aq_isa(void);                    // the kernels in use: one of "avx512_vnni", "avx512", "avx_vnni", "avx2", "portable"
 int aq_select_isa(const char* name);         // NULL: the best this CPU has
 const char* aq_available_isas(void);         // comma-separated, best first
 int aq_has_bf16_dot(void);  // whether this CPU and build have the dot product of the second arithmetic

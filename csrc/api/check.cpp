@@ -60,7 +60,7 @@ int check_optional(const char* name, const float* pointer) {
 
 int check_attention(const AqModel& m, const AqAttention& attention) {
   const int heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
-  AQ_TRY(check_linear("qkv", attention.qkv, heads, m.is_draft ? 2 * m.hidden : m.hidden));
+  AQ_TRY(check_parts("qkv", attention.qkv, heads, m.is_draft ? 2 * m.hidden : m.hidden));
   AQ_TRY(check_linear("o", attention.o, m.hidden, m.num_heads * m.head_dim));
   AQ_REQUIRE(!m.is_draft || m.hidden % 32 == 0 || !host::takes_codes(attention.qkv.dtype),
              "hidden=%d: a draft in integer arithmetic needs a multiple of 32", m.hidden);
@@ -131,7 +131,7 @@ int check_pointer(const char* name, const void* pointer, size_t alignment) {
   return 0;
 }
 
-int check_linear(const char* name, const AqLinear& linear, int n, int k) {
+int check_part(const char* name, const AqLinear& linear, int k) {
   const char* format_name = nullptr;
   int alignment = 0, channels = 0, checked = 0;
   host::with_format(linear.dtype, [&](auto format) {
@@ -143,12 +143,31 @@ int check_linear(const char* name, const AqLinear& linear, int n, int k) {
   AQ_TRY(checked);
   AQ_TRY(check_pointer(name, linear.weight, alignment));
   AQ_TRY(check_optional(name, linear.bias));
-  AQ_REQUIRE(linear.n > 0 && (n == 0 || linear.n == n), "%s.n=%d: must be %d", name, linear.n, n);
+  AQ_REQUIRE(linear.n > 0, "%s.n=%d: must be positive", name, linear.n);
   AQ_REQUIRE(linear.k > 0 && linear.k % AQ_LANES == 0, "%s.k=%d: must be a positive multiple of 16", name, linear.k);
   AQ_REQUIRE(linear.k % channels == 0, "%s.k=%d: must be a multiple of %d in %s", name, linear.k, channels,
              format_name);
   AQ_REQUIRE(k == 0 || linear.k == k, "%s.k=%d: must be %d", name, linear.k, k);
   return 0;
+}
+
+int check_parts(const char* name, const AqLinear& linear, int n, int k) {
+  for (const AqLinear* part = &linear; part != nullptr; part = part->rest) {
+    AQ_TRY(check_pointer(name, part, alignof(AqLinear)));
+    AQ_TRY(check_part(name, *part, k == 0 ? linear.k : k));
+    AQ_REQUIRE(part->rest == nullptr || part->n % 16 == 0, "%s.n=%d: must be a multiple of 16 before a rest", name,
+               part->n);
+    AQ_REQUIRE(host::takes_codes(part->dtype) == host::takes_codes(linear.dtype) &&
+                   host::takes_rounded(part->dtype) == host::takes_rounded(linear.dtype),
+               "%s.dtype=%d: its rest must be of the same arithmetic", name, linear.dtype);
+  }
+  AQ_REQUIRE(n == 0 || num_outputs(linear) == n, "%s.n=%d: must be %d", name, num_outputs(linear), n);
+  return 0;
+}
+
+int check_linear(const char* name, const AqLinear& linear, int n, int k) {
+  AQ_REQUIRE(linear.rest == nullptr, "%s.rest: only qkv may have one", name);
+  return check_parts(name, linear, n, k);
 }
 
 int check_model(const AqModel* model) {

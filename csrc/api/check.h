@@ -11,6 +11,7 @@ int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 const char* last_error();
 
 int check_pointer(const char* name, const void* pointer, size_t alignment);
+int check_parts(const char* name, const AqLinear& linear, int n, int k);  // n: of all parts
 int check_linear(const char* name, const AqLinear& linear, int n, int k);  // n, k: expected, 0 for any
 int check_model(const AqModel* model);
 int check_kv(const AqKV* kv, int num_kv_heads, int head_dim);  // 0 for any

@@ -17,7 +17,7 @@ int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype) {
 }
 
 int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_t dtype, void* packed) {
-  AQ_TRY(check_linear("packed", AqLinear{packed, nullptr, n, k, dtype}, 0, 0));
+  AQ_TRY(check_linear("packed", AqLinear{packed, nullptr, n, k, dtype, nullptr}, 0, 0));
   int result = -1;
   host::with_format(dtype, [&](auto format) {
     result = check_pointer("weight", weight, format.kSourceBytes);

@@ -22,7 +22,7 @@ struct Int8 : Format {
 
   static int pack(const Source& from, void* packed) {
     AQ_TRY(aq::check_pointer("scales", from.scales, sizeof(float)));
-    const AqLinear linear{packed, nullptr, from.n, from.k, 0};
+    const AqLinear linear{packed, nullptr, from.n, from.k, 0, nullptr};
     pack_runs((const int8_t*)from.weight, from.n, from.k, 1, (int8_t*)packed);
     pack_runs((const float*)from.scales, from.n, 1, 1, (float*)output_scale(linear));
     return 0;

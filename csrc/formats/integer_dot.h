@@ -60,7 +60,7 @@ struct Int8Dot : OnCodes<Blocks> {
           }
         *to++ = step;
       }
-    const AqLinear linear{packed, nullptr, from.n, from.k, 0};
+    const AqLinear linear{packed, nullptr, from.n, from.k, 0, nullptr};
     pack_runs((const float*)from.scales, from.n, 1, 1, (float*)output_scale(linear));
     return 0;
   }

@@ -85,7 +85,7 @@ static void enter(const Worker& worker, const ForwardJob& job) {
 static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, int row, int head) {
   const AqModel& model = *job.model;
   const int dim = model.head_dim, half = dim / 2, kv_head = head - model.num_heads;
-  float* x = job.qkv + (size_t)row * layer.attention.qkv.n + (size_t)head * dim;
+  float* x = job.qkv + (size_t)row * job.attention.q_stride + (size_t)head * dim;
   const float* norm = kv_head < 0 ? layer.attention.q_norm : layer.attention.k_norm;
   if (norm != nullptr) rms_norm_row(x, norm, dim, model.eps, x);
   rotate(x, job.cosine + (size_t)row * half, job.sine + (size_t)row * half, half);

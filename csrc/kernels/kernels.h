@@ -22,6 +22,13 @@ constexpr int kMaxHeadDim = 512;
 constexpr int kTileQueries = 128;  // attention reads a block of keys once for this many (row, head) pairs
 constexpr int kOwnRows = 16;       // up to so many rows, each worker norms all of them for itself
 
+// Outputs of a linear and of its rest.
+static inline int num_outputs(const AqLinear& linear) {
+  int count = 0;
+  for (const AqLinear* part = &linear; part != nullptr; part = part->rest) count += part->n;
+  return count;
+}
+
 // How many copies of the normed rows a call needs memory for.
 static inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
 

@@ -52,10 +52,10 @@ AQ_INLINE Tiling tiling_of(const AqLinear& linear) {
   return tiling;
 }
 
-// Calls epilogue(row, column, width, sums) for every row of x [rows, k], as the linear's format takes it, and every
-// panel of the output blocks `mine`. sums holds width <= kPanelWidth outputs, from `column` on.
+// linear_rows for one part of a linear, whose first output is `offset`.
 template <class Epilogue>
-static void linear_rows(const AqLinear& linear, Share mine, const void* x, int rows, const Epilogue& epilogue) {
+static void part_rows(const AqLinear& linear, Share mine, int offset, const void* x, int rows,
+                      const Epilogue& epilogue) {
   const Tiling tiling = tiling_of(linear);
   const int num_tiles = (rows + tiling.rows - 1) / tiling.rows, steps = linear.k / tiling.channels;
   const size_t stride = (size_t)linear.k / tiling.per_input;
@@ -78,22 +78,36 @@ static void linear_rows(const AqLinear& linear, Share mine, const void* x, int r
           for (int i = 0; i < width; i++) row_sums[i] *= tiling.output_scale[column + i];
         if (linear.bias != nullptr)
           for (int i = 0; i < width; i++) row_sums[i] += linear.bias[column + i];
-        epilogue(r, column, width, row_sums);
+        epilogue(r, offset + column, width, row_sums);
       }
     }
   }
 }
 
+// Calls epilogue(row, column, width, sums) for every row of x [rows, k], as the linear's format takes it, and every
+// panel of the output blocks `mine`. sums holds width <= kPanelWidth outputs, from `column` on.
+template <class Epilogue>
+static void linear_rows(const AqLinear& linear, Share mine, const void* x, int rows, const Epilogue& epilogue) {
+  int first = 0;
+  for (const AqLinear* part = &linear; part != nullptr; part = part->rest) {
+    const int blocks = (part->n + 15) / 16, end = mine.end - first;
+    const Share own{mine.begin > first ? mine.begin - first : 0, end < blocks ? end : blocks};
+    if (own.begin < own.end) part_rows(*part, own, first * 16, x, rows, epilogue);
+    first += blocks;
+  }
+}
+
 // The output blocks of one worker. They start at even ones, so that a gate block and its up block come together.
 static Share share_blocks(const Worker& worker, const AqLinear& linear) {
-  const int num_blocks = (linear.n + 15) / 16;
+  const int num_blocks = (aq::num_outputs(linear) + 15) / 16;
   const Share pairs = share(worker, (num_blocks + 1) / 2);
   return Share{2 * pairs.begin, 2 * pairs.end < num_blocks ? 2 * pairs.end : num_blocks};
 }
 
 static void linear_store(const AqLinear& linear, Share mine, const void* x, int rows, float* y) {
+  const size_t stride = aq::num_outputs(linear);
   linear_rows(linear, mine, x, rows, [&](int row, int column, int width, const float* sums) {
-    memcpy(y + (size_t)row * linear.n + column, sums, width * sizeof(float));
+    memcpy(y + row * stride + column, sums, width * sizeof(float));
   });
 }
 

@@ -76,8 +76,17 @@ class PairConfig:
     norm_feedback: bool | None = setting(
         None, "Feed the draft's normed output back. Default: as its checkpoint says.", MODEL
     )
-    dtype: str = setting("bfloat16", "Storage of weights: bfloat16, float16, float32, int8 or int4.", MODEL)
-    arithmetic: str = setting("auto", "auto, float32, or bfloat16, the faster where the CPU has AVX512_BF16.", MODEL)
+    dtype: str = setting(
+        "auto", "Storage of weights: bfloat16, float16, float32, int8, int4, or packed, as a .gguf file has them; "
+        "auto: packed for such a file, else bfloat16.", MODEL,
+    )  # fmt: skip
+    draft_dtype: str = setting(
+        "auto", "Storage of the draft's weights; auto: the target's, bfloat16 beside packed ones.", MODEL
+    )
+    arithmetic: str = setting(
+        "auto", "float32; bfloat16, faster where the CPU has AVX512_BF16; int8 for int8, int4 and packed weights, "
+        "fastest; auto: by the storage and the CPU, always the same.", MODEL,
+    )  # fmt: skip
 
     @property
     def default_drafter(self) -> str:
@@ -204,9 +213,13 @@ class EngineConfig:
         check(self.row_budget >= 1, "row_budget", self.row_budget, "must be at least 1")
 
 
+ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "portable")
+"""Instruction sets that the native library has kernels for, best first; the results of all are the same bits."""
+
+
 @dataclass(frozen=True)
 class Environment:
-    """Settings from the environment: AQUILINE_ISA (avx512, avx2, portable; or "off" for the torch path),
+    """Settings from the environment: AQUILINE_ISA (one of ISAS; or "off" for the torch path),
     AQUILINE_THREADS (native worker threads, the caller included; unset: one for each physical core that the process may
     use, by its affinity and its control groups' quotas) and AQUILINE_LLAMA_SERVER (llama.cpp's server, for
     `aquiline compare`)."""
@@ -219,7 +232,7 @@ class Environment:
     def read(cls) -> Environment:
         """Read and check the process environment."""
         isa = os.environ.get("AQUILINE_ISA") or None
-        choices = ("avx512", "avx2", "portable", "off")
+        choices = (*ISAS, "off")
         check(isa is None or isa in choices, "AQUILINE_ISA", isa, f"choose one of {', '.join(choices)}")
         threads = os.environ.get("AQUILINE_THREADS") or None
         ok = threads is None or (threads.isdecimal() and int(threads) > 0)

@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aquiline.blocks import PACKED, Parts
+
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
@@ -54,8 +56,8 @@ class AttentionWeights:
     In is H for a target, 2H for a draft. q_norm and k_norm [Dh] norm every head (qwen3); sinks [Hq] are described in
     `Attention`."""
 
-    qkv: Tensor
-    o: Tensor
+    qkv: Tensor | Parts
+    o: Tensor | Parts
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     q_norm: Tensor | None = None
@@ -68,8 +70,8 @@ class AttentionWeights:
 class DenseWeights:
     """The SwiGLU MLP of one layer: gate_up [2 I, H], the gate's rows first, and down [H, I], with row biases."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Parts
+    down: Tensor | Parts
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -97,10 +99,10 @@ class ModelWeights:
     rms_norm_eps: float
     inv_freq: Tensor  # float32 [Dh / 2]
     rope_scale: float  # multiplies cos and sin (yarn)
-    embed: Tensor  # [V, H]
+    embed: Tensor | Parts  # [V, H]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor
+    head: Tensor | Parts
     capture: tuple[int, ...] = ()  # layers whose output is a feature, ascending
     is_draft: bool = False
     norm_before_residual: bool = False  # draft only: the residual is the normed input
@@ -217,10 +219,12 @@ class AcceptResult:
 def storage_dtype(name: str) -> torch.dtype:
     """The torch dtype of the weights under a `dtype` setting. Raises ValueError for an unknown setting.
 
-    int8 and int4 are for linears (ops/quantise.py); the other weights are bfloat16 beside them."""
+    int8 and int4 are for linears (ops/quantise.py); the other weights are bfloat16 beside them. Beside "packed" blocks
+    that is what the keys are stored in."""
     beside = torch.bfloat16
     dtypes = {
         "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": beside, "int4": beside,
+        PACKED: beside,
     }  # fmt: skip
     if name not in dtypes:
         raise ValueError(f"dtype={name!r}: must be one of {', '.join(dtypes)}")

@@ -60,8 +60,9 @@ def test_auto_is_the_faster_of_those_there_are(monkeypatch: pytest.MonkeyPatch) 
     for has_dot, expected in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(packed, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
         assert resolve_arithmetic("auto", "bfloat16") == expected
-        for dtype in ("float32", "int8", "int4"):
-            assert resolve_arithmetic("auto", dtype) == "float32"
+        assert resolve_arithmetic("auto", "float32") == resolve_arithmetic("auto", "float16") == "float32"
+        for dtype in ("int8", "int4", "packed"):
+            assert resolve_arithmetic("auto", dtype) == "int8"
 
 
 def on_torch(arithmetic: str) -> LoadedModels:
@@ -70,7 +71,9 @@ def on_torch(arithmetic: str) -> LoadedModels:
 
 def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for arithmetic, dtype, named in (
-        ("int8", "bfloat16", "arithmetic='int8': must be one of"), ("bfloat16", "float32", "needs dtype='bfloat16'"),
+        ("int4", "bfloat16", "arithmetic='int4': must be one of auto, float32, bfloat16, int8"),
+        ("int8", "bfloat16", "arithmetic='int8': needs a dtype of packed, int8, int4, and dtype is 'bfloat16'"),
+        ("bfloat16", "float32", "needs dtype='bfloat16'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             resolve_arithmetic(arithmetic, dtype)
@@ -83,5 +86,7 @@ def test_the_torch_path_has_float32_alone() -> None:
     assert on_torch("auto").arithmetic == on_torch("float32").arithmetic == "float32"
     with pytest.raises(ValueError, match=r"torch path.*use arithmetic='float32'"):
         on_torch("bfloat16")
-    with pytest.raises(ValueError, match="arithmetic='int8': must be one of auto, float32, bfloat16"):
+    with pytest.raises(ValueError, match=r"arithmetic='int8': the torch path has float32 only"):
         on_torch("int8")
+    with pytest.raises(ValueError, match="arithmetic='int4': must be one of auto, float32, bfloat16, int8"):
+        on_torch("int4")

@@ -17,7 +17,7 @@ from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_
 from torch import nn
 
 from aquiline.backends.cpu import calls, native
-from aquiline.config import Environment, SamplingParams
+from aquiline.config import ISAS, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
 from aquiline.models.decoder import Decoder
@@ -52,18 +52,18 @@ def integer_weights(module: nn.Module, seed: int) -> None:
         weight.data = ((64 + whole) / 64 if "norm" in name else whole / 96).to(torch.bfloat16)
 
 
-def golden_llm(dtype: str) -> LLM:
+def golden_llm(dtype: str, arithmetic: str) -> LLM:
     decoder, head = Decoder(TINY, capture=TINY_CAPTURE), DraftHead(TINY_DRAFT)
     integer_weights(decoder, 0)
     integer_weights(head, 1)
     head.d2t.copy_(torch.arange(TINY_DRAFT.draft_vocab_size))
     head.embed.data = decoder.embed.data
-    models = from_modules(decoder, head, None, Loading(dtype), Environment.read())
+    models = from_modules(decoder, head, None, Loading(dtype, arithmetic), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 
-def observe(dtype: str = "bfloat16") -> dict[str, object]:
-    llm = golden_llm(dtype)
+def observe(dtype: str = "bfloat16", arithmetic: str = "float32") -> dict[str, object]:
+    llm = golden_llm(dtype, arithmetic)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, TINY.vocab_size, n).tolist() for n in (70, 3)]
     found: dict[str, object] = {}
@@ -83,7 +83,7 @@ def restored_isa() -> Iterator[None]:
     calls.select_isa(Environment.read().isa)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_every_path_reproduces_the_golden_run(
     isa: str, threads: int, restored_isa: None, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from torch import nn
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.pair import resolve_arithmetic
-from aquiline.config import Environment, SamplingParams
+from aquiline.config import ISAS, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules
@@ -67,9 +67,10 @@ def test_every_storage_has_its_own_text() -> None:
 
 @needs_native
 @both
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("arithmetic", ["float32", "int8"])
 def test_every_path_reproduces_the_golden_run(
-    dtype: str, isa: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
+    arithmetic: str, dtype: str, isa: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = native.load()
     assert library is not None
@@ -77,7 +78,8 @@ def test_every_path_reproduces_the_golden_run(
         pytest.skip(f"this CPU has {', '.join(library.available_isas())}")
     monkeypatch.setenv("AQUILINE_ISA", isa)
     monkeypatch.setenv("AQUILINE_THREADS", "2")
-    assert observe(dtype) == json.loads(GOLDEN.read_text())[dtype], f"{dtype} on {isa} differs from the golden run"
+    expected = json.loads(GOLDEN.read_text())[f"{dtype}, {arithmetic} arithmetic"]
+    assert observe(dtype, arithmetic) == expected, f"{dtype} on {isa} differs from the golden run"
 
 
 def pair_llm(dtype: str, isa: str | None) -> LLM:
@@ -87,7 +89,7 @@ def pair_llm(dtype: str, isa: str | None) -> LLM:
     head.embed = decoder.embed
     decoder.head = decoder.embed  # tied: the head is quantised, the embedding is not
     config = engine_config(3)
-    return LLM.from_models(from_modules(decoder, head, None, Loading(dtype), Environment(isa, 1)), config)
+    return LLM.from_models(from_modules(decoder, head, None, Loading(dtype, "float32"), Environment(isa, 1)), config)
 
 
 def preferred(models: LoadedModels, prompt: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aquiline.ops.blocks import BLOCK_TYPES, BlockWeight, block_size
+from aquiline.blocks import BLOCK_TYPES, BlockWeight, block_size
 
 WIDTHS = {kind: block_size(kind)[0] for kind in BLOCK_TYPES}
 IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
@@ -47,7 +47,7 @@ class Groups:
 
 def groups_of(weight: BlockWeight) -> Groups:
     """What the blocks hold, from the layout of ggml-common.h."""
-    kind, (inputs, size) = weight.kind, block_size(weight.kind)
+    kind, (_, size) = weight.kind, block_size(weight.kind)
     n = weight.blocks.shape[0]
     b = weight.blocks.numpy().reshape(-1, size).astype(np.int64)
     half = [b[:, at] | b[:, at + 1] << 8 for at in HALVES[kind]]

@@ -232,7 +232,7 @@ def test_the_library_refuses_what_it_cannot_pack_or_read():
         refused("k=40: must be a positive multiple of 16", at(codes), at(scales), 16, 40, dtype, at(packed))
         refused("n=0", at(codes), at(scales), 0, 64, dtype, at(packed))
     refused("k=48: must be a multiple of 32 in int4", at(codes), at(scales), 16, 48, native.INT4, at(packed))
-    refused(r"packed.dtype=15: must be one of 0 \(float32\)", at(codes), at(scales), 16, 64, 15, at(packed))
+    refused(r"packed.dtype=31: must be one of 0 \(float32\)", at(codes), at(scales), 16, 64, 31, at(packed))
     for code in (-9, 8):
         codes[3, 2] = code
         refused(rf"weight\[194\]={code}: must be in \[-8, 7\]", at(codes), at(scales), 16, 64, native.INT4, at(packed))
@@ -242,7 +242,7 @@ def test_the_library_refuses_what_it_cannot_pack_or_read():
         (AqLinear(at(packed) + 2, None, 16, 64, native.INT4), "weight is not aligned"),
         (AqLinear(at(packed), at(scales) + 1, 16, 64, native.INT8), "weight is not aligned"),
         (AqLinear(at(packed), None, 16, 48, native.INT4), "k=48: must be a multiple of 32"),
-        (AqLinear(at(packed), None, 16, 64, 15), "weight.dtype=15"),
+        (AqLinear(at(packed), None, 16, 64, 31), "weight.dtype=31"),
     ):
         with pytest.raises(NativeError, match=message):
             LOADED.linear(ctypes.byref(linear), at(x), 1, at(y))

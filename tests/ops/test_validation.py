@@ -62,7 +62,7 @@ def test_tail_outside_the_table_and_no_key():
 @pytest.mark.parametrize(
     "field, value, message",
     [("eps", 1.0, None), ("hidden", 24, "hidden=24"), ("num_heads", 3, "num_heads=3"),
-     ("embed_dtype", 7, "embed_dtype=7"),
+     ("embed_dtype", 31, "embed_dtype=31"),
      ("embed", None, "embed is NULL"),
      ("embed", 3, "embed is not aligned"), ("num_layers", 0, "num_layers=0"),
      ("head_dim", 40, "head_dim=40"), ("intermediate", 112, "gate_up.n=192")],

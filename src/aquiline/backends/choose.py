@@ -14,21 +14,26 @@ from aquiline.models.eagle import DraftHead
 logger = logging.getLogger(__name__)
 
 
+def runs_natively(device: str, environment: Environment) -> bool:
+    """Whether the native library runs pairs on this device."""
+    return device == "cpu" and missing_reason(environment) is None
+
+
 def new_pair(
     decoder: Decoder, head: DraftHead | None, dtype: str, arithmetic: str, kv_dtype: str, device: str,
-    environment: Environment,
+    environment: Environment, draft_dtype: str | None = None,
 ) -> Pair:  # fmt: skip
-    """Pack loaded modules for the native library where it can run on this device, else for torch.
+    """Pack loaded modules for the native library where it can run on this device, else for torch. draft_dtype: dtype.
 
     Raises ValueError for settings that the backend does not have."""
     reason = missing_reason(environment) if device == "cpu" else f"device={device!r}"
     if reason is None:
         configure(environment)
-        return CpuPair(decoder, head, dtype, arithmetic, kv_dtype)
+        return CpuPair(decoder, head, dtype, arithmetic, kv_dtype, draft_dtype)
     if device == "cpu":
         logger.warning("native CPU library not used (%s): torch runs, slower, and trees are not bit-exact", reason)
-    if arithmetic == "bfloat16":
+    if arithmetic in ("bfloat16", "int8"):
         raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
     if arithmetic not in ("auto", "float32"):
-        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16")
-    return TorchPair(decoder, head, dtype, kv_dtype, device)
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16, int8")
+    return TorchPair(decoder, head, dtype, kv_dtype, device, draft_dtype)

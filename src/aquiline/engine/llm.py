@@ -69,11 +69,14 @@ class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
     `spec`: the default way to draft; a chain of 3 if a draft is loaded, no drafting otherwise.
-    `dtype`: how weights are stored: bfloat16, float16, float32, int8 or int4.
+    `dtype`: how weights are stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them.
+    "auto" is "packed" for a GGUF file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and
+    bfloat16 beside packed blocks.
     `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16.
     `arithmetic`: "float32" gives the same text on every x86 CPU. "bfloat16", for bfloat16 weights on CPUs with
     AVX512_BF16, rounds activations too: it is faster, and text is still the same with and without speculation, but it
-    is another text than that of float32. "auto" takes bfloat16 where it is available.
+    is another text than that of float32. "int8", for int8, int4 and packed weights, rounds activations to integers: the
+    fastest, and again the same text on every CPU. "auto" takes int8 for these, and bfloat16 where it is available.
     `capture` (target layers whose outputs the draft reads) and `norm_feedback` replace the values of a draft's
     checkpoint, or give them where it has none.
 
@@ -87,7 +90,8 @@ class LLM:
         draft: str | Path | None = None,
         *,
         spec: Drafting | None = None,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
+        draft_dtype: str = "auto",
         arithmetic: str = "auto",
         kv_dtype: str = "auto",
         device: str = "cpu",
@@ -99,7 +103,7 @@ class LLM:
             is_plain = spec is not None and not spec.needs_draft_model
             target, draft = BUNDLED_TARGET, draft or (None if is_plain else BUNDLED_DRAFT)
         config = engine or EngineConfig()
-        how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback))
+        how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback), draft_dtype)
         models = load_models(target, draft, how, Environment.read())
         self._start(models, config, spec)
 

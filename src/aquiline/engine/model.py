@@ -10,14 +10,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from aquiline.backends.base import Pair
-from aquiline.backends.choose import new_pair
+from aquiline.backends.choose import new_pair, runs_natively
+from aquiline.blocks import PACKED
 from aquiline.config import Environment
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft
 from aquiline.models.eagle import DraftHead
+from aquiline.models.files import is_gguf
 from aquiline.models.formats import load_draft
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
 from aquiline.ops.quantise import weight_bytes
@@ -28,14 +31,24 @@ from aquiline.text.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Loading:
-    """How a pair is loaded. dtype, arithmetic, kv_dtype and device: see LLM; overrides: settings that replace those of
-    a draft's checkpoint."""
+    """How a pair is loaded. dtype, draft_dtype, arithmetic, kv_dtype and device: see LLM; overrides: settings that
+    replace those of a draft's checkpoint."""
 
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     arithmetic: str = "auto"
     kv_dtype: str = "auto"
     device: str = "cpu"
     overrides: DraftOverrides = NO_OVERRIDES
+    draft_dtype: str = "auto"
+
+    @property
+    def settled(self) -> Loading:
+        """The same with dtypes in place of "auto": bfloat16, and for the draft the target's, bfloat16 beside blocks."""
+        dtype = "bfloat16" if self.dtype == "auto" else self.dtype
+        draft = self.draft_dtype
+        if draft == "auto":
+            draft = "bfloat16" if dtype == PACKED else dtype
+        return replace(self, dtype=dtype, draft_dtype=draft)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +57,9 @@ class LoadedModels:
 
     pair: Pair
     tokenizer: Tokenizer | None
-    storage: str  # the `dtype` setting
+    storage: str  # the target's `dtype`
     weight_bytes: int
+    draft_storage: str | None = None  # the draft's
     simulated: SimulatedAcceptance | None = None  # random weights only: a fixed acceptance length
 
     @property
@@ -110,6 +124,7 @@ class LoadedModels:
             "path": self.pair.name,
             "exact_trees": self.pair.is_exact,
             "dtype": self.storage,
+            **({} if self.draft_storage is None else {"draft_dtype": self.draft_storage}),
             "kv_dtype": self.pair.kv_dtype,
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
@@ -126,28 +141,56 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
     this machine does not have."""
     target_dir = resolve(target)
     draft_dir = resolve(draft) if draft is not None else None
+    how = for_checkpoint(how, target_dir, environment)
     capture: tuple[int, ...] = ()
     if draft_dir is not None:
         reading = read_draft(draft_dir, read_model_config(target_dir), how.overrides)
         capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
-    check_fits([target_dir] + ([draft_dir] if draft_dir is not None else []), how.dtype)
+    check_fits({target_dir: how.dtype} | ({} if draft_dir is None else {draft_dir: how.draft_dtype}))
     decoder = load_target(target_dir, dtype=how.dtype, capture=capture)
     head = None
     if draft_dir is not None:
         head = load_draft(
-            draft_dir, decoder, dtype=how.dtype, capture=how.overrides.capture,
+            draft_dir, decoder, dtype=how.draft_dtype, capture=how.overrides.capture,
             norm_feedback=how.overrides.norm_feedback,
         )  # fmt: skip
     return from_modules(decoder, head, load_tokenizer(target_dir), how, environment)
+
+
+def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:
+    """The dtypes to load: where none is named, a GGUF file's own blocks if the native library runs, else bfloat16.
+
+    Raises ValueError for blocks that nothing here can multiply."""
+    native = runs_natively(how.device, environment)
+    if how.dtype == PACKED and not native:
+        raise ValueError("dtype='packed': only the native library multiplies blocks; use dtype='bfloat16'")
+    if how.draft_dtype == PACKED:
+        raise ValueError("draft_dtype='packed': a draft has no blocks; use 'bfloat16', 'int8' or 'int4'")
+    if how.dtype == "auto" and is_gguf(target) and native and how.arithmetic != "bfloat16":
+        how = replace(how, dtype=PACKED)
+    return how.settled
 
 
 def from_modules(
     decoder: Decoder, head: DraftHead | None, tokenizer: Tokenizer | None, how: Loading, environment: Environment
 ) -> LoadedModels:
     """Pack loaded modules for the backend this machine has. Raises ValueError for settings it does not have."""
-    num_bytes = weight_bytes([decoder] if head is None else [decoder, head], how.dtype)
-    pair = new_pair(decoder, head, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment)
-    return LoadedModels(pair, tokenizer, how.dtype, num_bytes)
+    how = how.settled
+    draft_dtype = None if head is None else how.draft_dtype
+    num_bytes = stored_bytes(decoder, head, how)
+    pair = new_pair(
+        decoder, head, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment, draft_dtype
+    )  # fmt: skip
+    return LoadedModels(pair, tokenizer, how.dtype, num_bytes, draft_dtype)
+
+
+def stored_bytes(decoder: Decoder, head: DraftHead | None, how: Loading) -> int:
+    """Bytes of the pair's weights as they are stored; an embedding that both read counts once."""
+    packed = {id(parts): sum(part.num_bytes for part in parts) for parts in decoder.packed.values()}
+    modules: dict[str, list[nn.Module]] = {how.dtype: [decoder]}
+    if head is not None:
+        modules.setdefault(how.draft_dtype, []).append(head)
+    return sum(packed.values()) + sum(weight_bytes(own, dtype) for dtype, own in modules.items())
 
 
 def cpu_name() -> str:

@@ -7,16 +7,21 @@ and everything they may look at lies behind `Attention`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from aquiline.blocks import Parts
 from aquiline.models.config import ModelConfig
 from aquiline.models.rope import rotary
 from aquiline.ops import reference as ops
 from aquiline.types import Attention, AttentionWeights, DenseWeights, LayerWeights, ModelWeights
+
+NOTHING: Mapping[str, Parts] = MappingProxyType({})
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -100,13 +105,15 @@ class DecoderLayer(nn.Module):
         """RMS norm with this model's epsilon."""
         return ops.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def weights(self, hidden_norm: Tensor | None = None) -> LayerWeights:
-        """This layer as plain tensors, for a backend that runs the whole forward itself."""
+    def weights(self, hidden_norm: Tensor | None = None, packed: Mapping[str, Parts] = NOTHING) -> LayerWeights:
+        """This layer as plain tensors, for a backend that runs the whole forward itself; `packed`: the weights that
+        stand for parameters of these names."""
+        qkv, o, gate_up, down = (packed.get(n, getattr(self, n).data) for n in ("qkv", "o", "gate_up", "down"))
         attention = AttentionWeights(
-            self.qkv.data, self.o.data, _data(self.qkv_bias), _data(self.o_bias), _data(self.q_norm),
+            qkv, o, _data(self.qkv_bias), _data(self.o_bias), _data(self.q_norm),
             _data(self.k_norm), _data(self.sinks), self.config.window(self.index),
         )  # fmt: skip
-        mlp = DenseWeights(self.gate_up.data, self.down.data, _data(self.gate_up_bias), _data(self.down_bias))
+        mlp = DenseWeights(gate_up, down, _data(self.gate_up_bias), _data(self.down_bias))
         return LayerWeights(attention, mlp, self.input_norm.data, self.post_norm.data, hidden_norm)
 
 
@@ -119,10 +126,14 @@ class DecoderOutput:
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and head. `capture` names the layers whose outputs are the draft's features."""
+    """Embedding, layers, final norm and head. `capture` names the layers whose outputs are the draft's features.
+
+    packed: by parameter name, weights in packed blocks. Such a parameter is on the meta device and has no values:
+    only a backend that multiplies blocks can run the decoder then."""
 
     def __init__(self, config: ModelConfig, capture: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.packed: dict[str, Parts] = {}
         self.config, self.capture = config, capture
         self.embed = parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
@@ -153,19 +164,35 @@ class Decoder(nn.Module):
 
     def weights(self) -> ModelWeights:
         """The whole model as plain tensors, for a backend that runs the forward in one call."""
-        layers = tuple(cast(DecoderLayer, layer).weights() for layer in self.layers)
+        layers = tuple(
+            cast(DecoderLayer, layer).weights(packed=self.packed_below(f"layers.{i}."))
+            for i, layer in enumerate(self.layers)
+        )
         return model_weights(
-            self.config, self.rope, self.embed.data, layers, self.final_norm.data, self.head.data, capture=self.capture,
+            self.config, self.rope, self.packed.get("embed", self.embed.data), layers, self.final_norm.data,
+            self.packed.get("head", self.head.data), capture=self.capture,
         )  # fmt: skip
+
+    def packed_below(self, prefix: str) -> dict[str, Parts]:
+        """The packed weights whose parameters' names begin with `prefix`, without it."""
+        return {name.removeprefix(prefix): parts for name, parts in self.packed.items() if name.startswith(prefix)}
+
+    def keep_packed(self, name: str, parts: Parts) -> None:
+        """Let packed blocks stand for a parameter, which loses its values."""
+        nothing = nn.Parameter(torch.empty_like(self.get_parameter(name), device="meta"), requires_grad=False)
+        for own in ("embed", "head") if name == "embed" and self.config.tied_head else (name,):
+            owner, _, attribute = own.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, nothing)
+            self.packed[own] = parts
 
 
 def model_weights(
     config: ModelConfig,
     rope: Rope,
-    embed: Tensor,
+    embed: Tensor | Parts,
     layers: tuple[LayerWeights, ...],
     final_norm: Tensor,
-    head: Tensor,
+    head: Tensor | Parts,
     **flags: tuple[int, ...] | bool,
 ) -> ModelWeights:
     """ModelWeights of one ModelConfig; flags are capture, is_draft and norm_before_residual."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from aquiline.blocks import Parts
 from aquiline.models.config import DraftConfig
 from aquiline.models.decoder import DecoderLayer, Rope, model_weights, parameter
 from aquiline.ops import reference as ops
@@ -27,6 +28,7 @@ class DraftHead(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
+        self.packed_embed: Parts | None = None  # where the embedding is the target's and in packed blocks
         H, Ht = config.model.hidden_size, config.target_hidden_size
         width = len(config.capture) * Ht
         self.embed = parameter(config.model.vocab_size, H)
@@ -71,7 +73,8 @@ class DraftHead(nn.Module):
 
     def weights(self) -> ModelWeights:
         """The head as plain tensors (fc apart), for a backend that runs a pass in one call."""
+        embed = self.packed_embed or self.embed.data
         return model_weights(
-            self.config.model, self.rope, self.embed.data, (self.layer.weights(self.hidden_norm.data),),
+            self.config.model, self.rope, embed, (self.layer.weights(self.hidden_norm.data),),
             self.norm.data, self.head.data, is_draft=True, norm_before_residual=self.config.norm_before_residual,
         )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from aquiline.blocks import dequantised
 from aquiline.models.config import DraftConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_config
@@ -96,14 +97,18 @@ def load_draft(
     if not own_embed:
         share_embedding(head, target)
     if not own_head:
-        head.head.data.copy_((head.embed if reading.tied_head else target.head).data[head_rows(d2t)])
+        source = head.embed if reading.tied_head else target.head
+        packed = target.packed.get("embed" if reading.tied_head else "head") if source.is_meta else None
+        values = source.data if packed is None else dequantised(packed)
+        head.head.data.copy_(values[head_rows(d2t)])
     head.embed.requires_grad_(False)
     return head.eval()
 
 
 def share_embedding(head: DraftHead, target: Decoder) -> None:
     """Make the target's embedding the head's: the same parameter, or a rounded copy where the dtypes differ."""
-    same = target.embed.dtype == head.fc.dtype
+    head.packed_embed = target.packed.get("embed")
+    same = target.embed.dtype == head.fc.dtype or target.embed.is_meta
     head.embed = target.embed if same else nn.Parameter(target.embed.data.to(head.fc.dtype))
     head.embed.requires_grad_(False)
 

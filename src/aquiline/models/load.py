@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
+from aquiline.blocks import PACKED
 from aquiline.errors import CheckpointError, OutOfMemory
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder
@@ -24,6 +27,7 @@ from aquiline.models.files import (
     refuse,
     resolve,
 )
+from aquiline.models.gguf.packed import keep_blocks
 from aquiline.models.gguf.tensors import GGUFTensors
 from aquiline.types import storage_dtype
 
@@ -93,6 +97,7 @@ def open_tensors(checkpoint: Path) -> TensorSource:
 def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
     """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16, float16
     or float32), frozen. With int8 and int4 the weights are bfloat16 here: the backend's Pair quantises the linears.
+    With "packed" the weights of a GGUF file stay as they are: blocks in `Decoder.packed`, floats in their own dtype.
 
     `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
     place, so the peak is the model plus one tensor. float32 files and GGUF's packed blocks round to bfloat16 storage;
@@ -115,27 +120,29 @@ def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int
     with parameters_in(storage):
         target = Decoder(config, tuple(capture))
     target.requires_grad_(False)
+    if dtype == PACKED:
+        entries = keep_blocks(target, tensors, entries)
     fill(target, tensors, entries)
     return target.eval()
 
 
-def check_fits(checkpoints: list[Path], dtype: str) -> None:
-    """Raises OutOfMemory if the weights of these checkpoints do not fit twice into the memory that is free.
+def check_fits(checkpoints: Mapping[Path, str]) -> None:
+    """Raises OutOfMemory if the weights of these checkpoints, each in its dtype, do not fit twice into the free memory.
 
     Twice, because two copies exist while weights are packed for the CPU."""
-    wanted, storage = 0, storage_dtype(dtype)
-    for checkpoint in checkpoints:
+    wanted = 0
+    for checkpoint, dtype in checkpoints.items():
+        if dtype == PACKED:
+            wanted += checkpoint.stat().st_size
+            continue
         tensors = open_tensors(checkpoint)
-        for name in tensors.names:
-            size = storage.itemsize
-            for extent in tensors.shape(name):
-                size *= extent
-            wanted += size
+        wanted += sum(math.prod(tensors.shape(name)) for name in tensors.names) * storage_dtype(dtype).itemsize
     free = psutil.virtual_memory().available
     if 2 * wanted > free:
+        kinds = " and ".join(dict.fromkeys(checkpoints.values()))
         raise OutOfMemory(
             f"{', '.join(map(str, checkpoints))}: {wanted / 1e9:.2f} GB of weights as "
-            f"{str(storage).removeprefix('torch.')} take twice that while they are packed, and {free / 1e9:.2f} GB are "
+            f"{kinds} take twice that while they are packed, and {free / 1e9:.2f} GB are "
             "free; free memory or take a smaller model"
         )
 

@@ -78,6 +78,8 @@ def weight_bytes(modules: Iterable[nn.Module], dtype: str | None) -> int:
     sizes: dict[object, int] = {}
     for module in modules:
         for name, weight in module.named_parameters(remove_duplicate=False):
+            if weight.is_meta:  # in packed blocks, which are counted elsewhere
+                continue
             own = dtype if dtype in QUANTISED and name.rpartition(".")[2] in LINEARS else None
             sizes[weight.data_ptr(), own] = weight.nbytes if own is None else stored_bytes(weight, own)
     return sum(sizes.values())

@@ -63,7 +63,7 @@ class Prepared:
         prompts = prompts_of(self.held_out_corpus, config.eval_rows, config.context - num_new)
         models = self.teacher.models
         if models is None:  # the target trains on a GPU; the engine runs on the CPU
-            models = load_models(config.target, None, Loading(), Environment.read())
+            models = load_models(config.target, None, Loading("bfloat16"), Environment.read())
         texts = [
             text
             for temperature in (0.0, TEMPERATURE)

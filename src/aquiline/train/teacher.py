@@ -69,7 +69,7 @@ class Teacher:
         self._scorer: Scorer | None = None
         environment = Environment.read()
         if device == "cpu":
-            self.models = from_modules(self.decoder, None, load_tokenizer(path), Loading(), environment)
+            self.models = from_modules(self.decoder, None, load_tokenizer(path), Loading("bfloat16"), environment)
         if self.models is not None and self.models.pair.is_exact:
             self._scorer = Scorer(self.models, max_tokens)
         else:

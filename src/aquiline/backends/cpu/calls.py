@@ -7,7 +7,7 @@ next call.
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +18,8 @@ from torch import Tensor
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
 from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
-from aquiline.backends.cpu.packed import Arena, PackedLinear, interleave, library, weight_code
-from aquiline.ops.blocks import BlockWeight
+from aquiline.backends.cpu.packed import Arena, PackedLinear, alternating, interleave, library, weight_code
+from aquiline.blocks import BlockWeight, Parts
 from aquiline.types import (
     KEY_GROUP,
     SAMPLING,
@@ -54,7 +54,7 @@ def set_threads(threads: int) -> None:
 
 
 def select_isa(name: str | None) -> None:
-    """Use "avx512", "avx2" or "portable"; None takes the best this CPU has. Results do not depend on it."""
+    """Use one of config.ISAS; None takes the best this CPU has. Results do not depend on it."""
     library().select_isa(None if name is None else name.encode())
 
 
@@ -65,23 +65,32 @@ class NativeModel:
     fast and needs a CPU for which has_bf16_dot() holds. As in float32, a row's bits do not depend on other rows,
     threads or chunks; but they are not the bits that float32 gives. Sums, norms and sampling are float32 in both.
 
+    arithmetic "int8" rounds what codes are multiplied with to integers (csrc/formats/integer_dot.h): for int8, int4 and
+    GGUF's blocks, on every CPU with the same bits. Attention is float32 beside it, and so are linears of floats.
+
     dtype "int8" or "int4" quantises the linears, the head included; None stores them as given. The embedding and the
-    norms are never quantised.
+    norms are never quantised. arena: where weights are packed; models that share one share an embedding in blocks.
 
     Not thread-safe: it reuses its argument structs (the library serialises calls anyway)."""
 
-    def __init__(self, weights: ModelWeights, arithmetic: str = "float32", dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        weights: ModelWeights,
+        arithmetic: str = "float32",
+        dtype: str | None = None,
+        arena: Arena | None = None,
+    ) -> None:
         self._check_widths(weights)
         self._arithmetic, self._dtype = arithmetic, dtype
         self._library = library()
-        self._arena = Arena()
+        self._arena = arena or Arena()
         self._kept: list[Any] = []
         # Weak keys: caches live as long as their engines, and a model outlives many engines.
         self._kvs: WeakKeyDictionary[KVGroup, AqKV] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Rows, tuple[tuple[Any, ...], AqRows]] = WeakKeyDictionary()
-        self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
-        self.num_capture, self.head_size = len(weights.capture), weights.head.shape[0]
         self.struct = self._describe(weights)
+        self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
+        self.num_capture, self.head_size = len(weights.capture), self.struct.head.n
         self._model_ref = byref(self.struct)
 
     @staticmethod
@@ -92,10 +101,10 @@ class NativeModel:
 
     def _describe(self, weights: ModelWeights) -> AqModel:
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
-        embed = weights.embed.detach().contiguous()
         head = self._pack("head", weights.head)
+        embed_at, embed_dtype, vocab = self._embedding(weights.embed)
         capture = np.asarray(weights.capture, np.int32)
-        self._kept += [layers, embed, capture]
+        self._kept += [layers, capture]
         return AqModel(
             hidden=weights.hidden_size,
             num_layers=len(weights.layers),
@@ -103,8 +112,8 @@ class NativeModel:
             num_kv_heads=weights.num_kv_heads,
             head_dim=weights.head_dim,
             intermediate=weights.intermediate_size,
-            vocab=embed.shape[0],
-            embed_dtype=weight_code("embed", embed),
+            vocab=vocab,
+            embed_dtype=embed_dtype,
             is_draft=weights.is_draft,
             norm_before_residual=weights.norm_before_residual,
             num_capture=len(weights.capture),
@@ -112,7 +121,7 @@ class NativeModel:
             attn_scale=weights.head_dim**-0.5,
             rope_scale=weights.rope_scale,
             inv_freq=self._floats(weights.inv_freq),
-            embed=embed.data_ptr(),
+            embed=embed_at,
             layers=layers,
             final_norm=self._floats(weights.final_norm),
             head=head,
@@ -130,14 +139,41 @@ class NativeModel:
 
     def _mlp(self, weights: DenseWeights) -> AqMlp:
         bias = weights.gate_up_bias
-        interleaved = None if bias is None else interleave(bias.detach()[:, None])[:, 0]
-        gate_up = self._pack("gate_up", interleave(weights.gate_up.detach()), interleaved)
+        interleaved = None if bias is None else alternating(bias.detach()[:, None])[:, 0]
+        gate_up = self._pack("gate_up", interleave(weights.gate_up), interleaved)
         return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), native.DENSE)
 
-    def _pack(self, name: str, weight: Tensor, bias: Tensor | None = None) -> AqLinear:
+    def _pack(self, name: str, weight: Tensor | Parts, bias: Tensor | None = None) -> AqLinear:
+        """A linear; the parts of a fused weight are linked. A tied head in blocks is found again as the embedding."""
+        if isinstance(weight, Tensor):
+            return self._pack_part(name, weight, bias)
+        known = self._arena.tables.get(id(weight))
+        if known is not None and bias is None:
+            return known[1]
+        rest, end = None, sum(part.shape[0] for part in weight)
+        for part in reversed(weight):
+            start = end - part.shape[0]
+            struct = self._pack_part(name, part, None if bias is None else bias[start:end])
+            struct.rest = None if rest is None else addressof(rest)
+            rest, end = struct, start
+            self._kept.append(struct)
+        assert rest is not None, f"{name} has no parts"
+        self._arena.tables[id(weight)] = weight, rest
+        return rest
+
+    def _pack_part(self, name: str, weight: Tensor | BlockWeight, bias: Tensor | None) -> AqLinear:
         packed = PackedLinear(name, weight, bias, self._arithmetic, self._arena, self._dtype)
         self._kept.append(packed)
         return packed.struct
+
+    def _embedding(self, weight: Tensor | Parts) -> tuple[int, int, int]:
+        """Address, code and rows of an embedding: as it is given, or in blocks as a linear has it."""
+        if isinstance(weight, Tensor):
+            embed = weight.detach().contiguous()
+            self._kept.append(embed)
+            return embed.data_ptr(), weight_code("embed", embed), embed.shape[0]
+        struct = self._pack("embed", weight)
+        return struct.weight, struct.dtype, struct.n
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

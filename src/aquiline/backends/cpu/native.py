@@ -34,9 +34,13 @@ LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"
 
 
 class AqLinear(Structure):
-    """A packed weight and its bias."""
+    """A packed weight and its bias, and where the outputs behind them are described."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32), ("dtype", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_int32) for name in ("n", "k", "dtype")),
+        ("rest", c_void_p),
+    ]
 
 
 class AqAttention(Structure):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.native import AqLinear, Library
+from aquiline.blocks import BlockWeight, Parts
 from aquiline.errors import NativeError
-from aquiline.ops.blocks import BlockWeight
 from aquiline.ops.quantise import GROUP, quantise
 from aquiline.types import KEY_GROUP
 
@@ -65,6 +65,7 @@ class Arena:
     CHUNK = 32 << 20
 
     def __init__(self) -> None:
+        self.tables: dict[int, tuple[object, AqLinear]] = {}  # by id, the packed weights that may serve twice
         self._chunks: list[NDArray[np.uint8]] = []
         self._next = self._end = 0
 
@@ -125,18 +126,29 @@ def _source(name: str, weight: Tensor | BlockWeight, arithmetic: str, dtype: str
         if arithmetic == "bfloat16":
             raise ValueError(f"arithmetic='bfloat16': {name} is in {weight.kind} blocks; use 'int8' or 'float32'")
         return _Source(weight.blocks.contiguous(), None, native.FORMATS.index(weight.kind.lower() + on_codes))
-    values = weight.detach().contiguous()
+    code, values = weight_code(name, weight), weight.detach().contiguous()
     if dtype is not None and arithmetic in ("float32", "int8"):
         quantised = quantise(name, values, dtype)
         return _Source(quantised.codes, quantised.scales, native.FORMATS.index(dtype + on_codes))
-    code = weight_code(name, weight)
     if arithmetic not in ("float32", "int8"):
         check_dot(name, weight, arithmetic, dtype)
         code = native.BFLOAT16_DOT
     return _Source(values, None, code)
 
 
-def interleave(gate_up: Tensor) -> Tensor:
-    """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs."""
-    rows, width = gate_up.shape
-    return gate_up.view(2, rows // (2 * KEY_GROUP), KEY_GROUP, width).transpose(0, 1).reshape(rows, width)
+def interleave(gate_up: Tensor | Parts) -> Tensor | Parts:
+    """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs.
+
+    Blocks lie by rows, so theirs move as bytes. Raises ValueError for a gate and up in blocks of two types."""
+    if not isinstance(gate_up, Tensor):
+        if len(gate_up) > 1:
+            kinds = " and ".join(part.kind for part in gate_up)
+            raise ValueError(f"gate_up is in blocks of {kinds}; load it with dtype='bfloat16'")
+        return (BlockWeight(gate_up[0].kind, alternating(gate_up[0].blocks)),)
+    return alternating(gate_up.detach())
+
+
+def alternating(rows: Tensor) -> Tensor:
+    """[2 I, width], two halves, to runs of KEY_GROUP rows of each in turn."""
+    n, width = rows.shape
+    return rows.view(2, n // (2 * KEY_GROUP), KEY_GROUP, width).transpose(0, 1).reshape(n, width)

@@ -15,6 +15,7 @@ from aquiline.backends.cpu.buffers import address
 from aquiline.backends.cpu.calls import NativeModel
 from aquiline.backends.cpu.native import AqFusion
 from aquiline.backends.cpu.packed import Arena, PackedLinear
+from aquiline.blocks import PACKED
 from aquiline.config import Environment
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
@@ -38,19 +39,27 @@ def configure(environment: Environment) -> None:
     calls.set_threads(environment.num_threads or usable_cores())
 
 
+ARITHMETICS = ("float32", "bfloat16", "int8")
+ON_CODES = (PACKED, *QUANTISED)
+"""Storages that arithmetic int8 multiplies."""
+
+
 def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
-    """The arithmetic over weights stored as `dtype`; "auto" is the fastest one that this CPU can run.
+    """The arithmetic over weights stored as `dtype`. "auto" goes by a table, never by timing: int8 for weights of
+    codes, on every CPU; bfloat16 for bfloat16 weights where the CPU has the dot product; float32 for all else.
 
     Raises ValueError, naming the fix, for an arithmetic that cannot run."""
     if arithmetic == "auto":
+        if dtype in ON_CODES:
+            return "int8"
         return "bfloat16" if dtype == "bfloat16" and packed.has_bf16_dot() else "float32"
-    if arithmetic not in ("float32", "bfloat16"):
-        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16")
-    if arithmetic == "float32":
-        return arithmetic
-    if dtype != "bfloat16":
+    if arithmetic not in ARITHMETICS:
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, {', '.join(ARITHMETICS)}")
+    if arithmetic == "int8" and dtype not in ON_CODES:
+        raise ValueError(f"arithmetic='int8': needs a dtype of {', '.join(ON_CODES)}, and dtype is {dtype!r}")
+    if arithmetic == "bfloat16" and dtype != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: needs dtype='bfloat16', and dtype is {dtype!r}")
-    if not packed.has_bf16_dot():
+    if arithmetic == "bfloat16" and not packed.has_bf16_dot():
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
     return arithmetic
 
@@ -82,23 +91,35 @@ class NativeDraft:
 class CpuPair:
     """A target and an optional draft, packed; the modules' own tensors may be dropped. See backends/base.py, Pair.
 
-    dtype: how the weights are stored, float32, bfloat16, float16, int8 or int4. Raises ValueError for an arithmetic or
-    a kv_dtype that cannot run and for widths that the library does not have."""
+    dtype: how the target is stored, and the draft unless draft_dtype names another one. `arithmetic` is the target's; a
+    draft that is stored otherwise has what "auto" gives it.
+
+    Raises ValueError for an arithmetic or a kv_dtype that cannot run and for widths that the library
+    does not have."""
 
     name = "native"
     is_exact = True
 
     def __init__(
-        self, decoder: Decoder, head: DraftHead | None, dtype: str, arithmetic: str = "auto", kv_dtype: str = "auto"
+        self,
+        decoder: Decoder,
+        head: DraftHead | None,
+        dtype: str,
+        arithmetic: str = "auto",
+        kv_dtype: str = "auto",
+        draft_dtype: str | None = None,
     ) -> None:
+        draft_dtype = draft_dtype or dtype
         self.arithmetic = resolve_arithmetic(arithmetic, dtype)
+        self.draft_arithmetic = self.arithmetic if draft_dtype == dtype else resolve_arithmetic("auto", draft_dtype)
         self.kv_dtype = resolve_kv_dtype(kv_dtype, dtype)
-        self.storage = dtype
         self.target: ModelConfig = decoder.config
         self.draft: DraftConfig | None = None if head is None else head.config
-        quantised = dtype if dtype in QUANTISED else None
-        self.target_model = NativeModel(decoder.weights(), self.arithmetic, quantised)
-        self.draft_model = None if head is None else pack_draft(head, self.arithmetic, quantised)
+        arena = Arena()
+        self.target_model = NativeModel(decoder.weights(), self.arithmetic, quantised(dtype), arena)
+        self.draft_model: NativeDraft | None = None
+        if head is not None:
+            self.draft_model = pack_draft(head, self.draft_arithmetic, quantised(draft_dtype), arena)
 
     def open(self, sizes: Sizes) -> CpuBackend:
         """Storage and buffers for an engine of that size."""
@@ -114,17 +135,24 @@ class CpuPair:
 
     def system(self) -> dict[str, object]:
         """What runs: instruction set, threads, arithmetic."""
-        return dict[str, object](calls.system()) | {"arithmetic": self.arithmetic, "kv_dtype": self.kv_dtype}
+        own = {"arithmetic": self.arithmetic, "kv_dtype": self.kv_dtype}
+        draft = {} if self.draft is None else {"draft_arithmetic": self.draft_arithmetic}
+        return dict[str, object](calls.system()) | own | draft
 
 
-def pack_draft(head: DraftHead, arithmetic: str, dtype: str | None) -> NativeDraft:
+def quantised(dtype: str) -> str | None:
+    """The codes that linears are rounded to when they are packed; None: they are stored as they are given."""
+    return dtype if dtype in QUANTISED else None
+
+
+def pack_draft(head: DraftHead, arithmetic: str, dtype: str | None, arena: Arena) -> NativeDraft:
     """A draft head in the library's layout."""
-    fc = PackedLinear("fc", head.fc.data, None, arithmetic, Arena(), dtype)
+    fc = PackedLinear("fc", head.fc.data, None, arithmetic, arena, dtype)
     norms = [floats(head.input_norm), floats(head.fc_norm)]
     at = [None if norm is None else address("norm", norm, np.float32) for norm in norms]
     num_parts = 0 if head.fc_norm is None else len(head.fc_norm)
     return NativeDraft(
-        model=NativeModel(head.weights(), arithmetic, dtype),
+        model=NativeModel(head.weights(), arithmetic, dtype, arena),
         fusion=AqFusion(fc.struct, *at, num_parts, head.config.model.rms_norm_eps),
         d2t=head.d2t.numpy().astype(np.int32),
         config=head.config,

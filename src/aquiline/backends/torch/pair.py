@@ -26,7 +26,13 @@ class TorchPair:
     name, is_exact, arithmetic = "torch", False, "float32"
 
     def __init__(
-        self, decoder: Decoder, head: DraftHead | None, dtype: str, kv_dtype: str = "auto", device: str = "cpu"
+        self,
+        decoder: Decoder,
+        head: DraftHead | None,
+        dtype: str,
+        kv_dtype: str = "auto",
+        device: str = "cpu",
+        draft_dtype: str | None = None,
     ) -> None:
         kind = device.partition(":")[0]
         if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
@@ -36,10 +42,12 @@ class TorchPair:
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else ("float32" if dtype == "float32" else "bfloat16")
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype={kv_dtype!r}: must be one of auto, {', '.join(KV_DTYPES)}")
-        for module in (decoder,) if head is None else (decoder, head):
+        for module, storage in ((decoder, dtype), (head, draft_dtype or dtype)):
+            if module is None:
+                continue
             module.float().to(device)
-            if dtype in QUANTISED:
-                round_linears(module, dtype)
+            if storage in QUANTISED:
+                round_linears(module, storage)
         self.decoder, self.head, self.device = decoder, head, device
         self.target, self.draft = decoder.config, None if head is None else head.config
 

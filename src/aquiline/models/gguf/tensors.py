@@ -18,8 +18,9 @@ from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aquiline.blocks import BlockWeight
 from aquiline.models.gguf.config import ROPE_FACTORS, head_counts
-from aquiline.models.gguf.reader import read_gguf
+from aquiline.models.gguf.reader import TensorInfo, read_gguf
 
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
@@ -75,13 +76,22 @@ class GGUFTensors:
     def get(self, name: str) -> Tensor:
         """Unpack one tensor to float32, the rows of queries and keys in a checkpoint's order; it is not kept."""
         info = self._infos[name]
-        packed = self._gguf.raw(info)
+        values = quants.dequantize(self._rows(info), GGMLQuantizationType[info.type_name])
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+
+    def blocks(self, name: str) -> BlockWeight:
+        """One tensor of a type of BLOCK_TYPES as its blocks, the rows of queries and keys in a checkpoint's order."""
+        info = self._infos[name]
+        rows = np.require(self._rows(info), np.uint8, ["C", "W"])
+        return BlockWeight(info.type_name, torch.from_numpy(rows).reshape(info.shape[0], -1))
+
+    def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
+        rows = self._gguf.raw(info)
         rotated = _ROTATED.fullmatch(info.name)
         if rotated and self._gguf.text("general.architecture") == "llama":
             heads, kv_heads = head_counts(self._gguf)
-            packed = as_halves(packed, heads if rotated[1] == "q" else kv_heads)
-        values = quants.dequantize(packed, GGMLQuantizationType[info.type_name])
-        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+            rows = as_halves(rows, heads if rotated[1] == "q" else kv_heads)
+        return rows
 
 
 def hugging_face_name(name: str) -> str:
