@@ -31,7 +31,7 @@ __all__ = ["restored_isa"]
 GOLDEN = Path(__file__).with_name("golden_packed.json")
 pytestmark = needs_native
 
-MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
+MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K", "lm_head": "Q6_K"}
 """How llama.cpp's Q4_K_M stores a layer; all others are Q4_K."""
 
 
@@ -83,7 +83,8 @@ def test_float32_arithmetic_gives_the_logits_of_the_unpacked_file(kind: str, tie
 def test_every_drafter_gives_the_baseline(kind: str, sampling: str, tmp_path: Path) -> None:
     file, draft = write_pair(tmp_path, kind)
     llm = LLM(file, draft, engine=engine_config(3))
-    assert (llm.models.storage, llm.models.draft_storage, llm.models.arithmetic) == ("packed", "bfloat16", "int8")
+    storage = {"Q4_K_M": "q4_k+q6_k"}.get(kind, kind.lower())
+    assert (llm.models.storage, llm.models.draft_storage, llm.models.arithmetic) == (storage, "bfloat16", "int8")
     expected = llm.run(prompts(8), SAMPLINGS[sampling], spec=BASELINE)
     for name, spec in SPECS.items():
         result = llm.run(prompts(8), SAMPLINGS[sampling], spec=spec)
@@ -123,7 +124,7 @@ def test_the_draft_is_stored_by_itself(draft_dtype: str, tmp_path: Path) -> None
     llm = LLM(file, draft, draft_dtype=draft_dtype, engine=engine_config(2))
     assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"])) == expected
     system = llm.models.system()
-    assert (system["dtype"], system["draft_dtype"], system["arithmetic"]) == ("packed", draft_dtype, "int8")
+    assert (system["dtype"], system["draft_dtype"], system["arithmetic"]) == ("q8_0", draft_dtype, "int8")
     assert system["draft_arithmetic"] == ("float32" if draft_dtype == "float32" else "int8")
 
 

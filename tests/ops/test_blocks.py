@@ -121,5 +121,10 @@ def test_rounded_twice_or_in_another_arithmetic_is_refused():
         calls.NativeLinear(weight, dtype="int8")
     with pytest.raises(ValueError, match="arithmetic='bfloat16': weight is in Q4_0 blocks; use 'int8' or 'float32'"):
         calls.NativeLinear(weight, arithmetic="bfloat16")
-    with pytest.raises(ValueError, match=r"weight is \[16, 48\]: arithmetic='int8' needs a width"):
-        calls.NativeLinear(torch.ones(16, 48), arithmetic="int8", dtype="int8")
+
+
+def test_other_weights_are_multiplied_in_float32_beside_it():
+    x, weight = inputs(3, 48), torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
+    for dtype in (None, "int8"):
+        found = calls.NativeLinear(weight, arithmetic="int8", dtype=dtype)(x)
+        assert np.array_equal(bits(found), bits(calls.NativeLinear(weight, dtype=dtype)(x)))

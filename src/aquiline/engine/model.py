@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +58,7 @@ class LoadedModels:
 
     pair: Pair
     tokenizer: Tokenizer | None
-    storage: str  # the target's `dtype`
+    storage: str  # the target's `dtype`; of packed blocks their types, as "q4_1+q8_0" with the head's behind the plus
     weight_bytes: int
     draft_storage: str | None = None  # the draft's
     simulated: SimulatedAcceptance | None = None  # random weights only: a fixed acceptance length
@@ -181,7 +182,20 @@ def from_modules(
     pair = new_pair(
         decoder, head, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment, draft_dtype
     )  # fmt: skip
-    return LoadedModels(pair, tokenizer, how.dtype, num_bytes, draft_dtype)
+    return LoadedModels(pair, tokenizer, storage_of(decoder, how.dtype), num_bytes, draft_dtype)
+
+
+def storage_of(decoder: Decoder, dtype: str) -> str:
+    """What stores the target's linears: `dtype`, or the type of most blocks of its layers and, if other, its head's."""
+    sizes: Counter[str] = Counter()
+    for name, parts in decoder.packed.items():
+        if name.startswith("layers."):
+            sizes.update({part.kind.lower(): part.num_bytes for part in parts})
+    if not sizes:
+        return "bfloat16" if dtype == PACKED else dtype
+    kind, head = sizes.most_common(1)[0][0], decoder.packed.get("head")
+    other = "bfloat16" if head is None else head[0].kind.lower()
+    return kind if other == kind else f"{kind}+{other}"
 
 
 def stored_bytes(decoder: Decoder, head: DraftHead | None, how: Loading) -> int:

@@ -20,6 +20,7 @@ from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, des
 from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
 from aquiline.backends.cpu.packed import Arena, PackedLinear, alternating, interleave, library, weight_code
 from aquiline.blocks import BlockWeight, Parts
+from aquiline.ops.quantise import GROUP
 from aquiline.types import (
     KEY_GROUP,
     SAMPLING,
@@ -81,7 +82,10 @@ class NativeModel:
         arena: Arena | None = None,
     ) -> None:
         self._check_widths(weights)
-        self._arithmetic, self._dtype = arithmetic, dtype
+        # The two halves of a draft's input are rounded apart, in blocks of GROUP.
+        is_odd = weights.is_draft and weights.hidden_size % GROUP != 0
+        self._arithmetic = "float32" if arithmetic == "int8" and is_odd else arithmetic
+        self._dtype = dtype
         self._library = library()
         self._arena = arena or Arena()
         self._kept: list[Any] = []

@@ -84,7 +84,7 @@ class PackedLinear:
     """A linear weight in the library's layout, with the arrays that its struct points to.
 
     Stored as it is given, in blocks or as a tensor, or quantised: dtype "int8" or "int4". Arithmetic "int8" multiplies
-    codes; a weight of floats is multiplied in float32 beside it."""
+    codes; a weight of floats is multiplied in float32 beside it, and so is one whose width is no multiple of GROUP."""
 
     def __init__(
         self,
@@ -99,8 +99,6 @@ class PackedLinear:
         if k % KEY_GROUP != 0:
             raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
         source = _source(name, weight, arithmetic, dtype)
-        if source.code in native.ON_CODES and k % GROUP != 0:
-            raise ValueError(f"{name} is [{n}, {k}]: arithmetic='int8' needs a width that is a multiple of {GROUP}")
         self._arena = arena
         self.num_bytes = library().packed_bytes(n, k, source.code)
         address = arena.take(self.num_bytes)
@@ -119,7 +117,7 @@ class _Source(NamedTuple):
 
 
 def _source(name: str, weight: Tensor | BlockWeight, arithmetic: str, dtype: str | None) -> _Source:
-    on_codes = "_dot" if arithmetic == "int8" else ""
+    on_codes = "_dot" if arithmetic == "int8" and weight.shape[1] % GROUP == 0 else ""
     if isinstance(weight, BlockWeight):
         if dtype is not None:
             raise ValueError(f"dtype={dtype!r}: {name} is in {weight.kind} blocks, which are not rounded again")

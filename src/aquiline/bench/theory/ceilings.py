@@ -51,11 +51,13 @@ def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
     if bandwidth and flops:
         return Ceilings(machine.key, arithmetic, bandwidth, flops, flops, None, *known)
     measured = measured_once(machine, on_stage, remeasure=choice.remeasure)
-    rate = measured.float32 if arithmetic == "float32" else measured.bfloat16
+    rate = {"float32": measured.float32, "bfloat16": measured.bfloat16, "int8": measured.int8}[arithmetic]
     if rate is None:
-        raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
+        needs = "AVX512_BF16" if arithmetic == "bfloat16" else "the native library"
+        raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks {needs}; use arithmetic='float32'")
+    beside = measured.float32 if arithmetic == "int8" else rate  # attention does not run on integers
     read, copy, linears, attention = (
-        Figure(r.per_s, "measured", f"{r.by}, {measured.date}") for r in (measured.read, measured.copy, rate, rate)
+        Figure(r.per_s, "measured", f"{r.by}, {measured.date}") for r in (measured.read, measured.copy, rate, beside)
     )
     return Ceilings(
         machine.key, arithmetic, bandwidth or read, flops or linears, flops or attention, copy, *known,
@@ -114,11 +116,12 @@ def _found(entry: object, machine: Machine) -> Measurement | None:
 def _measurement(entry: object) -> Measurement:
     if not isinstance(entry, dict):
         raise TypeError(f"a JSON {type(entry).__name__}")
-    load, bfloat16 = entry["load"], entry["bfloat16"]
+    load = entry["load"]
+    bfloat16, int8 = (None if entry[name] is None else _rate(entry[name]) for name in ("bfloat16", "int8"))
     return Measurement(
         date=str(entry["date"]), load=None if load is None else float(load),
         **{name: _rate(entry[name]) for name in ("read", "copy", "float32")},
-        bfloat16=None if bfloat16 is None else _rate(bfloat16),
+        bfloat16=bfloat16, int8=int8,
     )  # fmt: skip
 
 

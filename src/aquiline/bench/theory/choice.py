@@ -39,7 +39,9 @@ class Choice:
         None, "cpu, measured once and cached; or by datasheet a100, h100, h200, b200, l4, l40s, rtx3090, rtx4090, "
         "rtx5090, mi300x. Default: cpu.", DEVICE,
     )  # fmt: skip
-    arithmetic: str | None = setting(None, "float32 or bfloat16. Default: float32 on a CPU, else bfloat16.", DEVICE)
+    arithmetic: str | None = setting(
+        None, "float32, bfloat16 or int8. Default: float32 on a CPU, else bfloat16.", DEVICE
+    )
     bandwidth: float | None = setting(None, "GB/s, in the place of the device's.", DEVICE)
     flops: float | None = setting(None, "TFLOP/s, in the place of the device's.", DEVICE)
     remeasure: bool = setting(False, "Measure the CPU again.", DEVICE)

@@ -100,7 +100,7 @@ def datasheet_ceilings(
         )
     check_arithmetic(arithmetic)
     if flops is None:
-        tflops = sheet.bfloat16_tflops if arithmetic == "bfloat16" else sheet.float32_tflops
+        tflops = {"bfloat16": sheet.bfloat16_tflops, "float32": sheet.float32_tflops}.get(arithmetic)
         if tflops is None:
             raise ValueError(f"arithmetic={arithmetic!r}: no published figure for {device} is known here; give --flops")
         flops = Figure(tflops * TERA, "datasheet", sheet.source)
@@ -120,7 +120,11 @@ def given_figure(name: str, value: float | None, unit: float) -> Figure | None:
     return Figure(value * unit, "given")
 
 
+ARITHMETICS = ("float32", "bfloat16", "int8")
+"""What linears may be multiplied in."""
+
+
 def check_arithmetic(arithmetic: str) -> None:
     """Raises ValueError for an arithmetic that has no ceiling."""
-    if arithmetic not in ("float32", "bfloat16"):
-        raise ValueError(f"arithmetic={arithmetic!r}: must be one of float32, bfloat16")
+    if arithmetic not in ARITHMETICS:
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of {', '.join(ARITHMETICS)}")

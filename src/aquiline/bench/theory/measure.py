@@ -61,7 +61,7 @@ class Machine:
 @dataclass(frozen=True)
 class Measurement:
     """Measured rates: read and copy in bytes per second, GEMMs in FLOPs per second. bfloat16: None if the CPU has no
-    instruction for it.
+    instruction for it; int8: None without the native library.
 
     load: runnable processes when measuring began; they make figures too low. None if the system does not say."""
 
@@ -71,6 +71,7 @@ class Measurement:
     copy: Rate
     float32: Rate
     bfloat16: Rate | None
+    int8: Rate | None
 
 
 def this_machine() -> Machine:
@@ -84,7 +85,7 @@ def this_machine() -> Machine:
 
 
 def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECONDS) -> Measurement:
-    """Measure all four, `seconds` each; calls on_stage with the name of each before it starts."""
+    """Measure all five, `seconds` each; calls on_stage with the name of each before it starts."""
     is_native = machine.isa != "torch"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     with _torch_threads(machine.threads):
@@ -101,7 +102,11 @@ def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECON
         if is_native and has_bf16_dot():
             on_stage("bfloat16 GEMM")
             bfloat16 = best_of(_gemms(torch.bfloat16, is_native), flops, seconds)
-    return Measurement(datetime.now(UTC).date().isoformat(), load, read, copy, float32, bfloat16)
+        int8 = None
+        if is_native:
+            on_stage("int8 GEMM")
+            int8 = best_of(_integer_gemm(), flops, seconds)
+    return Measurement(datetime.now(UTC).date().isoformat(), load, read, copy, float32, bfloat16, int8)
 
 
 def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
@@ -172,6 +177,12 @@ def _gemms(dtype: torch.dtype, is_native: bool) -> Ways:
         linear = calls.NativeLinear(weight, arithmetic=str(dtype).removeprefix("torch."))
         ways[f"native linear of {GEMM_ROWS} rows"] = [partial(linear, rows.numpy())] * GEMM_CALLS
     return ways
+
+
+def _integer_gemm() -> Ways:
+    weight, rows = torch.ones(WIDTH, WIDTH), np.ones((GEMM_ROWS, WIDTH), np.float32)
+    linear = calls.NativeLinear(weight, arithmetic="int8", dtype="int8")
+    return {f"native linear of {GEMM_ROWS} rows": [partial(linear, rows)] * GEMM_CALLS}
 
 
 @contextmanager

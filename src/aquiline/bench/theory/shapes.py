@@ -55,10 +55,20 @@ STORAGES = {
         Storage("int8", 8, 32),
         Storage("int4", 4, 16, 32),
         Storage("mxfp4", 4, 8, 32),
+        Storage("q8_0", 8, 16, 32),
+        Storage("q4_0", 4, 16, 32),
+        Storage("q4_1", 4, 32, 32),
+        Storage("q5_0", 5, 16, 32),
+        Storage("q5_1", 5, 32, 32),
+        Storage("q4_k", 4, 20, 32),
+        Storage("q5_k", 5, 20, 32),
+        Storage("q6_k", 6, 9, 16),
+        Storage("iq4_nl", 4, 16, 32),
     )
 }
 """The values of `--dtype`. fp8 and int8: a float32 scale per output; int4: a bfloat16 scale per 32 inputs; mxfp4: an
-8-bit exponent per 32 inputs (OCP Microscaling Formats 1.0, section 5)."""
+8-bit exponent per 32 inputs (OCP Microscaling Formats 1.0, section 5); q8_0 and the following: GGUF's packed blocks as
+the native library stores them (csrc/formats), where q4_k and q5_k take 0.125 bits more than in the file."""
 
 KV_STORAGES = ("float32", "bfloat16", "float16", "fp8")
 
@@ -228,15 +238,19 @@ class DraftShape:
 def precision_of(dtype: str, kv_dtype: str | None = None, *, is_moe: bool = False) -> Precision:
     """The storage of each kind of tensor under a `--dtype`. float32, bfloat16 and float16 store all tensors.
 
-    fp8 stores the linears of the layers; int8 and int4 also the head; mxfp4 the experts, or all linears if there are no
-    experts. The other tensors are then bfloat16. Keys and values have the dtype of those other tensors unless kv_dtype
-    says otherwise. Raises ValueError for unknown names."""
+    fp8 stores the linears of the layers; int8, int4 and packed blocks also the head; mxfp4 the experts, or all linears
+    if there are no experts. The other tensors are then bfloat16. "A+B" stores layers as A and the head as B, as GGUF
+    files do. Keys and values have the dtype of those other tensors unless kv_dtype says otherwise.
+
+    Raises ValueError for unknown names."""
+    dtype, _, head_dtype = dtype.partition("+")
     storage = _storage("dtype", dtype, tuple(STORAGES))
+    head = _storage("dtype", head_dtype or dtype, tuple(STORAGES))
     plain = storage if storage.bits >= 16 else STORAGES["bfloat16"]
     kv = _storage("kv_dtype", kv_dtype or plain.name, KV_STORAGES)
     return Precision(
         layers=plain if dtype == "mxfp4" and is_moe else storage, experts=storage,
-        head=storage if dtype in ("int8", "int4") else plain, plain=plain, kv=kv,
+        head=plain if dtype in ("fp8", "mxfp4") else head, plain=plain, kv=kv,
     )  # fmt: skip
 
 
