@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
-from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static, drafting
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+from aquiline.spec.named import drafting
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -115,7 +116,7 @@ def test_ways_to_draft_by_name() -> None:
             ValueError, match=re.escape(f"drafter={name!r}: must be one of none, chain, static, dynamic")
         ):
             drafting(name)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, num_nodes, "):
+    with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, max_draft, "):
         drafting("chain", num_tokens=5)
 
 
