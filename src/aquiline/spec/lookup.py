@@ -18,8 +18,8 @@ from aquiline.settings import setting
 from aquiline.spec.drafting import DRAFTING, Drafting, Match, Proposal
 from aquiline.spec.suffix_automaton import SEPARATOR, SuffixAutomaton
 
-LONGEST, OFTENEST = 7, 4
-"""The last buckets of lengths and counts, 64 tokens or more and 8 places or more. A bucket is a number of bits."""
+LONGEST, OFTENEST = 64, 8
+"""Lengths and counts from which on all are one bucket; below, a bucket holds those of as many bits."""
 
 MAX_TRIALS = 1024
 """Events of a cell after which it forgets half of them: what was written long ago says less."""
@@ -77,9 +77,15 @@ class Lookup(Drafting):
         return LookupProposer(self, len(prompt), prediction, shared)
 
 
+_COUNT_CELLS = tuple(count.bit_length() for count in range(OFTENEST + 1))
+_LENGTH_CELLS = tuple(length.bit_length() * (_COUNT_CELLS[-1] + 1) for length in range(LONGEST + 1))
+
+
 def cell_of(length: int, count: int) -> int:
     """Where events of matches of so many tokens, which stood in the text so often, are counted together."""
-    return min(length.bit_length(), LONGEST) * (OFTENEST + 1) + min(count.bit_length(), OFTENEST)
+    return (
+        _LENGTH_CELLS[length if length < LONGEST else LONGEST] + _COUNT_CELLS[count if count < OFTENEST else OFTENEST]
+    )
 
 
 class MatchEvents:
@@ -88,7 +94,7 @@ class MatchEvents:
     estimates: the chance of a match in a cell to be right, (hits + 1) / (trials + 2): 1/2 before the first event."""
 
     def __init__(self) -> None:
-        num_cells = (LONGEST + 1) * (OFTENEST + 1)
+        num_cells = cell_of(LONGEST, OFTENEST) + 1
         self.trials, self.hits = [0] * num_cells, [0] * num_cells
         self.estimates = [0.5] * num_cells
 

@@ -73,67 +73,79 @@ class SuffixAutomaton:
     def extend(self, tokens: Iterable[int], events: Events | None = None) -> None:
         """Append tokens to the text. events: is told for each of them what the match before it had foretold."""
         text, length, link, count, end = self.text, self.length, self.link, self.count, self.end
-        first, target, branches, min_length = self.token, self.target, self.branches, self.min_length
+        first, target, branches, shortest = self.token, self.target, self.branches, self.min_length
+        settled = range(MAX_SETTLED)
         for token in tokens:
-            if events is not None:
-                state = self.match()
-                if state:
-                    events.add(length[state], count[state], text[end[state] + 1] == token)
-            at, last = len(text), self.last
+            at, new, last = len(text), len(length), self.last
             # The suffixes of the text so far become earlier ones. Before the first token there is the root alone, to
             # which its own link, -1, leads as well.
             state = link[last]
-            for _ in range(MAX_SETTLED):
-                if length[state] < min_length:
-                    break
-                count[state] += 1
-                end[state] = at - 1
-                state = link[state]
+            if length[state] >= shortest:
+                if events is not None:
+                    self._tell(events, state, token)
+                for _ in settled:
+                    count[state] += 1
+                    end[state] = at - 1
+                    state = link[state]
+                    if length[state] < shortest:
+                        break
             text.append(token)
-            new = self._new_state(length[last] + 1, 0, 1, at, _NONE, 0)
+            length.append(length[last] + 1)
+            link.append(0)
+            count.append(1)
+            end.append(at)
+            first.append(_NONE)
+            target.append(0)
             self.last = new
             # Every suffix that no token like this one followed is now followed by it.
-            state, found = last, 0
+            state = last
             while state >= 0:
-                if first[state] == token:
+                seen = first[state]
+                if seen == token:
                     found = target[state]
-                    break
-                if first[state] == _NONE:
-                    first[state], target[state] = token, new
-                elif state not in branches:
-                    branches[state] = {token: new}
-                else:
+                elif seen == _NONE:
+                    first[state], target[state], found = token, new, new
+                elif state in branches:
                     found = branches[state].setdefault(token, new)
-                    if found != new:
-                        break
-                    found = 0
+                else:
+                    branches[state] = {token: new}
+                    found = new
+                if found != new:
+                    link[new] = found if length[found] == length[state] + 1 else self._split(found, state, token)
+                    break
                 state = link[state]
-            if found:
-                link[new] = found if length[found] == length[state] + 1 else self._split(found, state, token)
+
+    def _tell(self, events: Events, state: int, token: int) -> None:
+        """Tell of the token behind the match, which is `state` or a suffix of it."""
+        foretold = self.text[self.end[state] + 1]
+        if foretold == SEPARATOR:
+            state = self.match()
+            foretold = self.text[self.end[state] + 1]
+        if state:
+            events.add(self.length[state], self.count[state], foretold == token)
 
     def _split(self, whole: int, state: int, token: int) -> int:
         """Of the substrings of `whole`, those that are `state` or its suffixes with `token` behind them stand at one
         place more than the others from now on. Gives them a state of their own and returns it."""
-        part = self._new_state(
-            self.length[state] + 1, self.link[whole], self.count[whole], self.end[whole], self.token[whole],
-            self.target[whole],
-        )  # fmt: skip
-        if whole in self.branches:
-            self.branches[part] = self.branches[whole].copy()
-        self.link[whole] = part
-        while state >= 0 and self.next(state, token) == whole:
-            if self.token[state] == token:
-                self.target[state] = part
+        length, link, first, target, branches = self.length, self.link, self.token, self.target, self.branches
+        part = len(length)
+        length.append(length[state] + 1)
+        link.append(link[whole])
+        self.count.append(self.count[whole])
+        self.end.append(self.end[whole])
+        first.append(first[whole])
+        target.append(target[whole])
+        if whole in branches:
+            branches[part] = branches[whole].copy()
+        link[whole] = part
+        while state >= 0:
+            if first[state] == token:
+                if target[state] != whole:
+                    break
+                target[state] = part
+            elif branches[state][token] == whole:
+                branches[state][token] = part
             else:
-                self.branches[state][token] = part
-            state = self.link[state]
+                break
+            state = link[state]
         return part
-
-    def _new_state(self, length: int, link: int, count: int, end: int, token: int, target: int) -> int:
-        self.length.append(length)
-        self.link.append(link)
-        self.count.append(count)
-        self.end.append(end)
-        self.token.append(token)
-        self.target.append(target)
-        return len(self.length) - 1
