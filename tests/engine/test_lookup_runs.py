@@ -229,6 +229,7 @@ def test_streams_and_texts_have_predictions() -> None:
 def test_predictions_are_checked_by_name(llm: LLM) -> None:
     for given, message in (
         (["a", "b"], "predictions: 2 for 1 prompts; give one per prompt, or None for it"),
+        ([5], "prediction=5: must be a text, a list of token ids, or None"),
         ([[1, 2.5]], "prediction: 2.5 is among them; each must be a whole number"),
         ([[1, 96]], r"request 0: prediction token 96: must be in \[0, 96\)"),
         (["a\ud800"], "prediction='a.*': holds bytes that are not UTF-8"),

@@ -149,6 +149,34 @@ def test_estimates_are_shares_of_hits_with_one_of_each_added() -> None:
     assert cell_of(10**6, 10**6) == cell_of(64, 8)
 
 
+def test_confidences_say_how_many_tokens_are_accepted() -> None:
+    """Phrases that come again, one token in eight changed, written as verification would write them. A step begins
+    behind a wrong copy more often than a token does, so first tokens are accepted somewhat less often, later ones more.
+    """
+    draw = np.random.default_rng(3)
+    phrases = [draw.integers(0, 40, draw.integers(3, 30)).tolist() for _ in range(60)]
+    whole = [
+        t if draw.random() > 0.125 else int(draw.integers(40)) for i in draw.integers(0, 60, 900) for t in phrases[i]
+    ]
+    events, spec = MatchEvents(), Lookup(min_match=1, min_confidence=0.1)
+    drafts = proposer(spec, 1, events=events)
+    expected = np.zeros(spec.max_draft)
+    accepted = np.zeros(spec.max_draft)
+    num = 2
+    while num < len(whole) - spec.max_draft:
+        found = drafts.propose(whole[:num], spec.max_draft)
+        num_right = 0
+        while num_right < len(found.tokens) and found.tokens[num_right] == whole[num + num_right]:
+            num_right += 1
+        if num > 2000:
+            expected[: len(found.tokens)] += found.confidences
+            accepted[:num_right] += 1
+        num += num_right + 1
+    assert expected.sum() == pytest.approx(accepted.sum(), rel=0.1) and accepted.sum() > 3000
+    often = accepted > 100
+    assert expected[often] == pytest.approx(accepted[often], rel=0.25) and sum(often) >= 5
+
+
 def test_what_is_long_ago_is_forgotten() -> None:
     events = MatchEvents()
     for _ in range(10 * MAX_TRIALS):

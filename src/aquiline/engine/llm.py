@@ -291,6 +291,8 @@ class LLM:
         Raises ValueError as `encode` does."""
         if isinstance(prediction, str):
             return self._ids("prediction", prediction, is_begun=False) if prediction else []
+        if prediction is not None and not isinstance(prediction, Iterable):
+            raise ValueError(f"prediction={prediction!r}: must be a text, a list of token ids, or None")
         return _whole_numbers("prediction", () if prediction is None else prediction)
 
     def _ids(self, name: str, text: str, is_begun: bool) -> list[int]:
