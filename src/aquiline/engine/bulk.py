@@ -19,6 +19,7 @@ from typing import Any
 
 from aquiline.checks import is_unicode, parse_json
 from aquiline.config import SamplingParams
+from aquiline.engine.encode import encode_prediction
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
@@ -129,7 +130,7 @@ class BulkRun:
         given = row.get("prediction")
         if not (given is None or isinstance(given, str | list)):
             raise ValueError(f"prediction={given!r}: must be a text or a list of token ids")
-        return self.llm.encode_prediction(given)
+        return encode_prediction(self.llm.models, given)
 
     def _describe(self, output: Output) -> dict[str, Any]:
         if output.error is not None:
