@@ -39,6 +39,7 @@ lint: $(VENV)/dev
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/native.py
 	$(BIN)/python benchmarks/trees.py
+	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/decode.py
 
 # Leaks are not looked for: the interpreter has its own.

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
-from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static, drafting
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+from aquiline.spec.lookup import Lookup
+from aquiline.spec.named import drafting
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -89,6 +91,8 @@ def test_the_ends_of_every_range_are_accepted() -> None:
         (Dynamic, "depth", 2.0),
         (Dynamic, "top_k", "2"),
         (Dynamic, "num_nodes", 6.0),
+        (Lookup, "min_match", 1.5),
+        (Lookup, "min_confidence", "0.5"),
         (Static, "static_paths", ((0,), (0, 0.5))),
         (Static, "static_paths", ((0,), [0, 0])),
     ],
@@ -107,15 +111,15 @@ def test_ways_to_draft_by_name() -> None:
     """Fields of other ways are left aside; what no way has is a mistake."""
     assert drafting("chain", num_spec_tokens=5, depth=4, static_paths=((0,),)) == Chain(5)
     assert drafting("none", num_spec_tokens=5) == NoDraft() and drafting("static") == Static()
-    for value in (Chain(2), Dynamic(1, 2, 4), Static(((0,), (1,))), NoDraft()):
+    for value in (Chain(2), Dynamic(1, 2, 4), Static(((0,), (1,))), NoDraft(), Lookup(1, 2, 0.3, 1000)):
         fields_ = value.as_dict()
         assert drafting(fields_.pop("drafter"), **fields_) == value
     for name in ("tree", ["chain"], None):
         with pytest.raises(
-            ValueError, match=re.escape(f"drafter={name!r}: must be one of none, chain, static, dynamic")
+            ValueError, match=re.escape(f"drafter={name!r}: must be one of none, chain, static, dynamic, lookup")
         ):
             drafting(name)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, num_nodes, "):
+    with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, max_draft, "):
         drafting("chain", num_tokens=5)
 
 
@@ -179,6 +183,7 @@ def test_environment_names_what_is_wrong(name: str, value: str, monkeypatch: pyt
         (Dynamic(depth=5, top_k=10, num_nodes=60), 60, 6, 50),
         (Dynamic(depth=5, top_k=2, num_nodes=3), 3, 2, 10),
         (Static(((0,), (1,), (0, 0), (0, 0, 0))), 5, 3, 2),
+        (Lookup(max_draft=5), 6, 5, 0),
     ],
 )
 def test_sizes_that_buffers_are_made_for(spec: Drafting, nodes: int, depth: int, rows: int) -> None:
@@ -188,11 +193,11 @@ def test_sizes_that_buffers_are_made_for(spec: Drafting, nodes: int, depth: int,
 def test_the_readmes_table_says_what_ways_to_draft_have() -> None:
     rows = re.findall(r"^\|([^|]*)\| `(\w+)` \|([^|]*)\|", README.read_text(encoding="utf-8"), re.MULTILINE)
     table = {name: (flag.strip(" `"), default.strip()) for flag, name, default in rows}
-    own = [f for kind in (Chain, Dynamic, Static) for f in fields(kind)]
+    own = [f for kind in (Chain, Dynamic, Static, Lookup) for f in fields(kind)]
     assert list(table) == ["drafter", *(f.name for f in own)] and table["drafter"][0] == "--drafter"
-    flags = {"top_k": "--draft-top-k", "static_paths": ""}
+    flags = {"top_k": "--draft-top-k", "static_paths": "", "window": "--max-lookup"}
     for f in own:
         flag, default = table[f.name]
         assert flag == flags.get(f.name, f"--{f.name.replace('_', '-')}")
-        if isinstance(f.default, int):
+        if isinstance(f.default, int | float):
             assert default == str(f.default), f"README says {f.name} is {default}, spec/drafting.py {f.default}"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aquiline.engine.async_llm import AsyncLLM
     from aquiline.engine.llm import LLM, Output
     from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+    from aquiline.spec.lookup import Lookup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Drafting",
     "Dynamic",
     "EngineConfig",
+    "Lookup",
     "NoDraft",
     "Output",
     "SamplingParams",
@@ -38,6 +40,7 @@ _HOMES = {
     "Chain": "aquiline.spec.drafting",
     "Drafting": "aquiline.spec.drafting",
     "Dynamic": "aquiline.spec.drafting",
+    "Lookup": "aquiline.spec.lookup",
     "NoDraft": "aquiline.spec.drafting",
     "Static": "aquiline.spec.drafting",
 }

@@ -13,7 +13,7 @@ from aquiline.bench.eval.answers import AnswerFile, TurnAnswer, answer_row
 from aquiline.config import SamplingParams
 from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.metrics import mean
-from aquiline.spec.drafting import drafting
+from aquiline.spec.named import drafting
 from aquiline.text.questions import Question
 
 TWO_TURNS = Question(81, "writing", ("Write.", "Shorter."))

@@ -18,7 +18,8 @@ from aquiline.bench.eval.report import EvalFacts, as_document, as_markdown, mode
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.errors import ResultError
-from aquiline.spec.drafting import Chain, Dynamic, drafting
+from aquiline.spec.drafting import Chain, Dynamic
+from aquiline.spec.named import drafting
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.questions import Question

@@ -172,7 +172,7 @@ def test_results_of_other_checkpoints_of_the_same_name_are_not_mixed(changed: st
     args[2] = str(tmp_path / "moved")
     again = CliRunner().invoke(app, args)
     assert again.exit_code == 0 and "1 were there" in again.stderr, "a checkpoint is what it holds, not where it lies"
-    for other in (["--dtype", "float32"], ["--num-spec-tokens", "2"], ["--drafter", "none"]):
+    for other in (["--dtype", "float32"], ["--num-spec-tokens", "2"], ["--drafter", "none"], ["--drafter", "lookup"]):
         assert "under these settings and checkpoints" in CliRunner().invoke(app, [*args, *other]).stderr
     CHECKPOINT_CHANGES[changed](tmp_path / "moved", draft)
     refused = CliRunner().invoke(app, args)

@@ -21,6 +21,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.bulk import SAMPLING_FIELDS, BulkResult, BulkRun
 from aquiline.engine.chat import user_prompt
 from aquiline.engine.llm import LLM
+from aquiline.spec.lookup import Lookup
 from aquiline.text.chat import ChatTemplate
 
 SAMPLING = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -82,6 +83,10 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias=[1]: must be an object"),
     (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias={'x': 1}: must be an object from token ids"),
     (b'{"prompt": "a", "logit_bias": {"3": "1"}}', "logit_bias={3: '1'}: must be"),
+    (b'{"prompt": "a", "prediction": 5}', "prediction=5: must be a text or a list of token ids"),
+    (b'{"prompt": "a", "prediction": [1.5]}', "prediction: 1.5 is among them; each must be a whole number"),
+    (b'{"prompt": "a", "prediction": [-1]}', "prediction token -1: must be in [0, 96)"),
+    (b'{"prompt": "a", "prediction": "\\ud800"}', r"prediction='\ud800': holds bytes that are not UTF-8"),
 ]
 
 
@@ -103,7 +108,9 @@ def test_a_bad_row_of_a_chat(llm: LLM, tmp_path: Path) -> None:
 
 @settings(max_examples=50)
 @given(
-    row=st.dictionaries(st.sampled_from(sorted({"id", "prompt", "token_ids"} | SAMPLING_FIELDS)), ANY_JSON, max_size=2)
+    row=st.dictionaries(
+        st.sampled_from(sorted({"id", "prompt", "token_ids", "prediction"} | SAMPLING_FIELDS)), ANY_JSON, max_size=2
+    )
 )
 @example({"prompt": "a", "logprobs": 2**31})
 @example({"prompt": "a", "prompt_logprobs": 10**400})
@@ -114,6 +121,20 @@ def test_any_row(llm: LLM, tmp_path_factory: pytest.TempPathFactory, row: dict[s
     found, result = answers(llm, lines, tmp_path_factory.getbasetemp())
     assert len(found) == 3 and "error" not in found[2]
     assert set(result.failed) == {number for number, output in enumerate(found, 1) if "error" in output}
+
+
+def test_rows_have_predictions(llm: LLM, tmp_path: Path) -> None:
+    """They make the row cheaper and never change its text."""
+    looking = LLM.from_models(llm.models, engine_config(1), Lookup(min_match=1, min_confidence=0))
+    row = {"prompt": "abc", "max_tokens": 20}
+    plain = answers(llm, [json.dumps(row).encode()], tmp_path)[0][0]
+    lines = [
+        json.dumps(row | {"prediction": prediction}).encode()
+        for prediction in (None, "", plain["text"], plain["token_ids"], [])
+    ]
+    found, result = answers(looking, lines, tmp_path)
+    assert not result.failed and {f["text"] for f in found} == {plain["text"]}
+    assert [f["tau"] > 4 for f in found] == [False, False, True, True, False]
 
 
 def test_token_ids_are_whole_numbers_in_python_too(llm: LLM) -> None:

@@ -90,6 +90,7 @@ def test_prompt_file_and_stdin_say_the_same(pair: Path, tmp_path: Path) -> None:
         generate(pair, "--prompt-file", tmp_path / "prompt.txt"),
         generate(pair, stdin="abc"),
         generate(pair, "--prompt", "abc", "--drafter", "none"),
+        generate(pair, "--prompt", "abc", "--drafter", "lookup", "--min-match", 1, "--min-confidence", 0),
         generate(pair, "--prompt", "abc", "--drafter", "dynamic", "--depth", 2, "--draft-top-k", 2, "--num-nodes", 5),
     ]
     assert len({t.stdout for t in texts}) == 1 and texts[0].exit_code == 0
@@ -217,3 +218,21 @@ def test_a_prompt_that_is_no_utf8_is_refused(pair: Path) -> None:
 def test_an_option_without_effect_is_named(pair: Path) -> None:
     done = generate(pair, "--prompt", "x", "--drafter", "none", "--depth", "3", "--max-tokens", "1")
     assert done.exit_code == 0 and "--depth has no effect with drafter none" in done.stderr
+
+
+def test_a_prediction_is_a_text_or_a_file(pair: Path, tmp_path: Path) -> None:
+    """It saves steps, if the way to draft reads it, and leaves the text alone."""
+    options = ("--prompt", "abc", "--json", "--drafter", "lookup", "--min-confidence", 0)
+    plain = json.loads(generate(pair, *options).stdout)
+    text = plain["outputs"][0]["text"]
+    (tmp_path / "expected.txt").write_text(text, encoding="utf-8")
+    for given in (text, f"@{tmp_path / 'expected.txt'}"):
+        found = json.loads(generate(pair, *options, "--prediction", given).stdout)
+        assert found["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
+        assert found["metrics"]["num_steps"] < plain["metrics"]["num_steps"]
+    done = generate(pair, "--prompt", "abc", "--prediction", text)
+    assert done.exit_code == 0 and done.stderr.startswith("aquiline: --prediction has no effect with drafter chain\n")
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    told = refused(generate(pair, "--prompts-file", rows, "--out", out, "--prediction", text))
+    assert "prediction: goes with one prompt; give rows of --prompts-file" in told
+    assert "No such file" in refused(generate(pair, "--prompt", "abc", "--drafter", "lookup", "--prediction", "@none"))

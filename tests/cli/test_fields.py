@@ -19,7 +19,8 @@ from aquiline.cli.main import COMMANDS, app
 from aquiline.cli.options import ListCommand
 from aquiline.config import SamplingParams
 from aquiline.settings import about, about_of, name_of, setting
-from aquiline.spec.drafting import DRAFTINGS, Chain, Drafting, DraftingChoice, NoDraft
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.named import DRAFTINGS, DraftingChoice
 
 EVERY = dict(commands(get_command(app)))
 
@@ -66,12 +67,12 @@ class Odd:
 
 
 @dataclass(frozen=True)
-class Lookup(Drafting):
+class Echo(Drafting):
     """A way to draft that nobody knew of when the command line was written."""
 
-    name: ClassVar[str] = "lookup"
+    name: ClassVar[str] = "echo"
     needs_draft_model: ClassVar[bool] = False
-    window: int = setting(4, "Lookup: tokens to match.", "Drafting", name="lookup_window")
+    window: int = setting(4, "Echo: tokens to match.", "Drafting", name="echo_window")
 
 
 def typed(command: Callable[..., None], *args: object) -> Result:
@@ -191,10 +192,10 @@ def test_a_way_to_draft_is_named_and_shaped() -> None:
 
 
 def test_a_new_way_to_draft_has_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTINGS, Lookup.name, Lookup)
-    chosen = choices("--drafter", "lookup", "--lookup-window", 7, "--num-nodes", 4)
-    assert chosen.value("none") == Lookup(7) and chosen.without_effect(Lookup(7)) == ["num_nodes"]
-    assert choices("--drafter", "lookup").value("none") == Lookup()
+    monkeypatch.setitem(DRAFTINGS, Echo.name, Echo)
+    chosen = choices("--drafter", "echo", "--echo-window", 7, "--num-nodes", 4)
+    assert chosen.value("none") == Echo(7) and chosen.without_effect(Echo(7)) == ["num_nodes"]
+    assert choices("--drafter", "echo").value("none") == Echo()
 
 
 def test_every_option_of_every_command_says_what_it_is() -> None:

@@ -36,7 +36,7 @@ class Known(Drafting):
     def max_depth(self) -> int:
         return self.num_spec_tokens
 
-    def proposer(self) -> Proposer:
+    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: None) -> Proposer:
         return self
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:

@@ -167,7 +167,7 @@ def test_drafting_without_a_draft_is_refused_and_the_off_switch_works() -> None:
     models = from_modules(tiny_pair()[0], None, None, Loading("float32"), Environment.read())
     llm = LLM.from_models(models, engine_config())
     assert llm.spec == BASELINE
-    with pytest.raises(ValueError, match="drafter='chain': no draft model is loaded; pass one or use drafter='none'"):
+    with pytest.raises(ValueError, match="drafter='chain': no draft model is loaded; pass one or use drafter='lookup'"):
         add(llm, 0, words(5), spec=SPECS["chain4"])
     assert not llm.engine.is_busy
     assert tokens(llm.run([words(20)], PARAMS)) == [alone(words(20))]

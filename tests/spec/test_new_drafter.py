@@ -41,7 +41,7 @@ class Fixed(Drafting):
     def max_depth(self) -> int:
         return 1 if self.is_wide else len(self.tokens)
 
-    def proposer(self) -> Proposer:
+    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: None) -> Proposer:
         return FixedProposer(self)
 
 

@@ -11,7 +11,7 @@ import typer
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import chosen
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.drafting import DraftingChoice
+from aquiline.spec.named import DraftingChoice
 
 OFFERED = Fields(only=("max_tokens", "temperature", "top_k", "top_p", "seed"), defaults={"max_tokens": 1024})
 

@@ -21,7 +21,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import typer
 
 from aquiline.settings import about_of, name_of
-from aquiline.spec.drafting import DRAFTING, DRAFTINGS, DraftingChoice
+from aquiline.spec.drafting import DRAFTING
+from aquiline.spec.named import DRAFTINGS, DraftingChoice
 
 T = TypeVar("T")
 CONTEXT = "ctx"

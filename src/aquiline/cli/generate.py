@@ -13,7 +13,7 @@ import typer
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import AsJson, chosen
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.drafting import DraftingChoice
+from aquiline.spec.named import DraftingChoice
 
 FILES = "Many prompts"
 
@@ -28,6 +28,8 @@ Examples:
 
   aquiline generate --prompts-file questions.jsonl --out answers.jsonl --max-batch 16 --max-tokens 256
 
+  aquiline generate --drafter lookup --prompt-file task.txt --prediction @draft.py --max-tokens 512
+
   echo 'import os' | aquiline generate --drafter dynamic --depth 4 --draft-top-k 4 --num-nodes 16
 """
 
@@ -36,6 +38,9 @@ Examples:
 def generate(
     prompt: Annotated[str | None, typer.Option(help="Prompt text. Default: --prompt-file, else stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File whose whole text is the prompt.")] = None,
+    prediction: Annotated[
+        str | None, typer.Option(help="Text that is expected to come back, or @FILE; --drafter lookup copies from it.")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message: wrap it in the target's chat template.")
     ] = False,
@@ -64,6 +69,10 @@ def generate(
         raise ValueError("prompts_file: --prompts-file and --out go together")
     if not chat and template != ChatConfig():
         raise ValueError("system, template_options: go with --chat")
+    if prediction is not None and prompts_file is not None:
+        raise ValueError('prediction: goes with one prompt; give rows of --prompts-file a "prediction" of their own')
+    if prediction is not None and not spec.reads_prediction:
+        print(f"aquiline: --prediction has no effect with drafter {spec.name}", file=sys.stderr)
     text = _prompt_text(prompt, prompt_file) if prompts_file is None else ""
     engine = engine if prompts_file is not None else Given({"max_batch": 1} | engine)
     llm = open_llm(pair, EngineConfig(**engine), spec)
@@ -72,13 +81,19 @@ def generate(
         wrapped = open_template(llm, pair, template.template_options)
         sampling, encode = ending_with(wrapped, sampling), partial(user_prompt, wrapped, system=template.system)
     if prompts_file is None or out is None:
-        show_continuation(llm, text, encode(text), sampling, as_json)
+        expected = _text_of(prediction) if prediction is not None else None
+        show_continuation(llm, text, encode(text), sampling, expected, as_json)
     else:
         settings = identity(llm, pair) | ({"chat": [template.system, template.template_options]} if chat else {})
         show_file(BulkRun(llm, prompts_file, out, sampling, settings, encode), as_json)
 
 
 generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
+
+
+def _text_of(given: str) -> str:
+    """A text that stands on the command line, or as @FILE in a file."""
+    return Path(given[1:]).read_text(encoding="utf-8") if given.startswith("@") else given
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

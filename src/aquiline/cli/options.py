@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from aquiline.config import PairConfig
-    from aquiline.spec.drafting import Drafting, DraftingChoice
+    from aquiline.spec.drafting import Drafting
+    from aquiline.spec.named import DraftingChoice
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

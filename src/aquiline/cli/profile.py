@@ -12,7 +12,7 @@ from aquiline.bench.suite.plan import RandomWeights
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, chosen
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.drafting import DraftingChoice
+from aquiline.spec.named import DraftingChoice
 
 
 @with_options

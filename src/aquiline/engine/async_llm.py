@@ -65,15 +65,20 @@ class AsyncLLM:
         priority: int = 0,
         deadline_s: float | None = None,
         request_id: int | str | None = None,
+        prediction: str | Iterable[int] | None = None,
     ) -> AsyncGenerator[TokenDelta]:
         """Continue one prompt. Yields deltas as they are computed; the last delta has a finish_reason.
+
+        prediction: the output that is expected, text or token ids; see LLM.generate.
 
         Closing the iterator, or cancelling the task that waits for it, aborts the request. Raises as LLM.run does,
         ValueError for a request_id that is in use or a field of a wrong type, EngineStopped once the engine has
         ended."""
         chosen = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling or SamplingParams()
-        request = await asyncio.to_thread(self.llm.request, chosen, prompt, params, spec, priority, deadline_s)
+        request = await asyncio.to_thread(
+            self.llm.request, chosen, prompt, params, spec, priority, deadline_s, prediction=prediction
+        )
         stream = _Stream(request, asyncio.get_running_loop())
         self._commands.put(lambda: self._add(stream))
         if self._stopped is not None:  # set before the thread looks at its commands for the last time

@@ -1,9 +1,9 @@
 """Many prompts from a JSONL file to another: in order, resumable, a bad row is reported and does not stop the rest.
 
-A row is {"prompt": text} or {"token_ids": [...]}. It may have an "id" (a text or a whole number) and any field of
-SamplingParams, which then holds for that row; other fields are ignored. A line of the output is written once all lines
-before it are written, so a later run keeps what a stopped run has written. The output is only ever appended to; if its
-last line was cut off, that line is dropped first.
+A row is {"prompt": text} or {"token_ids": [...]}. It may have an "id" (a text or a whole number), a "prediction" (the
+output that is expected, text or token ids) and any field of SamplingParams, which then holds for that row; other fields
+are ignored. A line of the output is written once all lines before it are written, so a later run keeps what a stopped
+run has written. The output is only ever appended to; if its last line was cut off, that line is dropped first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from aquiline.checks import is_unicode, parse_json
 from aquiline.config import SamplingParams
+from aquiline.engine.encode import encode_prediction
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
@@ -113,7 +114,7 @@ class BulkRun:
         if "logit_bias" in own:
             own["logit_bias"] = _biases(own["logit_bias"])
         sampling = replace(self.sampling, **own)
-        return self.llm.request(index, self._prompt(row), sampling)
+        return self.llm.request(index, self._prompt(row), sampling, prediction=self._prediction(row))
 
     def _prompt(self, row: dict[str, Any]) -> list[int]:
         if "prompt" in row:
@@ -124,6 +125,12 @@ class BulkRun:
         if not isinstance(ids, list):
             raise ValueError(f"token_ids={ids!r}: must be a list of whole numbers")
         return self.llm.encode(ids)
+
+    def _prediction(self, row: dict[str, Any]) -> list[int]:
+        given = row.get("prediction")
+        if not (given is None or isinstance(given, str | list)):
+            raise ValueError(f"prediction={given!r}: must be a text or a list of token ids")
+        return encode_prediction(self.llm.models, given)
 
     def _describe(self, output: Output) -> dict[str, Any]:
         if output.error is not None:

@@ -8,6 +8,7 @@ outcome shows that a sequence has ended, the next step's tokens for that sequenc
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from aquiline.backends.base import Sizes
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
@@ -20,6 +21,7 @@ from aquiline.engine.step import Step, message_of
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
 from aquiline.metrics import Meter
+from aquiline.spec.drafting import Drafting, Proposer
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason
 
@@ -42,6 +44,7 @@ class Engine:
         self.reads_late = self.backend.is_async if config.late_reads is None else config.late_reads
         self.sequences: dict[int | str, Sequence] = {}  # unfinished, by request id
         self.meter = Meter()
+        self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
         self.last: Step | None = None  # the last step that was issued
         self._unread: Step | None = None
         self._orders = itertools.count()
@@ -64,7 +67,7 @@ class Engine:
             eos_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             tokens=list(request.prompt_ids),
             order=next(self._orders),
-            proposer=request.spec.proposer(),
+            proposer=self._proposer(request),
             bad_words=self.models.token_sequences(sampling.bad_words),
         )
         self.scheduler.add(sequence)
@@ -107,6 +110,12 @@ class Engine:
         """Drop every request and give the storage back; the engine cannot be used afterwards."""
         self.reset()
         self.backend.close()
+
+    def _proposer(self, request: Request) -> Proposer | None:
+        kind = type(request.spec)
+        if kind not in self._shared:
+            self._shared[kind] = request.spec.shared()
+        return request.spec.proposer(request.prompt_ids, request.prediction, self._shared[kind])
 
     def _can_issue_blindly(self) -> bool:
         """Whether the next step can be issued before the last outcome is read. Not while a sequence drafts on the host:
@@ -154,6 +163,7 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         self.meter.counters.merge(sequence.counters)
         self.scheduler.remove(sequence)
+        sequence.proposer = None  # its index of the text is large, and callers may keep sequences that have ended
         del self.sequences[sequence.request.id]
 
     def _check_pages(self) -> None:
@@ -166,9 +176,10 @@ class Engine:
         models, sampling, length = self.models, request.sampling, len(request.prompt_ids)
         if length == 0:
             raise ValueError(f"request {request.id}: prompt=[]: must hold at least one token")
-        bad = [t for t in request.prompt_ids if not 0 <= t < models.vocab_size]
-        if bad:
-            raise ValueError(f"request {request.id}: prompt token {bad[0]}: must be in [0, {models.vocab_size})")
+        for name, ids in (("prompt", request.prompt_ids), ("prediction", request.prediction)):
+            bad = [t for t in ids if not 0 <= t < models.vocab_size]
+            if bad:
+                raise ValueError(f"request {request.id}: {name} token {bad[0]}: must be in [0, {models.vocab_size})")
         limit = self.max_context
         if length + sampling.max_tokens > limit:
             raise ValueError(

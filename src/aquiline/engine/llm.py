@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
+from aquiline.engine.encode import encode_prediction, encode_prompt
 from aquiline.engine.engine import Engine
 from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.engine.progress import RequestProgress
@@ -24,6 +23,7 @@ from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.types import FinishReason, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
+Predictions = str | list[str | list[int] | None]
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,19 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: Prompts, sampling: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        predictions: Predictions | None = None,
+        progress: bool = False,
     ) -> list[Output]:
         """Continue one prompt or many, text or token ids; outputs in the order of the prompts.
 
-        sampling: one for all, or one per prompt. progress: show a bar on stderr."""
-        return self.run(prompts, sampling, progress=progress).outputs
+        sampling: one for all, or one per prompt. predictions: what each output is expected to be, text or token ids,
+        None where nothing is; a way to draft that reads predictions, as Lookup(), then copies from them. They never
+        change the text. progress: show a bar on stderr."""
+        return self.run(prompts, sampling, predictions=predictions, progress=progress).outputs
 
     def run(
         self,
@@ -145,6 +152,7 @@ class LLM:
         sampling: SamplingParams | list[SamplingParams] | None = None,
         *,
         spec: Drafting | None = None,
+        predictions: Predictions | None = None,
         on_delta: Callable[[TokenDelta], None] | None = None,
         progress: bool = False,
     ) -> Result:
@@ -156,9 +164,17 @@ class LLM:
         each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"sampling: {len(each)} parameters for {len(batch)} prompts; give one, or one per prompt")
+        expected = [predictions] if isinstance(predictions, str) else list(predictions or [None] * len(batch))
+        if len(expected) != len(batch):
+            raise ValueError(
+                f"predictions: {len(expected)} for {len(batch)} prompts; give one per prompt, or None for it"
+            )
         # Ids from 0; inside another run, from behind the ids that are in use.
         first = 1 + max((name for name in self.engine.sequences if isinstance(name, int)), default=-1)
-        requests = [self.request(first + i, p, s, spec) for i, (p, s) in enumerate(zip(batch, each, strict=True))]
+        requests = [
+            self.request(first + i, prompt, params, spec, prediction=prediction)
+            for i, (prompt, params, prediction) in enumerate(zip(batch, each, expected, strict=True))
+        ]
         for request in requests:
             self.engine.check(request)
         began = self.engine.meter.mark()
@@ -249,35 +265,21 @@ class LLM:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str | None = None,
+        prediction: str | Iterable[int] | None = None,
     ) -> Request:
-        """A request for the engine: the prompt as tokens, the seed resolved, this LLM's `spec` where none is given."""
+        """A request for the engine: prompt and prediction as tokens, the seed resolved, this LLM's `spec` where none is
+        given."""
         if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
         return Request(
-            request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text, cache_salt
-        )
+            request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text, cache_salt,
+            tuple(encode_prediction(self.models, prediction)),
+        )  # fmt: skip
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
-        """Token ids of a prompt. A text gets the special tokens that the tokenizer puts around it; ids are checked and
-        copied. Raises ValueError for an empty text, a text without a tokenizer, and ids that are not whole numbers."""
-        if isinstance(prompt, int):
-            raise ValueError(f"prompts=[{prompt}, ...]: token ids come as a list per prompt; write [[{prompt}, ...]]")
-        if not isinstance(prompt, str):
-            given = list(prompt)
-            bad = [token for token in given if type(token) is bool or not isinstance(token, int | np.integer)]
-            if bad:
-                raise ValueError(f"token_ids: {bad[0]!r} is among them; each must be a whole number")
-            return [int(token) for token in given]
-        if not prompt:  # a tokenizer that adds BOS would make a token of it
-            raise ValueError("prompt='': is empty; give at least one character, or token ids")
-        if self.models.tokenizer is None:
-            raise ValueError(f"prompt={prompt[:40]!r}: the target has no tokenizer.json; pass token ids")
-        try:
-            ids: list[int] = self.models.tokenizer.encode(prompt).ids
-        except TypeError:  # lone surrogates: bytes that were no UTF-8
-            raise ValueError(f"prompt={prompt[:40]!r}: holds bytes that are not UTF-8") from None
-        return ids
+        """Token ids of a prompt, as `encode_prompt` makes them."""
+        return encode_prompt(self.models, prompt)
 
 
 def output_of(sequence: Sequence) -> Output:

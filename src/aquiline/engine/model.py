@@ -103,7 +103,9 @@ class LoadedModels:
         if not spec.needs_draft_model:
             return
         if self.draft_config is None:
-            raise ValueError(f"drafter={spec.name!r}: no draft model is loaded; pass one or use drafter='none'")
+            raise ValueError(
+                f"drafter={spec.name!r}: no draft model is loaded; pass one or use drafter='lookup' or 'none'"
+            )
         size = self.draft_config.draft_vocab_size
         if spec.width > size:
             raise ValueError(f"draft_top_k={spec.width}: the draft's vocabulary has {size} tokens")

@@ -26,10 +26,13 @@ def open_template(llm: LLM, pair: PairConfig, options: dict[str, object] | None 
 
 def identity(llm: LLM, pair: PairConfig) -> dict[str, object]:
     """What decides results beside the sampling: checkpoints by their bytes, how they run, how the draft is used."""
-    models, draft = llm.models, None
+    models = llm.models
+    draft: object = None
     if models.draft_config is not None:
         checkpoint = fingerprint(resolve(pair.draft or BUNDLED_DRAFT))
         draft = [checkpoint, asdict(models.draft_config), asdict(llm.spec)]
+    elif llm.spec.is_speculative:
+        draft = llm.spec.as_dict()
     return {
         "target": fingerprint(resolve(pair.target or BUNDLED_TARGET)), "draft": draft,
         "dtype": models.storage, "arithmetic": models.arithmetic, "path": models.pair.name,

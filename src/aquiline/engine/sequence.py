@@ -27,7 +27,8 @@ class Request:
 
     spec: how to draft for it, and the most that a step may draft. priority: a lower number runs first and may preempt
     higher ones. deadline_s: seconds after `arrival` (time.monotonic) at which the request ends with the tokens it has.
-    cache_salt: cached pages are shared only between requests of one salt.
+    cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output that the
+    caller expects, which drafts may be copied from; it changes how fast the text comes and never the text.
 
     Raises ValueError naming a field of a wrong type or out of range: the engine's thread serves all requests and checks
     no field again. Engine.check says whether a request fits the models."""
@@ -40,6 +41,7 @@ class Request:
     deadline_s: float | None = None
     prompt: str | None = None
     cache_salt: str | None = None
+    prediction: tuple[int, ...] = ()
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -58,11 +60,13 @@ class Request:
         ok = _is_number(self.arrival) and math.isfinite(self.arrival)
         self._check(ok, "arrival", self.arrival, "must be a time of time.monotonic()")
         self._check(self.prompt is None or isinstance(self.prompt, str), "prompt", self.prompt, "must be a text")
-        self._check(isinstance(self.prompt_ids, tuple | list), "prompt_ids", self.prompt_ids, "must be a tuple of ids")
-        bad = [token for token in self.prompt_ids if type(token) is not int and not _is_whole(token)]
-        if bad:
-            raise ValueError(f"request {self.id}: prompt token {bad[0]!r}: must be a whole number")
-        object.__setattr__(self, "prompt_ids", tuple(map(int, self.prompt_ids)))
+        for name, kind in (("prompt_ids", "prompt"), ("prediction", "prediction")):
+            ids = getattr(self, name)
+            self._check(isinstance(ids, tuple | list), name, ids, "must be a tuple of ids")
+            bad = [token for token in ids if type(token) is not int and not _is_whole(token)]
+            if bad:
+                raise ValueError(f"request {self.id}: {kind} token {bad[0]!r}: must be a whole number")
+            object.__setattr__(self, name, tuple(map(int, ids)))
 
     def _check(self, ok: bool, name: str, value: object, fix: str) -> None:
         if not ok:

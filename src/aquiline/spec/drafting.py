@@ -3,22 +3,21 @@ carries one per sequence, and a backend grows the tree that the value describes.
 
 A value validates itself and knows its bounds, its label and the fields it has on a command line and in JSON. A way to
 draft that needs no draft model brings a Proposer instead: it sees the sequence's tokens and returns a Proposal. To add
-one, subclass Drafting in a file of its own; the engine and the backends need not change.
+one, subclass Drafting in a file of its own, as lookup.py does; the engine and the backends need not change.
 """
 
 from __future__ import annotations
 
 from abc import ABC
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from aquiline.checks import check_fields
 from aquiline.config import MAX_CHAIN, MAX_DEPTH, MAX_NODES, check
-from aquiline.settings import name_of, setting
+from aquiline.settings import setting
 
 DRAFTING = "Drafting"
 """The heading under which fields of ways to draft are listed."""
@@ -37,13 +36,25 @@ DEFAULT_STATIC_PATHS: tuple[tuple[int, ...], ...] = (
 with a little width near the root, where second choices are right most often."""
 
 
+class Match(NamedTuple):
+    """Why tokens were copied: so many of the latest tokens stood before them in the text, so often."""
+
+    length: int
+    occurrences: int
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Drafted tokens from the host. parents[i]: the entry that token i follows, -1 for the root; () means a chain.
-    A parent stands before its children; children of one parent differ."""
+    A parent stands before its children; children of one parent differ.
+
+    confidences[i]: the estimated chance that token i is accepted, which needs all tokens above it to be accepted; their
+    sum is the expected number of accepted tokens. () where nobody estimates. match: for tokens that were copied."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...] = ()
+    confidences: tuple[float, ...] = ()
+    match: Match | None = None
 
     @property
     def depth(self) -> int:
@@ -63,7 +74,9 @@ class Proposer(Protocol):
     """Drafts for one sequence on the host."""
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
-        """Up to max_tokens tokens that may follow `tokens`, prompt and output so far; none is a valid answer."""
+        """Up to max_tokens tokens that may follow `tokens`, prompt and output so far; none is a valid answer.
+
+        Tokens that stood there in an earlier call stand there still. `tokens` must neither be changed nor kept."""
         ...
 
 
@@ -73,6 +86,8 @@ class Drafting(ABC):
 
     name: ClassVar[str]
     needs_draft_model: ClassVar[bool] = True
+    reads_prediction: ClassVar[bool] = False
+    """Whether it drafts from what a request's caller expects to come back."""
 
     @property
     def max_nodes(self) -> int:
@@ -114,8 +129,15 @@ class Drafting(ABC):
         """Short name for tables and file names."""
         return self.name
 
-    def proposer(self) -> Proposer | None:
-        """Who drafts on the host, one for every sequence; None where the draft model does, or nobody."""
+    def shared(self) -> Any:
+        """What the proposers of this way to draft share within an engine, whatever their fields; made once by each
+        engine that runs one."""
+        return None
+
+    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: Any) -> Proposer | None:
+        """Who drafts on the host, one for every sequence; None where the draft model does, or nobody.
+
+        prediction: the output that the caller expects, often empty; shared: the engine's value of `shared()`."""
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -248,41 +270,3 @@ class Dynamic(Drafting):
     @property
     def label(self) -> str:  # noqa: D102
         return f"dynamic-{self.num_nodes}"
-
-
-DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Chain, Static, Dynamic)}
-"""The ways to draft that a command line and a JSON file can name."""
-
-
-def drafting(name: str, **fields: Any) -> Drafting:
-    """The value called `name` with those of `fields` that it has; the others belong to other ways to draft.
-
-    Raises ValueError for a name that is not in DRAFTINGS, for a field that none of them has, and for a bad value."""
-    check(isinstance(name, str) and name in DRAFTINGS, "drafter", name, f"must be one of {', '.join(DRAFTINGS)}")
-    known = {f.name for kind in DRAFTINGS.values() for f in dataclass_fields(kind)}
-    for unknown in fields.keys() - known:
-        check(False, unknown, fields[unknown], f"no way to draft has this; there are {', '.join(sorted(known))}")
-    kind = DRAFTINGS[name]
-    own = {f.name for f in dataclass_fields(kind)}
-    return kind(**{k: v for k, v in fields.items() if k in own and v is not None})
-
-
-@dataclass(frozen=True)
-class DraftingChoice:
-    """A way to draft as a user names it: its name, None for the default, and `given` fields of any of them by the
-    names that users call them."""
-
-    name: str | None
-    given: Mapping[str, Any]
-
-    def value(self, default: str) -> Drafting:
-        """The way that is chosen, with those of the given fields that it has. Raises ValueError as `drafting` does."""
-        name = self.name or default
-        kind = DRAFTINGS.get(name, NoDraft)
-        return drafting(
-            name, **{f.name: self.given[name_of(f)] for f in dataclass_fields(kind) if name_of(f) in self.given}
-        )
-
-    def without_effect(self, chosen: Drafting) -> list[str]:
-        """Given fields that the chosen way does not have."""
-        return [name for name in self.given if name not in map(name_of, dataclass_fields(chosen))]

@@ -9,7 +9,8 @@ from typing import Any
 from aquiline.bench.eval.figures import Figures, Tables
 from aquiline.bench.eval.plan import Evaluated
 from aquiline.bench.suite.plot import COLORS
-from aquiline.spec.drafting import DRAFTINGS, Drafting, NoDraft
+from aquiline.spec.drafting import Drafting, NoDraft
+from aquiline.spec.named import DRAFTINGS
 
 MAPS = dict(zip(DRAFTINGS, cycle(("Greys", "Blues", "YlOrBr", "Greens", "Purples")), strict=False))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
-from aquiline.spec.drafting import DRAFTINGS
+from aquiline.spec.named import DRAFTINGS
 
 COLORS = dict(zip(DRAFTINGS, cycle(("#8a8f98", "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1")), strict=False))
 

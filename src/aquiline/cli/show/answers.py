@@ -12,11 +12,13 @@ from aquiline.engine.bulk import BulkRun
 from aquiline.engine.llm import LLM, Output, Result
 
 
-def show_continuation(llm: LLM, prompt: str, ids: Sequence[int], sampling: SamplingParams, as_json: bool) -> None:
+def show_continuation(
+    llm: LLM, prompt: str, ids: Sequence[int], sampling: SamplingParams, prediction: str | None, as_json: bool
+) -> None:
     """Continue a prompt and print what comes, token by token where somebody reads along."""
     streams = not as_json and sys.stdout.isatty()
     on_delta = (lambda delta: print(delta.text, end="", flush=True)) if streams else None
-    result = llm.run([list(ids)], sampling, on_delta=on_delta)
+    result = llm.run([list(ids)], sampling, predictions=[prediction], on_delta=on_delta)
     if as_json:
         result = replace(result, outputs=[replace(output, prompt=prompt) for output in result.outputs])
         print(json.dumps(as_dict(result, llm)))

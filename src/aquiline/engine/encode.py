@@ -1,0 +1,51 @@
+"""What callers give as text or as token ids, as token ids: prompts, and predictions of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from aquiline.engine.model import LoadedModels
+
+
+def encode_prompt(models: LoadedModels, prompt: str | Iterable[int] | int) -> list[int]:
+    """Token ids of a prompt. A text gets the special tokens that the tokenizer puts around it; ids are checked and
+    copied. Raises ValueError for an empty text, a text without a tokenizer, and ids that are not whole numbers."""
+    if isinstance(prompt, int):
+        raise ValueError(f"prompts=[{prompt}, ...]: token ids come as a list per prompt; write [[{prompt}, ...]]")
+    if not isinstance(prompt, str):
+        return _whole_numbers("token_ids", prompt)
+    if not prompt:  # a tokenizer that adds BOS would make a token of it
+        raise ValueError("prompt='': is empty; give at least one character, or token ids")
+    return _ids(models, "prompt", prompt, is_begun=True)
+
+
+def encode_prediction(models: LoadedModels, prediction: str | Iterable[int] | None) -> list[int]:
+    """Token ids of an output that is expected: a text gets no special tokens, and may be empty; None is empty too.
+
+    Raises ValueError as `encode_prompt` does."""
+    if isinstance(prediction, str):
+        return _ids(models, "prediction", prediction, is_begun=False) if prediction else []
+    if prediction is not None and not isinstance(prediction, Iterable):
+        raise ValueError(f"prediction={prediction!r}: must be a text, a list of token ids, or None")
+    return _whole_numbers("prediction", () if prediction is None else prediction)
+
+
+def _ids(models: LoadedModels, name: str, text: str, is_begun: bool) -> list[int]:
+    """Token ids of a text; is_begun: with the special tokens around it."""
+    if models.tokenizer is None:
+        raise ValueError(f"{name}={text[:40]!r}: the target has no tokenizer.json; pass token ids")
+    try:
+        ids: list[int] = models.tokenizer.encode(text, add_special_tokens=is_begun).ids
+    except TypeError:  # lone surrogates: bytes that were no UTF-8
+        raise ValueError(f"{name}={text[:40]!r}: holds bytes that are not UTF-8") from None
+    return ids
+
+
+def _whole_numbers(name: str, ids: Iterable[int]) -> list[int]:
+    given = list(ids)
+    bad = [token for token in given if type(token) is bool or not isinstance(token, int | np.integer)]
+    if bad:
+        raise ValueError(f"{name}: {bad[0]!r} is among them; each must be a whole number")
+    return [int(token) for token in given]

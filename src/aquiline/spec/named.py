@@ -1,0 +1,50 @@
+"""Ways to draft by the names that command lines and JSON files call them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from aquiline.config import check
+from aquiline.settings import name_of
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+from aquiline.spec.lookup import Lookup
+
+DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Chain, Static, Dynamic, Lookup)}
+"""The ways to draft that a command line and a JSON file can name."""
+
+
+def drafting(name: str, **fields: Any) -> Drafting:
+    """The value called `name` with those of `fields` that it has; the others belong to other ways to draft.
+
+    Raises ValueError for a name that is not in DRAFTINGS, for a field that none of them has, and for a bad value."""
+    check(isinstance(name, str) and name in DRAFTINGS, "drafter", name, f"must be one of {', '.join(DRAFTINGS)}")
+    known = {f.name for kind in DRAFTINGS.values() for f in dataclass_fields(kind)}
+    for unknown in fields.keys() - known:
+        check(False, unknown, fields[unknown], f"no way to draft has this; there are {', '.join(sorted(known))}")
+    kind = DRAFTINGS[name]
+    own = {f.name for f in dataclass_fields(kind)}
+    return kind(**{k: v for k, v in fields.items() if k in own and v is not None})
+
+
+@dataclass(frozen=True)
+class DraftingChoice:
+    """A way to draft as a user names it: its name, None for the default, and `given` fields of any of them by the
+    names that users call them."""
+
+    name: str | None
+    given: Mapping[str, Any]
+
+    def value(self, default: str) -> Drafting:
+        """The way that is chosen, with those of the given fields that it has. Raises ValueError as `drafting` does."""
+        name = self.name or default
+        kind = DRAFTINGS.get(name, NoDraft)
+        return drafting(
+            name, **{f.name: self.given[name_of(f)] for f in dataclass_fields(kind) if name_of(f) in self.given}
+        )
+
+    def without_effect(self, chosen: Drafting) -> list[str]:
+        """Given fields that the chosen way does not have."""
+        return [name for name in self.given if name not in map(name_of, dataclass_fields(chosen))]
