@@ -136,6 +136,9 @@ def _shown(value: object) -> str:
     return f"a list of {len(value)}" if isinstance(value, list | Strings) else repr(value)
 
 
+_MAX_DEPTH = 4
+
+
 class _Cursor:
     """Reads one value after the other; `at` is the byte where the next one begins."""
 
@@ -158,7 +161,7 @@ class _Cursor:
         start = self.skip(self.number("Q"))
         return self.data[start : self.at].decode("utf-8")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
             return self.number(_SCALARS[GGUFValueType(kind)])
         if kind == GGUFValueType.STRING:
@@ -171,7 +174,9 @@ class _Cursor:
             start = self.skip(count * struct.calcsize(f"<{form}"))
             return np.frombuffer(self.data, f"<{form}", count, start).tolist()
         if element != GGUFValueType.STRING:
-            return [self.value(element) for _ in range(count)]
+            if depth == _MAX_DEPTH:
+                raise ValueError(f"lists in lists, more than {_MAX_DEPTH} deep")
+            return [self.value(element, depth + 1) for _ in range(count)]
         return self.strings(count)
 
     def strings(self, count: int) -> Strings:
@@ -215,7 +220,13 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInf
         found[name] = TensorInfo(name, shape, type_id, offset, shape[-1] // values * num_bytes)
     start = -(-cursor.at // alignment) * alignment
     placed = {name: replace(info, start=start + info.start) for name, info in found.items()}
-    for info in placed.values():
+    before: TensorInfo | None = None
+    for info in sorted(placed.values(), key=lambda info: info.start):
         if info.start + info.num_bytes > len(cursor.data):
             raise EOFError(f"tensor {info.name} ends at byte {info.start + info.num_bytes} of {len(cursor.data)}")
+        if info.start % alignment:
+            raise ValueError(f"tensor {info.name} begins at {info.start}, no multiple of {alignment}")
+        if before is not None and before.start + before.num_bytes > info.start:
+            raise ValueError(f"tensors {before.name} and {info.name} overlap")
+        before = info
     return placed

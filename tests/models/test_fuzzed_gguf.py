@@ -1,0 +1,142 @@
+"""Damaged GGUF files: whatever a file says of sizes, offsets, counts and types, it loads or is refused as a checkpoint."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aquiline.errors import CheckpointError
+from aquiline.models.gguf.reader import read_gguf
+from aquiline.models.load import check_fits, load_target, read_model_config
+from aquiline.text.tokenizer import load_tokenizer
+from checkpoints import write_target
+from gguf_files import chatml, trained, write_gguf_target
+
+HUGE = (0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+"""Numbers that overflow something."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A whole file of packed blocks with a tokenizer."""
+    folder = tmp_path_factory.mktemp("sound")
+    vocabulary = trained()
+    write_target(
+        folder, num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=vocabulary.get_vocab_size()
+    )
+    write_gguf_target(folder / "m.gguf", folder, kind=lambda name: "Q4_1", vocabulary=chatml())
+    return (folder / "m.gguf").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def header(sound: bytes, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Bytes before the tensors' contents."""
+    file = tmp_path_factory.mktemp("header") / "m.gguf"
+    file.write_bytes(sound)
+    return min(info.start for info in read_gguf(file).tensors.values())
+
+
+def assert_loads_or_is_refused(data: bytes, file: Path) -> None:
+    file.write_bytes(data)
+    for use in (
+        read_model_config,
+        load_tokenizer,
+        lambda path: load_target(path, dtype="packed"),
+        lambda path: load_target(path, dtype="bfloat16"),
+        lambda path: check_fits({path: "float32"}),
+    ):
+        run: Callable[[Path], object] = use
+        try:
+            run(file)
+        except CheckpointError as error:
+            assert str(file) in str(error)
+
+
+def fuzz(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    shared = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=max_examples, deadline=None, suppress_health_check=shared)
+
+
+@fuzz(80)
+@given(data=st.data())
+def test_any_bytes_of_the_header(data: st.DataObject, sound: bytes, header: int, tmp_path: Path) -> None:
+    changed = bytearray(sound)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(4, header - 1))
+        changed[at] = data.draw(st.integers(0, 255))
+    assert_loads_or_is_refused(bytes(changed), tmp_path / "m.gguf")
+
+
+@fuzz(80)
+@given(data=st.data())
+def test_any_number_of_the_header(data: st.DataObject, sound: bytes, header: int, tmp_path: Path) -> None:
+    """A count, length, dimension, offset or type becomes a number that overflows something."""
+    changed = bytearray(sound)
+    at = data.draw(st.integers(8, header - 9))
+    form, top = data.draw(st.sampled_from((("<I", 2**32), ("<Q", 2**64))))
+    struct.pack_into(form, changed, at, data.draw(st.sampled_from(HUGE)) % top)
+    assert_loads_or_is_refused(bytes(changed), tmp_path / "m.gguf")
+
+
+@fuzz(30)
+@given(share=st.floats(0, 1))
+def test_any_truncation(share: float, sound: bytes, tmp_path: Path) -> None:
+    assert_loads_or_is_refused(sound[: int(share * len(sound))], tmp_path / "m.gguf")
+
+
+def infos(sound: bytes, name: str) -> int:
+    """Where a tensor's dimensions begin: behind its name and their count."""
+    return sound.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4
+
+
+@pytest.mark.parametrize("number", HUGE)
+@pytest.mark.parametrize("field", ["rows", "width", "type", "offset"])
+def test_any_number_of_a_tensor(field: str, number: int, sound: bytes, tmp_path: Path) -> None:
+    changed = bytearray(sound)
+    at = infos(sound, "blk.1.ffn_down.weight") + {"width": 0, "rows": 8, "type": 16, "offset": 20}[field]
+    form = "<I" if field == "type" else "<Q"
+    struct.pack_into(form, changed, at, number % (2**32 if field == "type" else 2**64))
+    assert_loads_or_is_refused(bytes(changed), tmp_path / "m.gguf")
+
+
+def test_tensors_that_overlap_are_refused(sound: bytes, tmp_path: Path) -> None:
+    changed, file = bytearray(sound), tmp_path / "m.gguf"
+    down, up = infos(sound, "blk.1.ffn_down.weight"), infos(sound, "blk.1.ffn_up.weight")
+    changed[down + 20 : down + 28] = changed[up + 20 : up + 28]
+    file.write_bytes(changed)
+    with pytest.raises(
+        CheckpointError, match=r"tensors blk\.1\.ffn_(down|up)\.weight and blk\.1\.ffn_(down|up)\.weight overl"
+    ):
+        load_target(file)
+
+
+def test_an_offset_between_two_alignments_is_refused(sound: bytes, tmp_path: Path) -> None:
+    changed, file = bytearray(sound), tmp_path / "m.gguf"
+    at = infos(sound, "blk.1.ffn_down.weight") + 20
+    struct.pack_into("<Q", changed, at, struct.unpack_from("<Q", changed, at)[0] + 1)
+    file.write_bytes(changed)
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_down\.weight begins at \d+, no multiple of 32"):
+        load_target(file)
+
+
+def test_lists_in_lists_without_an_end_are_refused(sound: bytes, tmp_path: Path) -> None:
+    """A list of one list of one list ...: each level takes twelve bytes."""
+    file = tmp_path / "m.gguf"
+    field = struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000
+    file.write_bytes(sound[:24] + field + sound[24:])
+    with pytest.raises(CheckpointError, match="lists in lists"):
+        read_model_config(file)
+
+
+def test_more_layers_than_any_model_has_are_refused_at_once(sound: bytes, tmp_path: Path) -> None:
+    changed, file = bytearray(sound), tmp_path / "m.gguf"
+    key = b"llama.block_count"
+    struct.pack_into("<I", changed, sound.index(key) + len(key) + 4, 2**31 - 1)
+    file.write_bytes(changed)
+    with pytest.raises(CheckpointError, match="num_hidden_layers=2147483647 must be a positive integer, at most"):
+        load_target(file)
