@@ -1,4 +1,4 @@
-"""Damaged GGUF files: whatever a file says of sizes, offsets, counts and types, it loads or is refused as a checkpoint."""
+"""Damaged GGUF files: whatever one says of sizes, offsets, counts and types, it loads or is refused as a checkpoint."""
 
 from __future__ import annotations
 
