@@ -24,7 +24,8 @@ FAMILIES = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
-NEON = ["-march=armv8-a"]
+UNSCHEDULED = ["-fno-schedule-insns"]  # before registers are given, where GCC for Arm would run out of them by it
+NEON = ["-march=armv8-a", *UNSCHEDULED]
 KERNELS = {
     "x86": {"avx512": AVX512, "avx2": AVX2},
     "arm": {"neon": NEON},
@@ -38,7 +39,7 @@ INTEGER = {
         "avx2": (AVX2, "avx2.h"),
     },
     "arm": {
-        "neon_dot": (["-march=armv8.2-a+dotprod"], "neon.h"),
+        "neon_dot": (["-march=armv8.2-a+dotprod", *UNSCHEDULED], "neon.h"),
         "neon": (NEON, "neon.h"),
     },
 }
