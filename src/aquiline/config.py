@@ -214,7 +214,7 @@ class EngineConfig:
 
 
 ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portable")
-"""Instruction sets that the native library has kernels for, each machine's best first; the results of all are the same bits."""
+"""Instruction sets that the native library has kernels for, the best of each machine first. All give the same bits."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def build_arm(folder: Path) -> Path:
 
 
 def replay(command: list[str], file: Path) -> dict[tuple[str, int], int]:
-    """Make the recorded calls. Returns how many were made, by instruction set and threads; every one gave the same bits.
+    """Make the recorded calls. Returns how many were made, by instruction set and threads; all gave the same bits.
 
     Raises CalledProcessError at the first difference, which it prints."""
     lines = [line.split() for line in run([*command, str(file)]).splitlines()]

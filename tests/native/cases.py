@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +19,12 @@ from tests.native.recorder import Recorder
 
 from aquiline.backends.cpu import calls, native
 from aquiline.backends.cpu.packed import library
+from aquiline.blocks import BLOCK_TYPES
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
-from aquiline.ops.blocks import BLOCK_TYPES
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Static
-from aquiline.types import Rows
+from aquiline.types import ModelWeights, Rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 import native_calls as ops
@@ -141,10 +142,13 @@ def forwards(recorder: Recorder) -> None:
         (torch.bfloat16, "float32", None),
         (torch.bfloat16, "float32", "int4"),
         (torch.bfloat16, "int8", "int8"),
+        (torch.bfloat16, "int8", None),
     ):
         for is_draft in (False, True):
             recorder.label(f"forward, {dtype}, {quantised} in {arithmetic}, {'draft' if is_draft else 'target'}")
             weights = random_weights(dtype, 1 if is_draft else 3, is_draft, extras=True)
+            if (arithmetic, quantised) == ("int8", None):
+                weights = in_parts(weights)
             model = calls.NativeModel(weights, arithmetic, quantised)
             kv, table = new_kv(weights)
             g = floats(140, weights.hidden_size, seed=4) if is_draft else None
@@ -152,6 +156,15 @@ def forwards(recorder: Recorder) -> None:
             hidden, _ = run(model, kv, prompt, features=0 if is_draft else 2, g=g)
             run(model, kv, tree_rows(table, 120), features=0 if is_draft else 2, g=g)
             heads(model, hidden)
+
+
+def in_parts(weights: ModelWeights) -> ModelWeights:
+    """The same model with queries, keys and values in blocks of three types."""
+    q, kv = weights.num_heads * weights.head_dim, weights.num_kv_heads * weights.head_dim
+    width = weights.layers[0].attention.qkv.shape[1]
+    parts = tuple(random_blocks(kind, n, width) for kind, n in (("Q8_0", q), ("Q4_1", kv), ("IQ4_NL", kv)))
+    layers = (replace(layer, attention=replace(layer.attention, qkv=parts)) for layer in weights.layers)
+    return replace(weights, layers=tuple(layers))
 
 
 def tree_rows(table: Any, root: int) -> Rows:
@@ -189,15 +202,15 @@ def steps(recorder: Recorder) -> None:
     }  # fmt: skip
     prompts = [np.random.default_rng(i).integers(1, 90, n).tolist() for i, n in enumerate((70, 3))]
     ways = (NoDraft(), Chain(3), Static(), Dynamic(depth=3, top_k=3, num_nodes=12))
-    for dtype in ("bfloat16", "int4"):
+    for dtype, arithmetic in (("bfloat16", "float32"), ("int4", "int8")):
         decoder, head = tiny_pair()
         for module in (decoder, head):
             round_to(module, torch.bfloat16)
-        models = from_modules(decoder, head, None, Loading(dtype, "float32"), Environment(None, 1))
+        models = from_modules(decoder, head, None, Loading(dtype, arithmetic), Environment(None, 1))
         llm = LLM.from_models(models, engine_config(4, num_pages=24))
         for spec in ways:
             for name, wish in wishes.items():
-                recorder.label(f"steps, {dtype}, {spec}, {name}")
+                recorder.label(f"steps, {dtype} in {arithmetic}, {spec}, {name}")
                 llm.run(prompts, wish, spec=spec)
 
 

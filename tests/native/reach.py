@@ -25,7 +25,7 @@ from aquiline.backends.cpu.native import (
     AqSampling,
     AqShape,
 )
-from aquiline.ops.blocks import block_size
+from aquiline.blocks import block_size
 
 WORD = 4
 ELEMENT_BYTES = {native.FLOAT32: 4, native.BFLOAT16: 2, native.FLOAT16: 2}
@@ -117,6 +117,9 @@ FIELDS: dict[type[ctypes.Structure], dict[str, Size]] = {
 }
 """Bytes behind each pointer, by the struct and the model that it belongs to; behind a pointer to structs, how many."""
 
+STRUCTS = {(AqLinear, "rest"): AqLinear}
+"""Untyped pointers to a struct."""
+
 SAMPLING = ctypes.sizeof(AqSampling)
 
 
@@ -199,6 +202,9 @@ def _fields(struct: Any, model: Any, base: int, pointers: list[tuple[int, int]])
         value, at = getattr(struct, name), ctypes.addressof(struct) + getattr(type(struct), name).offset - base
         if isinstance(value, ctypes.Structure):
             yield from _fields(value, model, base, pointers)
+        elif (type(struct), name) in STRUCTS and value is not None:
+            pointers.append((at, value))
+            yield from reach(STRUCTS[type(struct), name].from_address(value), model)
         elif kind is ctypes.c_void_p and value is not None:
             pointers.append((at, value))
             yield Range(value, FIELDS[type(struct)][name](struct, model))
