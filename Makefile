@@ -2,6 +2,7 @@
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
 # make format  Python and C++ in the format that lint checks
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make arm    the native library for 64-bit Arm, cross-compiled and emulated: the same bits as on this machine
 # make nightly   all tests, the slow ones too, with random examples; SEED=N repeats those of a run that printed N
 # make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
 #
@@ -16,8 +17,9 @@ JOBS ?= 2
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
+CPP_TESTS := $(wildcard tests/native/*.cpp)
 
-.PHONY: demo test format lint bench sanitize nightly mutants clean
+.PHONY: demo test format lint bench sanitize arm nightly mutants clean
 
 demo: $(VENV)/run
 	$(BIN)/aquiline demo
@@ -27,11 +29,11 @@ test: $(VENV)/dev
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/clang-format --dry-run --Werror $(CPP) $(CPP_TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -49,6 +51,9 @@ sanitize: $(VENV)/dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib AQUILINE_THREADS=2 OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest tests/ops tests/backends $(ARGS)
+
+arm: $(VENV)/dev
+	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.native.build
 
 nightly: $(VENV)/dev
 	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "make nightly SEED=$$seed repeats this run"; \

@@ -2,12 +2,11 @@
 ctypes.
 
 csrc/kernels/kernels.cpp and integer.cpp are compiled once per instruction set, each with its own flags, csrc/api and
-csrc/stages as baseline code. CXX, CXXFLAGS and LDFLAGS are heeded. Without a working compiler the package still
-installs, says so, and runs on its slower torch path.
+csrc/stages as baseline code, for the machine that the compiler compiles for. CXX, CXXFLAGS and LDFLAGS are heeded.
+Without a working compiler the package still installs, says so, and runs on its slower torch path.
 """
 
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -20,18 +19,40 @@ ROOT = Path(__file__).resolve().parent
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 COMMON += ["-Wno-psabi", "-iquote", str(ROOT / "csrc")]  # vectors are passed between inlined functions only
 KERNEL = ["-fno-exceptions", "-fno-rtti"]
+FAMILIES = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
+"""Machines, as compilers name them, whose instruction sets have kernels of their own."""
+
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
+UNSCHEDULED = ["-fno-schedule-insns"]  # before registers are given, where GCC for Arm would run out of them by it
+NEON = ["-march=armv8-a", *UNSCHEDULED]
 KERNELS = {
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "portable": [],
+    "x86": {"avx512": AVX512, "avx2": AVX2},
+    "arm": {"neon": NEON},
 }
-DOT = [*KERNELS["avx512"], "-mavx512bf16"]
-INTEGER = {  # instruction sets that have integer dot products: flags, and the header of csrc/simd
-    "avx512_vnni": ([*KERNELS["avx512"], "-mavx512vnni"], "avx512.h"),
-    "avx_vnni": ([*KERNELS["avx2"], "-mavxvnni"], "avx2.h"),
-    "avx2": (KERNELS["avx2"], "avx2.h"),
-    "portable": ([], "portable.h"),
+"""By family: instruction sets and their flags. Every machine has "portable" besides."""
+
+INTEGER = {
+    "x86": {
+        "avx512_vnni": ([*AVX512, "-mavx512vnni"], "avx512.h"),
+        "avx_vnni": ([*AVX2, "-mavxvnni"], "avx2.h"),
+        "avx2": (AVX2, "avx2.h"),
+    },
+    "arm": {
+        "neon_dot": (["-march=armv8.2-a+dotprod", *UNSCHEDULED], "neon.h"),
+        "neon": (NEON, "neon.h"),
+    },
 }
+"""By family: instruction sets with integer dot products, their flags, and the header of csrc/simd."""
+
+DOT = {"x86": [*AVX512, "-mavx512bf16"]}
+"""By family: the flags of the bfloat16 dot product."""
+
+
+def family_of(compiler: list[str]) -> str | None:
+    """The family of the machines that the compiler compiles for; None for one without kernels of its own."""
+    found = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=True)
+    return FAMILIES.get(found.stdout.split("-")[0].strip().lower())
 
 
 def accepts(compiler: list[str], flags: list[str]) -> bool:
@@ -68,18 +89,18 @@ class BuildNative(build_ext):
 
     def _compile(self, objects: Path, target: Path) -> None:
         compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
-        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        family = family_of(compiler)
+        kernels = KERNELS.get(family, {}) | {"portable": []}
+        integer = INTEGER.get(family, {}) | {"portable": ([], "portable.h")}
+        dot = DOT.get(family, [])
         host = [file for folder in ("api", "stages") for file in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
         units: list[tuple[str, str, list[str]]] = [(file.stem, f"{file.parent.name}/{file.name}", []) for file in host]
-        for isa, flags in KERNELS.items():
-            if x86 or isa == "portable":
-                units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
-        for isa, (flags, header) in INTEGER.items():
-            if x86 or isa == "portable":
-                unit = [*KERNEL, *flags, *simd(isa, header)]
-                units.append((f"integer_{isa}", "kernels/integer.cpp", unit))
-        dot = DOT if x86 and accepts(compiler, DOT) else []
-        units.append(("dot", "kernels/dot.cpp", [*KERNEL, *dot, *simd("dot", "avx512_bf16.h")]))
+        for isa, flags in kernels.items():
+            units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
+        for isa, (flags, header) in integer.items():
+            units.append((f"integer_{isa}", "kernels/integer.cpp", [*KERNEL, *flags, *simd(isa, header)]))
+        flags = dot if accepts(compiler, dot) else []
+        units.append(("dot", "kernels/dot.cpp", [*KERNEL, *flags, *simd("dot", "avx512_bf16.h")]))
         extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))
         running = []
         for name, source, flags in units:

@@ -8,6 +8,10 @@
 #include <vector>
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #include "aquiline.h"
@@ -31,6 +35,21 @@ struct Isa {
   bool available;
 };
 
+#if defined(__aarch64__)
+// Whether the CPU has the dot products of bytes, FEAT_DotProd.
+bool has_byte_dot() {
+#if defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#elif defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 std::vector<Isa> detect() {
   std::vector<Isa> isas;
 #if defined(__x86_64__)
@@ -46,6 +65,9 @@ std::vector<Isa> detect() {
   isas.push_back({"avx512", &avx512::kKernels, &avx2::kIntegerTiles, fma && wide});
   isas.push_back({"avx_vnni", &avx2::kKernels, &avx_vnni::kIntegerTiles, fma && short_vnni});
   isas.push_back({"avx2", &avx2::kKernels, &avx2::kIntegerTiles, fma});
+#elif defined(__aarch64__)
+  isas.push_back({"neon_dot", &neon::kKernels, &neon_dot::kIntegerTiles, has_byte_dot()});
+  isas.push_back({"neon", &neon::kKernels, &neon::kIntegerTiles, true});
 #endif
   isas.push_back({"portable", &portable::kKernels, &portable::kIntegerTiles, true});
   return isas;

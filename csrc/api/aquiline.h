@@ -90,7 +90,7 @@ const char* aq_last_error(void);
 // stages.h for its name, -1 for any other name.
 int64_t aq_abi(const char* name);
 const char* aq_format_name(int32_t code);    // of a storage format (formats/); NULL where no format has that code
-const char* aq_isa(void);                    // the kernels in use: one of "avx512_vnni", "avx512", "avx_vnni", "avx2", "portable"
+const char* aq_isa(void);                    // the instruction set in use: one of api.cpp's `detect`
 int aq_select_isa(const char* name);         // NULL: the best this CPU has
 const char* aq_available_isas(void);         // comma-separated, best first
 int aq_has_bf16_dot(void);  // whether this CPU and build have the dot product of the second arithmetic

@@ -184,6 +184,13 @@ extern const aq::IntegerTiles kIntegerTiles;
 namespace avx_vnni {
 extern const aq::IntegerTiles kIntegerTiles;
 }
+namespace neon {
+extern const aq::Kernels kKernels;
+extern const aq::IntegerTiles kIntegerTiles;
+}  // namespace neon
+namespace neon_dot {
+extern const aq::IntegerTiles kIntegerTiles;
+}
 namespace portable {
 extern const aq::Kernels kKernels;
 extern const aq::IntegerTiles kIntegerTiles;

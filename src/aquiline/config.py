@@ -213,8 +213,8 @@ class EngineConfig:
         check(self.row_budget >= 1, "row_budget", self.row_budget, "must be at least 1")
 
 
-ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "portable")
-"""Instruction sets that the native library has kernels for, best first; the results of all are the same bits."""
+ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portable")
+"""Instruction sets that the native library has kernels for, the best of each machine first. All give the same bits."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class LLM:
     "auto" is "packed" for a GGUF file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and
     bfloat16 beside packed blocks.
     `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16.
-    `arithmetic`: "float32" gives the same text on every x86 CPU. "bfloat16", for bfloat16 weights on CPUs with
+    `arithmetic`: "float32" gives the same text on every x86 and Arm CPU. "bfloat16", for bfloat16 weights on CPUs with
     AVX512_BF16, rounds activations too: it is faster, and text is still the same with and without speculation, but it
     is another text than that of float32. "int8", for int8, int4 and packed weights, rounds activations to integers: the
     fastest, and again the same text on every CPU. "auto" takes int8 for these, and bfloat16 where it is available.
