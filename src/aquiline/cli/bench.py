@@ -13,7 +13,7 @@ from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import DefaultGroup, ListCommand, wide_console
 from aquiline.config import PairConfig
 
-PAIR = Fields(only=("target", "draft", "dtype", "arithmetic"))
+PAIR = Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic"))
 
 
 @with_options

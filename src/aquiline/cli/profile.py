@@ -18,7 +18,7 @@ from aquiline.spec.named import DraftingChoice
 @with_options
 def profile(
     *,
-    pair: Annotated[PairConfig, Fields(only=("target", "draft", "dtype", "arithmetic"))],
+    pair: Annotated[PairConfig, Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic"))],
     drafting: DraftingChoice,
     context: Annotated[int, typer.Option(help="Prompt tokens, of real text.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,

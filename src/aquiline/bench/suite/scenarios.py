@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from aquiline.bench.suite.plan import RandomWeights
+from aquiline.blocks import BLOCK_TYPES, PACKED
 from aquiline.config import Environment, PairConfig
 from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
-from aquiline.engine.model import LoadedModels, Loading, from_modules, load_models
+from aquiline.engine.model import LoadedModels, Loading, for_checkpoint, from_modules, load_models
 from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig, default_capture
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.models.load import read_model_config
+from aquiline.models.load import read_model_config, resolve
 from aquiline.types import storage_dtype
 
 RANDOM = ModelConfig(
@@ -31,7 +32,8 @@ class Source:
 
     target: str | None = None
     draft: str | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
+    draft_dtype: str = "auto"
     arithmetic: str = "auto"
     random_config: ModelConfig | None = None
     simulated_tau: float | None = None
@@ -50,17 +52,28 @@ class Source:
     def load(self) -> LoadedModels:
         """Load or make the models."""
         if self.random_config is not None:
-            models = random_models(self.random_config, Loading(self.dtype, self.arithmetic))
+            models = random_models(self.random_config, self._how)
             return models.with_simulated(self.simulated_tau or SIMULATED_TAU)
         target, draft = self.target or BUNDLED_TARGET, self.draft
         if self.target is None:
             draft = str(BUNDLED_DRAFT)
-        return load_models(target, draft, Loading(self.dtype, self.arithmetic), Environment.read())
+        return load_models(target, draft, self._how, Environment.read())
+
+    def stores(self, dtype: object) -> bool:
+        """Whether a result's dtype is what these models are stored as."""
+        if self.random_config is not None:
+            return dtype == self._how.settled.dtype
+        expected = for_checkpoint(self._how, resolve(self.target or BUNDLED_TARGET), Environment.read()).dtype
+        return str(dtype).partition("+")[0].upper() in BLOCK_TYPES if expected == PACKED else dtype == expected
+
+    @property
+    def _how(self) -> Loading:
+        return Loading(self.dtype, self.arithmetic, draft_dtype=self.draft_dtype)
 
 
 def sources_of(pair: PairConfig, random: RandomWeights) -> tuple[Source, Source]:
     """The models of scenarios, and those of scenarios that need random weights."""
-    plain = Source(pair.target, pair.draft, pair.dtype, pair.arithmetic)
+    plain = Source(pair.target, pair.draft, pair.dtype, pair.draft_dtype, pair.arithmetic)
     if random.random_weights is None:
         small = replace(plain, target=None, draft=None, random_config=RANDOM, simulated_tau=SIMULATED_TAU)
         return plain, small
@@ -84,7 +97,7 @@ def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
             scale = (
                 torch.ones(weight.shape) if "norm" in name else 0.02 * torch.randn(weight.shape, generator=generator)
             )
-            weight.data = scale.to(storage_dtype(how.dtype))
+            weight.data = scale.to(storage_dtype(how.settled.dtype))
     draft.d2t.zero_()
     return from_modules(decoder, draft, None, how, Environment.read())
 

@@ -174,7 +174,7 @@ class LoadRun:
         target, draft = self.source.names
         simulated = llm.models.simulated if spec.is_speculative else None
         return ModelFacts(
-            target=target, draft=draft, dtype=self.source.dtype, arithmetic=llm.models.arithmetic,
+            target=target, draft=draft, dtype=llm.models.storage, arithmetic=llm.models.arithmetic,
             random_weights=self.source.random_config is not None,
             simulated_tau=simulated.tau if simulated is not None else None, weight_bytes=llm.models.weight_bytes,
         )  # fmt: skip
@@ -195,6 +195,7 @@ class LoadRun:
         }  # fmt: skip
         model, source = result.get("model", {}), self.source
         is_ours = all(scenario.get(name) == value for name, value in wanted.items())
-        is_ours &= model.get("dtype") == source.dtype and source.arithmetic in ("auto", model.get("arithmetic"))
+        is_ours &= source.stores(model.get("dtype")) and source.arithmetic in ("auto", model.get("arithmetic"))
+        is_ours &= source.draft_dtype in ("auto", result.get("system", {}).get("draft_dtype"))
         is_ours &= result.get("commit") == commit() and not problems(result)
         return result if is_ours and not is_dirty(result) else None  # changes differ under one name
