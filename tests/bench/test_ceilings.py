@@ -24,7 +24,7 @@ STAGES = ["read-only stream", "copy", "float32 GEMM"]
 HAS_DOT = calls.missing_reason() is None and packed.has_bf16_dot()
 KNOWN: dict[str, Any] = {
     "date": "2026-01-31", "load": 0.0, "read": {"per_s": 5e10, "by": "a"}, "copy": {"per_s": 4e10, "by": "b"},
-    "float32": {"per_s": 2e11, "by": "c"}, "bfloat16": None,
+    "float32": {"per_s": 2e11, "by": "c"}, "bfloat16": None, "int8": None,
 }  # fmt: skip
 
 
@@ -49,7 +49,9 @@ def keep(file: Path, entry: object, key: str | None = None) -> None:
 def test_a_measurement_is_a_measurement() -> None:
     threads, stages = torch.get_num_threads(), list[str]()
     found = measure_ceilings(this_machine(), stages.append, seconds=0.1)
-    assert stages == STAGES + ["bfloat16 GEMM"] * HAS_DOT and (found.bfloat16 is not None) == HAS_DOT
+    is_native = calls.missing_reason() is None
+    assert stages == STAGES + ["bfloat16 GEMM"] * HAS_DOT + ["int8 GEMM"] * is_native
+    assert (found.bfloat16 is not None) == HAS_DOT and (found.int8 is not None) == is_native
     assert torch.get_num_threads() == threads
     # what any machine of the last fifteen years and of the next ten does, busy or not
     assert 2e8 < found.read.per_s < 2e12 and 2e8 < found.copy.per_s < 4e12 and 1e9 < found.float32.per_s < 1e14
@@ -91,9 +93,13 @@ def test_linears_and_attention_share_an_arithmetic(file: Path) -> None:
     assert found.linear_flops.value == found.attention_flops.value == 4e11
     found, _ = measured(Choice(arithmetic="float32"))
     assert found.linear_flops.value == found.attention_flops.value == 2e11
+    keep(file, KNOWN | {"int8": {"per_s": 8e11, "by": "e"}})
+    found, _ = measured(Choice(arithmetic="int8"))
+    assert found.linear_flops.value == 8e11 and found.attention_flops.value == 2e11, "attention is float32 beside it"
     keep(file, KNOWN)
-    with pytest.raises(ValueError, match="arithmetic='bfloat16': this CPU or build lacks AVX512_BF16"):
-        measured(Choice(arithmetic="bfloat16"))
+    for arithmetic, lacking in (("bfloat16", "AVX512_BF16"), ("int8", "the native library")):
+        with pytest.raises(ValueError, match=f"arithmetic='{arithmetic}': this CPU or build lacks {lacking}"):
+            measured(Choice(arithmetic=arithmetic))
 
 
 @pytest.mark.parametrize(
