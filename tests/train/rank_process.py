@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tiny import in_float32
 from train_process import read
 
 from aquiline.train import distributed
@@ -46,8 +47,9 @@ if __name__ == "__main__":
     distributed.BUCKET_BYTES = 4096  # several buckets in a draft of this size
     config = read(json.loads(Path(sys.argv[1]).read_text()))
     world = join(config.parallel)
-    gradients = first_gradients(config, world)
-    if world.is_first:
-        torch.save(gradients, sys.argv[2])
-    broken_run(config, world)
+    with in_float32():
+        gradients = first_gradients(config, world)
+        if world.is_first:
+            torch.save(gradients, sys.argv[2])
+        broken_run(config, world)
     world.leave()

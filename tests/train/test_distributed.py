@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,6 +21,12 @@ from aquiline.train.schedule import Clock
 from aquiline.train.trainer import Trainer, train
 
 STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float32() -> Iterator[None]:
+    with tiny.in_float32():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops import reference as ops
+from aquiline.train import teacher
 from aquiline.train.attention import PackedAttention
 from aquiline.train.config import TrainConfig
 from aquiline.train.head_loss import TargetRows
@@ -25,6 +29,13 @@ CONFIG = ModelConfig(
     head_dim=16, max_positions=256, rms_norm_eps=1e-5, rope=RopeConfig(), eos_token_ids=(0,), bos_token_id=0,
 )  # fmt: skip
 CAPTURE = (0, 1, 2)
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """For comparisons that bfloat16 rounds away: training computes in float32 inside, on every CPU."""
+    with patch.object(teacher, "has_bfloat16", lambda device: False):
+        yield
 
 
 def target(seed: int = 0) -> Decoder:
