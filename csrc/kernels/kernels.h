@@ -32,7 +32,7 @@ static inline int num_outputs(const AqLinear& linear) {
 // How many copies of the normed rows a call needs memory for.
 static inline size_t norm_copies(int rows, int threads) { return rows <= kOwnRows ? threads : 1; }
 
-// A tile of a linear: sums[r * kPanelWidth + i] of up to TileShape::rows rows and of the outputs of num_blocks <=
+// A tile of a linear: sums[r * kPanelWidth + i] of up to Tiling::rows rows and of the outputs of num_blocks <=
 // kPanel blocks (kernels/tile.h). w: steps of the linear's format; x: inputs as the format takes them, `stride` of them
 // a row.
 using TileFunction = void (*)(int rows, const void* w, int num_blocks, int steps, const void* x, size_t stride,

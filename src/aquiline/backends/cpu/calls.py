@@ -151,9 +151,9 @@ class NativeModel:
         """A linear; the parts of a fused weight are linked. A tied head in blocks is found again as the embedding."""
         if isinstance(weight, Tensor):
             return self._pack_part(name, weight, bias)
-        known = self._arena.tables.get(id(weight))
+        known = self._arena.tables.get(weight[0]) if len(weight) == 1 else None
         if known is not None and bias is None:
-            return known[1]
+            return known
         rest, end = None, sum(part.shape[0] for part in weight)
         for part in reversed(weight):
             start = end - part.shape[0]
@@ -162,7 +162,8 @@ class NativeModel:
             rest, end = struct, start
             self._kept.append(struct)
         assert rest is not None, f"{name} has no parts"
-        self._arena.tables[id(weight)] = weight, rest
+        if len(weight) == 1:
+            self._arena.tables[weight[0]] = rest
         return rest
 
     def _pack_part(self, name: str, weight: Tensor | BlockWeight, bias: Tensor | None) -> AqLinear:

@@ -26,8 +26,6 @@ FORMATS = (
 """Storage formats; a format's code is its place in this list."""
 
 FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
-ON_CODES = range(FORMATS.index(f"{BLOCKS[0]}_dot"), len(FORMATS))
-"""Codes of the formats whose inputs are rounded to integers, in arithmetic "int8"."""
 DENSE = 0
 
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class Arena:
     CHUNK = 32 << 20
 
     def __init__(self) -> None:
-        self.tables: dict[int, tuple[object, AqLinear]] = {}  # by id, the packed weights that may serve twice
+        self.tables: WeakKeyDictionary[BlockWeight, AqLinear] = WeakKeyDictionary()  # what is packed of blocks
         self._chunks: list[NDArray[np.uint8]] = []
         self._next = self._end = 0
 
