@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from aquiline.config import MAX_NODES, SamplingParams
 from aquiline.models.config import DraftConfig, ModelConfig
+from aquiline.spec.confidence import Cut, Guess
 from aquiline.spec.drafting import Drafting, Proposal
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, TokenLogprobs
@@ -116,12 +117,15 @@ class Decode(NamedTuple):
     """One decode step of a slot from its root.
 
     drafting: how its tree grows in this step. proposal: drafted tokens that the host brings; the draft model then adds
-    none. num_forced: accept this many drafts of a chain whatever was drawn (simulated acceptance); None: the law."""
+    none. num_forced: accept this many drafts of a chain whatever was drawn (simulated acceptance); None: the law. cut:
+    how confidence ends the Chain that the draft model drafts; None: it has its whole length. A cut chain has up to
+    most_nodes(length) nodes, and its keys are written as far behind the root: the pages must reach there."""
 
     slot: int
     drafting: Drafting
     proposal: Proposal | None = None
     num_forced: int | None = None
+    cut: Cut | None = None
 
 
 class Extend(NamedTuple):
@@ -147,13 +151,15 @@ class StepInput(NamedTuple):
 class Decoded(NamedTuple):
     """What a Decode did. root: the root's index before the step; kept: the accepted drafts, then the target's own
     token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; draft_end: KV indices below
-    it have their draft keys; logprobs: one per kept token, where the sampling asks."""
+    it have their draft keys; logprobs: one per kept token, where the sampling asks; guesses: of a Decode with a cut,
+    what the draft said at each level that was drafted, whether it was verified or not."""
 
     root: int
     kept: list[int]
     num_drafted: int
     draft_end: int
     logprobs: list[TokenLogprobs] | None = None
+    guesses: list[Guess] = []
 
 
 class Prefilled(NamedTuple):
