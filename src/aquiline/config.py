@@ -81,7 +81,7 @@ class PairConfig:
         "auto: packed for such a file, else bfloat16.", MODEL,
     )  # fmt: skip
     draft_dtype: str = setting(
-        "auto", "Storage of the draft's weights; auto: the target's, bfloat16 beside packed ones.", MODEL
+        "auto", "Storage of the draft's weights; auto: the target's, int4 beside packed ones.", MODEL
     )
     arithmetic: str = setting(
         "auto", "float32; bfloat16, faster where the CPU has AVX512_BF16; int8 for int8, int4 and packed weights, "
@@ -93,7 +93,7 @@ class PairConfig:
         """The name of the way to draft where none is named. Raises ValueError for a draft without its target."""
         if self.target is None and self.draft is not None:
             raise ValueError(f"draft={self.draft!r}: needs --target; the bundled target has its own draft")
-        return "none" if self.target is not None and self.draft is None else "chain"
+        return "none" if self.target is not None and self.draft is None else "adaptive"
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,9 @@ class EngineConfig:
     prefix_cache: bool = setting(True, "Keep computed pages for prompts that begin the same.", BATCH)
     late_reads: bool | None = setting(
         None, "Read a step's outcome when the next one is out. Default: where the backend waits less.", BATCH
+    )
+    calibration: bool = setting(
+        True, "Measure once, for adaptive drafting, what steps cost here; else estimate it.", BATCH
     )
     check: bool = setting(False, "Check after every step that no page is lost.", BATCH)
 

@@ -71,6 +71,8 @@ class Committer:
         if sequence.drafts and sequence.draft_end // size < end // size:
             if sequence.finish_reason is None:
                 end = sequence.draft_end  # its next drafting step writes them
+                if sequence.num_cached - end >= size:  # it does not draft at present
+                    self.extends.append(Extend(sequence.slot, sequence.num_cached // size * size))
             else:
                 self.extends.append(Extend(sequence.slot, end // size * size))
         for index in range(len(sequence.nodes), end // size):

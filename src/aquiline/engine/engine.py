@@ -8,11 +8,15 @@ outcome shows that a sequence has ended, the next step's tokens for that sequenc
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 from aquiline.backends.base import Sizes
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
 from aquiline.engine.commit import Committer
+from aquiline.engine.control.calibrate import cost_table
+from aquiline.engine.control.controller import Controller
+from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
 from aquiline.engine.scheduler import Scheduler
@@ -45,6 +49,7 @@ class Engine:
         self.sequences: dict[int | str, Sequence] = {}  # unfinished, by request id
         self.meter = Meter()
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
+        self.controller: Controller | None = None  # made when the first adaptive request comes
         self.last: Step | None = None  # the last step that was issued
         self._unread: Step | None = None
         self._orders = itertools.count()
@@ -59,6 +64,8 @@ class Engine:
         self.check(request)
         if request.id in self.sequences:
             raise ValueError(f"request id {request.id!r}: is in use by a request that has not finished; choose another")
+        if request.spec.is_adaptive and self.controller is None:
+            self.controller = Controller(StepCosts(cost_table(self.models, self.config.calibration)))
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self.models.eos_token_ids
         sequence = Sequence(
@@ -77,6 +84,7 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
         while an outcome is read late."""
+        began = time.perf_counter()
         self.meter.begin()
         deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
         if self._unread is not None and not self._can_issue_blindly():
@@ -89,6 +97,8 @@ class Engine:
         if self.config.check:
             self._check_pages()
         self.meter.end_step()
+        if self.controller is not None:
+            self.controller.end_step(time.perf_counter() - began)
         return deltas
 
     def abort(self, request_id: int | str) -> TokenDelta:
@@ -129,7 +139,8 @@ class Engine:
         if plan is None:
             return None
         extends, pages = self.committer.take_extends(), self.pool.take_changes()
-        message = message_of(plan, pages, extends, self.models.simulated)
+        chosen = {} if self.controller is None else self.controller.decodes(plan)
+        message = message_of(plan, chosen, pages, extends, self.models.simulated)
         self.last = Step(plan, message, self.backend.step(message))
         return self.last
 
@@ -140,6 +151,8 @@ class Engine:
 
     def _commit(self, step: Step) -> list[TokenDelta]:
         output = step.read()
+        if self.controller is not None:
+            self.controller.learn(step, output)
         deltas, touched = self.committer.commit(step)
         for sequence in touched:
             self.committer.publish(sequence)
@@ -163,6 +176,8 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         self.meter.counters.merge(sequence.counters)
         self.scheduler.remove(sequence)
+        if self.controller is not None:
+            self.controller.forget(sequence)
         sequence.proposer = None  # its index of the text is large, and callers may keep sequences that have ended
         del self.sequences[sequence.request.id]
 

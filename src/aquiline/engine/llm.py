@@ -19,7 +19,8 @@ from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import NumericalError
 from aquiline.metrics import Counters, RunSummary
 from aquiline.models.draft_config import DraftOverrides
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.types import FinishReason, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
@@ -68,10 +69,10 @@ class _Run:
 class LLM:
     """A target with or without a draft. Without arguments it is the pair that comes with the package.
 
-    `spec`: the default way to draft; a chain of 3 if a draft is loaded, no drafting otherwise.
+    `spec`: the default way to draft; Adaptive() if a draft is loaded, no drafting otherwise.
     `dtype`: how weights are stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them.
     "auto" is "packed" for a GGUF file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and
-    bfloat16 beside packed blocks.
+    int4 beside packed blocks.
     `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16.
     `arithmetic`: "float32" gives the same text on every x86 and Arm CPU. "bfloat16", for bfloat16 weights on CPUs with
     AVX512_BF16, rounds activations too: it is faster, and text is still the same with and without speculation, but it
@@ -116,7 +117,7 @@ class LLM:
 
     def _start(self, models: LoadedModels, config: EngineConfig, spec: Drafting | None) -> None:
         self.models = models
-        self.spec = spec or (NoDraft() if models.draft_config is None else Chain())
+        self.spec = spec or (NoDraft() if models.draft_config is None else Adaptive())
         models.check_spec(self.spec)
         self.engine = Engine(models, config)
         self._owners: dict[int | str, _Run] = {}  # by request id, the run that gets its deltas

@@ -44,11 +44,11 @@ class Loading:
 
     @property
     def settled(self) -> Loading:
-        """The same with dtypes in place of "auto": bfloat16, and for the draft the target's, bfloat16 beside blocks."""
+        """The same with dtypes in place of "auto": bfloat16, and for the draft the target's, int4 beside blocks."""
         dtype = "bfloat16" if self.dtype == "auto" else self.dtype
         draft = self.draft_dtype
         if draft == "auto":
-            draft = "bfloat16" if dtype == PACKED else dtype
+            draft = "int4" if dtype == PACKED else dtype
         return replace(self, dtype=dtype, draft_dtype=draft)
 
 
@@ -106,6 +106,8 @@ class LoadedModels:
             raise ValueError(
                 f"drafter={spec.name!r}: no draft model is loaded; pass one or use drafter='lookup' or 'none'"
             )
+        if self.simulated is not None and spec.is_adaptive:
+            raise ValueError(f"drafter={spec.name!r}: simulated acceptance is of fixed chains; use drafter='chain'")
         size = self.draft_config.draft_vocab_size
         if spec.width > size:
             raise ValueError(f"draft_top_k={spec.width}: the draft's vocabulary has {size} tokens")

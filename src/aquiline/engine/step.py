@@ -5,7 +5,7 @@ Knows both sides of the seam and computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,12 +56,14 @@ class Step:
 
 
 def message_of(
-    plan: StepPlan, pages: Iterable[tuple[int, int, int]], extends: Iterable[Extend],
+    plan: StepPlan, chosen: Mapping[Sequence, Decode], pages: Iterable[tuple[int, int, int]], extends: Iterable[Extend],
     simulated: SimulatedAcceptance | None,
 ) -> StepInput:  # fmt: skip
-    """The plan as a StepInput, with the changed entries of page tables and the draft keys that published pages lack."""
+    """The plan as a StepInput, with the changed entries of page tables and the draft keys that published pages lack.
+
+    chosen: how the sequences draft whose way is chosen anew at each step."""
     return StepInput(
-        decodes=tuple(_decode(sequence, simulated) for sequence in plan.decoding),
+        decodes=tuple(chosen.get(sequence) or _decode(sequence, simulated) for sequence in plan.decoding),
         chunks=tuple(Chunk(c.slot, c.start, c.end, c.is_last, c.draws) for c in plan.chunks),
         admits=tuple(_admit(sequence) for sequence in plan.admitted),
         pages=tuple(Pages(slot, index, (page,)) for slot, index, page in pages),

@@ -125,6 +125,11 @@ class Drafting(ABC):
         return max(self.max_nodes, self.draft_rows + 1)
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether the engine chooses at each step how much of this is drafted (engine/control)."""
+        return False
+
+    @property
     def label(self) -> str:
         """Short name for tables and file names."""
         return self.name

@@ -27,6 +27,9 @@ MAX_TRIALS = 1024
 CONTEXT = 32
 """Tokens of the prompt's end that stand before a prediction, so that its first tokens are found behind the prompt."""
 
+LEAST = 0.02
+"""Chance below which nothing is drafted where the engine weighs what is: no verified token is as cheap."""
+
 NOTHING = Proposal(())
 
 
@@ -36,7 +39,8 @@ class Lookup(Drafting):
 
     Where the target wrote another token than the copied one, the next draft follows the suffix that ends with this
     token, a shorter match. min_confidence: a token is drafted if the estimated chance that it is accepted is at least
-    that; drafting breaks even at what a verified token costs, as a share of a plain step. window: tokens of a sequence
+    that. None: at least what a verified token costs, as a share of the tokens that its time could bring; the engine
+    measures that. window: tokens of a sequence
     and its prediction that are indexed at most, at about 150 bytes a token in ordinary text; once there are more, the
     older half of the sequence's is dropped."""
 
@@ -45,9 +49,10 @@ class Lookup(Drafting):
     reads_prediction: ClassVar[bool] = True
     min_match: int = setting(2, "Lookup: latest tokens that must stand in the text before.", DRAFTING)
     max_draft: int = setting(8, "Lookup: tokens drafted per step at most.", DRAFTING)
-    min_confidence: float = setting(
-        0.2, "Lookup: a draft ends where the chance of a token to be accepted falls below.", DRAFTING
-    )
+    min_confidence: float | None = setting(
+        None, "Lookup: a draft ends where the chance of a token to be accepted falls below. Default: by measured cost.",
+        DRAFTING,
+    )  # fmt: skip
     window: int = setting(32768, "Lookup: tokens of a sequence that are searched at most.", DRAFTING, name="max_lookup")
 
     def __post_init__(self) -> None:
@@ -57,7 +62,7 @@ class Lookup(Drafting):
             1 <= self.max_draft <= MAX_DEPTH, "max_draft", self.max_draft,
             f"must be between 1 and {MAX_DEPTH}; drafter='none' switches speculation off",
         )  # fmt: skip
-        ok = 0 <= self.min_confidence < 1
+        ok = self.min_confidence is None or 0 <= self.min_confidence < 1
         check(ok, "min_confidence", self.min_confidence, "must be in [0, 1); 0 drafts whatever is found")
         ok = 8 * CONTEXT <= self.window <= 2**24
         check(ok, "max_lookup", self.window, f"must be between {8 * CONTEXT} and 2^24 tokens")
@@ -65,6 +70,10 @@ class Lookup(Drafting):
     @property
     def max_nodes(self) -> int:  # noqa: D102
         return 1 + self.max_draft
+
+    @property
+    def is_adaptive(self) -> bool:  # noqa: D102
+        return self.min_confidence is None
 
     @property
     def label(self) -> str:  # noqa: D102
@@ -126,7 +135,8 @@ class LookupProposer:
         state = index.match()
         if not state:
             return NOTHING
-        estimates, least, text = self.events.estimates, self.spec.min_confidence, index.text
+        estimates, text = self.events.estimates, index.text
+        least = LEAST if self.spec.min_confidence is None else self.spec.min_confidence
         match = Match(index.length[state], index.count[state])
         matched, count = match
         begin = place = index.end[state] + 1

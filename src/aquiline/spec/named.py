@@ -9,10 +9,11 @@ from typing import Any
 
 from aquiline.config import check
 from aquiline.settings import name_of
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
 
-DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Chain, Static, Dynamic, Lookup)}
+DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Adaptive, Chain, Static, Dynamic, Lookup)}
 """The ways to draft that a command line and a JSON file can name."""
 
 

@@ -112,7 +112,7 @@ class NativeBatch:
             message += chain.from_iterable(step.chunks)
         proposing = False
         for decode in decodes:
-            slot, drafting, proposal, num_forced = decode
+            slot, drafting, proposal, num_forced = decode[:4]
             number = shapes.get(drafting)
             if number is None:
                 number = self._shape(drafting)

@@ -1,0 +1,197 @@
+"""Measures a CostTable on the machine that runs: short steps of a backend of its own, over made-up tokens and keys.
+
+A table depends on the models' geometry, their storage, the arithmetic, the machine and its threads. It is kept in the
+cache directory under a hash of all of these, so that it is measured once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple
+
+from aquiline.backends.base import Admit, Backend, Chunk, Decode, Pages, Sizes, StepInput
+from aquiline.config import MAX_DEPTH, SamplingParams, cache_directory
+from aquiline.engine.control.costs import CostTable, filled
+from aquiline.engine.model import LoadedModels
+from aquiline.spec.drafting import Chain, NoDraft, Proposal
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the file's form and of what is measured."""
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+SEQUENCES = (1, 2, 4, 8, 16, 32)
+REPEATS = 4
+SECONDS = 4.0
+"""Measuring stops at fewer rows once it has taken so long; a large model has few points and a straight line."""
+
+READS, ROWS_FREE = 40e6, 8
+"""Bytes a millisecond, and rows that cost little more than one, of an estimated table."""
+
+PAGE, PAGES_PER_SLOT, SLOTS = 16, 24, 32
+SHORT, LONG = 32, 2048
+"""Keys of a sequence whose tables are measured, and of the one that shows what keys cost."""
+
+LONG_ROWS = 8
+DEEP = 5
+"""Levels of the chain beside that of one level; the rest of its time is DEEP - 1 passes."""
+
+
+def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
+    """The table of this pair on this machine: from the cache file, or else measured and written there. Where nothing
+    may be measured, an estimate from the bytes of the weights alone."""
+    if not is_measured:
+        return estimated_table(models.weight_bytes, models.draft_config is not None)
+    file = cache_directory() / f"costs-{_key(models)}.json"
+    try:
+        return _read(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+        logger.warning("%s: broken (%s); measuring again", file, error)
+    table = measured_table(models)
+    try:
+        _write(file, json.dumps(asdict(table)))
+    except OSError as error:
+        logger.warning("%s: cannot be written (%s); the next start measures again", file, error)
+    return table
+
+
+def measured_table(models: LoadedModels) -> CostTable:
+    """The table, measured now."""
+    long_pages = min(LONG, models.max_positions - 64) // PAGE
+    sizes = Sizes(SLOTS, SLOTS * PAGES_PER_SLOT + long_pages, PAGE, PAGES_PER_SLOT + long_pages, 4 * SHORT)
+    backend = models.pair.open(sizes)
+    try:
+        return _Bench(models, backend, long_pages).table()
+    finally:
+        backend.close()
+
+
+def estimated_table(weight_bytes: int, has_draft: bool) -> CostTable:
+    """A table of a machine that reads READS bytes a millisecond, and where the work of ROWS_FREE rows takes as long as
+    reading their weights. A draft's pass takes a twentieth of a forward. Real steps correct it within some hundreds."""
+    read_ms = weight_bytes / READS
+    rows = filled([(1, read_ms), (ROWS_FREE, read_ms * 1.1), (2 * ROWS_FREE, read_ms * 2.0)])
+    share = 0.05 if has_draft else 0.0
+    return CostTable(rows, tuple(2 * share * ms for ms in rows), tuple(share * ms for ms in rows))
+
+
+class _Took(NamedTuple):
+    """Milliseconds of a step: all of it, and of that what it drafted."""
+
+    whole: float
+    drafting: float
+
+
+class _Bench:
+    """Sequences in the slots of a backend: made-up tokens, keys that count as cached and hold whatever is there."""
+
+    def __init__(self, models: LoadedModels, backend: Backend, long_pages: int) -> None:
+        self.backend, self.has_draft = backend, models.draft_config is not None
+        self.vocab, self.long_pages = models.vocab_size, long_pages
+        self.lengths = [0] * SLOTS
+        self.deadline = time.perf_counter() + SECONDS
+        for slot in range(SLOTS):
+            self._seat(slot, SHORT, PAGES_PER_SLOT, slot * PAGES_PER_SLOT)
+
+    def table(self) -> CostTable:
+        verify, first, deeper = [(0, 0.0)], [(0, 0.0)], [(0, 0.0)]
+        for rows in ROWS:
+            if len(verify) > 5 and time.perf_counter() > self.deadline - SECONDS / 2:
+                break
+            verify.append((rows, self._best(self._verify, rows).whole))
+        for count in SEQUENCES if self.has_draft else ():
+            if len(first) > 2 and time.perf_counter() > self.deadline:
+                break
+            one, deep = self._best(self._chain, count, 1).drafting, self._best(self._chain, count, DEEP).drafting
+            first.append((count, one))
+            deeper.append((count, max(0.0, deep - one) / (DEEP - 1)))
+        by_rows = filled(verify[1:])
+        if not self.has_draft:
+            first = deeper = [*first, (1, 0.0)]
+        return CostTable(by_rows, filled(first[1:]), filled(deeper[1:]), *self._keys(by_rows))
+
+    def _keys(self, by_rows: tuple[float, ...]) -> tuple[float, float, float]:
+        """What a key adds to a forward once, for each row, and to a pass of the draft."""
+        near = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
+        num_keys = self.long_pages * PAGE - 2 * MAX_DEPTH
+        self._seat(0, num_keys, self.long_pages, SLOTS * PAGES_PER_SLOT)
+        one, several = (self._best(self._one, rows).whole - by_rows[rows] for rows in (1, LONG_ROWS))
+        far = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
+        key_row = max(0.0, (several - one) / (LONG_ROWS - 1) / num_keys)
+        return max(0.0, one / num_keys - key_row), key_row, max(0.0, far - near) / DEEP / num_keys
+
+    def _verify(self, rows: int) -> _Took:
+        """A step of so many rows: few sequences of several, as chains are."""
+        count = max(-(-rows // (MAX_DEPTH // 2)), min(rows // 4, SLOTS), 1)
+        sizes = [rows // count + (i < rows % count) for i in range(count)]
+        return self._step([self._decode(slot, size) for slot, size in enumerate(sizes)])
+
+    def _one(self, rows: int) -> _Took:
+        return self._step([self._decode(0, rows)])
+
+    def _chain(self, count: int, length: int) -> _Took:
+        return self._step([Decode(slot, Chain(length)) for slot in range(count)])
+
+    def _decode(self, slot: int, rows: int) -> Decode:
+        tokens = tuple((7 * slot + 3 * i + self.lengths[slot]) % self.vocab for i in range(rows - 1))
+        return Decode(slot, NoDraft(), Proposal(tokens))
+
+    @staticmethod
+    def _best(measure: Callable[..., _Took], *args: int) -> _Took:
+        """The fastest of some steps, each part for itself: neighbours can only add time."""
+        steps = [measure(*args) for _ in range(REPEATS)]
+        return _Took(min(step.whole for step in steps), min(step.drafting for step in steps))
+
+    def _step(self, decodes: list[Decode]) -> _Took:
+        for decode in decodes:  # a slot that is nearly full begins anew
+            if self.lengths[decode.slot] + 2 * MAX_DEPTH > PAGES_PER_SLOT * PAGE and decode.slot:
+                self._seat(decode.slot, SHORT, PAGES_PER_SLOT, decode.slot * PAGES_PER_SLOT)
+        began = time.perf_counter()
+        output = self.backend.step(StepInput(tuple(decodes))).read()
+        took = time.perf_counter() - began
+        for decode, decoded in zip(decodes, output.decodes, strict=True):
+            self.lengths[decode.slot] += len(decoded.kept)
+        return _Took(took * 1e3, output.seconds.get("draft", 0.0) * 1e3)
+
+    def _seat(self, slot: int, num_keys: int, num_pages: int, first_page: int) -> None:
+        """A sequence of num_keys cached tokens and one more, whose keys stand in pages from first_page on."""
+        tokens = tuple((slot + 5 * i) % self.vocab for i in range(num_keys + 1))
+        admit = Admit(slot, tokens, len(tokens), SamplingParams(seed=slot), num_hit=num_keys, drafts=self.has_draft,
+                      first_draft_key=num_keys)  # fmt: skip
+        pages = Pages(slot, 0, tuple(range(first_page, first_page + num_pages)))
+        chunk = Chunk(slot, num_keys, num_keys + 1, is_last=True, draws=True)
+        self.backend.step(StepInput(chunks=(chunk,), admits=(admit,), pages=(pages,))).read()
+        self.lengths[slot] = num_keys + 2
+
+
+def _key(models: LoadedModels) -> str:
+    draft = models.draft_config
+    what = {
+        "version": VERSION, "target": asdict(models.target_config), "draft": None if draft is None else asdict(draft),
+        "system": models.system(), "affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _read(fields: dict[str, Any]) -> CostTable:
+    lists = {name: tuple(map(float, fields[name])) for name in ("verify", "first", "deeper")}
+    return CostTable(**lists, **{name: float(fields[name]) for name in fields.keys() - lists.keys()})  # type: ignore[arg-type]
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as temporary:
+        temporary.write(text)
+    Path(temporary.name).replace(file)

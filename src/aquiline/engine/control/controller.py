@@ -1,0 +1,280 @@
+"""The choice: for each sequence at each step, whether to draft, from where, and how far.
+
+Every few steps `best_lengths` says what the whole step is worth with each sequence's chances. Its rate, tokens per
+millisecond, is the price of time until the next such plan: a node or a pass pays if the tokens it should bring are at
+least rate * milliseconds. At each step a sequence takes what is worth most at this price: a copy of earlier text, the
+draft model's chain, or nothing. The backend ends the chain by the same price where the draft itself is unsure (Cut).
+
+A sequence that does not draft is asked now and then what the draft would have guessed (a probe), within a budget of
+time. The target draws its token anyway, so a probe verifies nothing. The text never depends on any of this.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from aquiline.backends.base import Decode, Decoded, StepOutput
+from aquiline.engine.control.acceptance import NUM_POOLS, Pool, Record, chances_of, pool_number, seconds_of
+from aquiline.engine.control.costs import StepCosts
+from aquiline.engine.control.ledger import Ledger
+from aquiline.engine.control.plan import Load, best_lengths
+from aquiline.engine.scheduler import StepPlan
+from aquiline.engine.sequence import Sequence
+from aquiline.engine.step import Step
+from aquiline.spec.adaptive import PLENTY, Adaptive
+from aquiline.spec.confidence import NUM_MARGINS, Cut
+from aquiline.spec.drafting import Chain, NoDraft, Proposal
+
+EVERY = 4
+"""Steps for which a plan holds while the same sequences decode."""
+
+MIN_GAIN = 1.01
+"""By how much a plan that drafts must be faster than one that does not."""
+
+PROBING = 0.004
+"""Share of the time that probes may take."""
+
+FIRST_PROBES = 4
+"""Probes that may be taken before any time has passed."""
+
+SETTLING = 1 / 32
+"""Share of a new step in the correction of the planned rate."""
+
+PLAIN = NoDraft()
+UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
+"""Of a probe: one pass of the draft, nothing verified."""
+
+
+@dataclass(eq=False)
+class _Choice:
+    """What is known and chosen of one sequence. cut: of its chain, None while it does not draft; worth: tokens that
+    its chain should bring beyond what its time could bring otherwise; least_node: what a verified token must bring;
+    source and chances: of the step that is under way."""
+
+    record: Record | None  # None without a draft model
+    cut: Cut | None = None
+    worth: float = 0.0
+    least_node: float = 0.0
+    last_probe: int = 0
+    source: str = "none"
+    chances: tuple[float, ...] = ()
+
+
+@dataclass(eq=False)
+class Controller:
+    """Chooses for the adaptive sequences of an engine and learns from every step."""
+
+    costs: StepCosts
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def __post_init__(self) -> None:
+        self._pools = [Pool() for _ in range(NUM_POOLS)]
+        self._choices: dict[Sequence, _Choice] = {}
+        self._planned: tuple[Sequence, ...] = ()
+        self._age = EVERY
+        self._with_chunks = False
+        self._rate = 0.0  # the price of time, tokens per millisecond
+        self._planned_rate = 0.0  # of the plan, if it drafts
+        self._correction = 1.0  # what drafting steps brought per millisecond, per planned
+        self._probe_ms = FIRST_PROBES * costs_of_probe(self.costs)  # time that probes may take now
+        self._num_steps = 0
+        self._expected_ms = self._backend_ms = 0.0  # of the last step: as foretold; inside the backend
+
+    def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
+        """How each adaptive sequence that decodes in this step drafts."""
+        began = time.perf_counter()
+        mine = tuple(s for s in plan.decoding if s.request.spec.is_adaptive)
+        if not mine:
+            return {}
+        self._num_steps += 1
+        self._age += 1
+        if self._age >= EVERY or mine != self._planned or self._with_chunks != bool(plan.chunks):
+            self._replan(plan, mine)
+        found = {s: self._chosen(s, self._choices[s]) for s in mine}
+        self._probe(mine, found)
+        self.ledger.choosing_ms += (time.perf_counter() - began) * 1e3
+        return found
+
+    def learn(self, step: Step, output: StepOutput) -> None:
+        """Take what a step showed: which guesses were right, and how long its parts took."""
+        decodes, is_mine = step.message.decodes, False
+        num_tokens = 0
+        for sequence, decode, decoded in zip(step.plan.decoding, decodes, output.decodes, strict=True):
+            num_tokens += len(decoded.kept)
+            choice = self._choices.get(sequence)
+            if choice is None:
+                continue
+            is_mine = True
+            self._count(choice, decode, decoded)
+            if decoded.guesses and choice.record is not None:
+                choice.record.observe(decoded.guesses, decoded.kept)
+        if is_mine:
+            self._learn_time(step, output, num_tokens)
+
+    def end_step(self, seconds: float) -> None:
+        """The engine's step took so long in all."""
+        if self._backend_ms > 0.0:
+            self.costs.learn_host(seconds * 1e3 - self._backend_ms)
+            self.ledger.add_time(self._expected_ms, seconds * 1e3)
+            self._backend_ms = 0.0
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._choices.pop(sequence, None)
+
+    # Planning
+
+    def _replan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
+        self._planned, self._age, self._with_chunks = mine, 0, bool(plan.chunks)
+        choices = [self._choice_of(s) for s in mine]
+        drafting = [(s, c.record) for s, c in zip(mine, choices, strict=True) if c.record is not None]
+        fixed_rows = sum(s.request.spec.max_nodes for s in plan.decoding if not s.request.spec.is_adaptive)
+        load = Load(
+            rows=len(mine) + fixed_rows + plan.num_chunk_rows, tokens=len(plan.decoding),
+            all_keys=float(sum(len(s.tokens) for s in plan.decoding)),
+            keys=tuple(float(len(s.tokens)) for s, _ in drafting),
+        )  # fmt: skip
+        first, deeper = ([record.share(level) for _, record in drafting] for level in (0, 1))
+        most = max((chain_of(s).num_spec_tokens for s, _ in drafting), default=1)
+        planned = best_lengths(self.costs, load, first, deeper, most)
+        rate = planned.rate * self._correction
+        pays = any(planned.lengths) and rate > planned.plain * MIN_GAIN
+        self._rate, self._planned_rate = (rate, planned.rate) if pays else (planned.plain, 0.0)
+        if not pays:
+            self._correction += (1 - self._correction) * SETTLING
+        lengths = dict(zip((s for s, _ in drafting), planned.lengths, strict=True)) if pays else {}
+        row_ms = self.costs.row(load.rows + sum(lengths.values()), max(2, len(mine)))
+        together = max(1, sum(length > 0 for length in lengths.values()))
+        for sequence, choice in zip(mine, choices, strict=True):
+            self._price(sequence, choice, lengths.get(sequence, 0), row_ms, together)
+
+    def _price(self, sequence: Sequence, choice: _Choice, length: int, row_ms: float, together: int) -> None:
+        """What nodes and passes of one sequence must bring, where `together` sequences share a pass."""
+        costs, rate, keys = self.costs, self._rate, float(len(sequence.tokens))
+        node = rate * (row_ms + costs.verify_factor * costs.table.key_row_ms * keys)
+        choice.least_node, choice.cut, choice.worth = node, None, 0.0
+        record = choice.record
+        if length == 0 or record is None:
+            return
+        key_ms = costs.draft_keys(keys)
+        first_ms = costs.drafting((together,)) / together + key_ms
+        deeper_ms = (costs.drafting((together, together)) - costs.drafting((together,))) / together + key_ms
+        first, deeper = record.share(0), record.share(1)
+        chance = first
+        for _ in range(length):
+            choice.worth += chance - node
+            chance *= deeper
+        choice.worth -= rate * (first_ms + (length - 1) * deeper_ms)
+        least_pass = (rate * deeper_ms + node) / max(deeper, 1e-3)
+        choice.cut = Cut(chances_of(record), seconds_of(record), node, max(node, least_pass))
+
+    def _choice_of(self, sequence: Sequence) -> _Choice:
+        found = self._choices.get(sequence)
+        if found is None:
+            pool = self._pools[pool_number(sequence.request.sampling.temperature)]
+            found = self._choices[sequence] = _Choice(Record(pool) if sequence.drafts else None)
+        return found
+
+    # A step
+
+    def _chosen(self, sequence: Sequence, choice: _Choice) -> Decode:
+        choice.source, choice.chances = "none", ()
+        if sequence.proposer is not None:
+            proposal = sequence.proposer.propose(sequence.tokens, PLENTY)
+            chances = proposal.confidences
+            count = sum(chance >= choice.least_node for chance in chances)  # they fall from token to token
+            if count and sum(chances[:count]) - count * choice.least_node > choice.worth:
+                choice.source, choice.chances = "lookup", chances[:count]
+                return Decode(sequence.slot, PLAIN, Proposal(proposal.tokens[:count], (), chances[:count]))
+        if choice.cut is not None:
+            choice.source = "draft"
+            return Decode(sequence.slot, chain_of(sequence), cut=choice.cut)
+        return Decode(sequence.slot, PLAIN)
+
+    def _probe(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
+        """Let the draft guess for one of the sequences that do not draft, if there is time for it."""
+        cost = costs_of_probe(self.costs)
+        self._probe_ms = min(self._probe_ms + PROBING * self._expected_ms, 2 * FIRST_PROBES * cost)
+        if self._probe_ms < cost:
+            return
+        idle = [s for s in mine if self._choices[s].source == "none" and self._choices[s].record is not None]
+        if idle:
+            sequence = min(idle, key=lambda s: self._choices[s].last_probe)
+            choice = self._choices[sequence]
+            choice.source, choice.last_probe = "probe", self._num_steps
+            found[sequence] = Decode(sequence.slot, chain_of(sequence), cut=UNVERIFIED)
+            self._probe_ms -= cost
+
+    # Learning
+
+    def _count(self, choice: _Choice, decode: Decode, decoded: Decoded) -> None:
+        ledger, source = self.ledger, choice.source
+        num_accepted = len(decoded.kept) - 1
+        ledger.steps[source] += 1
+        ledger.nodes[source] += decoded.num_drafted
+        ledger.tokens[source] += num_accepted
+        if source == "lookup":
+            for i, chance in enumerate(choice.chances):
+                ledger.add_token(chance, i < num_accepted)
+        elif source == "draft":
+            assert decode.cut is not None
+            chance, is_right = 1.0, True
+            for guess, drawn in zip(decoded.guesses, decoded.kept, strict=False):
+                chance *= decode.cut.chances[guess.margin]
+                if chance < decode.cut.least_node:
+                    return
+                is_right = is_right and guess.token == drawn
+                ledger.add_token(chance, is_right)
+
+    def _learn_time(self, step: Step, output: StepOutput, num_tokens: int) -> None:
+        costs, plan = self.costs, step.plan
+        drafting_ms = output.seconds.get("draft", 0.0) * 1e3
+        verify_ms = sum(output.seconds.values()) * 1e3 - drafting_ms
+        keys = [len(s.tokens) for s in plan.decoding]
+        rows = [1 + decoded.num_drafted for decoded in output.decodes]
+        all_rows, all_keys = sum(rows) + plan.num_chunk_rows, float(sum(keys))
+        expected = costs.verify(all_rows, all_keys, float(sum(k * r for k, r in zip(keys, rows, strict=True))))
+        if plan.chunks:
+            return  # what a prompt costs is not in the table
+        passes = passes_of(step.message.decodes, output.decodes)
+        expected_drafting = costs.drafting(passes, all_keys)
+        self._expected_ms = expected + expected_drafting + costs.host_ms
+        self._backend_ms = verify_ms + drafting_ms
+        if not step.message.admits:  # these take time of their own
+            costs.learn_verify(all_rows, expected, verify_ms)
+            if expected_drafting > 0.0 and not step.message.extends:
+                costs.learn_draft(expected_drafting, drafting_ms)
+        if self._planned_rate > 0.0:
+            ratio = num_tokens / self._expected_ms / self._planned_rate
+            self._correction += (min(2.0, max(0.5, ratio)) - self._correction) * SETTLING
+
+
+def chain_of(sequence: Sequence) -> Chain:
+    """The longest chain that a sequence may draft."""
+    spec = sequence.request.spec
+    assert isinstance(spec, Adaptive)
+    return spec.chain
+
+
+def costs_of_probe(costs: StepCosts) -> float:
+    """Milliseconds of a probe."""
+    return costs.drafting((1,))
+
+
+def passes_of(decodes: Items[Decode], outcomes: Items[Decoded]) -> list[int]:
+    """Rows of each pass of the draft in a step."""
+    passes: list[int] = []
+    for decode, decoded in zip(decodes, outcomes, strict=True):
+        if decode.cut is not None:
+            levels = [1] * len(decoded.guesses)
+        elif decode.proposal is None and decode.drafting.needs_draft_model:
+            levels = [1, *decode.drafting.draft_passes]
+        else:
+            continue
+        passes += [0] * (len(levels) - len(passes))
+        for level, rows in enumerate(levels):
+            passes[level] += rows
+    return passes

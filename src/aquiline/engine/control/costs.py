@@ -1,0 +1,126 @@
+"""What a step costs in milliseconds, by its rows, its draft passes and the keys it reads.
+
+A CostTable is measured once for a pair on a machine (calibrate.py) or estimated. StepCosts corrects it by what real
+steps take: each stage has a factor that follows the machine within some tens of steps, and each number of rows has its
+own place beside it, since steps have edges that no formula knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+MOST_ROWS = 256
+"""Rows up to which a table holds each number; beyond, the last slope goes on."""
+
+PACE, PLACE_PACE = 1 / 16, 1 / 64
+"""Share of a new measurement in the correction of a stage, and in that of one number of rows: what all numbers of rows
+share goes to the stage."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Milliseconds of the parts of a step, at contexts of few keys; lists [MOST_ROWS + 1] by rows, 0 at no rows.
+
+    verify: the target's forward over so many rows, their draw, and all that a step does beside it. first: the draft's
+    first pass for so many sequences, which also brings its keys up to date. deeper: each further pass of so many rows.
+    key_ms, key_row_ms: what each key of a sequence adds to a forward, once and for each of the sequence's rows;
+    draft_key_ms: to a pass of the draft."""
+
+    verify: tuple[float, ...]
+    first: tuple[float, ...]
+    deeper: tuple[float, ...]
+    key_ms: float = 0.0
+    key_row_ms: float = 0.0
+    draft_key_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("verify", "first", "deeper"):
+            values = getattr(self, name)
+            assert len(values) == MOST_ROWS + 1 and values[0] == 0.0, (name, len(values))
+
+
+def filled(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """A list by rows through measured points (rows, milliseconds) in ascending order: straight between them, and on
+    from the last two. A point that lies below the one before it is raised to it: more rows never cost less."""
+    raised: list[tuple[int, float]] = []
+    for rows, ms in points:
+        raised.append((rows, max(ms, raised[-1][1] if raised else 0.0)))
+    values = [0.0] * (MOST_ROWS + 1)
+    for rows in range(1, raised[0][0] + 1):
+        values[rows] = raised[0][1]
+    for (low, low_ms), (high, high_ms) in pairwise(raised):
+        for rows in range(low, min(high, MOST_ROWS) + 1):
+            values[rows] = low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
+    last, last_ms = raised[-1]
+    slope = (last_ms - raised[-2][1]) / (last - raised[-2][0]) if len(raised) > 1 else last_ms / last
+    for rows in range(last + 1, MOST_ROWS + 1):
+        values[rows] = last_ms + slope * (rows - last)
+    return tuple(values)
+
+
+def at(values: Sequence[float], rows: int) -> float:
+    """The milliseconds of so many rows."""
+    if rows <= MOST_ROWS:
+        return values[rows]
+    return values[MOST_ROWS] + (rows - MOST_ROWS) * (values[MOST_ROWS] - values[MOST_ROWS // 2]) / (MOST_ROWS // 2)
+
+
+class StepCosts:
+    """A CostTable with corrections. Milliseconds throughout."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self.verify_factor = self.draft_factor = 1.0
+        self.host_ms = 0.0
+        self._places = [1.0] * (MOST_ROWS + 1)  # of each number of rows, beside the factor
+
+    def verify(self, rows: int, keys: float = 0.0, key_rows: float = 0.0) -> float:
+        """A forward of so many rows. keys: keys of all its sequences; key_rows: the same, each sequence's times its
+        rows."""
+        table = self.table
+        place = self._places[rows] if rows <= MOST_ROWS else 1.0
+        base = at(table.verify, rows) * place + table.key_ms * keys + table.key_row_ms * key_rows
+        return self.verify_factor * base
+
+    def drafting(self, rows_of_passes: Sequence[int], keys: float = 0.0) -> float:
+        """Passes of the draft of so many rows each, the first pass first; keys: those of the drafting sequences."""
+        if not rows_of_passes:
+            return 0.0
+        table = self.table
+        base = at(table.first, rows_of_passes[0]) + sum(at(table.deeper, rows) for rows in rows_of_passes[1:])
+        return self.draft_factor * base + len(rows_of_passes) * self.draft_keys(keys)
+
+    def first_more(self, rows: int) -> float:
+        """One more sequence in a first pass of so many."""
+        return self.draft_factor * (at(self.table.first, rows + 1) - at(self.table.first, rows))
+
+    def deeper_more(self, rows: int) -> float:
+        """One more row in a deeper pass of so many."""
+        return self.draft_factor * (at(self.table.deeper, rows + 1) - at(self.table.deeper, rows))
+
+    def draft_keys(self, keys: float) -> float:
+        """What so many keys add to a pass of the draft."""
+        return self.draft_factor * self.table.draft_key_ms * keys
+
+    def row(self, rows: int, more: int, keys: float = 0.0) -> float:
+        """A verified row more where there are about `rows`: the mean over the next `more`; keys: its sequence's."""
+        span = self.verify(rows + more) - self.verify(rows)
+        return span / more + self.verify_factor * self.table.key_row_ms * keys
+
+    def learn_verify(self, rows: int, expected_ms: float, measured_ms: float) -> None:
+        """A step whose forward had so many rows took so long, its drafting apart."""
+        ratio = min(2.0, max(0.5, measured_ms / expected_ms))
+        self.verify_factor = min(20.0, max(0.05, self.verify_factor * (1 + PACE * (ratio - 1))))
+        if rows <= MOST_ROWS:
+            self._places[rows] = min(2.0, max(0.5, self._places[rows] * (1 + PLACE_PACE * (ratio - 1))))
+
+    def learn_draft(self, expected_ms: float, measured_ms: float) -> None:
+        """Drafting took so long."""
+        ratio = min(2.0, max(0.5, measured_ms / expected_ms))
+        self.draft_factor = min(20.0, max(0.05, self.draft_factor * (1 + PACE * (ratio - 1))))
+
+    def learn_host(self, measured_ms: float) -> None:
+        """What a step took beside the backend's stages."""
+        self.host_ms += PACE * (min(measured_ms, 4 * self.host_ms + 0.1) - self.host_ms)

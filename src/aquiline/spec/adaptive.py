@@ -1,0 +1,78 @@
+"""Adaptive drafting: the engine chooses anew at each step and for each sequence whether to draft, from where, and how
+far, by what a step costs and by how often drafts were right (engine/control)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from aquiline.checks import check_fields
+from aquiline.config import MAX_CHAIN, check
+from aquiline.settings import setting
+from aquiline.spec.confidence import most_nodes
+from aquiline.spec.drafting import DRAFTING, Chain, Drafting, Proposer
+from aquiline.spec.lookup import Lookup, LookupProposer, MatchEvents
+
+PLENTY = 16
+"""Copied tokens of a step at most."""
+
+
+@dataclass(frozen=True)
+class Adaptive(Drafting):
+    """What brings the most tokens per millisecond at each step: nothing drafted, a chain of the draft model that ends
+    where the draft is unsure, or a copy of earlier text. The fields are the most that a step may draft.
+
+    max_spec_tokens: levels of the draft model's chain; each may have a runner-up beside its token. lookup: whether
+    text may be copied. Without a draft model the copies are all there is."""
+
+    name: ClassVar[str] = "adaptive"
+    needs_draft_model: ClassVar[bool] = True
+    reads_prediction: ClassVar[bool] = True
+    max_spec_tokens: int = setting(8, "Adaptive: longest chain of the draft model.", DRAFTING)
+    lookup: bool = setting(True, "Adaptive: copy from prompt, output and prediction too.", DRAFTING, name="use_lookup")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(
+            1 <= self.max_spec_tokens <= MAX_CHAIN, "max_spec_tokens", self.max_spec_tokens,
+            f"must be between 1 and {MAX_CHAIN}; drafter='none' switches speculation off",
+        )  # fmt: skip
+
+    @property
+    def max_nodes(self) -> int:  # noqa: D102
+        return max(most_nodes(self.max_spec_tokens), 1 + PLENTY if self.lookup else 0)
+
+    @property
+    def max_depth(self) -> int:  # noqa: D102
+        return max(self.max_spec_tokens, PLENTY if self.lookup else 0)
+
+    @property
+    def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
+        return (1,) * (self.max_spec_tokens - 1)
+
+    @property
+    def width(self) -> int:  # noqa: D102
+        return 2
+
+    @property
+    def is_adaptive(self) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def label(self) -> str:  # noqa: D102
+        return f"adaptive-{self.max_spec_tokens}"
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The longest chain."""
+        return Chain(self.max_spec_tokens)
+
+    def shared(self) -> MatchEvents:  # noqa: D102
+        return MatchEvents()
+
+    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: MatchEvents) -> Proposer | None:  # noqa: D102
+        if not self.lookup:
+            return None
+        return LookupProposer(Lookup(max_draft=PLENTY), len(prompt), prediction, shared)
