@@ -1,0 +1,81 @@
+"""Acceptance from match events: what levels count, how fast counts follow a text, and that chances meet what comes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aquiline.engine.control.acceptance import (
+    NUM_POOLS,
+    Pool,
+    Record,
+    chances_of,
+    pool_number,
+    seconds_of,
+)
+from aquiline.spec.confidence import NUM_MARGINS, Guess
+
+
+def guess(token: int, margin: int = 3, runner_up: int = -1) -> Guess:
+    return Guess(token, runner_up, margin)
+
+
+def test_levels_count_up_to_the_first_wrong_guess() -> None:
+    pool = Pool()
+    record = Record(pool)
+    record.observe([guess(1), guess(2, 5, 9), guess(3)], [1, 9, 4])
+    assert (record.levels[0].hits, record.levels[0].trials) == (1, 1)
+    assert (record.levels[1].hits, record.levels[1].trials) == (0, 1), "the third level was never reached"
+    assert pool.seconds[5].hits == pytest.approx(Pool().seconds[5].hits + 1), "the runner-up was right"
+    assert pool.seconds[3].hits == Pool().seconds[3].hits
+    record.observe([guess(1)], [])
+    assert record.levels[0].trials == 1, "nothing was drawn"
+
+
+def test_temperatures_have_pools_of_their_own() -> None:
+    numbers = [pool_number(t) for t in (0.0, 0.3, 0.5, 0.8, 1.0, 2.0)]
+    assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] == NUM_POOLS - 1
+    assert len(set(numbers)) == NUM_POOLS
+
+
+def test_a_young_request_follows_the_pool_and_then_its_own_text() -> None:
+    pool = Pool()
+    for _ in range(200):
+        Record(pool).observe([guess(1)], [1])
+    young = Record(pool)
+    assert young.share(0) > 0.95
+    for _ in range(40):
+        young.observe([guess(1)], [2])
+    assert young.share(0) < 0.25, "its text changed within tens of tokens"
+    for _ in range(40):
+        young.observe([guess(1)], [1])
+    assert young.share(0) > 0.6, "and back"
+
+
+def test_chances_are_those_that_come() -> None:
+    """Tokens are right with a chance that depends on the margin, less at every level of this text."""
+    rng = np.random.default_rng(0)
+    truth, seconds = np.linspace(0.2, 0.95, NUM_MARGINS), np.linspace(0.3, 0.01, NUM_MARGINS)
+    pool = Pool()
+    for _ in range(40):
+        record = Record(pool)
+        for _ in range(200):
+            margins = rng.integers(NUM_MARGINS, size=4)
+            drawn = rng.random(4)
+            tokens = [1 if d < truth[m] else 2 if d < truth[m] + seconds[m] * (1 - truth[m]) else 3
+                      for d, m in zip(drawn, margins, strict=True)]  # fmt: skip
+            record.observe([guess(1, int(m), 2) for m in margins], tokens)
+    assert np.abs(np.array(chances_of(record)) - truth).max() < 0.09
+    assert np.abs(np.array(seconds_of(record)) - seconds * (1 - truth)).max() < 0.06
+    assert record.lean == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_text_that_leans_the_other_way_changes_its_chances() -> None:
+    pool = Pool()
+    rng = np.random.default_rng(1)
+    for _ in range(2000):
+        Record(pool).observe([guess(1)], [1 if rng.random() < 0.6 else 2])
+    hard = Record(pool)
+    for _ in range(60):
+        hard.observe([guess(1)], [1 if rng.random() < 0.2 else 2])
+    assert chances_of(hard)[3] < 0.45 < chances_of(Record(pool))[3]

@@ -1,0 +1,71 @@
+"""The cost of a step: lines through measured points, edges kept, corrections that follow the machine."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aquiline.engine.control.costs import MOST_ROWS, CostTable, StepCosts, at, filled
+
+EDGED = filled([(1, 2.0), (4, 2.0), (5, 3.0), (8, 3.0), (64, 17.0)])
+TABLE = CostTable(EDGED, filled([(1, 0.2), (8, 0.3)]), filled([(1, 0.1), (8, 0.2)]), 1e-4, 2e-4, 1e-5)
+
+
+def test_points_are_kept_and_joined_by_lines() -> None:
+    assert EDGED[0] == 0.0 and EDGED[1] == EDGED[4] == 2.0 and EDGED[5] == EDGED[8] == 3.0
+    assert EDGED[36] == pytest.approx(10.0), "half way from 8 to 64"
+    assert EDGED[128] == pytest.approx(17.0 + 64 * 14.0 / 56), "the last slope goes on"
+    assert at(EDGED, 2 * MOST_ROWS) == pytest.approx(17.0 + (512 - 64) * 0.25)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, MOST_ROWS), st.floats(0.01, 50)), min_size=1, max_size=12, unique_by=lambda p: p[0]
+    )
+)
+def test_more_rows_never_cost_less(points: list[tuple[int, float]]) -> None:
+    values = filled(sorted(points))
+    assert len(values) == MOST_ROWS + 1
+    assert all(low <= high + 1e-9 for low, high in pairwise(values))
+
+
+def test_keys_cost_once_for_a_sequence_and_again_for_each_row() -> None:
+    costs = StepCosts(TABLE)
+    assert costs.verify(3, keys=1000, key_rows=3000) == pytest.approx(2.0 + 0.1 + 0.6)
+    assert costs.drafting((8, 1), keys=1000) == pytest.approx(0.3 + 0.1 + 2 * 0.01)
+    assert costs.drafting(()) == 0.0
+    assert costs.row(4, 1) == pytest.approx(1.0), "an edge"
+    assert costs.row(1, 3) == 0.0, "no edge"
+
+
+def test_a_slower_machine_is_followed_within_some_tens_of_steps() -> None:
+    costs = StepCosts(TABLE)
+    for _ in range(60):
+        costs.learn_verify(4, costs.verify(4), 1.5 * TABLE.verify[4])
+        costs.learn_draft(costs.drafting((2,)), 3 * TABLE.first[2])
+    assert costs.verify(4) == pytest.approx(3.0, rel=0.05)
+    assert 2.3 < costs.verify(1) <= 3.0, "what all rows share goes to all rows"
+    assert costs.drafting((2, 2)) == pytest.approx(3 * (TABLE.first[2] + TABLE.deeper[2]), rel=0.1)
+
+
+def test_one_number_of_rows_has_its_own_place() -> None:
+    costs = StepCosts(TABLE)
+    for _ in range(400):
+        for rows in (1, 2, 3, 4, 6, 8):
+            costs.learn_verify(rows, costs.verify(rows), TABLE.verify[rows] * (1.4 if rows == 6 else 1.0))
+    assert costs.verify(6) == pytest.approx(1.4 * TABLE.verify[6], rel=0.08)
+    assert costs.verify(2) == pytest.approx(TABLE.verify[2], rel=0.08)
+
+
+def test_one_long_pause_moves_little() -> None:
+    costs = StepCosts(TABLE)
+    costs.learn_verify(4, costs.verify(4), 1e6)
+    assert costs.verify(4) < 1.1 * TABLE.verify[4]
+    costs.learn_host(0.05)
+    costs.learn_host(1e6)
+    assert costs.host_ms < 0.1
+    assert math.isfinite(costs.verify(MOST_ROWS + 5))
