@@ -111,7 +111,7 @@ struct Engine {
   const Isa* isa = best_isa();
   std::vector<Tile> tiles;
   double* seconds = nullptr;
-  Buffer normed, qkv, attended, gate_up, codes, embedded, cosine, sine, partials, workspace, logits, best;
+  Buffer normed, qkv, attended, gate_up, codes, embedded, cosine, sine, partials, workspace, logits, best, second;
 };
 
 Engine& engine() {
@@ -226,10 +226,19 @@ int draw(DrawJob job) {
     AQ_RESERVE(job.logits, logits, float, job.n* width);
   }
   AQ_RESERVE(job.best, best, Best, threads * job.n);
+  if (job.margins != nullptr) AQ_RESERVE(job.second, second, Best, threads * job.n);
   job.workspace_floats = 6 * width;
   AQ_RESERVE(job.workspace, workspace, float, threads* job.workspace_floats);
   run_head<DrawJob, &Kernels::draw>(job);
   return 0;
+}
+
+int head_draw(DrawJob job) {
+  AQ_TRY(check_selection(job.model, job.hidden, job.row_index, job.n));
+  if (job.d2t != nullptr) AQ_TRY(check_pointer("d2t", job.d2t, sizeof(int32_t)));
+  job.vocab = job.model->head.n;
+  Lock lock(engine().mutex);
+  return draw(job);
 }
 
 int head_topk(TopKJob job) {
@@ -367,13 +376,15 @@ int aq_head_logits(const AqModel* model, const float* hidden, const int32_t* row
 
 int aq_head_draw(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n,
                  const AqSampling* sampling, const int32_t* d2t, int32_t* tokens) {
-  AQ_TRY(check_selection(model, hidden, row_index, n));
-  if (d2t != nullptr) AQ_TRY(check_pointer("d2t", d2t, sizeof(int32_t)));
-  Lock lock(engine().mutex);
-  DrawJob job{};
-  job.model = model, job.hidden = hidden, job.row_index = row_index, job.n = n, job.vocab = model->head.n;
-  job.d2t = d2t, job.sampling = sampling, job.tokens = tokens;
-  return draw(job);
+  return head_draw({model, hidden, row_index, nullptr, n, 0, d2t, sampling, tokens});
+}
+
+int aq_head_guess(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n,
+                  const AqSampling* sampling, const int32_t* d2t, int32_t* tokens, int32_t* runners_up,
+                  float* margins) {
+  AQ_TRY(check_pointer("runners_up", runners_up, sizeof(int32_t)));
+  AQ_TRY(check_pointer("margins", margins, sizeof(float)));
+  return head_draw({model, hidden, row_index, nullptr, n, 0, d2t, sampling, tokens, runners_up, margins});
 }
 
 int aq_head_topk(const AqModel* model, const float* hidden, const int32_t* row_index, int32_t n, int32_t k,

@@ -19,7 +19,7 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h too: backends/cpu/native.py computes it from its
 // mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0x525e929cu
+#define AQ_ABI 0x1c31a36fu
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -118,6 +118,10 @@ int aq_head_logits(const AqModel*, const float* hidden, const int32_t* row_index
 // scored with the noise that the target gives it.
 int aq_head_draw(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
                  const int32_t* d2t, int32_t* tokens);
+// The same draws, and how near each was: runners_up[i] is the token with the second best score (-1: no other token was
+// possible), margins[i] by how much the best score exceeds it. Where tokens[i] is -1 the two are -1 and 0.
+int aq_head_guess(const AqModel*, const float* hidden, const int32_t* row_index, int32_t n, const AqSampling*,
+                  const int32_t* d2t, int32_t* tokens, int32_t* runners_up, float* margins);
 // The k >= 0 most probable ids in descending order (ties: lowest id first) and their log-probabilities. If a logit is
 // NaN or +inf or none is finite, the log-probabilities are NaN and the ids meaningless. For a row with an AqSampling
 // whose temperature is above 0, logits / temperature plus the noise of a draw take the place of logits. d2t as above.

@@ -113,7 +113,7 @@ struct LinearJob {
   void* rounded;  // for x as the linear takes it: [rows, k] of Rounded, or norm_copies of [rows, k / 32] of Codes
 };
 
-// The best score of a row that one worker has seen, per lane.
+// The best score of a row that one worker has seen, or the second best, per lane. An id of 0xffffffff: there is none.
 struct alignas(64) Best {
   float score[16];
   uint32_t id[16];
@@ -128,10 +128,11 @@ struct DrawJob {
   int n, vocab;
   const int32_t* d2t;        // of a draft that draws target ids, else NULL
   const AqSampling* sampling;
-  int32_t* tokens;
+  int32_t *tokens, *runners_up;
+  float* margins;            // NULL, as runners_up and `second` then are: only the tokens are wanted
   float* normed;             // norm_copies of [n, hidden]
   float* logits;             // [n, padded vocab], used by rows with a filter
-  Best* best;                // [workers, n]
+  Best *best, *second;       // [workers, n]
   float* workspace;          // per worker: 6 * padded vocab
   size_t workspace_floats;
 };

@@ -52,12 +52,14 @@ static void clear(Best* best) {
   best->has_nan = best->has_finite = 0;
 }
 
-// Scores the logits of columns first .. first + width - 1 and keeps the best per lane. A column's id is its index, for
-// a draft plus its d2t. Columns must ascend from call to call.
-static void take(Best* best, const float* logits, int first, int width, const int32_t* d2t, float temperature,
-                 const Noise& noise) {
-  Vec score = load(best->score);
-  IVec id = iload(best->id);
+// Scores the logits of columns first .. first + width - 1 and keeps the best per lane, in `second` the second best if
+// kSecond. A column's id is its index, for a draft plus its d2t. Columns must ascend from call to call.
+template <bool kSecond>
+static void take(Best* best, Best* second, const float* logits, int first, int width, const int32_t* d2t,
+                 float temperature, const Noise& noise) {
+  Vec score = load(best->score), second_score = zero();
+  IVec id = iload(best->id), second_id = id;
+  if constexpr (kSecond) second_score = load(second->score), second_id = iload(second->id);
   for (int i = 0; i < width; i += 16) {
     const uint32_t* offsets = d2t == nullptr ? nullptr : (const uint32_t*)d2t + first + i;
     Vec x;
@@ -76,24 +78,15 @@ static void take(Best* best, const float* logits, int first, int width, const in
     best->has_finite |= any(both(less(set1(-kInfinity), x), less(x, set1(kInfinity))));
     if (temperature > 0.0f) x = add(div(x, set1(temperature)), gumbel(noise, ids));
     const auto better = less(score, x);
+    if constexpr (kSecond) {
+      const auto next = less(second_score, x);
+      second_id = iselect(better, id, iselect(next, ids, second_id));
+      second_score = select(better, score, select(next, x, second_score));
+    }
     score = select(better, x, score), id = iselect(better, ids, id);
   }
   store(best->score, score), istore(best->id, id);
-}
-
-// The best id over all lanes of all workers' states, which are `stride` apart; the lowest among equals; -1 if there is
-// none.
-static int32_t settle(const Best* best, int count, size_t stride) {
-  float score = -kInfinity;
-  uint32_t id = 0xffffffff;
-  bool has_nan = false, has_finite = false;
-  for (int w = 0; w < count; w++) {
-    const Best& b = best[w * stride];
-    has_nan |= b.has_nan, has_finite |= b.has_finite;
-    for (int i = 0; i < 16; i++)
-      if (b.score[i] > score || (b.score[i] == score && b.id[i] < id)) score = b.score[i], id = b.id[i];
-  }
-  return has_nan || !has_finite ? -1 : (int32_t)id;
+  if constexpr (kSecond) store(second->score, second_score), istore(second->id, second_id);
 }
 
 struct Entry {
@@ -102,6 +95,33 @@ struct Entry {
 };
 
 AQ_INLINE bool before(Entry a, Entry b) { return a.score > b.score || (a.score == b.score && a.id < b.id); }
+
+// The two best of the entries offered, whose ids differ; an id of -1: there is none.
+struct BestTwo {
+  Entry first{-kInfinity, -1}, second{-kInfinity, -1};
+
+  void offer(Entry entry) {
+    if (first.id < 0 || before(entry, first)) second = first, first = entry;
+    else if (second.id < 0 || before(entry, second)) second = entry;
+  }
+};
+
+// The best over all lanes of all workers' states, which are `stride` apart, with `second` (or NULL) the second best
+// too; the lowest id among equals; none if a logit is NaN or none is finite.
+static BestTwo settle(const Best* best, const Best* second, int count, size_t stride) {
+  BestTwo found;
+  bool has_nan = false, has_finite = false;
+  for (int w = 0; w < count; w++) {
+    has_nan |= best[w * stride].has_nan, has_finite |= best[w * stride].has_finite;
+    const Best* const kept[] = {best, second};
+    for (const Best* states : kept)
+      for (int i = 0; states != nullptr && i < 16; i++) {
+        const Best& state = states[w * stride];
+        if (state.id[i] != 0xffffffff) found.offer(Entry{state.score[i], (int32_t)state.id[i]});
+      }
+  }
+  return has_nan || !has_finite ? BestTwo{} : found;
+}
 
 // A heap with the best entry on top: cheaper than sorting where only the first few are wanted.
 struct Heap {
@@ -197,21 +217,18 @@ AQ_INLINE bool has_filter(const AqSampling* s, int i, int vocab) {
 }
 
 // Gumbel-argmax over what the filters kept; count is rounded up to 16 with scores of -inf.
-static int32_t best_of_kept(const float* score, const uint32_t* id, int count, const Noise& noise) {
-  Entry best{-kInfinity, -1};
+static BestTwo best_of_kept(const float* score, const uint32_t* id, int count, const Noise& noise) {
+  BestTwo best;
   for (int i = 0; i < count; i += 16) {
     float lane[16];
     store(lane, add(load(score + i), gumbel(noise, iload(id + i))));
-    for (int j = 0; j < 16 && i + j < count; j++) {
-      const Entry entry{lane[j], (int32_t)id[i + j]};
-      if (best.id < 0 || before(entry, best)) best = entry;
-    }
+    for (int j = 0; j < 16 && i + j < count; j++) best.offer(Entry{lane[j], (int32_t)id[i + j]});
   }
-  return best.id;
+  return best;
 }
 
 // Draws from one row with top-k, then top-p, then min-p. workspace: 6 * padded floats and a chunk.
-static int32_t draw_filtered(const float* logits, int vocab, const int32_t* d2t, const AqSampling* s, int row,
+static BestTwo draw_filtered(const float* logits, int vocab, const int32_t* d2t, const AqSampling* s, int row,
                              float* workspace) {
   const int width = padded(vocab);
   float* scaled = workspace;
@@ -225,7 +242,7 @@ static int32_t draw_filtered(const float* logits, int vocab, const int32_t* d2t,
     scaled[i] = logits[i] / s[row].temperature;
   }
   for (int i = vocab; i < width; i++) scaled[i] = -kInfinity;
-  if (has_nan || !has_finite) return -1;
+  if (has_nan || !has_finite) return {};
   ranking.scan();
 
   const bool cut_k = s[row].top_k > 0 && s[row].top_k < vocab, cut_p = s[row].top_p < 1.0f;
@@ -283,12 +300,17 @@ static void draw(const Worker& worker, const DrawJob& job) {
   const AqSampling* s = job.sampling;
   const size_t width = padded(job.vocab);
   Best* best = job.best + (size_t)worker.index * job.n;
+  Best* second = job.second == nullptr ? nullptr : job.second + (size_t)worker.index * job.n;
   for (int i = 0; i < job.n; i++) clear(best + i);
+  for (int i = 0; second != nullptr && i < job.n; i++) clear(second + i);
   const auto score = [&](int i, int column, int count, const float* logits) {
+    const Noise noise(s[i].seed, s[i].position);
     if (has_filter(s, i, job.vocab)) {
       if (job.model != nullptr) memcpy(job.logits + i * width + column, logits, count * sizeof(float));
+    } else if (second != nullptr) {
+      take<true>(best + i, second + i, logits, column, count, job.d2t, s[i].temperature, noise);
     } else {
-      take(best + i, logits, column, count, job.d2t, s[i].temperature, Noise(s[i].seed, s[i].position));
+      take<false>(best + i, nullptr, logits, column, count, job.d2t, s[i].temperature, noise);
     }
   };
   if (job.model != nullptr) {
@@ -302,9 +324,14 @@ static void draw(const Worker& worker, const DrawJob& job) {
   worker.barrier();
   for (int i = worker.index; i < job.n; i += worker.count) {
     const float* logits = job.model != nullptr ? job.logits + i * width : job.given_logits + (size_t)i * job.vocab;
-    job.tokens[i] = has_filter(s, i, job.vocab) ? draw_filtered(logits, job.vocab, job.d2t, s, i,
-                                                                job.workspace + worker.index * job.workspace_floats)
-                                                : settle(job.best + i, worker.count, job.n);
+    const BestTwo found =
+        has_filter(s, i, job.vocab)
+            ? draw_filtered(logits, job.vocab, job.d2t, s, i, job.workspace + worker.index * job.workspace_floats)
+            : settle(job.best + i, second == nullptr ? nullptr : job.second + i, worker.count, job.n);
+    job.tokens[i] = found.first.id;
+    if (second == nullptr) continue;
+    job.runners_up[i] = found.second.score > -kInfinity ? found.second.id : -1;
+    job.margins[i] = found.first.id < 0 ? 0.0f : found.first.score - found.second.score;
   }
 }
 

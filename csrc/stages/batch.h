@@ -73,6 +73,11 @@ struct Span {
   int slot, begin, end;
 };
 
+// What the draft said at one level of a chain with a cut: see Guess in spec/confidence.py.
+struct Guess {
+  int32_t token, runner_up, margin;
+};
+
 enum class Stage { idle, drafted, verified };
 
 // The seconds that aq_keep reports, in this order.
@@ -96,13 +101,14 @@ struct AqBatch {
   std::vector<int32_t> first_rows;  // of each chunk
   std::vector<int32_t> chunk_tokens;  // drawn by each chunk; -2: it does not draw
   std::vector<std::vector<int32_t>> paths, kept;  // of each decode: accepted nodes, root first; tokens
+  std::vector<std::vector<aq::Guess>> guesses;  // of each decode: empty without a cut
   int num_draft_rows = 0;
   double seconds[aq::kNumTimes] = {};
   double lapped = 0.0;
 
   // Memory that stages reuse.
-  std::vector<float> g, states, gathered, logits, logprobs;
-  std::vector<int32_t> ids, drawn;
+  std::vector<float> g, states, gathered, logits, logprobs, margins;
+  std::vector<int32_t> ids, runners_up, drawn;
   std::vector<AqSampling> samplings;
 
   int vocab() const { return config.target->vocab; }
@@ -117,7 +123,7 @@ namespace aq {
 struct Message;
 
 // message.cpp
-int read_message(const AqBatch& batch, const int32_t* message, Message* out);
+int read_message(const AqBatch& batch, const int32_t* message, const AqCut* cuts, Message* out);
 int check_step(const AqBatch& batch, const Message& message, const AqAdmit* admits, int num_admits);
 
 // batch.cpp
@@ -131,6 +137,7 @@ struct Message {
   int num_extends, num_chunks, num_decodes;
   std::vector<const AqPages*> pages;  // each with its pages behind it
   std::vector<const int32_t*> proposals;  // of each decode: tokens, then parents; NULL: none
+  std::vector<const AqCut*> cuts;  // of each decode; NULL: none
 };
 
 // draft.cpp: runs the draft rows of the spans in as few passes as max_rows allows. The last pass holds the last row of

@@ -9,54 +9,11 @@
 
 #include <algorithm>
 
-#include "batch.h"
+#include "growing.h"
 
 namespace aq {
 
 namespace {
-
-// One slot's tree while it grows. Tokens and parents are those of nodes in a chain or a static tree, and those of
-// candidates in a dynamic tree, where a parent is a candidate (-1: the root) and scores are cumulative
-// log-probabilities. sources: the rows of the last pass whose children are chosen next. base: the KV index behind the
-// root's, where the tree's own draft rows begin.
-struct Growing {
-  const Shape* shape;
-  int decode, slot, base;
-  std::vector<int32_t> tokens, parents, sources, beam;
-  std::vector<float> scores;
-  std::vector<std::vector<int32_t>> beam_paths;
-  int level_begin = 0, num_rows = 0;
-
-  Growing(const Shape* own, int b, int number, int root) : shape(own), decode(b), slot(number), base(root + 1) {
-    if (shape->kind != AQ_DYNAMIC) tokens.resize(shape->num_nodes), parents = shape->parents;
-  }
-};
-
-// What the head answered: the k best children of each source row, or with k = 1 the child drawn.
-struct Children {
-  const int32_t* ids;
-  const float* logprobs;
-  int k;
-};
-
-// Rows of the next pass, and the rows of this one whose states they start from.
-struct NextPass {
-  RowBuffer* rows;
-  std::vector<int32_t> states;
-};
-
-void expect(Growing* tree, int source, NextPass* next) {
-  next->states.push_back(source);
-  tree->sources.push_back(next->rows->num_rows() - 1);
-}
-
-void grow_chain(const AqBatch& batch, Growing* tree, int level, const Children& children, NextPass* next) {
-  const int source = tree->sources[0], token = tree->tokens[level + 1] = children.ids[0];
-  tree->sources.clear();
-  if (level + 1 == tree->shape->depth) return;
-  next->rows->add(tree->slot, token, tree->base + level, batch.slots[tree->slot].first_draft_key);
-  expect(tree, source, next);
-}
 
 void grow_static(const AqBatch& batch, Growing* tree, int level, const Children& children, NextPass* next) {
   const Shape& shape = *tree->shape;
@@ -68,7 +25,7 @@ void grow_static(const AqBatch& batch, Growing* tree, int level, const Children&
     const int token = tree->tokens[node] = children.ids[(size_t)row * children.k + shape.ranks[node]];
     if (!shape.is_inner[node]) continue;
     next->rows->add_node(tree->slot, token, tree->base, shape.paths[node], batch.slots[tree->slot].first_draft_key);
-    expect(tree, sources[row], next);
+    next->expect(tree, sources[row]);
   }
 }
 
@@ -108,7 +65,7 @@ void grow_dynamic(const AqBatch& batch, Growing* tree, int level, const Children
     paths.back().push_back(tree->num_rows++);
     next->rows->add_node(tree->slot, tree->tokens[begin + place], tree->base, paths.back(),
                          batch.slots[tree->slot].first_draft_key);
-    expect(tree, sources[place / k], next);
+    next->expect(tree, sources[place / k]);
   }
   tree->beam_paths = std::move(paths);
 }
@@ -140,19 +97,28 @@ void select(Growing* tree) {
 int choose(AqBatch* batch, const std::vector<Growing*>& trees, int level, bool draws, std::vector<int32_t>* places,
            int* k) {
   const AqBatchConfig& c = batch->config;
+  bool has_cut = false;
   batch->samplings.clear(), places->clear(), *k = 1;
-  for (const Growing* tree : trees)
+  for (const Growing* tree : trees) {
+    has_cut |= tree->cut != nullptr;
     for (const int source : tree->sources) {
       places->push_back(source);
       batch->samplings.push_back(batch->slots[tree->slot].sampling_at(tree->base + level));
       *k = std::max(*k, tree->shape->width);
     }
+  }
   const int n = (int)places->size();
-  batch->ids.resize((size_t)n * *k), batch->logprobs.resize((size_t)n * *k);
+  for (auto* column : {&batch->ids, &batch->runners_up}) column->resize((size_t)n * *k);
+  for (auto* column : {&batch->logprobs, &batch->margins}) column->resize((size_t)n * *k);
   if (!draws)
     return aq_head_topk(c.draft, c.draft_hidden, places->data(), n, *k, batch->samplings.data(), c.d2t,
                         batch->ids.data(), batch->logprobs.data());
-  AQ_TRY(aq_head_draw(c.draft, c.draft_hidden, places->data(), n, batch->samplings.data(), c.d2t, batch->ids.data()));
+  const AqSampling* samplings = batch->samplings.data();
+  int32_t* const tokens = batch->ids.data();
+  if (has_cut)
+    AQ_TRY(aq_head_guess(c.draft, c.draft_hidden, places->data(), n, samplings, c.d2t, tokens, batch->runners_up.data(),
+                         batch->margins.data()));
+  else AQ_TRY(aq_head_draw(c.draft, c.draft_hidden, places->data(), n, samplings, c.d2t, tokens));
   for (int i = 0; i < n; i++)
     if (batch->ids[i] < 0) batch->ids[i] = c.d2t[0];  // a row whose logits are not numbers: any token will do
   return 0;
@@ -185,12 +151,14 @@ int grow_levels(AqBatch* batch, std::vector<Growing>* trees) {
       if (who.empty()) continue;
       int k = 1;
       AQ_TRY(choose(batch, who, level, draws, &places, &k));
-      Children children{batch->ids.data(), batch->logprobs.data(), k};
+      Children children{batch->ids.data(), batch->logprobs.data(), batch->runners_up.data(), batch->margins.data(), k};
       for (Growing* tree : who) {
         const size_t count = tree->sources.size() * k;
         const auto grow_one = draws ? grow_chain : tree->shape->kind == AQ_STATIC ? grow_static : grow_dynamic;
-        grow_one(*batch, tree, level, children, &next);
+        if (tree->cut != nullptr) grow_cut_chain(batch, tree, level, children, &next);
+        else grow_one(*batch, tree, level, children, &next);
         children.ids += count, children.logprobs += count;
+        children.runners_up += count, children.margins += count;
       }
     }
     if (next.states.empty()) return 0;
@@ -229,6 +197,8 @@ int finish_trees(Trees* trees) {
 int grow(AqBatch* batch, const Message& message) {
   std::vector<Growing> growing;
   std::vector<Span> spans;
+  batch->guesses.resize(batch->decodes.size());
+  for (std::vector<Guess>& guesses : batch->guesses) guesses.clear();
   for (int b = 0; b < (int)batch->decodes.size(); b++) {
     const AqDecode& decode = batch->decodes[b];
     if (decode.shape < 0 || decode.num_proposed >= 0) continue;
@@ -238,7 +208,7 @@ int grow(AqBatch* batch, const Message& message) {
     const int begin = std::min(slot.draft_end, slot.root()) - 1;
     if (slot.first_draft_key > slot.root()) continue;
     spans.push_back({decode.slot, begin, slot.root()});
-    growing.emplace_back(&batch->shapes[decode.shape], b, decode.slot, slot.root());
+    growing.emplace_back(&batch->shapes[decode.shape], message.cuts[b], b, decode.slot, slot.root());
   }
   std::vector<int32_t> last;
   AQ_TRY(extend(batch, spans, &last));
@@ -254,8 +224,9 @@ int grow(AqBatch* batch, const Message& message) {
     } else if (grown < growing.size() && growing[grown].decode == b) {
       Growing& tree = growing[grown++];
       if (tree.shape->kind == AQ_DYNAMIC) select(&tree);
+      if (tree.cut != nullptr) finish_cut_chain(&tree);
       add_tree(&trees, root, tree.tokens.data() + 1, tree.parents.empty() ? nullptr : tree.parents.data() + 1,
-               tree.shape->num_nodes - 1);
+               (int)tree.tokens.size() - 1);
     } else {
       add_tree(&trees, root, nullptr, nullptr, 0);
     }

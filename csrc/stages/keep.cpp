@@ -103,6 +103,9 @@ void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* ou
     *at++ = roots[b], *at++ = batch.trees.size((int)b) - 1, *at++ = batch.slots[batch.decodes[b].slot].draft_end;
     *at++ = (int32_t)batch.kept[b].size();
     at = std::copy(batch.kept[b].begin(), batch.kept[b].end(), at);
+    if (!batch.decodes[b].has_cut) continue;
+    *at++ = (int32_t)batch.guesses[b].size();
+    for (const Guess& guess : batch.guesses[b]) *at++ = guess.token, *at++ = guess.runner_up, *at++ = guess.margin;
   }
   for (size_t i = 0; i < batch.chunks.size(); i++)
     *at++ = batch.chunk_tokens[i], *at++ = batch.slots[batch.chunks[i].slot].draft_end;
@@ -146,9 +149,9 @@ int aq_keep(AqBatch* batch, int32_t* out, double* times) {
   return 0;
 }
 
-int aq_step(AqBatch* batch, const int32_t* message, const AqAdmit* admits, int32_t num_admits, int32_t* out,
-            double* times) {
-  if (const int failed = aq_draft(batch, message, admits, num_admits)) return failed;
+int aq_step(AqBatch* batch, const int32_t* message, const AqCut* cuts, const AqAdmit* admits, int32_t num_admits,
+            int32_t* out, double* times) {
+  if (const int failed = aq_draft(batch, message, cuts, admits, num_admits)) return failed;
   if (const int failed = aq_verify(batch, nullptr, 0, 0)) return failed;
   return aq_keep(batch, out, times);
 }

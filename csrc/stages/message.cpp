@@ -68,7 +68,25 @@ int check_chunk(const AqChunk& chunk, int num_known, int num_computed) {
   return 0;
 }
 
-int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* proposal) {
+int check_cut(const AqBatch& batch, const AqDecode& decode, const AqCut& cut) {
+  const bool is_chain = decode.shape >= 0 && batch.shapes[decode.shape].kind == AQ_CHAIN;
+  AQ_REQUIRE(is_chain && decode.num_proposed < 0, "cut of slot %d: only a chain that the draft model drafts has one",
+             decode.slot);
+  AQ_REQUIRE(decode.num_forced < 0, "cut of slot %d: num_forced=%d simulates acceptance for chains without a cut",
+             decode.slot, decode.num_forced);
+  for (int i = 0; i < AQ_MARGINS; i++) {
+    AQ_REQUIRE(cut.chances[i] >= 0.0f && cut.chances[i] <= 1.0f, "cut of slot %d: chances[%d]=%g: must be in [0, 1]",
+               decode.slot, i, cut.chances[i]);
+    AQ_REQUIRE(cut.seconds[i] >= 0.0f && cut.seconds[i] <= 1.0f, "cut of slot %d: seconds[%d]=%g: must be in [0, 1]",
+               decode.slot, i, cut.seconds[i]);
+  }
+  AQ_REQUIRE(cut.least_node >= 0.0f && cut.least_pass >= 0.0f,
+             "cut of slot %d: least_node=%g, least_pass=%g: must be at least 0", decode.slot, cut.least_node,
+             cut.least_pass);
+  return 0;
+}
+
+int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* proposal, const AqCut* cut) {
   const Slot& slot = batch.slots[decode.slot];
   AQ_REQUIRE(slot.decodes, "decode slot=%d: has no root yet", decode.slot);
   AQ_REQUIRE(decode.num_forced >= -1, "num_forced=%d: must be at least 0, or -1", decode.num_forced);
@@ -76,6 +94,7 @@ int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* pr
              decode.shape);
   AQ_REQUIRE(decode.shape < 0 || slot.drafts, "decode slot=%d: was admitted as a sequence that never drafts",
              decode.slot);
+  if (cut != nullptr) AQ_TRY(check_cut(batch, decode, *cut));
   if (proposal == nullptr) return 0;
   const int count = decode.num_proposed;
   AQ_REQUIRE(count < AQ_MAX_NODES, "a proposal of %d tokens: must be below %d", count, AQ_MAX_NODES);
@@ -93,12 +112,13 @@ int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* pr
 
 int rows_of(const AqBatch& batch, const AqDecode& decode) {
   if (decode.num_proposed >= 0) return 1 + decode.num_proposed;
+  if (decode.has_cut) return 1 + 2 * batch.shapes[decode.shape].depth;
   return decode.shape < 0 ? 1 : batch.shapes[decode.shape].num_nodes;
 }
 
 }  // namespace
 
-int read_message(const AqBatch& batch, const int32_t* message, Message* out) {
+int read_message(const AqBatch& batch, const int32_t* message, const AqCut* cuts, Message* out) {
   AQ_TRY(check_pointer("message", message, sizeof(int32_t)));
   const int num_slots = batch.config.num_slots, *counts = message;
   for (int i = 0; i < 3; i++)
@@ -125,6 +145,9 @@ int read_message(const AqBatch& batch, const int32_t* message, Message* out) {
     AQ_REQUIRE(count >= -1, "num_proposed=%d: must be at least 0, or -1", count);
     out->proposals.push_back(count < 0 ? nullptr : at);
     at += count < 0 ? 0 : 2 * count;
+    const bool has_cut = out->decodes[i].has_cut != 0;
+    if (has_cut) AQ_TRY(check_pointer("cuts", cuts, alignof(AqCut)));
+    out->cuts.push_back(has_cut ? cuts++ : nullptr);
   }
   return 0;
 }
@@ -166,7 +189,7 @@ int check_step(const AqBatch& batch, const Message& m, const AqAdmit* admits, in
     const AqDecode& decode = m.decodes[i];
     AQ_TRY(take(batch, "decode", decode.slot, &running));
     AQ_REQUIRE(admit_of[decode.slot] == nullptr, "decode slot=%d: is admitted in the same step", decode.slot);
-    AQ_TRY(check_decode(batch, decode, m.proposals[i]));
+    AQ_TRY(check_decode(batch, decode, m.proposals[i], m.cuts[i]));
     num_rows += rows_of(batch, decode);
   }
   AQ_REQUIRE(num_rows <= batch.config.max_rows, "a step of %lld rows: there is room for %d", (long long)num_rows,

@@ -19,6 +19,7 @@ extern "C" {
 #endif
 
 enum { AQ_MAX_NODES = 256, AQ_MAX_DEPTH = 32 };  // of one slot's tree, the root included; its deepest level
+enum { AQ_MARGINS = 8 };  // buckets of margins: see spec/confidence.py
 
 typedef struct AqBatch AqBatch;
 
@@ -67,20 +68,27 @@ typedef struct {
 // shape: a number that aq_add_shape gave; -1: the draft model does not draft. num_forced: how many drafts of a chain
 // are accepted whatever the target draws; -1: drafts are accepted where they equal the drawn tokens. num_proposed:
 // number of tokens of a proposal, which is verified in place of the draft model's tree; -1: there is no proposal.
+// has_cut: whether an AqCut ends the chain that the draft model drafts.
 typedef struct {
-  int32_t slot, shape, num_forced, num_proposed;
+  int32_t slot, shape, num_forced, num_proposed, has_cut;
 } AqDecode;
 typedef struct {
   int32_t slot, group, first, count;
 } AqPages;
 
+// How confidence ends a chain: see Cut in spec/confidence.py. chances and seconds are by bucket of the margin.
+typedef struct {
+  float chances[AQ_MARGINS], seconds[AQ_MARGINS], least_node, least_pass;
+} AqCut;
+
 AqBatch* aq_open_batch(const AqBatchConfig*);  // NULL on failure
 int aq_close_batch(AqBatch*);
 int aq_add_shape(AqBatch*, const AqShape*, int32_t* number);
 
-// Writes missing draft keys, applies admissions and pages, and grows the trees of the step's decodes. Here begin the
-// times that aq_keep reports as seconds [5]: draft, binding, verify, draw and accept, keep.
-int aq_draft(AqBatch*, const int32_t* message, const AqAdmit* admits, int32_t num_admits);
+// Writes missing draft keys, applies admissions and pages, and grows the trees of the step's decodes. cuts: one for
+// each decode that has one, in order. Here begin the times that aq_keep reports as seconds [5]: draft, binding, verify,
+// draw and accept, keep.
+int aq_draft(AqBatch*, const int32_t* message, const AqCut* cuts, const AqAdmit* admits, int32_t num_admits);
 
 // The grown trees: out holds offsets [decodes + 1], then tokens and parents (slot-local nodes) of all nodes.
 int aq_read_trees(AqBatch*, int32_t* out);
@@ -93,12 +101,14 @@ int aq_verify(AqBatch*, const uint32_t* masks, int32_t num_rows, int32_t num_wor
 
 // Moves every slot to its next root. out holds the size of what follows up to the trees, and the number of draft rows
 // run; for each decode the root's index, the number of nodes drafted, draft_end, the number of kept tokens, and the
-// kept tokens (-1: the target's logits are not numbers); for each chunk the token drawn (-2: it does not draw) and
+// kept tokens (-1: the target's logits are not numbers), with a cut also the number of levels that were drafted, and
+// the token, the runner-up and the margin's bucket of each; for each chunk the token drawn (-2: it does not draw) and
 // draft_end. Then follow for each decode its tree's tokens, parents, and the nodes of the kept path.
 int aq_keep(AqBatch*, int32_t* out, double* seconds);
 
 // The three stages one after the other.
-int aq_step(AqBatch*, const int32_t* message, const AqAdmit* admits, int32_t num_admits, int32_t* out, double* seconds);
+int aq_step(AqBatch*, const int32_t* message, const AqCut* cuts, const AqAdmit* admits, int32_t num_admits,
+            int32_t* out, double* seconds);
 
 // Single parts of the stages, for tests. aq_accept finds the accepted path of one tree, root first: path
 // [AQ_MAX_DEPTH + 1]; num_forced as in AqDecode. aq_select chooses the best num_nodes - 1 of a dynamic tree's

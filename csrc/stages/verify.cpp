@@ -21,8 +21,9 @@ void path_of(const Trees& trees, int first, int node, std::vector<int32_t>* path
     (*path)[level] = node, node = trees.parents[first + node];
 }
 
-// Node i of a slot is written at KV index root + i. In a chain this is its index in the sequence. In any other tree a
-// node reads the keys before its root, and of the keys from the root on only those of its own path.
+// Node i of a slot is written at KV index root + i. If its level is i, as in a chain, its path is all nodes up to it
+// and this is its index in the sequence. Any other node reads the keys before its root, and of the keys from the root
+// on only those of its own path.
 void bind(AqBatch* batch) {
   RowBuffer& rows = batch->rows;
   const Trees& trees = batch->trees;
@@ -30,11 +31,13 @@ void bind(AqBatch* batch) {
   rows.clear();
   for (int b = 0; b < (int)batch->decodes.size(); b++) {
     const int slot = batch->decodes[b].slot, first = trees.offsets[b], root = batch->slots[slot].root();
-    const bool is_chain = trees.is_chain(b);
     for (int i = 0; i < trees.size(b); i++) {
-      if (!is_chain) path_of(trees, first, i, &path);
-      if (is_chain) rows.add(slot, trees.tokens[first + i], root + i, 0);
-      else rows.add_node(slot, trees.tokens[first + i], root, path, 0);
+      if (trees.levels[first + i] == i) {
+        rows.add(slot, trees.tokens[first + i], root + i, 0);
+        continue;
+      }
+      path_of(trees, first, i, &path);
+      rows.add_node(slot, trees.tokens[first + i], root, path, 0);
     }
   }
   batch->first_rows.clear();

@@ -28,6 +28,7 @@ from aquiline.backends.base import (
 from aquiline.backends.cpu.backend import CpuBackend
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
+from aquiline.spec.confidence import Cut
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal, Static
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, TokenLogprobs
@@ -52,7 +53,8 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 @dataclass(eq=False)
 class Text:
-    """One sequence. drafting may change between steps; propose brings host proposals; chunk: prompt rows of a step."""
+    """One sequence. drafting may change between steps; propose brings host proposals, cut a cut for each step; chunk:
+    prompt rows of a step."""
 
     slot: int
     tokens: list[int]
@@ -62,6 +64,7 @@ class Text:
     chunk: int = 7
     propose: Propose | None = None
     num_forced: int | None = None
+    cut: Callable[[], Cut | None] = lambda: None
     num_computed: int = 0
     decodes: bool = False
     steps: list[Decoded] = field(default_factory=list)
@@ -78,7 +81,7 @@ class Text:
 class Player:
     """Plays texts. order: how pages are dealt out, from the first slot's first on."""
 
-    def __init__(self, pair: CpuPair, num_slots: int = 4, page_size: int = 16, row_budget: int = 48) -> None:
+    def __init__(self, pair: Any, num_slots: int = 4, page_size: int = 16, row_budget: int = 48) -> None:
         per_slot = 480 // page_size
         self.pair, self.sizes = pair, Sizes(num_slots, (num_slots + 1) * per_slot, page_size, per_slot, row_budget)
         self.backend: Any = pair.open(self.sizes)
@@ -133,7 +136,7 @@ class Player:
         for text in self.texts if texts is None else texts:
             if text.decodes:
                 proposal = text.propose(text) if text.propose is not None else None
-                decodes.append(Decode(text.slot, text.drafting, proposal, text.num_forced))
+                decodes.append(Decode(text.slot, text.drafting, proposal, text.num_forced, text.cut()))
             else:
                 chunks.append(self._chunk(text))
         told = tuple(self.admits), tuple(self.news), tuple(self.extends)

@@ -55,6 +55,22 @@ def draw(logits, sampling):
     return tokens
 
 
+def guess(model, hidden, index, sampling, d2t=None):
+    """What a NativeModel draws for rows of hidden, the runners-up and the margins."""
+    tokens, runners_up, margins = np.empty_like(index), np.empty_like(index), np.empty(len(index), np.float32)
+    out = at(tokens), at(runners_up), at(margins)
+    LOADED.head_guess(
+        ctypes.byref(model.struct),
+        at(hidden),
+        at(index),
+        len(index),
+        at(sampling),
+        d2t if d2t is None else at(d2t),
+        *out,
+    )
+    return tokens, runners_up, margins
+
+
 def move_kv(kv, page_table, slots, src, dst):
     struct = buffers.describe_kv(kv)
     LOADED.move_kv(ctypes.byref(struct), at(page_table), page_table.shape[1], at(slots), at(src), at(dst), len(slots))

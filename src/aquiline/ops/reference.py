@@ -133,13 +133,33 @@ def draw(
 
     ids int64 [V]: the token of each column, ascending, where that is not its number: a draft's, as target ids. Ties go
     to the lowest id. Returns -1 if a logit is NaN or none is finite."""
+    return best_two(logits, temperature, top_k, top_p, min_p, seed, position, ids)[0]
+
+
+def best_two(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
+    ids: Tensor | None = None,
+) -> tuple[int, int, float]:
+    """The token that `draw` draws, the one with the second best score (-1: no other was possible), and by how much the
+    best score exceeds it. -1, -1 and 0 if a logit is NaN or none is finite."""
     ids = torch.arange(len(logits)) if ids is None else ids
     if torch.isnan(logits).any() or not torch.isfinite(logits).any():
-        return -1
+        return -1, -1, 0.0
     scores = logits
     if temperature != 0.0:
         scores = filter_logits(logits, temperature, top_k, top_p, min_p) + gumbel(seed, position, ids)
-    return int(ids[torch.argmax((scores == scores.max()).int())])
+    best = int(torch.argmax((scores == scores.max()).int()))
+    others = scores.clone()
+    others[best] = -math.inf
+    second = int(torch.argmax((others == others.max()).int()))
+    runner_up = int(ids[second]) if others[second] > -math.inf else -1
+    return int(ids[best]), runner_up, float(scores[best] - others[second])
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from aquiline.backends.cpu.native import AqBatchConfig
 from aquiline.backends.cpu.packed import library
 from aquiline.backends.cpu.storage import new_group
 from aquiline.metrics import PARTS
+from aquiline.spec.confidence import Guess
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, KVGroup, Rows
 
@@ -200,10 +201,16 @@ class CpuBackend:
         size = out[0]
         found = out[2 : 2 + size]
         at = tree_size = 0
-        for _ in step.decodes:
+        for decode in step.decodes:
             root, num_drafted, draft_end, num_kept = found[at : at + 4]
             at += 4 + num_kept
-            decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end))
+            if decode.cut is None:
+                decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end))
+            else:
+                end = at + 1 + 3 * found[at]
+                guesses = [*map(Guess, found[at + 1 : end : 3], found[at + 2 : end : 3], found[at + 3 : end : 3])]
+                decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end, None, guesses))
+                at = end
             tree_size += 2 * (num_drafted + 1) + num_kept
         for _ in step.chunks:
             token, draft_end = found[at : at + 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, c_double, c_int32
+from ctypes import byref, c_double, c_float, c_int32
 from itertools import chain
 from typing import Any
 from weakref import finalize
@@ -17,6 +17,7 @@ from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqSampling, AqS
 from aquiline.backends.cpu.packed import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
+from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 from aquiline.spec.tree import DraftTree, Topology, static_shape
 from aquiline.types import Int32
@@ -41,7 +42,8 @@ class NativeBatch:
         self.vocab_size: int = config.target.contents.vocab
         self._shapes: dict[Drafting, int] = {}
         self._message = (c_int32 * 1024)()
-        self.out = (c_int32 * (2 + self.num_slots * (6 + 2 * (MAX_DEPTH + 1) + 2 * MAX_NODES)))()
+        self._cuts = (c_float * 1024)()  # AqCuts, one after the other
+        self.out = (c_int32 * (2 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)))()
         self.seconds = (c_double * 5)()
         self._handle = lib.open_batch(byref(config))
         if not self._handle:
@@ -56,7 +58,7 @@ class NativeBatch:
     def draft(self, step: StepInput) -> None:
         """Apply extends, admissions and pages, and grow the trees."""
         admits, kept = self._admits(step)
-        self._check(self._library.draft(self._handle, self._pack(step), admits, len(step.admits)))
+        self._check(self._library.draft(self._handle, self._pack(step), self._cuts, admits, len(step.admits)))
         del kept
 
     def verify(self, masks: TokenMasks | None) -> None:
@@ -73,12 +75,13 @@ class NativeBatch:
 
     def step(self, step: StepInput) -> None:
         """The three stages in one call."""
-        if step.admits:
-            admits, kept = self._admits(step)
-            self._check(self._library.step(self._handle, self._pack(step), admits, len(admits), self.out, self.seconds))
-            del kept
-        else:
-            self._check(self._library.step(self._handle, self._pack(step), None, 0, self.out, self.seconds))
+        admits, kept = self._admits(step) if step.admits else (None, None)
+        self._check(
+            self._library.step(
+                self._handle, self._pack(step), self._cuts, admits, len(step.admits), self.out, self.seconds
+            )
+        )
+        del kept
 
     def read_trees(self, count: int) -> DraftTree:
         """The trees of `count` decodes that were drafted and have not been verified yet."""
@@ -103,29 +106,36 @@ class NativeBatch:
             raise (ValueError if result == REFUSED else NativeError)(self._library.last_error())
 
     def _pack(self, step: StepInput) -> Any:
-        """The step as the library reads it (stages.h, "A step as one run of int32")."""
+        """The step as the library reads it (stages.h, "A step is one array of int32"); its cuts go into `_cuts`."""
         decodes, shapes = step.decodes, self._shapes
         message = [len(step.extends), len(step.chunks), len(decodes), len(step.pages)]
         if step.extends:
             message += chain.from_iterable(step.extends)
         if step.chunks:
             message += chain.from_iterable(step.chunks)
-        proposing = False
+        proposing, cuts = False, list[float]()
         for decode in decodes:
-            slot, drafting, proposal, num_forced = decode[:4]
+            slot, drafting, proposal, num_forced, cut = decode
             number = shapes.get(drafting)
             if number is None:
                 number = self._shape(drafting)
             forced = -1 if num_forced is None else num_forced
-            if proposal is None:
-                message += (slot, number, forced, -1)
+            count = -1
+            if proposal is not None:
+                proposing, count = True, len(proposal.tokens)
+            if cut is None:
+                message += (slot, number, forced, count, 0)
             else:
-                proposing = True
-                message += (slot, number, forced, len(proposal.tokens))
+                message += (slot, number, forced, count, 1)
+                cuts += floats_of(cut)
         for pages in step.pages:
             message += (pages.slot, pages.group, pages.first, len(pages.pages), *pages.pages)
         if proposing:
             message += proposals(decodes)
+        if len(cuts) > len(self._cuts):
+            self._cuts = (c_float * (2 * len(cuts)))()
+        if cuts:
+            self._cuts[: len(cuts)] = cuts
         if len(message) > len(self._message):
             self._message = (c_int32 * (2 * len(message)))()
         self._message[: len(message)] = message  # type: ignore[assignment]
@@ -186,6 +196,14 @@ def admission(admit: Admit, kept: list[object]) -> AqAdmit:
         biases=at(list(s.logit_bias.values()), np.float32),
         end_tokens=at(sorted(admit.end_token_ids)), bad_words=at(words),
     )  # fmt: skip
+
+
+def floats_of(cut: Cut) -> tuple[float, ...]:
+    """A cut as the floats of AqCut. Raises ValueError for another number of chances than there are buckets."""
+    chances, seconds, least_node, least_pass = cut
+    if not len(chances) == len(seconds) == NUM_MARGINS:
+        raise ValueError(f"{cut}: must have {NUM_MARGINS} chances and {NUM_MARGINS} seconds, one a bucket of margins")
+    return (*chances, *seconds, least_node, least_pass)
 
 
 def proposals(decodes: Sequence[Decode]) -> list[int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.errors import NativeError
+from aquiline.spec.confidence import NUM_MARGINS
 
 BLOCKS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl")
 """GGUF's types of packed blocks that linears are stored as, in lower case."""
@@ -160,8 +161,18 @@ class AqShape(Structure):
     ]
 
 
+class AqCut(Structure):
+    """How confidence ends a chain."""
+
+    _fields_ = [
+        *((n, c_float * NUM_MARGINS) for n in ("chances", "seconds")),
+        *((n, c_float) for n in ("least_node", "least_pass")),
+    ]
+
+
 STRUCTS: tuple[type[Structure], ...] = (
     AqLinear, AqAttention, AqMlp, AqLayer, AqModel, AqKV, AqRows, AqSampling, AqFusion, AqBatchConfig, AqAdmit, AqShape,
+    AqCut,
 )  # fmt: skip
 
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
@@ -175,6 +186,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_forward": [_MODEL, _KV, _ROWS, _P, _P, _P],
     "aq_head_logits": [_MODEL, _P, _P, _I, _P],
     "aq_head_draw": [_MODEL, _P, _P, _I, _P, _P, _P],
+    "aq_head_guess": [_MODEL, _P, _P, _I, _P, _P, _P, _P, _P],
     "aq_head_topk": [_MODEL, _P, _P, _I, _I, _P, _P, _P, _P],
     "aq_head_logprobs": [_MODEL, _P, _P, _I, _I, _P, _P, _P, _P, _P],
     "aq_draw": [_P, _I, _I, _P, _P],
@@ -197,12 +209,12 @@ _CHECKED: dict[str, list[Any]] = {
 
 _STAGES: dict[str, list[Any]] = {
     "aq_add_shape": [_P, _P, _P],
-    "aq_draft": [_P, _P, _P, _I],
+    "aq_draft": [_P, _P, _P, _P, _I],
     "aq_read_trees": [_P, _P],
     "aq_replace_trees": [_P, _P],
     "aq_verify": [_P, _P, _I, _I],
     "aq_keep": [_P, _P, _P],
-    "aq_step": [_P, _P, _P, _I, _P, _P],
+    "aq_step": [_P, _P, _P, _P, _I, _P, _P],
 }
 """Functions whose result the caller looks at: 0, -1 for refused input, -2 for a failure inside."""
 

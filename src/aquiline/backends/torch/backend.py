@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
+from aquiline.backends.torch.chains import Cuts, Guesses, check_cut
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
@@ -39,6 +40,7 @@ class TorchBackend:
         self.state = SlotState(sizes, self.device)
         self.storage = Storage(decoder.config, self.state.scratch, kv_dtype, self.device)
         self._draft: Draft | None = None
+        self._guesses: list[tuple[list[int], Guesses]] = []  # of the step that was drafted last
         if head is not None:
             storage = Storage(head.config.model, self.state.scratch, kv_dtype, self.device)
             self._draft = Draft(head, self.state, storage)
@@ -48,6 +50,8 @@ class TorchBackend:
     def draft(self, step: StepInput) -> DraftedTrees:  # noqa: D102
         if self._draft is not None:
             self._draft.num_rows = 0
+        for decode in step.decodes:
+            check_cut(decode)
         for extend in step.extends:
             self._extend(extend)
         for admit in step.admits:
@@ -71,6 +75,8 @@ class TorchBackend:
         decodes = [decode.slot for decode in step.decodes]
         slots = torch.tensor(decodes, dtype=torch.int64, device=self.device)
         base = self.state.root[slots]
+        if masks is not None:
+            trees = trees.counted()  # whoever made masks has waited for the trees
         on_path = trees.ancestors()
         blocks = [tree_block(self.state, decodes, base, trees, on_path)] if decodes else []
         blocks += [prompt_block(self.state, c.slot, c.start, c.end) for c in step.chunks]
@@ -93,7 +99,7 @@ class TorchBackend:
         draft_end = self.state.draft_end[slots]
         num_draft_rows = 0 if self._draft is None else self._draft.num_rows
         hosts = [self.state.hosts[slot] for slot in decodes]
-        return IssuedStep(trees, kept, base, draft_end, columns, prefilled, num_draft_rows, hosts)
+        return IssuedStep(trees, kept, base, draft_end, columns, prefilled, num_draft_rows, hosts, self._guesses)
 
     @torch.inference_mode()
     def score(self, documents: Sequence[Int32]) -> Scored:  # noqa: D102
@@ -128,6 +134,7 @@ class TorchBackend:
     def _grow(self, decodes: tuple[Decode, ...]) -> Trees:
         """A tree for every Decode, padded to the largest."""
         parts: list[tuple[list[int], Trees]] = []
+        self._guesses = []
         drafted = [i for i, d in enumerate(decodes) if d.proposal is None and d.drafting.is_speculative]
         if drafted:
             parts += self._draft_trees(decodes, drafted)
@@ -149,9 +156,16 @@ class TorchBackend:
         tokens = self.state.history[slots, root]
         output = self._draft.catch_up(slots, root + 1, max(host.max_lag for host in hosts), longest)
         parts = []
-        for drafting, group in groups_of([decodes[i].drafting for i in drafted]).items():
+        for (drafting, has_cut), group in groups_of([decodes[i] for i in drafted]).items():
             roots = Roots([numbers[g] for g in group], slots[group], root[group], tokens[group], output[group])
-            parts.append(([drafted[g] for g in group], self._draft.grow(drafting, roots, longest)))
+            places = [drafted[g] for g in group]
+            if has_cut:
+                cuts = Cuts.of([cut for i in places if (cut := decodes[i].cut)], drafting.max_depth, self.device)
+                chains = self._draft.grow_cut_chains(cuts, roots, longest)
+                self._guesses.append((places, chains.guesses()))
+                parts.append((places, chains.trees(roots.tokens)))
+            else:
+                parts.append((places, self._draft.grow(drafting, roots, longest)))
         return parts
 
     def _given_tree(self, decode: Decode) -> Trees:

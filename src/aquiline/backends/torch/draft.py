@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.backends.torch.draw import children, draw
+from aquiline.backends.base import Decode
+from aquiline.backends.torch.chains import CutChains, Cuts
+from aquiline.backends.torch.draw import children, draw, guess
 from aquiline.backends.torch.state import SlotState
 from aquiline.backends.torch.storage import PagedAttention, RowBlock, Storage
 from aquiline.backends.torch.trees import Trees
@@ -85,12 +87,28 @@ class Draft:
             drawn = draw(self.head.logits(output), sampling, self.target_ids)
             tokens.append(torch.where(drawn >= 0, drawn, self.target_ids[0]))  # logits are not numbers: any token
             if level + 1 < K:
-                at = (roots.root + level)[:, None]
-                place = self.state.places(roots.slots, at + 1)
-                block = self._block(roots.slots, tokens[-1][:, None], at, place, at + 1, at + 1, longest)
-                output = self._run(block, self.head.feedback(output))
+                output = self._go_on(roots, level, tokens[-1], output, longest)
         node = torch.arange(K + 1, device=self.state.device).expand(len(roots.slots), -1)
         return Trees(torch.stack(tokens, 1), (node - 1).clamp(min=0), node, (K + 1,) * len(roots.slots), K, True)
+
+    def grow_cut_chains(self, cuts: Cuts, roots: Roots, longest: int) -> CutChains:
+        """A chain below every root, which ends as `cuts` says."""
+        chains, output = CutChains.begin(cuts), roots.output
+        for level in range(cuts.num_levels):
+            sampling = self.state.sampling(roots.numbers, roots.slots, roots.root + level + 1)
+            drawn, runner_up, margin = guess(self.head.logits(output), sampling, self.target_ids)
+            token = torch.where(drawn >= 0, drawn, self.target_ids[0])
+            chains.add(token, runner_up, margin)
+            if level + 1 < cuts.num_levels:
+                output = self._go_on(roots, level, token, output, longest)
+        return chains
+
+    def _go_on(self, roots: Roots, level: int, tokens: Tensor, output: Tensor, longest: int) -> Tensor:
+        """The draft's output [b, H] at the chains' tokens [b] of a level, from the output of their parents."""
+        at = (roots.root + level)[:, None]
+        place = self.state.places(roots.slots, at + 1)
+        block = self._block(roots.slots, tokens[:, None], at, place, at + 1, at + 1, longest)
+        return self._run(block, self.head.feedback(output))
 
     def _static(self, drafting: Static, roots: Roots, longest: int) -> Trees:
         shape, b = static_shape(drafting.static_paths), len(roots.slots)
@@ -206,9 +224,9 @@ def best_first(scores: Tensor, count: int) -> Tensor:
     return torch.argsort(scores, dim=1, descending=True, stable=True)[:, :count]
 
 
-def groups_of(draftings: Sequence[Drafting]) -> dict[Drafting, list[int]]:
-    """By way to draft, the places in `draftings` that have it: these slots share their draft passes."""
-    groups: dict[Drafting, list[int]] = {}
-    for place, drafting in enumerate(draftings):
-        groups.setdefault(drafting, []).append(place)
+def groups_of(decodes: Sequence[Decode]) -> dict[tuple[Drafting, bool], list[int]]:
+    """By way to draft and by whether there is a cut, the places in `decodes`: these slots share their draft passes."""
+    groups: dict[tuple[Drafting, bool], list[int]] = {}
+    for place, decode in enumerate(decodes):
+        groups.setdefault((decode.drafting, decode.cut is not None), []).append(place)
     return groups

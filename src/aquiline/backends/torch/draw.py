@@ -6,9 +6,11 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aquiline.backends.torch.state import MASK32, RowSampling
 from aquiline.ops.reference import GOLDEN, lowbias32
+from aquiline.spec.confidence import MARGIN_BOUNDS
 
 
 def gumbel(sampling: RowSampling, ids: Tensor) -> Tensor:
@@ -55,6 +57,17 @@ def draw(logits: Tensor, sampling: RowSampling, ids: Tensor) -> Tensor:
     best = (found == found.max(-1, keepdim=True).values).int().argmax(-1)
     is_number = ~logits.isnan().any(-1) & logits.isfinite().any(-1)
     return torch.where(is_number, ids[best], -1)
+
+
+def guess(logits: Tensor, sampling: RowSampling, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `draw` draws from each row of logits [n, V], the runner-up (-1: no other token was possible), and the bucket
+    of the margin (spec/confidence.py). Where the token is -1 the other two are -1 and 0."""
+    found = pad(scores(logits, sampling, ids, sampling.filters), (0, 1), value=-math.inf)
+    best, order = (a[:, :2] for a in torch.sort(found, dim=-1, descending=True, stable=True))
+    drawn, bounds = draw(logits, sampling, ids), torch.tensor(MARGIN_BOUNDS, device=logits.device)
+    margin = torch.where(drawn < 0, 0, best[:, 0] - best[:, 1])
+    is_there = (drawn >= 0) & (best[:, 1] > -math.inf)
+    return drawn, torch.where(is_there, pad(ids, (0, 1))[order[:, 1]], -1), (margin[:, None] >= bounds).sum(1)
 
 
 def children(logits: Tensor, sampling: RowSampling, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

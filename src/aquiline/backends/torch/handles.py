@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from aquiline.backends.base import Decoded, Prefilled, StepOutput
+from aquiline.backends.torch.chains import Guesses
 from aquiline.backends.torch.draw import logprobs
 from aquiline.backends.torch.state import HostSlot
 from aquiline.backends.torch.trees import Kept, Trees
@@ -48,7 +49,7 @@ class DraftedTrees:
 
     def read(self) -> DraftTree:
         """The trees without the nodes that only fill the shape."""
-        t = self.trees
+        t = self.trees.counted()
         keep = t.is_node().cpu().numpy()
         tokens, parents, depths = (a.cpu().numpy()[keep].astype(np.int32) for a in (t.tokens, t.parents, t.depths))
         offsets = np.cumsum([0, *t.sizes]).astype(np.int32)
@@ -76,7 +77,7 @@ class PrefilledRows:
 @dataclass(frozen=True)
 class IssuedStep:
     """A step that was issued. root [B]: the roots before the step; draft_end [B]: after it; hosts: the slots that
-    decode."""
+    decode; guesses: of chains with a cut, with the places of their decodes."""
 
     trees: Trees
     kept: Kept | None
@@ -86,6 +87,7 @@ class IssuedStep:
     prefilled: list[PrefilledRows]
     num_draft_rows: int
     hosts: list[HostSlot]
+    guesses: list[tuple[list[int], Guesses]]
 
     def read(self) -> StepOutput:
         """Wait for the device and fetch the outcome."""
@@ -97,14 +99,15 @@ class IssuedStep:
             )
             path = np.where(np.arange(path.shape[1]) <= accepted[:, None], path, 0).astype(np.int32)
             result = AcceptResult(path, tokens, accepted)
-            roots, ends = self.root.tolist(), self.draft_end.tolist()
+            roots, ends, sizes = self.root.tolist(), self.draft_end.tolist(), self.trees.counted().sizes
+            guesses = {b: own for places, each in self.guesses for b, own in zip(places, each.read(), strict=True)}
             for b, host in enumerate(self.hosts):
                 num_kept = int(accepted[b]) + 1
                 host.grown(roots[b] + num_kept)
                 columns = self.columns[b]
                 entries = None if columns is None else columns.read(num_kept)
-                num_drafted = self.trees.sizes[b] - 1
-                decodes.append(Decoded(roots[b], tokens[b, :num_kept].tolist(), num_drafted, ends[b], entries))
+                kept = tokens[b, :num_kept].tolist()
+                decodes.append(Decoded(roots[b], kept, sizes[b] - 1, ends[b], entries, guesses.get(b, [])))
         chunks = [prefilled.read() for prefilled in self.prefilled]
         trees = DraftedTrees(self.trees)
         return StepOutput(decodes, chunks, self.num_draft_rows, {}, lambda: (trees.read(), result))

@@ -6,7 +6,7 @@ drawn(p(i)); i is kept iff ok holds on its whole path; the token drawn at the de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ class Trees:
     """B trees of N nodes each, the root first, a parent before its children; nodes past sizes[b] only fill the shape.
 
     tokens, parents (slot-local), depths [B, N]; sizes: known to the host; max_depth: an upper bound of depths;
-    is_chain: True only if every node hangs below the one before it, so that a kept path need not be moved."""
+    is_chain: True only if every node hangs below the one before it, so that a kept path need not be moved. counts [B]:
+    the nodes of each tree where only the device knows them; sizes are then upper bounds."""
 
     tokens: Tensor
     parents: Tensor
@@ -28,6 +29,7 @@ class Trees:
     sizes: tuple[int, ...]
     max_depth: int
     is_chain: bool = False
+    counts: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -36,8 +38,12 @@ class Trees:
 
     def is_node(self) -> Tensor:
         """bool [B, N]: True for nodes of a tree, False for those that only fill the shape."""
-        sizes = torch.tensor(self.sizes, device=self.tokens.device)
+        sizes = torch.tensor(self.sizes, device=self.tokens.device) if self.counts is None else self.counts
         return torch.arange(self.num_nodes, device=self.tokens.device) < sizes[:, None]
+
+    def counted(self) -> Trees:
+        """The same trees with sizes that the host knows. Waits for the device if it alone knows them."""
+        return self if self.counts is None else replace(self, sizes=tuple(self.counts.tolist()), counts=None)
 
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: whether node m lies on the path of node n, n itself and the root included."""
@@ -80,7 +86,13 @@ def joined(parts: list[tuple[list[int], Trees]], num_slots: int, device: torch.d
         for place, size in zip(places, trees.sizes, strict=True):
             sizes[place] = size
     is_chain = all(trees.is_chain for _, trees in parts)
-    return Trees(columns[0], columns[1], columns[2], tuple(sizes), max_depth, is_chain)
+    counts = None
+    if any(trees.counts is not None for _, trees in parts):
+        counts = torch.tensor(sizes, device=device)
+        for places, trees in parts:
+            if trees.counts is not None:
+                counts[places] = trees.counts
+    return Trees(columns[0], columns[1], columns[2], tuple(sizes), max_depth, is_chain, counts)
 
 
 @dataclass(frozen=True)

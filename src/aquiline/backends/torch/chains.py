@@ -1,0 +1,136 @@
+"""Chains that confidence ends (spec/confidence.py), as tensors: what ends them, their guesses, their nodes.
+
+On a device nobody on the host knows where a chain ended. All chains of a group are drafted to the deepest level that
+any of them could reach, and levels below a chain's end are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aquiline.backends.base import Decode
+from aquiline.backends.torch.trees import Trees
+from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess
+from aquiline.spec.drafting import Chain
+
+
+def check_cut(decode: Decode) -> None:
+    """Raises ValueError for a Decode whose cut cannot be heeded."""
+    slot, drafting, proposal, num_forced, cut = decode
+    if cut is None:
+        return
+    if not isinstance(drafting, Chain) or proposal is not None:
+        raise ValueError(f"cut of slot {slot}: only a chain that the draft model drafts has one")
+    if num_forced is not None:
+        raise ValueError(f"cut of slot {slot}: num_forced={num_forced} simulates acceptance for chains without a cut")
+    if not len(cut.chances) == len(cut.seconds) == NUM_MARGINS:
+        raise ValueError(f"{cut}: must have {NUM_MARGINS} chances and {NUM_MARGINS} seconds, one a bucket of margins")
+    for name, chances in (("chances", cut.chances), ("seconds", cut.seconds)):
+        for i, chance in enumerate(chances):
+            if not 0 <= chance <= 1:
+                raise ValueError(f"cut of slot {slot}: {name}[{i}]={chance:g}: must be in [0, 1]")
+    if not (cut.least_node >= 0 and cut.least_pass >= 0):
+        raise ValueError(
+            f"cut of slot {slot}: least_node={cut.least_node:g}, least_pass={cut.least_pass:g}: must be at least 0"
+        )
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What ends b chains. chances, seconds [b, NUM_MARGINS]; least_node, least_pass [b]; num_levels: the deepest level
+    that any of the chains can reach, known to the host."""
+
+    chances: Tensor
+    seconds: Tensor
+    least_node: Tensor
+    least_pass: Tensor
+    num_levels: int
+
+    @staticmethod
+    def of(cuts: Sequence[Cut], length: int, device: torch.device) -> Cuts:
+        """The cuts of chains of `length` levels at most."""
+        columns = (torch.tensor(column, dtype=torch.float32, device=device) for column in zip(*cuts, strict=True))
+        return Cuts(*columns, max(most_levels(cut, length) for cut in cuts))
+
+
+def most_levels(cut: Cut, length: int) -> int:
+    """How many levels of a chain are drafted if every token is as likely to be accepted as any can be."""
+    chance, best = np.float32(1), np.float32(max(cut.chances))
+    for level in range(1, length):
+        chance *= best
+        if not chance >= np.float32(max(cut.least_node, cut.least_pass)):
+            return level
+    return length
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What the draft said at n levels of b chains. tokens, runners_up, margins [b, n] as in Guess; is_drafted [b, n]:
+    whether the chain had not ended above the level."""
+
+    tokens: Tensor
+    runners_up: Tensor
+    margins: Tensor
+    is_drafted: Tensor
+
+    def read(self) -> list[list[Guess]]:
+        """Wait for the guesses of each chain."""
+        levels = torch.stack((self.tokens, self.runners_up, self.margins), 2).tolist()
+        counts = self.is_drafted.sum(1).tolist()
+        return [[Guess(*level) for level in own[:count]] for own, count in zip(levels, counts, strict=True)]
+
+
+@dataclass(eq=False)
+class CutChains:
+    """b chains while they grow. chance [b]: that the last node is accepted; is_drafted [b]: whether the next level is
+    drafted; the lists hold a tensor [b] for each level so far."""
+
+    cuts: Cuts
+    chance: Tensor
+    is_drafted: Tensor
+    levels: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # token, runner-up, margin, whether the level is drafted
+    nodes: list[Tensor]  # whether the token is verified
+    leaves: list[Tensor]  # whether the runner-up is
+
+    @staticmethod
+    def begin(cuts: Cuts) -> CutChains:
+        """Chains of no level yet."""
+        ones = torch.ones_like(cuts.least_node)
+        return CutChains(cuts, ones, ones.bool(), [], [], [])
+
+    def add(self, token: Tensor, runner_up: Tensor, margin: Tensor) -> None:
+        """One more level, guessed by the draft; each [b]."""
+        cuts, bucket = self.cuts, margin[:, None]
+        self.levels.append((token, runner_up, margin, self.is_drafted))
+        as_second = self.chance * cuts.seconds.gather(1, bucket)[:, 0]
+        self.leaves.append(self.is_drafted & (runner_up >= 0) & (as_second >= cuts.least_node))
+        self.chance = self.chance * cuts.chances.gather(1, bucket)[:, 0]
+        is_node = self.is_drafted & (self.chance >= cuts.least_node)
+        self.nodes.append(is_node)
+        self.is_drafted = is_node & (self.chance >= cuts.least_pass)
+
+    def guesses(self) -> Guesses:
+        """All that the draft said."""
+        return Guesses(*(torch.stack(column, 1) for column in zip(*self.levels, strict=True)))
+
+    def trees(self, roots: Tensor) -> Trees:
+        """The nodes below root tokens [b]: those of the chain, which are numbered by their levels, then the leaves."""
+        b, n, device = len(roots), len(self.levels), roots.device
+        tokens, runners_up = (torch.stack([level[i] for level in self.levels], 1) for i in (0, 1))
+        is_node = torch.cat(
+            (torch.ones_like(self.is_drafted)[:, None], *(k[:, None] for k in self.nodes + self.leaves)), 1
+        )
+        level = torch.arange(1, n + 1, device=device)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        depths = torch.cat((zero, level, level)).expand(b, -1)
+        every = torch.stack((torch.cat((roots[:, None], tokens, runners_up), 1), (depths - 1).clamp(min=0), depths))
+        N = 1 + 2 * n
+        number = torch.where(is_node, is_node.cumsum(1) - 1, N)  # what is no node goes to a column that is dropped
+        columns = torch.zeros(3, b, N + 1, dtype=torch.int64, device=device)
+        columns = columns.scatter(2, number.expand(3, -1, -1), every)[..., :N]
+        return Trees(columns[0], columns[1], columns[2], (N,) * b, n, counts=is_node.sum(1))
