@@ -28,6 +28,9 @@ from aquiline.spec.adaptive import PLENTY, Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
+LEAST_NODE = 0.01
+"""Tokens that a verified token should bring at least, where a row seems to cost nothing."""
+
 EVERY = 4
 """Steps for which a plan holds while the same sequences decode."""
 
@@ -154,7 +157,7 @@ class Controller:
     def _price(self, sequence: Sequence, choice: _Choice, length: int, row_ms: float, together: int) -> None:
         """What nodes and passes of one sequence must bring, where `together` sequences share a pass."""
         costs, rate, keys = self.costs, self._rate, float(len(sequence.tokens))
-        node = rate * (row_ms + costs.verify_factor * costs.table.key_row_ms * keys)
+        node = max(LEAST_NODE, rate * (row_ms + costs.verify_factor * costs.table.key_row_ms * keys))
         choice.least_node, choice.cut, choice.worth = node, None, 0.0
         record = choice.record
         if length == 0 or record is None:
