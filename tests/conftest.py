@@ -82,8 +82,9 @@ def tiny_models(
 
 def engine_config(max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any) -> EngineConfig:
     """Small pages and chunks, so that short texts cross many of either, and conservation checked at every step. What a
-    run leaves in the prefix cache must not help the next, unless a test is about that."""
-    settings = {"prefix_cache": False, "check": True} | settings
+    run leaves in the prefix cache must not help the next, unless a test is about that. What steps cost is estimated:
+    nothing is measured and written to the user's cache."""
+    settings = {"prefix_cache": False, "check": True, "calibration": False} | settings
     return EngineConfig(max_batch=max_batch, page_size=page_size, row_budget=row_budget, **settings)
 
 

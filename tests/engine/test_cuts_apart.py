@@ -1,4 +1,4 @@
-"""What the draft says of a chain with a cut equals what the bundled draft says in forwards of its own, level by level."""
+"""What the draft says of a chain with a cut is what the bundled draft says in forwards of its own, level by level."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from tests.conftest import engine_config
+from tests.engine.fickle import Fickle
 from tests.engine.invariants import check_cached_pages, check_outcome, check_sequences, unread_sequences
 from tests.engine.oracle import Taught
 from tests.engine.storage import native
@@ -31,6 +32,7 @@ class Setup:
     prefix_cache: bool = True
     late_reads: bool = False
     is_taught: bool = True
+    is_fickle: bool = True  # what adaptive sequences draft is chosen at random
 
 
 class Traffic:
@@ -42,6 +44,8 @@ class Traffic:
             late_reads=setup.late_reads,
         )  # fmt: skip
         self.engine = LLM.from_models(models(), config).engine
+        if setup.is_fickle:
+            self.engine.controller = Fickle()
         self.live: dict[int | str, Sequence] = {}
         self.received: dict[int | str, list[TokenDelta]] = {}
         self.truth: dict[Sequence, Output] = {}

@@ -14,6 +14,7 @@ from tests.engine.test_stops import letters
 from aquiline.config import LARGEST, SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.model import LoadedModels
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
 
@@ -33,6 +34,7 @@ TREES = (
     Dynamic(depth=4, top_k=4, num_nodes=24),
 )
 LOOKUP = Lookup(min_match=1, max_draft=6, min_confidence=0)
+ADAPTIVE = (Adaptive(), Adaptive(max_spec_tokens=2, lookup=False), Lookup(min_match=1))
 SPECS = (BASELINE, *CHAINS, *TREES)
 SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True, seed=0),
@@ -98,7 +100,8 @@ def draw_wishes(choose: Choose, texts: list[tuple[int, ...]]) -> list[Wish]:
         stem = choose(STEMS)[: choose(LENGTHS)]
     wish = Wish(
         prompt=stem + choose(TAILS) or (1,), sampling=choose(tuple(SAMPLINGS)), max_tokens=choose(MAX_TOKENS),
-        spec=choose((BASELINE, choose(CHAINS), choose(TREES), LOOKUP)), priority=choose((0, 1, 1, 2)),
+        priority=choose((0, 1, 1, 2)),
+        spec=choose((BASELINE, choose(CHAINS), choose(TREES), LOOKUP, choose(ADAPTIVE), choose(ADAPTIVE))),
     )  # fmt: skip
     short = dataclasses.replace(wish, max_tokens=choose(MAX_TOKENS[:3]), spec=BASELINE)
     return choose(([wish], [wish], [short, wish]))

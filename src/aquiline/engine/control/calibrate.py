@@ -80,7 +80,7 @@ def measured_table(models: LoadedModels) -> CostTable:
 def estimated_table(weight_bytes: int, has_draft: bool) -> CostTable:
     """A table of a machine that reads READS bytes a millisecond, and where the work of ROWS_FREE rows takes as long as
     reading their weights. A draft's pass takes a twentieth of a forward. Real steps correct it within some hundreds."""
-    read_ms = weight_bytes / READS
+    read_ms = max(1, weight_bytes) / READS
     rows = filled([(1, read_ms), (ROWS_FREE, read_ms * 1.1), (2 * ROWS_FREE, read_ms * 2.0)])
     share = 0.05 if has_draft else 0.0
     return CostTable(rows, tuple(2 * share * ms for ms in rows), tuple(share * ms for ms in rows))

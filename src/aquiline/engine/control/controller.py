@@ -24,7 +24,7 @@ from aquiline.engine.control.plan import Load, best_lengths
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.engine.step import Step
-from aquiline.spec.adaptive import PLENTY, Adaptive
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
@@ -55,15 +55,13 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 class _Choice:
     """What is known and chosen of one sequence. cut: of its chain, None while it does not draft; worth: tokens that
     its chain should bring beyond what its time could bring otherwise; least_node: what a verified token must bring;
-    source and chances: of the step that is under way."""
+    last_probe: number of the step that asked the draft without need."""
 
     record: Record | None  # None without a draft model
     cut: Cut | None = None
     worth: float = 0.0
     least_node: float = 0.0
     last_probe: int = 0
-    source: str = "none"
-    chances: tuple[float, ...] = ()
 
 
 @dataclass(eq=False)
@@ -111,7 +109,7 @@ class Controller:
             if choice is None:
                 continue
             is_mine = True
-            self._count(choice, decode, decoded)
+            self._count(decode, decoded)
             if decoded.guesses and choice.record is not None:
                 choice.record.observe(decoded.guesses, decoded.kept)
         if is_mine:
@@ -184,16 +182,13 @@ class Controller:
     # A step
 
     def _chosen(self, sequence: Sequence, choice: _Choice) -> Decode:
-        choice.source, choice.chances = "none", ()
         if sequence.proposer is not None:
-            proposal = sequence.proposer.propose(sequence.tokens, PLENTY)
+            proposal = sequence.proposer.propose(sequence.tokens, sequence.request.spec.max_depth)
             chances = proposal.confidences
             count = sum(chance >= choice.least_node for chance in chances)  # they fall from token to token
             if count and sum(chances[:count]) - count * choice.least_node > choice.worth:
-                choice.source, choice.chances = "lookup", chances[:count]
                 return Decode(sequence.slot, PLAIN, Proposal(proposal.tokens[:count], (), chances[:count]))
         if choice.cut is not None:
-            choice.source = "draft"
             return Decode(sequence.slot, chain_of(sequence), cut=choice.cut)
         return Decode(sequence.slot, PLAIN)
 
@@ -203,24 +198,24 @@ class Controller:
         self._probe_ms = min(self._probe_ms + PROBING * self._expected_ms, 2 * FIRST_PROBES * cost)
         if self._probe_ms < cost:
             return
-        idle = [s for s in mine if self._choices[s].source == "none" and self._choices[s].record is not None]
+        idle = [s for s in mine if source_of(found[s]) == "none" and self._choices[s].record is not None]
         if idle:
             sequence = min(idle, key=lambda s: self._choices[s].last_probe)
-            choice = self._choices[sequence]
-            choice.source, choice.last_probe = "probe", self._num_steps
+            self._choices[sequence].last_probe = self._num_steps
             found[sequence] = Decode(sequence.slot, chain_of(sequence), cut=UNVERIFIED)
             self._probe_ms -= cost
 
     # Learning
 
-    def _count(self, choice: _Choice, decode: Decode, decoded: Decoded) -> None:
-        ledger, source = self.ledger, choice.source
+    def _count(self, decode: Decode, decoded: Decoded) -> None:
+        ledger, source = self.ledger, source_of(decode)
         num_accepted = len(decoded.kept) - 1
         ledger.steps[source] += 1
         ledger.nodes[source] += decoded.num_drafted
         ledger.tokens[source] += num_accepted
         if source == "lookup":
-            for i, chance in enumerate(choice.chances):
+            assert decode.proposal is not None
+            for i, chance in enumerate(decode.proposal.confidences):
                 ledger.add_token(chance, i < num_accepted)
         elif source == "draft":
             assert decode.cut is not None
@@ -253,6 +248,15 @@ class Controller:
         if self._planned_rate > 0.0:
             ratio = num_tokens / self._expected_ms / self._planned_rate
             self._correction += (min(2.0, max(0.5, ratio)) - self._correction) * SETTLING
+
+
+def source_of(decode: Decode) -> str:
+    """Where the tokens of a decode are drafted from, by the names of ledger.SOURCES."""
+    if decode.proposal is not None:
+        return "lookup"
+    if decode.cut is None:
+        return "none"
+    return "probe" if decode.cut is UNVERIFIED else "draft"
 
 
 def chain_of(sequence: Sequence) -> Chain:

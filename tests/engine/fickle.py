@@ -1,0 +1,86 @@
+"""A controller that chooses at random what adaptive sequences draft, in every step anew."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+
+from aquiline.backends.base import Decode
+from aquiline.engine.control.calibrate import estimated_table
+from aquiline.engine.control.controller import PLAIN, UNVERIFIED, Controller
+from aquiline.engine.control.costs import StepCosts
+from aquiline.engine.scheduler import StepPlan
+from aquiline.engine.sequence import Sequence
+from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.confidence import NUM_MARGINS, Cut
+from aquiline.spec.drafting import Chain, Proposal
+
+VOCAB = 96
+
+
+class Fickle(Controller):
+    """Every way a step can draft, and every change from one to another: nothing, probes, chains of any length with any
+    cut, whole chains, copies, and trees of random tokens. It still learns from all steps, as any controller does.
+
+    taken: how often each way was taken."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(StepCosts(estimated_table(10**6, True)))
+        self.rng, self.taken = np.random.default_rng(seed), Counter[str]()
+
+    def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
+        found = super().decodes(plan)
+        for sequence in found:
+            way = str(self.rng.choice(("as it would", "none", "probe", "cut", "chain", "random", "copy")))
+            if self.rng.random() < 0.3:
+                continue
+            decode = self._drawn(way, sequence)
+            if decode is not None:
+                found[sequence] = decode
+                self.taken[way] += 1
+        return found
+
+    def _drawn(self, way: str, sequence: Sequence) -> Decode | None:
+        slot, spec, rng = sequence.slot, sequence.request.spec, self.rng
+        if way == "none":
+            return Decode(slot, PLAIN)
+        if way == "copy" and sequence.proposer is not None:
+            proposal = sequence.proposer.propose(sequence.tokens, spec.max_depth)
+            return Decode(slot, PLAIN, proposal)
+        if way == "random":
+            count = int(rng.integers(0, spec.max_nodes))
+            parents = [int(rng.integers(max(-1, i - 3), i)) for i in range(count)]
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(1 + (depths[parent] if parent >= 0 else 0))
+            if max(depths, default=0) > spec.max_depth:
+                return None
+            return Decode(
+                slot, PLAIN, Proposal(_unlike(rng.integers(0, VOCAB, count).tolist(), parents), tuple(parents))
+            )
+        if not isinstance(spec, Adaptive):
+            return None
+        length = int(rng.integers(1, spec.max_spec_tokens + 1))
+        if way == "probe":
+            return Decode(slot, Chain(length), cut=UNVERIFIED)
+        if way == "chain":
+            return Decode(slot, Chain(length))
+        if way == "cut":
+            chances, seconds = (tuple(rng.random(NUM_MARGINS).tolist()) for _ in range(2))
+            least = float(rng.choice((0.0, 0.05, 0.3, math.inf)))
+            return Decode(
+                slot, Chain(length), cut=Cut(chances, seconds, least, float(rng.choice((0.0, 0.2, math.inf))))
+            )
+        return None
+
+
+def _unlike(tokens: list[int], parents: list[int]) -> tuple[int, ...]:
+    """The tokens, changed where two children of one parent are the same."""
+    seen: set[tuple[int, int]] = set()
+    for i, parent in enumerate(parents):
+        while (parent, tokens[i]) in seen:
+            tokens[i] = (tokens[i] + 1) % VOCAB
+        seen.add((parent, tokens[i]))
+    return tuple(tokens)
