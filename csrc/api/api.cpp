@@ -319,20 +319,23 @@ int32_t aq_num_threads(void) {
   return num_threads();
 }
 
-int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, float* hidden,
-               float* features) {
+int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, int32_t num_states,
+               float* hidden, float* features) {
   AQ_TRY(check_model(model));
   AQ_TRY(check_kv(kv, model->num_kv_heads, model->head_dim));
   AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers,
              model->num_layers);
   AQ_TRY(check_rows(rows, *kv, model->vocab, true));
+  AQ_REQUIRE(num_states == rows->num_rows || (model->is_draft && num_states >= 0 && num_states < rows->num_rows),
+             "num_states=%d: %d rows of this model have states", num_states, rows->num_rows);
   AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
   if (model->is_draft) AQ_TRY(check_pointer("g", g, sizeof(float)));
   if (features != nullptr) AQ_TRY(check_pointer("features", features, sizeof(float)));
   if (rows->num_rows == 0) return 0;
   Lock lock(engine().mutex);
   ForwardJob job{};
-  job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.hidden = hidden, job.features = features;
+  job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.num_states = num_states;
+  job.hidden = hidden, job.features = features;
   job.seconds = engine().seconds == nullptr ? nullptr : engine().seconds + parts_of(*model);
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
   AQ_RESERVE(job.normed, normed, float,
@@ -348,7 +351,9 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   if (host::is_in_blocks(model->embed_dtype)) AQ_RESERVE(job.embedded, embedded, float, n * model->hidden);
   AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);
   AQ_RESERVE(job.sine, sine, float, n * model->head_dim / 2);
-  AQ_TRY(plan_attention(*kv, *rows, model->num_heads, &job.attention));
+  AqRows with_states = *rows;
+  with_states.num_rows = num_states;
+  AQ_TRY(plan_attention(*kv, with_states, model->num_heads, &job.attention));
   job.attention.q = job.qkv, job.attention.q_stride = (int)qkv_width;
   job.attention.out = job.attended, job.attention.scale = model->attn_scale;
   run_job<ForwardJob, &Kernels::forward>(job);

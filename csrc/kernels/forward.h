@@ -57,6 +57,7 @@ static void enter_row(const ForwardJob& job, int row, const E* embedding) {
   const size_t at = (size_t)row * 2 * width;
   norm_into(layer.attention.qkv, job.normed, at, embedding, layer.input_norm, width, model.eps);
   norm_into(layer.attention.qkv, job.normed, at + width, g, layer.hidden_norm, width, model.eps);
+  if (row >= job.num_states) return;
   if (model.norm_before_residual) rms_norm_row(g, layer.hidden_norm, width, model.eps, hidden);
   else memmove(hidden, g, width * sizeof(float));
 }
@@ -97,15 +98,17 @@ static void attend_own(const Worker& worker, const ForwardJob& job, const Attent
                        const void* normed) {
   const AqModel& model = *job.model;
   const AqLayer& layer = model.layers[attend.layer];
-  const int num_rows = job.rows->num_rows, dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
+  const int num_rows = job.rows->num_rows, num_states = job.num_states, dim = model.head_dim;
+  const int group = model.num_heads / model.num_kv_heads;
   const Share queries{mine.begin * group, mine.end * group};
   const Share keys{model.num_heads + mine.begin, model.num_heads + mine.end};
   const Share values{keys.begin + model.num_kv_heads, keys.end + model.num_kv_heads};
-  const Share owned[] = {queries, keys, values};
-  for (const Share heads : owned)
-    linear_store(layer.attention.qkv, Share{heads.begin * dim / 16, heads.end * dim / 16}, normed, num_rows, job.qkv);
+  const auto project = [&](Share heads, int rows) {
+    linear_store(layer.attention.qkv, Share{heads.begin * dim / 16, heads.end * dim / 16}, normed, rows, job.qkv);
+  };
+  project(queries, num_states), project(keys, num_rows), project(values, num_rows);
   for (int r = 0; r < num_rows; r++) {
-    for (int h = queries.begin; h < queries.end; h++) finish_head(job, layer, attend.layer, r, h);
+    for (int h = queries.begin; h < queries.end && r < num_states; h++) finish_head(job, layer, attend.layer, r, h);
     for (int h = keys.begin; h < keys.end; h++) finish_head(job, layer, attend.layer, r, h);
   }
   float* workspace = attend.workspace + worker.index * attend.workspace_floats;
@@ -117,10 +120,21 @@ static void attend_shared(const Worker& worker, const ForwardJob& job, const Att
   const AqModel& model = *job.model;
   const AqLayer& layer = model.layers[attend.layer];
   const int num_rows = job.rows->num_rows, num_heads = model.num_heads + model.num_kv_heads;
-  linear_store(layer.attention.qkv, share_blocks(worker, layer.attention.qkv), normed, num_rows, job.qkv);
+  const AqLinear& qkv = layer.attention.qkv;
+  if (job.num_states == num_rows) {
+    linear_store(qkv, share_blocks(worker, qkv), normed, num_rows, job.qkv);
+  } else {
+    const int num_queries = model.num_heads * model.head_dim / 16;
+    const Share keys = share(worker, 2 * model.num_kv_heads * model.head_dim / 16);
+    linear_store(qkv, share(worker, num_queries), normed, job.num_states, job.qkv);
+    linear_store(qkv, Share{num_queries + keys.begin, num_queries + keys.end}, normed, num_rows, job.qkv);
+  }
   worker.barrier();
   const Share heads = share(worker, num_rows * num_heads);
-  for (int i = heads.begin; i < heads.end; i++) finish_head(job, layer, attend.layer, i / num_heads, i % num_heads);
+  for (int i = heads.begin; i < heads.end; i++) {
+    const int row = i / num_heads, head = i % num_heads;
+    if (row < job.num_states || head >= model.num_heads) finish_head(job, layer, attend.layer, row, head);
+  }
   worker.barrier();
   attention(worker, attend);
 }
@@ -135,7 +149,7 @@ static float* feature_of(const ForwardJob& job, int index) {
 
 static void forward(const Worker& worker, const ForwardJob& job) {
   const AqModel& model = *job.model;
-  const int num_rows = job.rows->num_rows, width = model.hidden;
+  const int num_rows = job.rows->num_rows, num_states = job.num_states, width = model.hidden;
   // A worker that owns whole kv heads needs no queries, keys or values of another worker.
   const bool owns_heads = model.num_kv_heads % worker.count == 0;
   AttentionJob attend = job.attention;
@@ -159,16 +173,16 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     if (owns_heads) attend_own(worker, job, attend, share(worker, model.num_kv_heads), normed);
     else attend_shared(worker, job, attend, normed);
     worker.barrier();
-    const void* attended = rounded_rows(worker, layer.attention.o, job.attended, num_rows, job.codes);
-    linear_add(worker, layer.attention.o, attended, num_rows, job.hidden);
+    const void* attended = rounded_rows(worker, layer.attention.o, job.attended, num_states, job.codes);
+    linear_add(worker, layer.attention.o, attended, num_states, job.hidden);
     worker.barrier();
     lap(0);
     normed =
-        norm_rows(worker, job.hidden, nullptr, num_rows, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
-    linear_swiglu(worker, layer.mlp.gate_up, normed, num_rows, layer.mlp.down, job.gate_up);
+        norm_rows(worker, job.hidden, nullptr, num_states, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
+    linear_swiglu(worker, layer.mlp.gate_up, normed, num_states, layer.mlp.down, job.gate_up);
     worker.barrier();
-    const void* gated = rounded_rows(worker, layer.mlp.down, job.gate_up, num_rows, job.codes);
-    linear_add(worker, layer.mlp.down, gated, num_rows, job.hidden, feature_of(job, index),
+    const void* gated = rounded_rows(worker, layer.mlp.down, job.gate_up, num_states, job.codes);
+    linear_add(worker, layer.mlp.down, gated, num_states, job.hidden, feature_of(job, index),
                (size_t)model.num_capture * width);
     worker.barrier();
     lap(1);

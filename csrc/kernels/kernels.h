@@ -94,6 +94,7 @@ struct ForwardJob {
   const AqKV* kv;
   const AqRows* rows;
   const float* g;
+  int num_states;  // rows from here on only write their keys and values
   float *hidden, *features;
   // normed holds norm_copies copies of what the linear that reads it takes. attended and gate_up hold Rounded if the
   // linear that reads them takes it, else float; a linear that takes Codes rounds them into `codes`, norm_copies of
@@ -101,7 +102,7 @@ struct ForwardJob {
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
   Codes* codes;
   float* embedded;         // [rows, hidden], if the embedding is packed in blocks
-  AttentionJob attention;  // the fields that are the same for every layer
+  AttentionJob attention;  // the fields that are the same for every layer; its rows are the first num_states
   double* seconds;         // NULL, or where the time of attention and of the MLP is added
 };
 

@@ -141,7 +141,7 @@ struct Message {
 };
 
 // draft.cpp: runs the draft rows of the spans in as few passes as max_rows allows. The last pass holds the last row of
-// each span; last[i] is its number in that pass.
+// each span, and leaves its state in draft_hidden; last[i] is its number there. NULL: only keys are wanted.
 int extend(AqBatch* batch, const std::vector<Span>& spans, std::vector<int32_t>* last);
 
 // grow.cpp: grows a tree by the draft model below the root of every decode that has a shape; fills batch->trees.

@@ -9,29 +9,40 @@ namespace aq {
 
 namespace {
 
-// One pass over the next take[i] rows of each span.
+// Adds the draft row of a token j to the next pass, and what the row reads.
+int add_row(AqBatch* batch, int number, int j) {
+  const size_t width = batch->config.draft->hidden;
+  RowBuffer& rows = batch->draft_rows;
+  const Slot& slot = batch->slots[number];
+  const float* fused = batch->fused_at(number, j);
+  AQ_REQUIRE(fused != nullptr, "slot %d has no page for KV index %d", number, j);
+  memcpy(batch->g.data() + rows.num_rows() * width, fused, width * sizeof(float));
+  rows.add(number, slot.history[j + 1], j + 1, slot.first_draft_key);
+  return 0;
+}
+
+// One pass over the next take[i] rows of each span. With `last` the last row of each span, which stands before all
+// others, leaves its state. Other rows only write their keys.
 int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& take, std::vector<int32_t>* last) {
   const AqBatchConfig& c = batch->config;
-  const int width = c.draft->hidden;
   RowBuffer& rows = batch->draft_rows;
   rows.clear();
   size_t num_rows = 0;
   for (const int count : take) num_rows += count;
-  batch->g.resize(std::max(batch->g.size(), num_rows * width));
+  batch->g.resize(std::max(batch->g.size(), num_rows * c.draft->hidden));
+  for (size_t i = 0; last != nullptr && i < left->size(); i++) {
+    (*last)[i] = rows.num_rows();
+    AQ_TRY(add_row(batch, (*left)[i].slot, (*left)[i].begin + take[i] - 1));
+  }
+  const int num_states = rows.num_rows();
   for (size_t i = 0; i < left->size(); i++) {
     Span& span = (*left)[i];
-    const Slot& slot = batch->slots[span.slot];
-    for (int j = span.begin; j < span.begin + take[i]; j++) {
-      const float* fused = batch->fused_at(span.slot, j);
-      AQ_REQUIRE(fused != nullptr, "slot %d has no page for KV index %d", span.slot, j);
-      memcpy(batch->g.data() + (size_t)rows.num_rows() * width, fused, width * sizeof(float));
-      rows.add(span.slot, slot.history[j + 1], j + 1, slot.first_draft_key);
-    }
-    if (last != nullptr) (*last)[i] = rows.num_rows() - 1;
-    span.begin += take[i];
+    const int end = span.begin + take[i];
+    for (; span.begin < end - (last != nullptr); span.begin++) AQ_TRY(add_row(batch, span.slot, span.begin));
+    span.begin = end;
   }
   batch->num_draft_rows += rows.num_rows();
-  return aq_forward(c.draft, c.draft_kv, &rows.rows(), batch->g.data(), c.draft_hidden, nullptr);
+  return aq_forward(c.draft, c.draft_kv, &rows.rows(), batch->g.data(), num_states, c.draft_hidden, nullptr);
 }
 
 }  // namespace

@@ -52,11 +52,15 @@ int fuse(AqBatch* batch) {
   const std::vector<Featured> found = featured_rows(*batch);
   if (found.empty()) return 0;
   const size_t wide = c.fusion.fc.k, width = c.draft->hidden;
-  batch->gathered.resize(std::max(batch->gathered.size(), found.size() * wide));
   batch->g.resize(std::max(batch->g.size(), found.size() * width));
-  for (size_t i = 0; i < found.size(); i++)
-    memcpy(batch->gathered.data() + i * wide, c.features + found[i].row * wide, wide * sizeof(float));
-  AQ_TRY(aq_fuse(&c.fusion, batch->gathered.data(), (int)found.size(), batch->g.data()));
+  const float* features = c.features + found[0].row * wide;
+  if (found.back().row - found[0].row + 1 != (int)found.size()) {  // rows ascend: these do not stand side by side
+    batch->gathered.resize(std::max(batch->gathered.size(), found.size() * wide));
+    for (size_t i = 0; i < found.size(); i++)
+      memcpy(batch->gathered.data() + i * wide, c.features + found[i].row * wide, wide * sizeof(float));
+    features = batch->gathered.data();
+  }
+  AQ_TRY(aq_fuse(&c.fusion, features, (int)found.size(), batch->g.data()));
   for (size_t i = 0; i < found.size(); i++) {
     float* kept = batch->fused_at(found[i].slot, found[i].index);
     AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", found[i].slot, found[i].index);

@@ -275,7 +275,7 @@ def test_a_message_of_impossible_length_is_refused(num_pages: int) -> None:
     player = seated()
     batch = player.backend._batch  # type: ignore[attr-defined]
     batch._message[:4] = (0, 0, 0, num_pages)
-    assert batch._library.draft(batch._handle, batch._message, None, 0) == -1
+    assert batch._library.draft(batch._handle, batch._message, None, None, 0) == -1
     assert f"a step with {num_pages} runs of pages" in str(batch._library.last_error())
 
 

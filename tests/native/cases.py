@@ -185,6 +185,8 @@ def heads(model: calls.NativeModel, hidden: Any) -> None:
     model.logits(hidden, index)
     model.draw(hidden, index, sampling(4, 0.9, 20, 0.95, seed=5), d2t)
     model.draw(hidden, index, sampling(4, 0.0), d2t)
+    for how in (sampling(4, 0.9, 20, 0.95, seed=5), sampling(4, 0.8), sampling(4, 0.0)):
+        ops.guess(model, hidden, index, how, d2t)
     model.top_k(hidden, index, 10)
     model.top_k(hidden, index, 5, sampling(4, 0.7, seed=6), d2t)
     model.logprobs(hidden, index, np.array([0, 3, 99, 202], np.int32), 4)

@@ -138,8 +138,8 @@ ARGUMENTS: dict[str, dict[int, Callable[[list[Any]], int]]] = {
     },
     "aq_forward": {
         3: lambda a: a[2].num_rows * a[0].hidden * WORD,
-        4: lambda a: a[2].num_rows * a[0].hidden * WORD,
-        5: lambda a: a[2].num_rows * a[0].num_capture * a[0].hidden * WORD,
+        5: lambda a: a[4] * a[0].hidden * WORD,
+        6: lambda a: a[2].num_rows * a[0].num_capture * a[0].hidden * WORD,
     },
     "aq_head_logits": {
         1: lambda a: last_row(a[2], a[3]) * a[0].hidden * WORD, 2: lambda a: a[3] * WORD,
@@ -148,6 +148,10 @@ ARGUMENTS: dict[str, dict[int, Callable[[list[Any]], int]]] = {
     "aq_head_draw": {
         1: lambda a: last_row(a[2], a[3]) * a[0].hidden * WORD, 2: lambda a: a[3] * WORD,
         4: lambda a: a[3] * SAMPLING, 5: lambda a: a[0].head.n * WORD, 6: lambda a: a[3] * WORD,
+    },
+    "aq_head_guess": {
+        1: lambda a: last_row(a[2], a[3]) * a[0].hidden * WORD, 2: lambda a: a[3] * WORD,
+        4: lambda a: a[3] * SAMPLING, 5: lambda a: a[0].head.n * WORD, **{i: lambda a: a[3] * WORD for i in (6, 7, 8)},
     },
     "aq_head_topk": {
         1: lambda a: last_row(a[2], a[3]) * a[0].hidden * WORD, 2: lambda a: a[3] * WORD,

@@ -71,6 +71,14 @@ def guess(model, hidden, index, sampling, d2t=None):
     return tokens, runners_up, margins
 
 
+def forward_some(model, kv, rows, num_states, hidden, g):
+    """A forward whose rows from num_states on only write their keys."""
+    kv, rows = buffers.describe_kv(kv), buffers.describe_rows(rows)
+    LOADED.forward(
+        ctypes.byref(model.struct), ctypes.byref(kv), ctypes.byref(rows), at(g), num_states, at(hidden), None
+    )
+
+
 def move_kv(kv, page_table, slots, src, dst):
     struct = buffers.describe_kv(kv)
     LOADED.move_kv(ctypes.byref(struct), at(page_table), page_table.shape[1], at(slots), at(src), at(dst), len(slots))

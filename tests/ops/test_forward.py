@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_calls import ISAS, bits, draw, move_kv
-from test_sampling import reference_draws, sampling
+from native_calls import ISAS, bits, draw, forward_some, guess, move_kv
+from test_sampling import best_two, reference_draws, sampling
 
 from aquiline.backends.cpu import calls
+from aquiline.errors import NativeError
 from aquiline.ops import reference as ref
 from aquiline.types import AttentionWeights, DenseWeights, KVGroup, LayerWeights, ModelWeights, Rows
 
@@ -222,6 +223,71 @@ def test_head_draws_what_its_logits_say():
             results.append(bits(logits))
     np.testing.assert_allclose(logits, exact, atol=1e-5)
     assert all(np.array_equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 17, VOCAB])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_guess_is_a_draw_with_its_runner_up(vocab, ties):
+    """Over every filter, by all instruction sets and thread counts; with equal logits the lowest id is second too."""
+    w = random_weights()
+    head = w.head[:vocab].clone()
+    if ties:
+        head[1::2] = head[: vocab // 2]
+    model = calls.NativeModel(replace(w, head=head))
+    hidden = np.random.default_rng(2).normal(0, 1, (40, HIDDEN)).astype(np.float32)
+    hidden[39] = np.nan
+    index, s = np.arange(40, dtype=np.int32), sampling(40, 0.9, seed=5)
+    s["temperature"][::3], s["top_k"][::4], s["top_p"][::5], s["min_p"][::7] = 0.0, 11, 0.8, 0.02
+    s["top_k"][20], s["temperature"][20] = 1, 0.5
+    d2t = np.cumsum(np.random.default_rng(5).integers(0, 4, vocab)).astype(np.int32)
+    for offsets, ids in ((None, torch.arange(vocab)), (d2t, torch.as_tensor(np.arange(vocab) + d2t))):
+        expected = [best_two(row, how, ids) for row, how in zip(model.logits(hidden, index), s, strict=True)]
+        for isa in ISAS:
+            calls.select_isa(isa)
+            for threads in (1, 2, 3):
+                calls.set_threads(threads)
+                tokens, runners_up, margins = guess(model, hidden, index, s, offsets)
+                assert tokens.tolist() == model.draw(hidden, index, s, offsets).tolist()
+                assert [*zip(tokens, runners_up, strict=True)] == [two[:2] for two in expected]
+                np.testing.assert_allclose(margins, [two[2] for two in expected], atol=2e-5)
+    assert (tokens[39], runners_up[39], margins[39]) == (-1, -1, 0)
+    assert (runners_up[20], margins[20]) == (-1, np.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("codes", [None, "int8"])
+def test_rows_without_states_write_the_same_keys(dtype, codes, isa):
+    """Of a draft over a prompt and behind it: keys, values and the states that are left are those of a whole forward,
+    to the bit, in whatever order the rows stand."""
+    w = random_weights(dtype, 1, True, extras=True)
+    model = calls.NativeModel(w, "int8" if codes else "float32", codes)
+    g = np.random.default_rng(4).normal(0, 1, (70, HIDDEN)).astype(np.float32)
+    whole, table = new_kv(w)
+    hidden = np.zeros((70, HIDDEN), np.float32)
+    rows = chunk_rows(table, TOKENS, 0, 70)
+    model.forward(whole, rows, hidden, None, g)
+    for threads in (1, 2, 3):
+        calls.set_threads(threads)
+        for num_states in (0, 1, 3, 69):
+            order = np.random.default_rng(num_states).permutation(70)
+            kv, _ = new_kv(w)
+            mixed = chunk_rows(table, TOKENS, 0, 70)
+            for name in ("tokens", "positions", "write", "context_len"):
+                getattr(mixed, name)[:] = getattr(rows, name)[order]
+            states = np.full((70, HIDDEN), np.nan, np.float32)
+            forward_some(model, kv, mixed, num_states, states, np.ascontiguousarray(g[order]))
+            assert torch.equal(kv.k.view(torch.int16), whole.k.view(torch.int16))
+            assert torch.equal(kv.v.view(torch.int16), whole.v.view(torch.int16))
+            assert np.array_equal(bits(states[:num_states]), bits(hidden[order[:num_states]]))
+            assert np.isnan(states[num_states:]).all()
+
+
+def test_rows_of_other_models_have_states():
+    for w, num_states, rows in ((random_weights(), 2, 3), (random_weights(layers=1, draft=True), 4, 3)):
+        kv, table = new_kv(w)
+        g = np.zeros((4, HIDDEN), np.float32)
+        with pytest.raises(NativeError, match=f"num_states={num_states}: {rows} rows of this model have states"):
+            forward_some(calls.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, rows), num_states, g.copy(), g)
 
 
 @pytest.mark.parametrize("k", [1, 4, 150])

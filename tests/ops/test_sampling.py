@@ -27,6 +27,12 @@ def reference_draws(logits, s, ids=None):
     ]
 
 
+def best_two(row, how, ids):
+    """The reference's draw from one row of logits, the runner-up and the margin."""
+    t, k, p, m, seed, position = (how[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed", "position"))
+    return ref.best_two(torch.as_tensor(row), float(t), int(k), float(p), float(m), int(seed), int(position), ids)
+
+
 def is_near_tie(logits, s, i, got):
     """Whether float rounding may decide: both tokens' scores, or their ranks at a filter's edge, are within 1e-5."""
     arguments = (float(s["temperature"][i]), int(s["top_k"][i]), float(s["top_p"][i]), float(s["min_p"][i]))

@@ -207,6 +207,7 @@ class NativeModel:
             byref(self._kv_of(kv)),
             byref(self._rows_of(rows)),
             g_at,
+            rows.num,
             address("hidden", hidden, np.float32),
             features_at,
         )

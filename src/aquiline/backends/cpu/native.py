@@ -183,7 +183,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_set_threads": [_I],
     "aq_pack": [_P, _P, _I, _I, _I, _P],
     "aq_time_parts": [_P],
-    "aq_forward": [_MODEL, _KV, _ROWS, _P, _P, _P],
+    "aq_forward": [_MODEL, _KV, _ROWS, _P, _I, _P, _P],
     "aq_head_logits": [_MODEL, _P, _P, _I, _P],
     "aq_head_draw": [_MODEL, _P, _P, _I, _P, _P, _P],
     "aq_head_guess": [_MODEL, _P, _P, _I, _P, _P, _P, _P, _P],
