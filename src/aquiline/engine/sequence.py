@@ -146,9 +146,11 @@ class Sequence:
     ended_s: float = 0.0
     lookahead: int = field(init=False)  # the request's spec's; read in every step
     max_step: int = field(init=False)  # tokens that a step adds at most
+    is_adaptive: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lookahead, self.max_step = self.request.spec.lookahead, self.request.spec.max_depth + 1
+        spec = self.request.spec
+        self.lookahead, self.max_step, self.is_adaptive = spec.lookahead, spec.max_depth + 1, spec.is_adaptive
 
     @property
     def num_prompt(self) -> int:

@@ -24,12 +24,12 @@ def test_levels_count_up_to_the_first_wrong_guess() -> None:
     pool = Pool()
     record = Record(pool)
     record.observe([guess(1), guess(2, 5, 9), guess(3)], [1, 9, 4])
-    assert (record.levels[0].hits, record.levels[0].trials) == (1, 1)
-    assert (record.levels[1].hits, record.levels[1].trials) == (0, 1), "the third level was never reached"
-    assert pool.seconds[5].hits == pytest.approx(Pool().seconds[5].hits + 1), "the runner-up was right"
-    assert pool.seconds[3].hits == Pool().seconds[3].hits
+    assert (record.levels.hits[0], record.levels.trials[0]) == (1, 1)
+    assert (record.levels.hits[1], record.levels.trials[1]) == (0, 1), "the third level was never reached"
+    assert pool.seconds.hits[5] == pytest.approx(Pool().seconds.hits[5] + 1), "the runner-up was right"
+    assert pool.seconds.hits[3] == Pool().seconds.hits[3]
     record.observe([guess(1)], [])
-    assert record.levels[0].trials == 1, "nothing was drawn"
+    assert record.levels.trials[0] == 1, "nothing was drawn"
 
 
 def test_temperatures_have_pools_of_their_own() -> None:

@@ -64,7 +64,7 @@ def test_one_number_of_rows_has_its_own_place() -> None:
 def test_one_long_pause_moves_little() -> None:
     costs = StepCosts(TABLE)
     costs.learn_verify(4, costs.verify(4), 1e6)
-    assert costs.verify(4) < 1.1 * TABLE.verify[4]
+    assert costs.verify(4) < 1.2 * TABLE.verify[4]
     costs.learn_host(0.05)
     costs.learn_host(1e6)
     assert costs.host_ms < 0.1

@@ -9,7 +9,6 @@ its own beside them, which count for more as they come and forget within some te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from aquiline.spec.confidence import NUM_MARGINS, Guess
 
@@ -18,8 +17,8 @@ _SECONDS = (0.25, 0.25, 0.2, 0.2, 0.15, 0.1, 0.05, 0.02)
 PRIOR = 8.0
 """Events that the first guesses above count for, and a sequence's pool beside its own events."""
 
-POOL_MEMORY, OWN_MEMORY = 512.0, 32.0
-"""Events after which older ones count half as much, about: of a bucket in a pool, and of a sequence."""
+POOL_MEMORY, OWN_MEMORY = 1024.0, 48.0
+"""Events after which half are forgotten: of a bucket in a pool, and of a sequence."""
 
 _TEMPERATURES = (0.0, 0.5, 0.9)
 """Upper ends of the ranges of temperature that have a pool each; the last is open."""
@@ -33,23 +32,25 @@ def pool_number(temperature: float) -> int:
 NUM_POOLS = len(_TEMPERATURES) + 1
 
 
-@dataclass(eq=False)
-class Rate:
-    """A share of events that forgets: hits and trials both fade as new events come."""
+class Rates:
+    """Shares of events, one for each of a few kinds. They forget: once a kind has `memory` events, half of them go."""
 
-    hits: float
-    trials: float
-    memory: float
+    def __init__(self, shares: Sequence[float], weight: float, memory: float) -> None:
+        self.hits = [share * weight for share in shares]
+        self.trials = [weight] * len(shares)
+        self.memory = memory
 
-    def add(self, is_hit: bool) -> None:
+    def add(self, kind: int, is_hit: bool) -> None:
         """Count an event."""
-        fade = 1 - 1 / self.memory if self.trials > self.memory else 1.0
-        self.hits, self.trials = self.hits * fade + is_hit, self.trials * fade + 1
+        trials = self.trials[kind] + 1.0
+        hits = self.hits[kind] + is_hit
+        if trials >= self.memory:
+            trials, hits = 0.5 * trials, 0.5 * hits
+        self.trials[kind], self.hits[kind] = trials, hits
 
-    @property
-    def share(self) -> float:
+    def share(self, kind: int) -> float:
         """Hits per trial."""
-        return self.hits / self.trials
+        return self.hits[kind] / self.trials[kind]
 
 
 class Pool:
@@ -59,27 +60,25 @@ class Pool:
     share of right tokens at the first level, and at all deeper ones that were reached."""
 
     def __init__(self) -> None:
-        self.chances = [Rate(share * PRIOR, PRIOR, POOL_MEMORY) for share in _CHANCES]
-        self.seconds = [Rate(share * PRIOR, PRIOR, POOL_MEMORY) for share in _SECONDS]
-        self.levels = (Rate(0.5 * PRIOR, PRIOR, POOL_MEMORY), Rate(0.5 * PRIOR, PRIOR, POOL_MEMORY))
+        self.chances, self.seconds = Rates(_CHANCES, PRIOR, POOL_MEMORY), Rates(_SECONDS, PRIOR, POOL_MEMORY)
+        self.levels = Rates((0.5, 0.5), PRIOR, POOL_MEMORY)
 
 
-@dataclass(eq=False)
 class Record:
     """The events of one sequence, beside its pool.
 
     right and expected: right tokens, and what the pool's chances for their margins had foretold; their quotient says
     how this text differs from others at the same margins."""
 
-    pool: Pool
-    levels: tuple[Rate, Rate] = field(default_factory=lambda: (Rate(0.0, 0.0, OWN_MEMORY), Rate(0.0, 0.0, OWN_MEMORY)))
-    right: float = 0.0
-    expected: float = 0.0
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.levels = Rates((0.0, 0.0), 0.0, OWN_MEMORY)
+        self.right = self.expected = 0.0
 
     def share(self, level: int) -> float:
         """The chance of a token at level 0 (the first) or deeper (1), given that the token above it was right."""
-        own, pooled = self.levels[level], self.pool.levels[level].share
-        return (own.hits + PRIOR * pooled) / (own.trials + PRIOR)
+        own, pooled = self.levels, self.pool.levels.share(level)
+        return (own.hits[level] + PRIOR * pooled) / (own.trials[level] + PRIOR)
 
     @property
     def lean(self) -> float:
@@ -88,30 +87,32 @@ class Record:
 
     def observe(self, guesses: Sequence[Guess], drawn: Sequence[int]) -> None:
         """The target drew these tokens where the draft had guessed; the levels up to the first wrong guess count."""
-        pool = self.pool
-        for level, (guess, token) in enumerate(zip(guesses, drawn, strict=False)):
-            is_right = guess.token == token
-            chance = pool.chances[guess.margin]
-            fade = 1 - 1 / OWN_MEMORY
-            self.right, self.expected = self.right * fade + is_right, self.expected * fade + chance.share
-            chance.add(is_right)
-            pool.seconds[guess.margin].add(guess.runner_up == token)
-            deeper = level > 0
-            pool.levels[deeper].add(is_right)
-            self.levels[deeper].add(is_right)
+        pool, level = self.pool, 0
+        for (guessed, runner_up, margin), token in zip(guesses, drawn, strict=False):
+            is_right = guessed == token
+            self.right += is_right
+            self.expected += pool.chances.share(margin)
+            pool.chances.add(margin, is_right)
+            pool.seconds.add(margin, runner_up == token)
+            pool.levels.add(level, is_right)
+            self.levels.add(level, is_right)
             if not is_right:
-                return
+                break
+            level = 1
+        if self.expected > OWN_MEMORY:
+            self.right, self.expected = 0.5 * self.right, 0.5 * self.expected
 
 
 def chances_of(record: Record) -> tuple[float, ...]:
     """The chance of a token by the bucket of its margin, as this sequence's text leans."""
-    lean = record.lean
-    return tuple(min(0.99, rate.share * lean) for rate in record.pool.chances)
+    lean, rates = record.lean, record.pool.chances
+    return tuple([min(0.99, hits / trials * lean) for hits, trials in zip(rates.hits, rates.trials, strict=True)])
 
 
 def seconds_of(record: Record) -> tuple[float, ...]:
     """The chance of a runner-up by the bucket of the margin."""
-    return tuple(rate.share for rate in record.pool.seconds)
+    rates = record.pool.seconds
+    return tuple([hits / trials for hits, trials in zip(rates.hits, rates.trials, strict=True)])
 
 
 assert len(_CHANCES) == len(_SECONDS) == NUM_MARGINS

@@ -31,8 +31,9 @@ from aquiline.spec.drafting import Chain, NoDraft, Proposal
 LEAST_NODE = 0.01
 """Tokens that a verified token should bring at least, where a row seems to cost nothing."""
 
-EVERY = 4
-"""Steps for which a plan holds while the same sequences decode."""
+EVERY = 8
+"""Steps for which a plan holds while the same sequences decode; times are learnt once in as many, since both cost some
+tens of microseconds."""
 
 MIN_GAIN = 1.01
 """By how much a plan that drafts must be faster than one that does not."""
@@ -43,8 +44,8 @@ PROBING = 0.004
 FIRST_PROBES = 4
 """Probes that may be taken before any time has passed."""
 
-SETTLING = 1 / 32
-"""Share of a new step in the correction of the planned rate."""
+SETTLING = 1 / 16
+"""Share of a step that was looked at in the correction of the planned rate."""
 
 PLAIN = NoDraft()
 UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
@@ -80,40 +81,42 @@ class Controller:
         self._rate = 0.0  # the price of time, tokens per millisecond
         self._planned_rate = 0.0  # of the plan, if it drafts
         self._correction = 1.0  # what drafting steps brought per millisecond, per planned
-        self._probe_ms = FIRST_PROBES * costs_of_probe(self.costs)  # time that probes may take now
+        self._probe_cost = costs_of_probe(self.costs)
+        self._probe_ms = FIRST_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = self._backend_ms = 0.0  # of the last step: as foretold; inside the backend
 
     def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
         """How each adaptive sequence that decodes in this step drafts."""
         began = time.perf_counter()
-        mine = tuple(s for s in plan.decoding if s.request.spec.is_adaptive)
+        mine = tuple([s for s in plan.decoding if s.is_adaptive])
         if not mine:
             return {}
         self._num_steps += 1
         self._age += 1
         if self._age >= EVERY or mine != self._planned or self._with_chunks != bool(plan.chunks):
             self._replan(plan, mine)
-        found = {s: self._chosen(s, self._choices[s]) for s in mine}
-        self._probe(mine, found)
+        choices = self._choices
+        found = {s: self._chosen(s, choices[s]) for s in mine}
+        self._probe_ms += PROBING * self._expected_ms
+        if self._probe_ms >= self._probe_cost:
+            self._probe(mine, found)
         self.ledger.choosing_ms += (time.perf_counter() - began) * 1e3
         return found
 
     def learn(self, step: Step, output: StepOutput) -> None:
         """Take what a step showed: which guesses were right, and how long its parts took."""
-        decodes, is_mine = step.message.decodes, False
-        num_tokens = 0
-        for sequence, decode, decoded in zip(step.plan.decoding, decodes, output.decodes, strict=True):
-            num_tokens += len(decoded.kept)
+        is_mine, is_looked_at = False, self._age == 0
+        for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             choice = self._choices.get(sequence)
             if choice is None:
                 continue
             is_mine = True
-            self._count(decode, decoded)
+            self._count(decode, decoded, is_looked_at)
             if decoded.guesses and choice.record is not None:
                 choice.record.observe(decoded.guesses, decoded.kept)
-        if is_mine:
-            self._learn_time(step, output, num_tokens)
+        if is_mine and is_looked_at:
+            self._learn_time(step, output)
 
     def end_step(self, seconds: float) -> None:
         """The engine's step took so long in all."""
@@ -132,7 +135,7 @@ class Controller:
         self._planned, self._age, self._with_chunks = mine, 0, bool(plan.chunks)
         choices = [self._choice_of(s) for s in mine]
         drafting = [(s, c.record) for s, c in zip(mine, choices, strict=True) if c.record is not None]
-        fixed_rows = sum(s.request.spec.max_nodes for s in plan.decoding if not s.request.spec.is_adaptive)
+        fixed_rows = sum(s.request.spec.max_nodes for s in plan.decoding if not s.is_adaptive)
         load = Load(
             rows=len(mine) + fixed_rows + plan.num_chunk_rows, tokens=len(plan.decoding),
             all_keys=float(sum(len(s.tokens) for s in plan.decoding)),
@@ -194,10 +197,8 @@ class Controller:
 
     def _probe(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
         """Let the draft guess for one of the sequences that do not draft, if there is time for it."""
-        cost = costs_of_probe(self.costs)
-        self._probe_ms = min(self._probe_ms + PROBING * self._expected_ms, 2 * FIRST_PROBES * cost)
-        if self._probe_ms < cost:
-            return
+        cost = self._probe_cost = costs_of_probe(self.costs)
+        self._probe_ms = min(self._probe_ms, 2 * FIRST_PROBES * cost)
         idle = [s for s in mine if source_of(found[s]) == "none" and self._choices[s].record is not None]
         if idle:
             sequence = min(idle, key=lambda s: self._choices[s].last_probe)
@@ -207,12 +208,14 @@ class Controller:
 
     # Learning
 
-    def _count(self, decode: Decode, decoded: Decoded) -> None:
+    def _count(self, decode: Decode, decoded: Decoded, with_chances: bool) -> None:
         ledger, source = self.ledger, source_of(decode)
         num_accepted = len(decoded.kept) - 1
         ledger.steps[source] += 1
         ledger.nodes[source] += decoded.num_drafted
         ledger.tokens[source] += num_accepted
+        if not with_chances:
+            return
         if source == "lookup":
             assert decode.proposal is not None
             for i, chance in enumerate(decode.proposal.confidences):
@@ -227,7 +230,7 @@ class Controller:
                 is_right = is_right and guess.token == drawn
                 ledger.add_token(chance, is_right)
 
-    def _learn_time(self, step: Step, output: StepOutput, num_tokens: int) -> None:
+    def _learn_time(self, step: Step, output: StepOutput) -> None:
         costs, plan = self.costs, step.plan
         drafting_ms = output.seconds.get("draft", 0.0) * 1e3
         verify_ms = sum(output.seconds.values()) * 1e3 - drafting_ms
@@ -246,7 +249,7 @@ class Controller:
             if expected_drafting > 0.0 and not step.message.extends:
                 costs.learn_draft(expected_drafting, drafting_ms)
         if self._planned_rate > 0.0:
-            ratio = num_tokens / self._expected_ms / self._planned_rate
+            ratio = sum(len(decoded.kept) for decoded in output.decodes) / self._expected_ms / self._planned_rate
             self._correction += (min(2.0, max(0.5, ratio)) - self._correction) * SETTLING
 
 

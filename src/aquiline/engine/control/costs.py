@@ -14,7 +14,7 @@ from itertools import pairwise
 MOST_ROWS = 256
 """Rows up to which a table holds each number; beyond, the last slope goes on."""
 
-PACE, PLACE_PACE = 1 / 16, 1 / 64
+PACE, PLACE_PACE = 1 / 8, 1 / 32
 """Share of a new measurement in the correction of a stage, and in that of one number of rows: what all numbers of rows
 share goes to the stage."""
 
