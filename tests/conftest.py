@@ -101,6 +101,14 @@ def _one_thread_per_worker() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure on this machine is not what its user's commands go by."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def run_seed(pytestconfig: pytest.Config) -> int:
     """What random traffic follows from: the seed of a nightly run, else 0."""

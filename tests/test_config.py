@@ -116,7 +116,8 @@ def test_ways_to_draft_by_name() -> None:
         assert drafting(fields_.pop("drafter"), **fields_) == value
     for name in ("tree", ["chain"], None):
         with pytest.raises(
-            ValueError, match=re.escape(f"drafter={name!r}: must be one of none, chain, static, dynamic, lookup")
+            ValueError,
+            match=re.escape(f"drafter={name!r}: must be one of none, adaptive, chain, static, dynamic, lookup"),
         ):
             drafting(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, max_draft, "):

@@ -230,7 +230,7 @@ def test_a_prediction_is_a_text_or_a_file(pair: Path, tmp_path: Path) -> None:
         found = json.loads(generate(pair, *options, "--prediction", given).stdout)
         assert found["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
         assert found["metrics"]["num_steps"] < plain["metrics"]["num_steps"]
-    done = generate(pair, "--prompt", "abc", "--prediction", text)
+    done = generate(pair, "--prompt", "abc", "--prediction", text, "--drafter", "chain")
     assert done.exit_code == 0 and done.stderr.startswith("aquiline: --prediction has no effect with drafter chain\n")
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     told = refused(generate(pair, "--prompts-file", rows, "--out", out, "--prediction", text))

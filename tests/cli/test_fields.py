@@ -19,7 +19,8 @@ from aquiline.cli.main import COMMANDS, app
 from aquiline.cli.options import ListCommand
 from aquiline.config import SamplingParams
 from aquiline.settings import about, about_of, name_of, setting
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 from aquiline.spec.named import DRAFTINGS, DraftingChoice
 
 EVERY = dict(commands(get_command(app)))
@@ -187,7 +188,10 @@ def test_a_way_to_draft_is_named_and_shaped() -> None:
     assert choices().value("chain") == Chain() and choices().value("none") == NoDraft()
     chosen = choices("--drafter", "chain", "--num-spec-tokens", 5, "--depth", 2, "--top-k", 9)
     assert chosen.value("none") == Chain(5) and chosen.without_effect(Chain(5)) == ["depth"]
-    with pytest.raises(ValueError, match="drafter='oracle': must be one of none, chain"):
+    assert choices("--num-spec-tokens", 5).value("adaptive") == Chain(5), "the field says which way is meant"
+    assert choices("--depth", 1).value("adaptive") == Dynamic(1)
+    assert choices("--top-k", 9).value("adaptive") == Adaptive()
+    with pytest.raises(ValueError, match="drafter='oracle': must be one of none, adaptive, chain"):
         choices("--drafter", "oracle").value("none")
 
 

@@ -61,13 +61,14 @@ def regenerate(
     """
     from aquiline.engine.opened import open_llm, open_template
     from aquiline.models.load import resolve
+    from aquiline.spec.drafting import Chain
     from aquiline.train.regenerate import Regeneration
     from aquiline.train.regenerate_config import regenerate_config
 
     config = regenerate_config(settings, in_order=in_order)
     pair = replace(pair, target=target, draft=draft)
     # Prompts share no more than a short system message: small pages hold it, pages of 64 tokens would not.
-    llm = open_llm(pair, replace(engine, page_size=16))
+    llm = open_llm(pair, replace(engine, page_size=16), Chain() if draft is not None else None)
     run = Regeneration(llm, open_template(llm, pair, template.template_options), resolve(target), config, is_shown=True)
     print(llm.engine.memory, file=sys.stderr)
     result = run.run()

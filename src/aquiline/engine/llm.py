@@ -20,7 +20,7 @@ from aquiline.errors import NumericalError
 from aquiline.metrics import Counters, RunSummary
 from aquiline.models.draft_config import DraftOverrides
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.drafting import Drafting, NoDraft
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.types import FinishReason, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
@@ -117,7 +117,7 @@ class LLM:
 
     def _start(self, models: LoadedModels, config: EngineConfig, spec: Drafting | None) -> None:
         self.models = models
-        self.spec = spec or (NoDraft() if models.draft_config is None else Adaptive())
+        self.spec = spec or default_spec(models)
         models.check_spec(self.spec)
         self.engine = Engine(models, config)
         self._owners: dict[int | str, _Run] = {}  # by request id, the run that gets its deltas
@@ -281,6 +281,13 @@ class LLM:
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
         """Token ids of a prompt, as `encode_prompt` makes them."""
         return encode_prompt(self.models, prompt)
+
+
+def default_spec(models: LoadedModels) -> Drafting:
+    """How an LLM of these models drafts where nobody says: adaptively, if there is a draft model."""
+    if models.draft_config is None:
+        return NoDraft()
+    return Adaptive() if models.simulated is None else Chain()
 
 
 def output_of(sequence: Sequence) -> Output:

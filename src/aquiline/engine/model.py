@@ -24,7 +24,7 @@ from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
 from aquiline.models.formats import load_draft
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
-from aquiline.ops.quantise import weight_bytes
+from aquiline.ops.quantise import GROUP, weight_bytes
 from aquiline.spec.drafting import Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
 from aquiline.text.tokenizer import load_tokenizer
@@ -50,6 +50,14 @@ class Loading:
         if draft == "auto":
             draft = "int4" if dtype == PACKED else dtype
         return replace(self, dtype=dtype, draft_dtype=draft)
+
+    def for_draft(self, draft: DraftConfig) -> Loading:
+        """The same for a draft of that geometry: beside blocks, one whose widths int4 cannot hold is bfloat16."""
+        own = draft.model
+        widths = (own.hidden_size, own.intermediate_size, own.num_heads * own.head_dim, draft.target_hidden_size)
+        if self.dtype == PACKED and self.draft_dtype == "int4" and any(width % GROUP for width in widths):
+            return replace(self, draft_dtype="bfloat16")
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,10 +154,12 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
     this machine does not have."""
     target_dir = resolve(target)
     draft_dir = resolve(draft) if draft is not None else None
+    is_free = how.draft_dtype == "auto"
     how = for_checkpoint(how, target_dir, environment)
     capture: tuple[int, ...] = ()
     if draft_dir is not None:
         reading = read_draft(draft_dir, read_model_config(target_dir), how.overrides)
+        how = how.for_draft(reading.config) if is_free else how
         capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
     check_fits({target_dir: how.dtype} | ({} if draft_dir is None else {draft_dir: how.draft_dtype}))
     decoder = load_target(target_dir, dtype=how.dtype, capture=capture)

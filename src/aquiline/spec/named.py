@@ -39,12 +39,21 @@ class DraftingChoice:
     given: Mapping[str, Any]
 
     def value(self, default: str) -> Drafting:
-        """The way that is chosen, with those of the given fields that it has. Raises ValueError as `drafting` does."""
-        name = self.name or default
+        """The way that is chosen, with those of the given fields that it has. Raises ValueError as `drafting` does.
+
+        Where no way is named, fields name theirs: the first that has all given fields, if the default has none."""
+        name = self.name or self._meant(default)
         kind = DRAFTINGS.get(name, NoDraft)
         return drafting(
             name, **{f.name: self.given[name_of(f)] for f in dataclass_fields(kind) if name_of(f) in self.given}
         )
+
+    def _meant(self, default: str) -> str:
+        given = set(self.given)
+        names = {name: {name_of(f) for f in dataclass_fields(kind)} for name, kind in DRAFTINGS.items()}
+        if default == NoDraft.name or not given or given & names[default]:
+            return default
+        return next((name for name, own in names.items() if given <= own), default)
 
     def without_effect(self, chosen: Drafting) -> list[str]:
         """Given fields that the chosen way does not have."""
