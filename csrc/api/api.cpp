@@ -326,8 +326,10 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers,
              model->num_layers);
   AQ_TRY(check_rows(rows, *kv, model->vocab, true));
-  AQ_REQUIRE(num_states == rows->num_rows || (model->is_draft && num_states >= 0 && num_states < rows->num_rows),
-             "num_states=%d: %d rows of this model have states", num_states, rows->num_rows);
+  AQ_REQUIRE(num_states >= 0 && num_states <= rows->num_rows, "num_states=%d: must be in [0, %d]", num_states,
+             rows->num_rows);
+  AQ_REQUIRE(model->is_draft || num_states == rows->num_rows, "num_states=%d: all %d rows of this model have states",
+             num_states, rows->num_rows);
   AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
   if (model->is_draft) AQ_TRY(check_pointer("g", g, sizeof(float)));
   if (features != nullptr) AQ_TRY(check_pointer("features", features, sizeof(float)));

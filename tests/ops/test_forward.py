@@ -282,12 +282,16 @@ def test_rows_without_states_write_the_same_keys(dtype, codes, isa):
             assert np.isnan(states[num_states:]).all()
 
 
-def test_rows_of_other_models_have_states():
-    for w, num_states, rows in ((random_weights(), 2, 3), (random_weights(layers=1, draft=True), 4, 3)):
-        kv, table = new_kv(w)
-        g = np.zeros((4, HIDDEN), np.float32)
-        with pytest.raises(NativeError, match=f"num_states={num_states}: {rows} rows of this model have states"):
-            forward_some(calls.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, rows), num_states, g.copy(), g)
+@pytest.mark.parametrize(
+    ("is_draft", "num_states", "message"),
+    [(False, 2, "all 3 rows of this model have states"), (True, 4, "must be in"), (True, -1, "must be in")],
+)
+def test_rows_that_cannot_be_without_states(is_draft, num_states, message):
+    w = random_weights(layers=1, draft=is_draft)
+    kv, table = new_kv(w)
+    g = np.zeros((4, HIDDEN), np.float32)
+    with pytest.raises(NativeError, match=f"num_states={num_states}: {message}"):
+        forward_some(calls.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, 3), num_states, g.copy(), g)
 
 
 @pytest.mark.parametrize("k", [1, 4, 150])
