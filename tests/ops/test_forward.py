@@ -287,7 +287,7 @@ def test_rows_without_states_write_the_same_keys(dtype, codes, isa):
     [(False, 2, "all 3 rows of this model have states"), (True, 4, "must be in"), (True, -1, "must be in")],
 )
 def test_rows_that_cannot_be_without_states(is_draft, num_states, message):
-    w = random_weights(layers=1, draft=is_draft)
+    w = random_weights(layers=1 if is_draft else 3, draft=is_draft)
     kv, table = new_kv(w)
     g = np.zeros((4, HIDDEN), np.float32)
     with pytest.raises(NativeError, match=f"num_states={num_states}: {message}"):
