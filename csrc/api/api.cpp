@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -326,8 +327,10 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers,
              model->num_layers);
   AQ_TRY(check_rows(rows, *kv, model->vocab, true));
-  AQ_REQUIRE(num_states == rows->num_rows || (model->is_draft && num_states >= 0 && num_states < rows->num_rows),
-             "num_states=%d: %d rows of this model have states", num_states, rows->num_rows);
+  AQ_REQUIRE(num_states >= 0 && num_states <= rows->num_rows, "num_states=%d: must be in [0, %d]", num_states,
+             rows->num_rows);
+  AQ_REQUIRE(model->is_draft || num_states == rows->num_rows, "num_states=%d: all %d rows of this model have states",
+             num_states, rows->num_rows);
   AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
   if (model->is_draft) AQ_TRY(check_pointer("g", g, sizeof(float)));
   if (features != nullptr) AQ_TRY(check_pointer("features", features, sizeof(float)));
@@ -338,15 +341,17 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   job.hidden = hidden, job.features = features;
   job.seconds = engine().seconds == nullptr ? nullptr : engine().seconds + parts_of(*model);
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
-  AQ_RESERVE(job.normed, normed, float,
-             norm_copies(rows->num_rows, num_threads()) * n * model->layers[0].attention.qkv.k);
+  // Few rows have a copy for each thread, so the rows with states may take more than all rows do.
+  const size_t own = norm_copies(num_states, num_threads()) * num_states;
+  const size_t num_normed = std::max(norm_copies(rows->num_rows, num_threads()) * n, own);
+  AQ_RESERVE(job.normed, normed, float, num_normed * model->layers[0].attention.qkv.k);
   const size_t qkv_width = num_outputs(model->layers[0].attention.qkv);
   AQ_RESERVE(job.qkv, qkv, float, n* qkv_width);
   AQ_RESERVE(job.attended, attended, float, n* heads);
   AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
   if (takes_codes(*model)) {
     const size_t widest = heads > (size_t)model->intermediate ? heads : model->intermediate;
-    AQ_RESERVE(job.codes, codes, Codes, norm_copies(rows->num_rows, num_threads()) * n * ((widest + 31) / 32));
+    AQ_RESERVE(job.codes, codes, Codes, num_normed * ((widest + 31) / 32));
   }
   if (host::is_in_blocks(model->embed_dtype)) AQ_RESERVE(job.embedded, embedded, float, n * model->hidden);
   AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);

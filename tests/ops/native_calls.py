@@ -73,10 +73,8 @@ def guess(model, hidden, index, sampling, d2t=None):
 
 def forward_some(model, kv, rows, num_states, hidden, g):
     """A forward whose rows from num_states on only write their keys."""
-    kv, rows = buffers.describe_kv(kv), buffers.describe_rows(rows)
-    LOADED.forward(
-        ctypes.byref(model.struct), ctypes.byref(kv), ctypes.byref(rows), at(g), num_states, at(hidden), None
-    )
+    structs = model.struct, buffers.describe_kv(kv), buffers.describe_rows(rows)
+    LOADED.forward(*map(ctypes.byref, structs), at(g), num_states, at(hidden), None)
 
 
 def move_kv(kv, page_table, slots, src, dst):

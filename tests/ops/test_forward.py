@@ -261,20 +261,20 @@ def test_rows_without_states_write_the_same_keys(dtype, codes, isa):
     to the bit, in whatever order the rows stand."""
     w = random_weights(dtype, 1, True, extras=True)
     model = calls.NativeModel(w, "int8" if codes else "float32", codes)
-    g = np.random.default_rng(4).normal(0, 1, (70, HIDDEN)).astype(np.float32)
-    whole, table = new_kv(w)
-    hidden = np.zeros((70, HIDDEN), np.float32)
-    rows = chunk_rows(table, TOKENS, 0, 70)
-    model.forward(whole, rows, hidden, None, g)
-    for threads in (1, 2, 3):
-        calls.set_threads(threads)
-        for num_states in (0, 1, 3, 69):
-            order = np.random.default_rng(num_states).permutation(70)
+    for num, num_states in ((17, 16), (70, 0), (70, 1), (70, 3), (70, 69)):
+        g = np.random.default_rng(4).normal(0, 1, (num, HIDDEN)).astype(np.float32)
+        whole, table = new_kv(w)
+        hidden = np.zeros((num, HIDDEN), np.float32)
+        rows = chunk_rows(table, TOKENS, 0, num)
+        model.forward(whole, rows, hidden, None, g)
+        for threads in (1, 2, 3):
+            calls.set_threads(threads)
+            order = np.random.default_rng(num_states).permutation(num)
             kv, _ = new_kv(w)
-            mixed = chunk_rows(table, TOKENS, 0, 70)
+            mixed = chunk_rows(table, TOKENS, 0, num)
             for name in ("tokens", "positions", "write", "context_len"):
                 getattr(mixed, name)[:] = getattr(rows, name)[order]
-            states = np.full((70, HIDDEN), np.nan, np.float32)
+            states = np.full((num, HIDDEN), np.nan, np.float32)
             forward_some(model, kv, mixed, num_states, states, np.ascontiguousarray(g[order]))
             assert torch.equal(kv.k.view(torch.int16), whole.k.view(torch.int16))
             assert torch.equal(kv.v.view(torch.int16), whole.v.view(torch.int16))
@@ -282,12 +282,16 @@ def test_rows_without_states_write_the_same_keys(dtype, codes, isa):
             assert np.isnan(states[num_states:]).all()
 
 
-def test_rows_of_other_models_have_states():
-    for w, num_states, rows in ((random_weights(), 2, 3), (random_weights(layers=1, draft=True), 4, 3)):
-        kv, table = new_kv(w)
-        g = np.zeros((4, HIDDEN), np.float32)
-        with pytest.raises(NativeError, match=f"num_states={num_states}: {rows} rows of this model have states"):
-            forward_some(calls.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, rows), num_states, g.copy(), g)
+@pytest.mark.parametrize(
+    ("is_draft", "num_states", "message"),
+    [(False, 2, "all 3 rows of this model have states"), (True, 4, "must be in"), (True, -1, "must be in")],
+)
+def test_rows_that_cannot_be_without_states(is_draft, num_states, message):
+    w = random_weights(layers=1 if is_draft else 3, draft=is_draft)
+    kv, table = new_kv(w)
+    g = np.zeros((4, HIDDEN), np.float32)
+    with pytest.raises(NativeError, match=f"num_states={num_states}: {message}"):
+        forward_some(calls.NativeModel(w), kv, chunk_rows(table, TOKENS, 0, 3), num_states, g.copy(), g)
 
 
 @pytest.mark.parametrize("k", [1, 4, 150])

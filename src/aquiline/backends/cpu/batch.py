@@ -135,7 +135,7 @@ class NativeBatch:
         if len(cuts) > len(self._cuts):
             self._cuts = (c_float * (2 * len(cuts)))()
         if cuts:
-            self._cuts[: len(cuts)] = cuts
+            self._cuts[: len(cuts)] = cuts  # type: ignore[assignment]
         if len(message) > len(self._message):
             self._message = (c_int32 * (2 * len(message)))()
         self._message[: len(message)] = message  # type: ignore[assignment]

@@ -54,8 +54,10 @@ class Cuts:
     @staticmethod
     def of(cuts: Sequence[Cut], length: int, device: torch.device) -> Cuts:
         """The cuts of chains of `length` levels at most."""
-        columns = (torch.tensor(column, dtype=torch.float32, device=device) for column in zip(*cuts, strict=True))
-        return Cuts(*columns, max(most_levels(cut, length) for cut in cuts))
+        chances, seconds, least_node, least_pass = (
+            torch.tensor(column, dtype=torch.float32, device=device) for column in zip(*cuts, strict=True)
+        )
+        return Cuts(chances, seconds, least_node, least_pass, max(most_levels(cut, length) for cut in cuts))
 
 
 def most_levels(cut: Cut, length: int) -> int:
