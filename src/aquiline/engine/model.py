@@ -24,6 +24,7 @@ from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
 from aquiline.models.formats import load_draft
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
+from aquiline.models.named import draft_of
 from aquiline.ops.quantise import weight_bytes
 from aquiline.spec.drafting import Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
@@ -145,7 +146,7 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
     Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for settings
     this machine does not have."""
     target_dir = resolve(target)
-    draft_dir = resolve(draft) if draft is not None else None
+    draft_dir = resolve(draft_of(draft)) if draft is not None else None
     how = for_checkpoint(how, target_dir, environment)
     capture: tuple[int, ...] = ()
     if draft_dir is not None:

@@ -72,5 +72,5 @@ def described(output: Output) -> dict[str, object]:
         "token_ids": output.token_ids,
         "text": output.text,
         "finish_reason": output.finish_reason,
-        "accepted_by": ["draft" if by_draft else "target" for by_draft in output.by_draft],
+        "accepted_by": output.sources,
     } | {name: [asdict(entry) for entry in entries] for name, entries in both if entries is not None}
