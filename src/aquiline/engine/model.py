@@ -6,6 +6,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -147,6 +148,13 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
     this machine does not have."""
     target_dir = resolve(target)
     draft_dir = resolve(draft_of(draft)) if draft is not None else None
+    with ThreadPoolExecutor(1) as beside:  # a tokenizer is Python's work, weights are mostly native code's
+        tokenizer = beside.submit(load_tokenizer, target_dir)
+        models = _load_pair(target_dir, draft_dir, how, environment)
+        return replace(models, tokenizer=tokenizer.result())
+
+
+def _load_pair(target_dir: Path, draft_dir: Path | None, how: Loading, environment: Environment) -> LoadedModels:
     how = for_checkpoint(how, target_dir, environment)
     capture: tuple[int, ...] = ()
     if draft_dir is not None:
@@ -160,7 +168,7 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
             draft_dir, decoder, dtype=how.draft_dtype, capture=how.overrides.capture,
             norm_feedback=how.overrides.norm_feedback,
         )  # fmt: skip
-    return from_modules(decoder, head, load_tokenizer(target_dir), how, environment)
+    return from_modules(decoder, head, None, how, environment)
 
 
 def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:
