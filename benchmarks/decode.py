@@ -25,11 +25,11 @@ from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import rotated
 from aquiline.config import EngineConfig, Environment, SamplingParams
-from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
 from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
+from aquiline.models.named import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import NoDraft
 
 NEW_TOKENS = 128

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.engine.bundled import BUNDLED_TARGET
+from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec.lookup import Lookup, MatchEvents
 from aquiline.text.tokenizer import load_tokenizer
 

@@ -17,9 +17,9 @@ from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.results.intervals import rotated
 from aquiline.config import MAX_NODES, EngineConfig, SamplingParams
-from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM
 from aquiline.metrics import RunSummary, repeated_share
+from aquiline.models.named import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 
 NEW_TOKENS = 128

@@ -1,9 +1,10 @@
-"""Linear weights in GGUF's packed blocks, as a file holds them."""
+"""Linear weights in GGUF's packed blocks, as a file holds them. They are read when they are asked for, and not kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -26,25 +27,36 @@ _HALVES = {
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight:
-    """A weight [N, K] as rows of packed blocks, uint8 [N, bytes of a row]. kind: one of BLOCK_TYPES."""
+    """A weight [N, K] as rows of packed blocks. kind: one of BLOCK_TYPES; num_rows: N; row_bytes: of one row's blocks.
+
+    read: gives the blocks. Where they lie in a file it reads them anew at each call. So a model is never twice in
+    memory while it is packed."""
 
     kind: str
-    blocks: Tensor
+    num_rows: int
+    row_bytes: int
+    read: Callable[[], Tensor]
+
+    @property
+    def blocks(self) -> Tensor:
+        """The blocks now, uint8 [N, bytes of a row]. Keep them in a variable for as long as they are needed."""
+        found = self.read()
+        assert found.shape == (self.num_rows, self.row_bytes), (found.shape, self.num_rows, self.row_bytes)
+        return found
 
     @property
     def shape(self) -> tuple[int, int]:
         """N and K."""
         inputs, size = block_size(self.kind)
-        return self.blocks.shape[0], self.blocks.shape[1] // size * inputs
+        return self.num_rows, self.row_bytes // size * inputs
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the blocks."""
-        return self.blocks.numel()
+        return self.num_rows * self.row_bytes
 
-    @property
     def is_finite(self) -> bool:
-        """Whether every weight is a finite number."""
+        """Whether every weight is a finite number; reads the blocks."""
         blocks = self.blocks.reshape(-1, block_size(self.kind)[1])
         halves = (blocks[:, at : at + 2].contiguous().view(torch.float16) for at in _HALVES[self.kind])
         return all(bool(torch.isfinite(half).all()) for half in halves)
@@ -59,14 +71,21 @@ Parts = tuple[BlockWeight, ...]
 """A fused weight: its rows part by part, since parts may be of different types."""
 
 
+def in_memory(kind: str, blocks: Tensor) -> BlockWeight:
+    """A weight whose blocks, uint8 [N, bytes of a row], are in memory."""
+    return BlockWeight(kind, blocks.shape[0], blocks.shape[1], lambda: blocks)
+
+
 def joined(weights: Sequence[BlockWeight]) -> Parts:
     """Weights one below the other; neighbours of one type become one part."""
-    parts: list[BlockWeight] = []
-    for weight in weights:
-        if parts and parts[-1].kind == weight.kind:
-            weight = BlockWeight(weight.kind, torch.cat([parts.pop().blocks, weight.blocks]))
-        parts.append(weight)
-    return tuple(parts)
+    runs = [list(run) for _, run in groupby(weights, key=lambda weight: weight.kind)]
+    return tuple(run[0] if len(run) == 1 else _below(run) for run in runs)
+
+
+def _below(run: list[BlockWeight]) -> BlockWeight:
+    """Weights of one type as one."""
+    num_rows = sum(weight.num_rows for weight in run)
+    return replace(run[0], num_rows=num_rows, read=lambda: torch.cat([weight.blocks for weight in run]))
 
 
 def dequantised(parts: Parts) -> Tensor:

@@ -67,8 +67,14 @@ def parse_template_options(text: str) -> dict[str, object]:
 class PairConfig:
     """A target and its draft, and how they are stored and multiplied; target None: the bundled pair."""
 
-    target: str | None = setting(None, "Target checkpoint: directory, .gguf file or hub id. Default: bundled.", MODEL)
-    draft: str | None = setting(None, "EAGLE-3 draft checkpoint: directory or hub id.", MODEL)
+    target: str | None = setting(
+        None, "Target checkpoint: directory, .gguf file, hub id, or the name of a known pair: smollm2 or bundled. "
+        "Default: bundled.", MODEL,
+    )  # fmt: skip
+    draft: str | None = setting(
+        None, "EAGLE-3 draft checkpoint: directory, hub id or the name of a known pair. Default: a known pair's own, "
+        "else none.", MODEL,
+    )  # fmt: skip
     capture: tuple[int, ...] | None = setting(
         None, "Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says.", MODEL,
         parse=parse_layers,
@@ -88,12 +94,9 @@ class PairConfig:
         "fastest; auto: by the storage and the CPU, always the same.", MODEL,
     )  # fmt: skip
 
-    @property
-    def default_drafter(self) -> str:
-        """The name of the way to draft where none is named. Raises ValueError for a draft without its target."""
+    def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
             raise ValueError(f"draft={self.draft!r}: needs --target; the bundled target has its own draft")
-        return "none" if self.target is not None and self.draft is None else "adaptive"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ Bool = NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
+Source = Literal["draft", "lookup", "target"]
+"""Who wrote a token first: the draft model, a copy from text that was there before, or the target itself. The target
+checked every token of the other two."""
+
 KEY_GROUP = 16
 """Keys are stored transposed in groups of this many, so that one vector register holds one channel of 16 keys."""
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from aquiline.bench.eval.answers import AnswerFile, TurnAnswer, answer_row
 from aquiline.config import SamplingParams
-from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.metrics import mean
+from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec.named import drafting
 from aquiline.text.questions import Question
 

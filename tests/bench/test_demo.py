@@ -13,9 +13,9 @@ from tests.conftest import needs_native
 from aquiline.bench.data.prompts import PROMPT_TOKENS, package_prompts, read_prompts
 from aquiline.bench.suite.demo import SETTINGS, TEMPERATURES, run_demo
 from aquiline.config import EngineConfig
-from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
+from aquiline.models.named import BUNDLED_PROMPTS
 
 NEW_TOKENS = 24
 

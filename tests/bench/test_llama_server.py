@@ -20,10 +20,10 @@ from aquiline.bench.peers.results import PeerModel, result_of
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target, read_model_config
+from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, NoDraft
 
 PROMPT = [5, 9, 33, 7, 12, 80, 80, 41, 3, 99, 14, 150]

@@ -15,9 +15,9 @@ from aquiline.bench.peers.base import Peer, Place, parse_peer
 from aquiline.bench.peers.converted import cached, converted, stored_dtype
 from aquiline.bench.peers.random_target import random_target
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.models.load import load_target, read_model_config
+from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, NoDraft
 
 NEW_TOKENS = 24

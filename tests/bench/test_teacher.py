@@ -12,9 +12,9 @@ from tests.engine.oracle import deepest, teach
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.eval.teacher import Guesses, accuracy, guess, teacher
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import LLM
 from aquiline.metrics import Counters
+from aquiline.models.named import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Drafting
 
 PROMPT = [5, 6, 7, 8, 9]

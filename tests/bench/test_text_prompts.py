@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
 from aquiline.bench.data.prompts import TokenPrompt, read_prompts, text_prompts
-from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.metrics import repeated_share
+from aquiline.models.named import BUNDLED_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
 

@@ -142,7 +142,7 @@ def test_json_output_of_generate(pair: Path) -> None:
     result = llm.run([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
     data = json.loads(json.dumps(as_dict(result, llm)))
     assert len(data["outputs"][0]["token_ids"]) == len(data["outputs"][0]["accepted_by"]) == 9
-    assert set(data["outputs"][0]["accepted_by"]) <= {"draft", "target"}
+    assert set(data["outputs"][0]["accepted_by"]) <= {"draft", "lookup", "target"}
     wanted = (
         "tau acceptance_rate per_position num_steps num_draft_tokens num_accepted_tokens num_committed tokens_cut "
         "target_calls_per_token decode_tokens_per_s prefill_ms decode_ms"

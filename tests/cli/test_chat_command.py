@@ -126,9 +126,9 @@ def test_options_of_a_chat_need_one(pair: Path, options: list[str], named: str) 
 def test_a_target_without_a_template(tmp_path: Path) -> None:
     refused = run("generate", "--chat", "--prompt", "hi")
     assert refused.exit_code == 2 and "chat: the chat template of" in refused.stderr
-    done = run("chat", "--max-tokens", 4, stdin="def f(x):\n")
+    done = run("chat", "--target", "bundled", "--max-tokens", 4, stdin="def f(x):\n")
     assert done.exit_code == 0 and done.stdout.strip()
-    assert "the bundled target has no chat template: what you write is continued as plain text" in done.stderr
+    assert "bundled has no chat template: what you write is continued as text" in done.stderr
 
 
 class Terminal:

@@ -13,11 +13,11 @@ from tests.engine.sampling_apart import gumbel
 from torch import Tensor
 
 from aquiline.config import SamplingParams
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config
 from aquiline.models.load import load_target
+from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 Path = tuple[int, ...]

@@ -53,8 +53,8 @@ def test_pieces_are_the_text_and_say_who_wrote_it() -> None:
     pieces: list[Piece] = []
     answer = chat.ask('def greet(name):\n    """Grüße é"""\n', pieces.append)
     assert "".join(piece.text for piece in pieces) == answer.output.text
-    assert len(pieces) > 40 and answer.share_by_draft == sum(answer.output.by_draft) / 60 > 0.3
-    assert sum(piece.by_draft for piece in pieces) == pytest.approx(sum(answer.output.by_draft), abs=3)
+    assert len(pieces) > 40 and answer.share_by("draft") == sum(answer.output.by_draft) / 60 > 0.3
+    assert sum(piece.source != "target" for piece in pieces) == pytest.approx(sum(answer.output.by_draft), abs=3)
     assert (
         answer.output.text
         == llm.generate('def greet(name):\n    """Grüße é"""\n', SamplingParams(max_tokens=60))[0].text
@@ -82,7 +82,7 @@ def test_an_answer_stops_between_two_steps() -> None:
     assert answer.footer.endswith("; stopped") and not chat.llm.engine.is_busy
     assert chat.ask("more").output.text
     nothing = chat.ask("again", is_stopped=lambda: True)
-    assert nothing.output.text == "" and nothing.share_by_draft == 0
+    assert nothing.output.text == "" and nothing.share_by("draft") == 0
 
 
 def test_what_fails_leaves_the_history_and_the_engine_as_they_were() -> None:

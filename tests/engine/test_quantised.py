@@ -20,11 +20,11 @@ from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.pair import resolve_arithmetic
 from aquiline.config import ISAS, Environment, SamplingParams
-from aquiline.engine.bundled import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.engine.score import Scorer
 from aquiline.models.load import read_model_config
+from aquiline.models.named import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.ops.quantise import weight_bytes
 from aquiline.spec.drafting import Static
 

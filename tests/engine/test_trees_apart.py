@@ -13,9 +13,9 @@ from tests.engine.test_sampling_apart import NOISY, PLAIN, bundled
 from tests.spec.topologies import paths
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.engine.bundled import BUNDLED_PROMPTS
 from aquiline.engine.llm import Output
 from aquiline.engine.step import Step
+from aquiline.models.named import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 pytestmark = needs_native

@@ -155,9 +155,9 @@ class Traffic:
         assert output == [token for d in deltas for token in d.token_ids] == truth.token_ids[: len(output)]
         if sequence.request.sampling.frequency_penalty == LARGEST:
             assert len({*output}) == len(output), "no token stands twice"
-        assert sum(d.num_accepted for d in deltas) == sum(sequence.by_draft)
+        assert sum(d.num_accepted for d in deltas) == sum(source != "target" for source in sequence.sources)
         assert sequence.logprobs == (truth.logprobs or [])[: len(output)]
-        assert counters.num_prefilled + counters.num_committed == len(output) == len(sequence.by_draft)
+        assert counters.num_prefilled + counters.num_committed == len(output) == len(sequence.sources)
         assert counters.num_prefilled == bool(output), "however often it was preempted"
         assert counters.num_prompt_tokens == sequence.num_prompt or not output
         assert counters.num_committed == counters.num_steps + counters.num_accepted_tokens - counters.tokens_cut

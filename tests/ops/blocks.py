@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aquiline.blocks import BLOCK_TYPES, BlockWeight, block_size
+from aquiline.blocks import BLOCK_TYPES, BlockWeight, block_size, in_memory
 
 WIDTHS = {kind: block_size(kind)[0] for kind in BLOCK_TYPES}
 IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
@@ -25,7 +25,7 @@ def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> BlockWeight:
     for at in HALVES[kind]:
         scale = rng.normal(0, 0.01, (n, k // inputs, 1)).astype(np.float16)
         blocks[..., at : at + 2] = scale.view(np.uint8).reshape(n, -1, 2)
-    return BlockWeight(kind, torch.from_numpy(blocks.reshape(n, -1)))
+    return in_memory(kind, torch.from_numpy(blocks.reshape(n, -1)))
 
 
 @dataclass(frozen=True)

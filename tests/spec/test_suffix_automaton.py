@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aquiline.engine import engine, llm
-from aquiline.engine.bundled import BUNDLED_TARGET
+from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec import suffix_automaton
 from aquiline.spec.suffix_automaton import MAX_SETTLED, SEPARATOR, SuffixAutomaton
 from aquiline.text.tokenizer import load_tokenizer

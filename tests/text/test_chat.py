@@ -12,8 +12,8 @@ from tests.text.families import HARMONY, LLAMA31, MARKED, QWEN3, QWEN25, SMOLLM2
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.errors import CheckpointError
+from aquiline.models.named import BUNDLED_TARGET
 from aquiline.text.chat import ChatTemplate, conversation
 
 BOS = "<|endoftext|>"

@@ -18,6 +18,8 @@ OFFERED = Fields(only=("max_tokens", "temperature", "top_k", "top_p", "seed"), d
 EXAMPLES = """
 Examples:
 
+  aquiline chat --target smollm2
+
   aquiline chat --target DIR --draft DIR
 
   aquiline chat --target DIR --system 'Answer in one sentence.' --temperature 0.8 --seed 1
@@ -41,18 +43,20 @@ def chat(
     """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures behind each answer.
 
     The target's chat template turns the conversation into its prompt. Without a terminal each line of stdin is a turn.
+    Without --target it is smollm2 where its weights are installed, else the bundled pair.
     """
     from aquiline.cli.show.conversation import converse
     from aquiline.engine.chat import ChatSession
     from aquiline.engine.opened import open_llm, open_template
+    from aquiline.models.named import talker
 
+    pair = pair if pair.target is not None else replace(pair, target=talker())
     spec = chosen(drafting, pair)
     llm = open_llm(pair, replace(engine, max_batch=1), spec)
     wrapped = open_template(llm, pair, template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
     if not wrapped.has_template:
-        name = pair.target or "the bundled target"
-        print(f"aquiline: {name} has no chat template: what you write is continued as plain text", file=sys.stderr)
+        print(f"aquiline: {pair.target} has no chat template: what you write is continued as text", file=sys.stderr)
     converse(session, spec.is_speculative, as_json)
 
 

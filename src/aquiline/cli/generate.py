@@ -24,6 +24,8 @@ Examples:
 
   aquiline generate --target DIR --draft DIR --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
 
+  aquiline generate --target smollm2 --chat --prompt 'Why is the sky blue?'
+
   aquiline generate --target DIR --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
 
   aquiline generate --prompts-file questions.jsonl --out answers.jsonl --max-batch 16 --max-tokens 256

@@ -30,7 +30,9 @@ def wide_console() -> Console:
 
 def chosen(drafting: DraftingChoice, pair: PairConfig) -> Drafting:
     """The way to draft that the options say, by default the pair's; names on stderr what has no effect."""
-    spec = drafting.value(pair.default_drafter)
+    from aquiline.models.named import checkpoints
+
+    spec = drafting.value("none" if checkpoints(pair.target, pair.draft).draft is None else "adaptive")
     for name in drafting.without_effect(spec):
         print(f"aquiline: --{name.replace('_', '-')} has no effect with drafter {spec.name}", file=sys.stderr)
     return spec

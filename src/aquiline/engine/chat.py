@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tokenizers import Tokenizer
+
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output, output_of
 from aquiline.engine.sequence import Sequence, TokenDelta
@@ -16,14 +18,15 @@ from aquiline.errors import NumericalError
 from aquiline.metrics import RunSummary
 from aquiline.text.chat import ChatTemplate, Message, conversation
 from aquiline.text.detokenizer import Detokenizer
+from aquiline.types import Source
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that one token made final, and whether the draft wrote that token."""
+    """Text that one token made final, and who wrote that token."""
 
     text: str
-    by_draft: bool
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,9 @@ class Answer:
     output: Output
     summary: RunSummary
 
-    @property
-    def share_by_draft(self) -> float:
-        """Share of the answer's tokens that the draft wrote."""
-        by_draft = self.output.by_draft
-        return sum(by_draft) / len(by_draft) if by_draft else 0.0
+    def share_by(self, source: Source) -> float:
+        """Share of the answer's tokens that `source` wrote."""
+        return self.output.sources.count(source) / max(1, len(self.output.sources))
 
     @property
     def footer(self) -> str:
@@ -45,7 +46,8 @@ class Answer:
         s, num_tokens = self.summary, len(self.output.token_ids)
         line = f"{num_tokens} tokens, {s.decode_tokens_per_s:.0f} tok/s"
         if s.counters.num_draft_tokens:
-            line += f", tau {s.counters.tau:.2f}, {self.share_by_draft:.0%} by the draft"
+            line += f", tau {s.counters.tau:.2f}, {self.share_by('draft'):.0%} by the draft"
+            line += f", {copied:.0%} copied" if (copied := self.share_by("lookup")) else ""
         ends = {"length": "; cut at its longest", "abort": "; stopped"}
         return line + ends.get(self.output.finish_reason, "")
 
@@ -129,12 +131,22 @@ class ChatSession:
 
 def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[Piece]:
     """The text of a step token by token; a stop token shows none."""
-    ids = delta.token_ids
-    if delta.finish_reason == "stop" and ids[-1] in sequence.eos_token_ids:
-        ids = ids[:-1]
-    for place, token in enumerate(ids):
+    written = list(zip(delta.token_ids, delta.sources, strict=True))
+    if delta.finish_reason == "stop" and delta.token_ids[-1] in sequence.eos_token_ids:
+        written.pop()
+    for token, source in written:
         text = detokenizer.add([token])
         if text:
-            yield Piece(text, place < delta.num_accepted)
+            yield Piece(text, source)
     if delta.finish_reason is not None and (rest := detokenizer.finish()):
-        yield Piece(rest, sequence.by_draft[-1])
+        yield Piece(rest, sequence.sources[-1])
+
+
+def pieces_of(output: Output, tokenizer: Tokenizer) -> list[Piece]:
+    """A finished output as the pieces that its tokens wrote; special tokens write none."""
+    detokenizer = Detokenizer(tokenizer, tuple(output.prompt_ids), ())
+    pieces = [
+        Piece(detokenizer.add([token]), source) for token, source in zip(output.token_ids, output.sources, strict=True)
+    ]
+    pieces += [Piece(detokenizer.finish(), output.sources[-1])] if output.sources else []
+    return [piece for piece in pieces if piece.text]

@@ -11,7 +11,7 @@ from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.engine.step import Step
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
-from aquiline.types import TokenLogprobs
+from aquiline.types import Source, TokenLogprobs
 
 
 class Committer:
@@ -37,7 +37,8 @@ class Committer:
             if sequence.finish_reason is not None:
                 continue
             num_accepted = len(decoded.kept) - 1
-            delta = append(sequence, decoded.kept, num_accepted, decoded.logprobs)
+            drafter: Source = "draft" if message.proposal is None else "lookup"
+            delta = append(sequence, decoded.kept, num_accepted, decoded.logprobs, drafter)
             num_kept = len(delta.token_ids)
             sequence.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
             deltas.append(delta)
@@ -88,13 +89,17 @@ class Committer:
 
 
 def append(
-    sequence: Sequence, tokens: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None
+    sequence: Sequence,
+    tokens: list[int],
+    num_accepted: int,
+    logprobs: list[TokenLogprobs] | None,
+    drafter: Source = "draft",
 ) -> TokenDelta:
     """Append a step's tokens. A last token of -1 says that the target's logits are not numbers. The sequence then ends
     with an error, unless the tokens before the last one already end it."""
     if tokens[-1] >= 0:
-        return sequence.append(tokens, num_accepted, logprobs)
-    delta = sequence.append(tokens[:-1], num_accepted, logprobs)
+        return sequence.append(tokens, num_accepted, logprobs, drafter)
+    delta = sequence.append(tokens[:-1], num_accepted, logprobs, drafter)
     if delta.finish_reason is not None:
         return delta
     end = sequence.end(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aquiline.config import EngineConfig, Environment, SamplingParams
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.encode import encode_prediction, encode_prompt
 from aquiline.engine.engine import Engine
 from aquiline.engine.model import LoadedModels, Loading, load_models
@@ -19,9 +18,10 @@ from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import NumericalError
 from aquiline.metrics import Counters, RunSummary
 from aquiline.models.draft_config import DraftOverrides
+from aquiline.models.named import checkpoints
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
-from aquiline.types import FinishReason, TokenLogprobs
+from aquiline.types import FinishReason, Source, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
 Predictions = str | list[str | list[int] | None]
@@ -29,8 +29,8 @@ Predictions = str | list[str | list[int] | None]
 
 @dataclass(frozen=True)
 class Output:
-    """One finished request. token_ids include the stop token, text does not; by_draft says per token whether the draft
-    wrote it; metrics count this request's steps alone. logprobs hold one entry per output token, prompt_logprobs one
+    """One finished request. token_ids include the stop token, text does not; sources say who wrote each token; metrics
+    count this request's steps alone. logprobs hold one entry per output token, prompt_logprobs one
     per prompt token but the first, where asked for. ttft_ms: from its arrival to its first token; total_ms: to its end.
     error: why finish_reason is "error"."""
 
@@ -40,13 +40,18 @@ class Output:
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
-    by_draft: list[bool]
+    sources: list[Source]
     metrics: Counters
     ttft_ms: float
     total_ms: float
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+
+    @property
+    def by_draft(self) -> list[bool]:
+        """Per token whether it was drafted, by the draft model or from text that was there before."""
+        return [source != "target" for source in self.sources]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class _Run:
 
 
 class LLM:
-    """A target with or without a draft. Without arguments it is the pair that comes with the package.
+    """A target with or without a draft, each a path, a hub id or the name of a known pair ("smollm2", "bundled"), whose
+    own draft comes with its target. Without arguments it is the pair that comes with the package.
 
     `spec`: the default way to draft; Adaptive() if a draft is loaded, no drafting otherwise.
     `dtype`: how weights are stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them.
@@ -100,12 +106,10 @@ class LLM:
         capture: tuple[int, ...] | None = None,
         norm_feedback: bool | None = None,
     ) -> None:
-        if target is None:
-            is_plain = spec is not None and not spec.needs_draft_model
-            target, draft = BUNDLED_TARGET, draft or (None if is_plain else BUNDLED_DRAFT)
+        pair, is_plain = checkpoints(target, draft), spec is not None and not spec.needs_draft_model
         config = engine or EngineConfig()
         how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback), draft_dtype)
-        models = load_models(target, draft, how, Environment.read())
+        models = load_models(pair.target, draft if is_plain else pair.draft, how, Environment.read())
         self._start(models, config, spec)
 
     @classmethod
@@ -301,7 +305,7 @@ def output_of(sequence: Sequence) -> Output:
         token_ids=sequence.output_ids,
         text=sequence.text,
         finish_reason=sequence.finish_reason,
-        by_draft=sequence.by_draft,
+        sources=sequence.sources,
         metrics=sequence.counters,
         ttft_ms=(sequence.first_token_s - sequence.request.arrival) * 1e3 if sequence.first_token_s else 0.0,
         total_ms=(sequence.ended_s - sequence.request.arrival) * 1e3,

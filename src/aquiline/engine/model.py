@@ -6,6 +6,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
 from aquiline.models.formats import load_draft
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
+from aquiline.models.named import draft_of
 from aquiline.ops.quantise import GROUP, weight_bytes
 from aquiline.spec.drafting import Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
@@ -153,7 +155,14 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
     Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for settings
     this machine does not have."""
     target_dir = resolve(target)
-    draft_dir = resolve(draft) if draft is not None else None
+    draft_dir = resolve(draft_of(draft)) if draft is not None else None
+    with ThreadPoolExecutor(1) as beside:  # a tokenizer is Python's work, weights are mostly native code's
+        tokenizer = beside.submit(load_tokenizer, target_dir)
+        models = _load_pair(target_dir, draft_dir, how, environment)
+        return replace(models, tokenizer=tokenizer.result())
+
+
+def _load_pair(target_dir: Path, draft_dir: Path | None, how: Loading, environment: Environment) -> LoadedModels:
     is_free = how.draft_dtype == "auto"
     how = for_checkpoint(how, target_dir, environment)
     capture: tuple[int, ...] = ()
@@ -169,7 +178,7 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
             draft_dir, decoder, dtype=how.draft_dtype, capture=how.overrides.capture,
             norm_feedback=how.overrides.norm_feedback,
         )  # fmt: skip
-    return from_modules(decoder, head, load_tokenizer(target_dir), how, environment)
+    return from_modules(decoder, head, None, how, environment)
 
 
 def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:

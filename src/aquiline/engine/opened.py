@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from aquiline.config import EngineConfig, PairConfig
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.models.fingerprint import fingerprint
 from aquiline.models.load import resolve
+from aquiline.models.named import checkpoints, draft_of
 from aquiline.spec.drafting import Drafting
 from aquiline.text.chat import ChatTemplate
 
@@ -21,19 +21,19 @@ def open_llm(pair: PairConfig, engine: EngineConfig, spec: Drafting | None = Non
 
 def open_template(llm: LLM, pair: PairConfig, options: dict[str, object] | None = None) -> ChatTemplate:
     """The chat template of the target that `llm` runs."""
-    return ChatTemplate.load(resolve(pair.target or BUNDLED_TARGET), llm.models.tokenizer, options)
+    return ChatTemplate.load(resolve(checkpoints(pair.target, pair.draft).target), llm.models.tokenizer, options)
 
 
 def identity(llm: LLM, pair: PairConfig) -> dict[str, object]:
     """What decides results beside the sampling: checkpoints by their bytes, how they run, how the draft is used."""
-    models = llm.models
+    models, named = llm.models, checkpoints(pair.target, pair.draft)
     draft: object = None
-    if models.draft_config is not None:
-        checkpoint = fingerprint(resolve(pair.draft or BUNDLED_DRAFT))
+    if models.draft_config is not None and named.draft is not None:
+        checkpoint = fingerprint(resolve(draft_of(named.draft)))
         draft = [checkpoint, asdict(models.draft_config), asdict(llm.spec)]
     elif llm.spec.is_speculative:
         draft = llm.spec.as_dict()
     return {
-        "target": fingerprint(resolve(pair.target or BUNDLED_TARGET)), "draft": draft,
+        "target": fingerprint(resolve(named.target)), "draft": draft,
         "dtype": models.storage, "arithmetic": models.arithmetic, "path": models.pair.name,
     }  # fmt: skip

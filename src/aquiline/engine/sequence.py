@@ -15,7 +15,7 @@ from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafting import Drafting, Proposer
 from aquiline.text.detokenizer import Detokenizer
-from aquiline.types import FinishReason, TokenLogprobs
+from aquiline.types import FinishReason, Source, TokenLogprobs
 
 MAX_DEADLINE_S = 1e9
 """Thirty years; a longer deadline, NaN and infinity are taken for mistakes."""
@@ -93,8 +93,8 @@ def _is_number(value: object) -> bool:
 
 
 class TokenDelta(NamedTuple):
-    """What a step added to one request. num_accepted: how many of token_ids, the first ones, the draft proposed; text:
-    the text that became final.
+    """What a step added to one request. num_accepted: how many of token_ids, the first ones, were drafted, and
+    drafter: by whom; text: the text that became final.
 
     logprobs: one per token id, where asked for. error: why finish_reason is "error"."""
 
@@ -105,6 +105,13 @@ class TokenDelta(NamedTuple):
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    drafter: Source = "draft"
+
+    @property
+    def sources(self) -> list[Source]:
+        """Who wrote each token."""
+        rest = len(self.token_ids) - self.num_accepted
+        return [self.drafter] * self.num_accepted + ["target"] * rest
 
 
 @dataclass(eq=False)
@@ -134,7 +141,7 @@ class Sequence:
     draft_end: int = 0  # KV indices first_draft_key .. draft_end - 1 have their draft keys
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
     is_published: bool = True  # whether further pages may be published behind `nodes`
-    by_draft: list[bool] = field(default_factory=list)  # per output token: written by the draft
+    sources: list[Source] = field(default_factory=list)  # who wrote each output token
     pieces: list[str] = field(default_factory=list)  # the text of each delta
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second prompt token and on
@@ -182,7 +189,9 @@ class Sequence:
         """Sort key: a lower one is admitted earlier and preempted later."""
         return (self.request.priority, self.order)
 
-    def append(self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None) -> TokenDelta:
+    def append(
+        self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source = "draft"
+    ) -> TokenDelta:
         """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop. Returns what was added."""
         room = self.request.max_tokens_total - len(self.tokens)
         kept = token_ids[:room]
@@ -201,16 +210,17 @@ class Sequence:
             self.first_token_s = time.monotonic()
         if reason is not None:
             self.ended_s = time.monotonic()
-        num_kept_drafts = min(num_accepted, len(kept))
         self.tokens += kept
-        self.by_draft += (True,) * num_kept_drafts + (False,) * (len(kept) - num_kept_drafts)
         if logprobs is not None:
             logprobs = logprobs[: len(kept)]
             self.logprobs += logprobs
         self.finish_reason = reason
         self.pieces.append(text)
         assert len(kept) <= room, (len(kept), room)
-        return TokenDelta(self.request.id, kept, num_kept_drafts, text, reason, logprobs)
+        num_kept_drafts = min(num_accepted, len(kept))
+        delta = TokenDelta(self.request.id, kept, num_kept_drafts, text, reason, logprobs, drafter=drafter)
+        self.sources += delta.sources
+        return delta
 
     def end(self, reason: FinishReason, error: str | None = None) -> TokenDelta:
         """End the sequence with the tokens it has."""

@@ -13,6 +13,7 @@ from aquiline.models.config import DraftConfig, ModelConfig, default_capture
 from aquiline.models.families import EOS, geometry, read_model_config, refuse_features
 from aquiline.models.fields import Raw, count, flag, flag_or_none, nested, token_ids
 from aquiline.models.files import is_gguf, read_json, refuse, resolve
+from aquiline.models.named import draft_of
 from aquiline.models.producers import (
     AQUILINE,
     LAYER_IDS,
@@ -66,7 +67,7 @@ def read_draft_config(
 
     `capture` overrides the checkpoint's capture layers, as output-of-layer indices; `norm_feedback` overrides its
     EAGLE-3.1 flag. Raises CheckpointError listing every mismatch with the target."""
-    directory = resolve(path)
+    directory = resolve(draft_of(path))
     model = target if isinstance(target, ModelConfig) else read_model_config(target)
     reading = read_draft(directory, model, DraftOverrides(capture, norm_feedback))
     refuse(directory, reading.problems)

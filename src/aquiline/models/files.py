@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from aquiline.checks import parse_json
 from aquiline.errors import CheckpointError
+from aquiline.models.named import target_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
@@ -30,12 +31,13 @@ _IGNORED = ["original/*", "consolidated*", "metal/*"]
 
 
 def resolve(path: str | Path, *, revision: str | None = None) -> Path:
-    """Where a checkpoint is: a directory, a .gguf file, or else a Hugging Face hub id, downloaded into a directory.
+    """Where a checkpoint is: that of a known pair's target, a directory, a .gguf file, or else a Hugging Face hub id,
+    downloaded into a directory.
 
     A directory without config.json stands for the one .gguf file in it. Downloads safetensors, JSON and tokenizer files
     only, and pytorch_model.bin where there are no safetensors. Raises CheckpointError when the path is none of these,
     for a directory of several .gguf files, and if the download fails."""
-    found = Path(path).expanduser()
+    found = Path(target_of(path)).expanduser()
     if found.is_dir():
         return _in_directory(found)
     if is_gguf(found):

@@ -23,6 +23,7 @@ from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_
 from aquiline.models.eagle import DraftHead
 from aquiline.models.files import Entry, Tensors, check_entries, fill, parameters_in, refuse, resolve
 from aquiline.models.load import ROWS, layer_entries
+from aquiline.models.named import draft_of
 from aquiline.models.producers import LAYER_IDS, PRODUCER, SPECFORGE
 from aquiline.types import storage_dtype
 
@@ -72,7 +73,7 @@ def load_draft(
     tie_word_embeddings, else of the target's head; an absent d2t is the identity only if the draft vocabulary is the
     whole one. The embedding is frozen, the rest can be trained. Raises CheckpointError listing EVERY mismatch with the
     target and every missing, unexpected or mis-shaped tensor, or every tensor with a NaN or an infinity."""
-    directory = resolve(path)
+    directory = resolve(draft_of(path))
     reading = read_draft(directory, target.config, DraftOverrides(capture, norm_feedback))
     config, problems, tensors = reading.config, reading.problems, Tensors(directory)
     if not reading.vocab_is_named and "d2t" in tensors:

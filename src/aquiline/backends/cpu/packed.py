@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -57,6 +60,14 @@ def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> 
         raise ValueError(f"arithmetic='bfloat16': {name} is {found}, it needs weights stored in bfloat16")
     if not has_bf16_dot():
         raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
+
+
+def give_back() -> None:
+    """Give the memory that was freed while weights were read and packed back to the system. glibc keeps it otherwise,
+    as much as the weights themselves; other C libraries are left alone."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)
 
 
 class Arena:
@@ -143,7 +154,8 @@ def interleave(gate_up: Tensor | Parts) -> Tensor | Parts:
         if len(gate_up) > 1:
             kinds = " and ".join(part.kind for part in gate_up)
             raise ValueError(f"gate_up is in blocks of {kinds}; load it with dtype='bfloat16'")
-        return (BlockWeight(gate_up[0].kind, alternating(gate_up[0].blocks)),)
+        part = gate_up[0]
+        return (replace(part, read=lambda: alternating(part.blocks)),)
     return alternating(gate_up.detach())
 
 

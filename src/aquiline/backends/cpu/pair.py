@@ -117,9 +117,11 @@ class CpuPair:
         self.draft: DraftConfig | None = None if head is None else head.config
         arena = Arena()
         self.target_model = NativeModel(decoder.weights(), self.arithmetic, quantised(dtype), arena)
+        packed.give_back()
         self.draft_model: NativeDraft | None = None
         if head is not None:
             self.draft_model = pack_draft(head, self.draft_arithmetic, quantised(draft_dtype), arena)
+            packed.give_back()
 
     def open(self, sizes: Sizes) -> CpuBackend:
         """Storage and buffers for an engine of that size."""

@@ -16,7 +16,7 @@ class Sample:
 
     dataset: str | None = setting(
         None, "mt_bench, gsm8k, humaneval, alpaca, spec_bench, a JSONL, JSON or .txt file, or "
-        "hf://datasets/OWNER/NAME/FILE. Default: the bundled held-out prompts.", DATA,
+        "hf://datasets/OWNER/NAME/FILE. Default: held-out prompts: a known pair's own, else the bundled ones.", DATA,
     )  # fmt: skip
     count: int | None = setting(None, "Exactly so many questions, the first. Default: all.", DATA)
     sample_seed: int | None = setting(None, "With --count: a sample by this seed.", DATA)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aquiline.bench.suite.plan import BASELINE
 from aquiline.config import SAMPLING, PairConfig, SamplingParams
+from aquiline.models.named import checkpoints
 from aquiline.settings import setting
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
@@ -78,8 +79,8 @@ class EvalPlan:
 
 def check_pair(pair: PairConfig) -> None:
     """Raises ValueError unless there is a draft to evaluate."""
-    if (pair.target is None) != (pair.draft is None):
-        raise ValueError(f"target={pair.target!r}, draft={pair.draft!r}: name both, or neither for the bundled pair")
+    if checkpoints(pair.target, pair.draft).draft is None:
+        raise ValueError(f"target={pair.target!r}, draft=None: name the draft too; only known pairs have their own")
 
 
 def settings_of(num_spec_tokens: Sequence[int] = (), trees: Sequence[str] = ()) -> dict[str, Drafting]:

@@ -41,6 +41,7 @@ from aquiline.bench.results.result import ModelFacts, commit
 from aquiline.bench.suite.scenarios import Source
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
+from aquiline.models.named import PAIRS
 
 SCHEMA = "aquiline.eval/1"
 LIBRARIES = ("numpy", "tokenizers", "transformers")
@@ -69,19 +70,22 @@ class EvalFacts:
 
     def __str__(self) -> str:
         s = self.system
-        names = f"{self.model.target} with {self.model.draft}" if self.model.target != "bundled" else "bundled pair"
+        target, draft = self.model.target, self.model.draft
+        names = f"{target} pair" if target in PAIRS and draft == target else f"{target} with {draft}"
         return (
             f"{names}, {s['cpu']}, {s['threads']} threads, {s['path']} "
             f"({s['isa']}), {s['dtype']} storage, {s['arithmetic']} arithmetic"
         )
 
 
-def name_of(dataset: str | None) -> str:
-    """A data set's name in results: a known name, a hub address, or a file's name without its folder."""
-    if dataset is None:
-        return "bundled prompts"
-    is_public = dataset in SOURCES or dataset.startswith("hf://")
-    return dataset if is_public else Path(dataset).name
+def name_of(dataset: str | Path) -> str:
+    """A data set's name in results: a known name, a hub address, a known pair's own questions, or a file's name without
+    its folder."""
+    for name, pair in PAIRS.items():
+        if dataset == pair.questions:
+            return f"{name} prompts"
+    text = str(dataset)
+    return text if text in SOURCES or text.startswith("hf://") else Path(text).name
 
 
 def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:

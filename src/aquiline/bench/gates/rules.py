@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from aquiline.bench.results.result import Result
+from aquiline.models.named import BUNDLED, PAIRS
 
 BUILT_IN = Path(__file__).with_name("gates.yaml")
 LEVELS = ("micro", "full")
@@ -79,7 +80,8 @@ class Gate:
         parts += [f"--temperature {s.temperature:g}"] if s.temperature is not None else []
         length = (s.setting or "").partition("chain-")[2]
         parts += [f"--num-spec-tokens {length}"] if length else []
-        parts += [] if self.model == "bundled" else [f"--target {self.model} --draft DRAFT"]
+        own = "" if self.model in PAIRS else " --draft DRAFT"
+        parts += [] if self.model == BUNDLED else [f"--target {self.model}{own}"]
         return " ".join([*parts, f"--micro-steps {self.limits['min_steps']:.0f}"])
 
 

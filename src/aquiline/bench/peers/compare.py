@@ -34,11 +34,11 @@ from aquiline.bench.theory.device import GIGA
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import precision_of
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
 from aquiline.models.load import resolve, target_entries
+from aquiline.models.named import BUNDLED_TARGET, checkpoints, draft_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SETTLE_S = 0.1
@@ -66,24 +66,21 @@ class Plan(Workload):
 def plan_of(contest: Contest, pair: PairConfig, work: Workload) -> Plan:
     """The plan of what a user names. Without peers, all that can run what is compared.
 
-    Raises ValueError for a draft without its target, a target beside random weights, and an unknown peer."""
+    Raises ValueError for a target beside random weights, and for an unknown peer."""
     is_random, target, draft = contest.random_weights is not None, pair.target, pair.draft
     if is_random and (target or draft):
         raise ValueError(
             f"random_weights={contest.random_weights!r}: is a target of its own; leave --target and --draft out"
         )
-    if target is None and draft is not None:
-        raise ValueError(f"draft={draft!r}: needs --target; the bundled target has its own draft")
     named = parse_peers(contest.peer or ALL_PEERS, work.num_spec_tokens)
     drafts: Path | None
     if contest.random_weights is not None:
         place, drafts = random_target(contest.random_weights), None
-        name = f"random weights, {Path(contest.random_weights).name}"
-    elif target is None:
-        place, drafts, name = BUNDLED_TARGET, BUNDLED_DRAFT, "bundled"
+        names: tuple[str, str | None] = (f"random weights, {Path(contest.random_weights).name}", None)
     else:
-        place, drafts, name = resolve(target), resolve(draft) if draft is not None else None, Path(target).name
-    names = name, Path(draft).name if draft is not None else name if drafts is not None else None
+        pair_named = checkpoints(target, draft)
+        place, names = resolve(pair_named.target), pair_named.names
+        drafts = None if pair_named.draft is None else resolve(draft_of(pair_named.draft))
     if not contest.peer and drafts is None:
         named = tuple(spec for spec in named if spec.eagle is None)
     if not contest.peer and work.batch > 1:

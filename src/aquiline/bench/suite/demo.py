@@ -1,32 +1,66 @@
 """The demo: one pair, held-out prompts, every setting on each prompt in turn, outputs compared token for token.
 
 A prompt is a round: speeds are medians over the prompts by the wall clock, speedups medians of the ratios on each
-prompt, both with their intervals.
+prompt, both with their intervals. The fixed chain is the fastest of several on other prompts than the demo's, so that
+it is not the best by chance; where a pair has no other prompts, it is the default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from aquiline.bench.data.prompts import Prompt
-from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
+from aquiline.bench.results.clock import decode_s, decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import Estimate, estimate, paired, rotated
 from aquiline.bench.results.result import commit
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 NEW_TOKENS = 128
 SEED = 0
 TEMPERATURES = (0.0, 0.8)
-SETTINGS = {
-    "baseline": NoDraft(),
-    "chain": Chain(),
-    "tree": Dynamic(),
-}
-"""What the demo compares: the default shapes, chosen on other files than the demo's prompts (LOG.md)."""
+NAMES = ("baseline", "adaptive", "chain", "tree")
+CHAINS = (1, 2, 3, 4)
+"""Lengths that the fixed chain is chosen from."""
+
+NUM_OTHERS, OTHER_TOKENS = 6, 48
+"""Prompts that it is chosen on, and the tokens that each of them is continued by."""
+
+
+@dataclass(frozen=True)
+class DemoPrompt:
+    """A prompt, what a reader would call it, and the question in it, if there is one."""
+
+    source: str
+    token_ids: list[int]
+    question: str | None = None
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What is run. name: of the pair; others: prompts that the fixed chain is chosen on; end_ids: tokens that end an
+    answer, or None for texts that are written to their length."""
+
+    name: str
+    prompts: list[DemoPrompt]
+    others: list[DemoPrompt] = field(default_factory=list)
+    end_ids: tuple[int, ...] | None = None
+    new_tokens: int = NEW_TOKENS
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of a prompt, for a bar."""
+        return len(TEMPERATURES) * (len(NAMES) * len(self.prompts) + len(CHAINS) * len(self.others))
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        """How every text is drawn."""
+        return SamplingParams(
+            max_tokens=self.new_tokens, temperature=temperature, seed=SEED, stop_token_ids=self.end_ids or (),
+            ignore_eos=self.end_ids is None,
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -38,6 +72,14 @@ class Run:
     temperature: float
     outputs: list[Output] = field(default_factory=list)
     summaries: list[RunSummary] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Its name with the size of what it drafts, where that is fixed."""
+        if not self.spec.is_speculative or self.spec.is_adaptive:
+            return self.name
+        is_chain = self.spec.max_nodes == self.spec.max_depth + 1
+        return self.name + (f" K={self.spec.max_depth}" if is_chain else f" N={self.spec.max_nodes}")
 
     @property
     def counters(self) -> Counters:
@@ -68,6 +110,7 @@ class Run:
         rate, speedup = estimate(self.rates), self.speedup(baseline)
         return {
             "name": self.name,
+            "title": self.title,
             "drafter": self.spec.name,
             "temperature": self.temperature,
             "repeated_share": mean([repeated_share(o.token_ids) for o in self.outputs]),
@@ -83,8 +126,8 @@ class Run:
 class DemoResult:
     """All runs, the baselines first at each temperature."""
 
+    demo: Demo
     runs: list[Run]
-    prompts: list[Prompt]
     system: dict[str, object]
 
     def baseline(self, temperature: float) -> Run:
@@ -104,32 +147,47 @@ class DemoResult:
     def as_dict(self) -> dict[str, object]:
         """The JSON of `aquiline demo --json`."""
         return {
+            "pair": self.demo.name,
             "identical": self.identical,
             "runs": [run.as_dict(self.baseline(run.temperature)) for run in self.runs],
-            "prompts": [p.source for p in self.prompts],
+            "prompts": [prompt.source for prompt in self.demo.prompts],
+            "chain_chosen_on": [prompt.source for prompt in self.demo.others],
             "commit": commit(),
             "system": self.system,
         }
 
 
-def run_demo(
-    llm: LLM, prompts: list[Prompt], on_progress: Callable[[], None], new_tokens: int = NEW_TOKENS
-) -> DemoResult:
+def run_demo(llm: LLM, demo: Demo, on_progress: Callable[[], None]) -> DemoResult:
     """Run every setting at every temperature on every prompt, alternating settings, after one warm-up each."""
-    runs = [Run(name, spec, t) for t in TEMPERATURES for name, spec in SETTINGS.items()]
-    warm = SamplingParams(max_tokens=16, ignore_eos=True)
-    for spec in SETTINGS.values():
-        llm.run(prompts[0].text, warm, spec=spec)
-    for prompt, run in _alternated(prompts, runs):
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=run.temperature, seed=SEED, ignore_eos=True)
-        result = llm.run(prompt.text, sampling, spec=run.spec)
+    tree = Dynamic()
+    for spec in (NoDraft(), Adaptive(), Chain(), tree):
+        llm.run([demo.prompts[0].token_ids], SamplingParams(max_tokens=16, ignore_eos=True), spec=spec)
+    runs = []
+    for temperature in TEMPERATURES:
+        chain = _fastest_chain(llm, demo, temperature, on_progress) if demo.others else Chain()
+        specs = (NoDraft(), Adaptive(), chain, tree)
+        runs += [Run(name, spec, temperature) for name, spec in zip(NAMES, specs, strict=True)]
+    for prompt, run in _alternated(demo.prompts, runs):
+        result = llm.run([prompt.token_ids], demo.sampling(run.temperature), spec=run.spec)
         run.outputs.append(result.outputs[0])
         run.summaries.append(result.summary)
         on_progress()
-    return DemoResult(runs, prompts, llm.models.system())
+    return DemoResult(demo, runs, llm.models.system())
 
 
-def _alternated(prompts: list[Prompt], runs: list[Run]) -> Iterator[tuple[Prompt, Run]]:
+def _fastest_chain(llm: LLM, demo: Demo, temperature: float, on_progress: Callable[[], None]) -> Chain:
+    """The chain that decodes the other prompts in the least time; all chains write the same tokens."""
+    seconds = dict.fromkeys(map(Chain, CHAINS), 0.0)
+    sampling = replace(demo.sampling(temperature), max_tokens=OTHER_TOKENS)
+    for index, prompt in enumerate(demo.others):
+        for chain in rotated(list(seconds), index):
+            output = llm.run([prompt.token_ids], sampling, spec=chain).outputs[0]
+            seconds[chain] += decode_s(spans_of([output]))
+            on_progress()
+    return min(seconds, key=lambda chain: seconds[chain])
+
+
+def _alternated(prompts: list[DemoPrompt], runs: list[Run]) -> Iterator[tuple[DemoPrompt, Run]]:
     for index, prompt in enumerate(prompts):
         for run in rotated(runs, index):
             yield prompt, run

@@ -56,7 +56,7 @@ def plot_demo(result: DemoResult, path: Path) -> None:
     accepted.legend(fontsize=8)
     for axes in (speed, accepted):
         axes.spines[["top", "right"]].set_visible(False)
-    sources = f"{len(result.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
+    sources = f"{len(result.demo.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
     figure.suptitle(f"same tokens, fewer target calls: {sources}", fontsize=10)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)

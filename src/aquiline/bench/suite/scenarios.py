@@ -10,12 +10,12 @@ import torch
 from aquiline.bench.suite.plan import RandomWeights
 from aquiline.blocks import BLOCK_TYPES, PACKED
 from aquiline.config import Environment, PairConfig
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.engine.model import LoadedModels, Loading, for_checkpoint, from_modules, load_models
 from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig, default_capture
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.load import read_model_config, resolve
+from aquiline.models.named import Checkpoints, checkpoints
 from aquiline.types import storage_dtype
 
 RANDOM = ModelConfig(
@@ -45,26 +45,25 @@ class Source:
             c = self.random_config
             shape = f"{c.num_layers}x{c.hidden_size}, heads {c.num_heads}/{c.num_kv_heads}, MLP {c.intermediate_size}"
             return f"random {c.family} {shape}, vocabulary {c.vocab_size}", "random EAGLE-3 head"
-        if self.target is None:
-            return "bundled", "bundled"
-        return Path(self.target).name, Path(self.draft).name if self.draft else None
+        return self._named.names
 
     def load(self) -> LoadedModels:
         """Load or make the models."""
         if self.random_config is not None:
             models = random_models(self.random_config, self._how)
             return models.with_simulated(self.simulated_tau or SIMULATED_TAU)
-        target, draft = self.target or BUNDLED_TARGET, self.draft
-        if self.target is None:
-            draft = str(BUNDLED_DRAFT)
-        return load_models(target, draft, self._how, Environment.read())
+        return load_models(self._named.target, self._named.draft, self._how, Environment.read())
 
     def stores(self, dtype: object) -> bool:
         """Whether a result's dtype is what these models are stored as."""
         if self.random_config is not None:
             return dtype == self._how.settled.dtype
-        expected = for_checkpoint(self._how, resolve(self.target or BUNDLED_TARGET), Environment.read()).dtype
+        expected = for_checkpoint(self._how, resolve(self._named.target), Environment.read()).dtype
         return str(dtype).partition("+")[0].upper() in BLOCK_TYPES if expected == PACKED else dtype == expected
+
+    @property
+    def _named(self) -> Checkpoints:
+        return checkpoints(self.target, self.draft)
 
     @property
     def _how(self) -> Loading:

@@ -35,11 +35,11 @@ from aquiline.bench.theory.configs import draft_shape_of, shape_of
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import precision_of
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
+from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec.drafting import Drafting, NoDraft
 
 

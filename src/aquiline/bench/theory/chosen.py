@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice, Storage
@@ -10,7 +11,7 @@ from aquiline.bench.theory.configs import assumed_draft, read_draft_shape, read_
 from aquiline.bench.theory.measure import OnStage
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import DraftShape, ModelShape, Precision, precision_of
-from aquiline.engine.bundled import BUNDLED_DRAFT, BUNDLED_TARGET
+from aquiline.models.named import checkpoints
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,15 @@ class Pair:
 
 
 def pair_of(model: str | None, draft: str | None, storage: Storage) -> Pair:
-    """The shapes of `model`, by default the bundled pair's. draft "none": without; None: the bundled one, or a typical
-    head for a model that is named."""
-    target = read_shape(model or BUNDLED_TARGET, storage.dtype, storage.kv_dtype)
-    head = _draft(model, draft, target)
+    """The shapes of `model`, by default the bundled pair's. draft "none": without; None: a known pair's own, else a
+    typical head."""
+    named = checkpoints(model, draft)
+    target = read_shape(named.target, storage.dtype, storage.kv_dtype)
+    head = _draft(named.draft, target)
     return Pair(target, head, precision_of(storage.draft_dtype or target.precision.plain.name, storage.kv_dtype))
 
 
-def _draft(model: str | None, draft: str | None, target: ModelShape) -> DraftShape | None:
+def _draft(draft: str | Path | None, target: ModelShape) -> DraftShape | None:
     if draft == "none":
         return None
-    if draft is not None:
-        return read_draft_shape(draft, target)
-    return assumed_draft(target) if model is not None else read_draft_shape(BUNDLED_DRAFT, target)
+    return assumed_draft(target) if draft is None else read_draft_shape(draft, target)

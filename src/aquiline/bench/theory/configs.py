@@ -26,6 +26,7 @@ from aquiline.models.draft_config import FC_NORM_FLAGS
 from aquiline.models.families import FAMILIES, UNKNOWN, Family, config_file, read_fields
 from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, texts
 from aquiline.models.files import read_json, resolve
+from aquiline.models.named import draft_of, target_of
 from aquiline.models.producers import LAYER_IDS, find_format, is_windowed
 
 _UNCOUNTED = ("kv_lora_rank", "mamba_d_state", "state_size", "linear_num_key_heads", "is_encoder_decoder")
@@ -68,7 +69,7 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
     """The shape of an EAGLE-3 head's config.json, in any of the layouts that models/producers.py names.
 
     Raises CheckpointError naming file, field and value, also if it is no draft of this target."""
-    file = shape_file(draft)
+    file = shape_file(draft_of(draft))
     outer = read_json(file)
     raw = nested(outer, file, "transformer_layer_config") or outer
     if count(raw, file, "num_hidden_layers") != 1:
@@ -128,11 +129,11 @@ def draft_shape_of(config: DraftConfig, target: ModelShape) -> DraftShape:
 
 
 def shape_file(model: str | Path) -> Path:
-    """The file with a model's fields: the config.json or GGUF file of a directory, the file itself, or the config.json
-    of a hub id, of which only this file is fetched.
+    """The file with a model's fields: the config.json or GGUF file of a known pair's target or of a directory, the file
+    itself, or the config.json of a hub id, of which only this file is fetched.
 
     Raises CheckpointError if `model` is none of them."""
-    path = Path(model).expanduser()
+    path = Path(target_of(model)).expanduser()
     if path.is_dir():
         return config_file(resolve(path))
     if path.is_file():

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from aquiline.config import SamplingParams
 from aquiline.engine.bulk import BulkRun
 from aquiline.engine.llm import LLM, Output, Result
+from aquiline.metrics import peak_memory_bytes
 
 
 def show_continuation(
@@ -27,7 +28,8 @@ def show_continuation(
     s = result.summary
     print(
         f"{len(result.outputs[0].token_ids)} tokens, {s.decode_tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}, "
-        f"acceptance {s.counters.acceptance_rate:.0%}, finish: {result.outputs[0].finish_reason}",
+        f"acceptance {s.counters.acceptance_rate:.0%}, finish: {result.outputs[0].finish_reason}, "
+        f"peak memory {peak_memory_bytes() / 1e6:.0f} MB",
         file=sys.stderr,
     )
 
@@ -72,5 +74,5 @@ def described(output: Output) -> dict[str, object]:
         "token_ids": output.token_ids,
         "text": output.text,
         "finish_reason": output.finish_reason,
-        "accepted_by": ["draft" if by_draft else "target" for by_draft in output.by_draft],
+        "accepted_by": output.sources,
     } | {name: [asdict(entry) for entry in entries] for name, entries in both if entries is not None}

@@ -14,11 +14,11 @@ from types import FrameType
 from rich.console import Console
 
 from aquiline.cli.show.answers import described
+from aquiline.cli.show.writers import COLOURS, has_colours, legend
 from aquiline.engine.chat import Answer, ChatSession, Piece
 from aquiline.errors import AquilineError
 
 PROMPT = "> "
-BY_DRAFT = "green"
 COMMANDS = "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends"
 
 
@@ -36,9 +36,8 @@ def _talk(session: ChatSession, drafts: bool) -> None:
         import readline  # noqa: F401
 
     console = Console(highlight=False, markup=False, emoji=False)
-    if drafts:
-        console.print("Tokens that the draft wrote are ", end="")
-        console.print(f"{BY_DRAFT}; the target checked each of them.", style=BY_DRAFT)
+    if drafts and has_colours(console):
+        console.print(legend(console), soft_wrap=True)
     console.print(f"{COMMANDS}; Ctrl-C stops an answer.", style="dim", soft_wrap=True)
     for line in _turns(_typed()):
         said = _command(session, line)
@@ -53,7 +52,7 @@ def _talk(session: ChatSession, drafts: bool) -> None:
 
 def _show(session: ChatSession, line: str, console: Console) -> None:
     def show(piece: Piece) -> None:
-        console.print(piece.text, style=BY_DRAFT if piece.by_draft else None, end="", soft_wrap=True)
+        console.print(piece.text, style=COLOURS[piece.source], end="", soft_wrap=True)
 
     with _interruptible() as pressed:
         answer = session.ask(line, show, lambda: pressed.is_set)
@@ -75,8 +74,8 @@ def _answer_lines(session: ChatSession, as_json: bool) -> None:
 
 
 def _as_dict(answer: Answer) -> dict[str, object]:
-    figures = {"share_by_draft": answer.share_by_draft, "metrics": answer.summary.as_dict()}
-    return described(answer.output) | figures
+    shares = {"share_by_draft": answer.share_by("draft"), "share_copied": answer.share_by("lookup")}
+    return described(answer.output) | shares | {"metrics": answer.summary.as_dict()}
 
 
 def _turns(lines: Iterable[str]) -> Iterator[str]:

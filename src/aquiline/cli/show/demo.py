@@ -1,40 +1,47 @@
-"""What the bundled pair did, in the terminal."""
+"""What the demo measured, in the terminal: a table, and one answer that shows who wrote its tokens."""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
-from aquiline.bench.data.prompts import Prompt
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.suite.demo import SETTINGS, TEMPERATURES, DemoResult, Run, run_demo
+from aquiline.bench.suite.demo import CHAINS, Demo, DemoResult, Run, run_demo
 from aquiline.cli.options import wide_console
+from aquiline.cli.show.writers import coloured, legend, shares_of
+from aquiline.engine.chat import pieces_of
 from aquiline.engine.llm import LLM
 
+COLUMNS = ("setting", "temp", "tok/s", "speedup", "tau", "accepted by position", "repeated", "same text")
+SHOWN = 5
+"""Positions of a draft that the table shows."""
 
-def run_shown(llm: LLM, prompts: list[Prompt], is_shown: bool) -> DemoResult:
+
+def run_shown(llm: LLM, demo: Demo, is_shown: bool) -> DemoResult:
     """Run the demo with a bar on standard error."""
-    with Progress(console=Console(stderr=True), disable=not is_shown, transient=True) as progress:
-        task = progress.add_task("generating", total=len(prompts) * len(SETTINGS) * len(TEMPERATURES))
-        return run_demo(llm, prompts, lambda: progress.advance(task))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not is_shown, transient=True) as progress:
+        task = progress.add_task(f"{demo.name}, {len(demo.prompts)} prompts", total=demo.num_runs)
+        return run_demo(llm, demo, lambda: progress.advance(task))
 
 
 def show_demo(result: DemoResult, llm: LLM) -> None:
-    """Print speed and acceptance of every setting, and one completion with the draft's tokens in colour."""
-    console = wide_console()
-    num_tokens = len(result.runs[0].outputs[0].token_ids)
-    table = Table(title=f"{len(result.prompts)} held-out prompts, {num_tokens} new tokens each")
-    for column in ("setting", "temp", "tok/s", "speedup", "tau", "accepted by position", "repeated", "same text"):
+    """Print speed and acceptance of every setting, and one answer with its writers marked."""
+    console, demo = wide_console(), result.demo
+    length = (
+        f"{demo.new_tokens} new tokens each" if demo.end_ids is None else f"answers of up to {demo.new_tokens} tokens"
+    )
+    table = Table(title=f"{demo.name}: {len(demo.prompts)} held-out prompts, {length}")
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("setting", "accepted by position") else "right")
     for run in result.runs:
         baseline = result.baseline(run.temperature)
         row = run.as_dict(baseline)
         identical = "yes" if result.is_identical(run) else "NO"
         table.add_row(
-            _describe(run), f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
-            f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position),
+            run.title, f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
+            f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position[:SHOWN]),
             f"{row['repeated_share']:.0%}", identical if run.spec.is_speculative else "-",
         )  # fmt: skip
     console.print(table)
@@ -44,29 +51,17 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
         f"{s['arithmetic']} arithmetic"
     )
     console.print("tok/s and speedup: medians over the prompts by the wall clock [95 % intervals]")
-    console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
-    drafted = [run for run in result.runs if run.spec.is_speculative]
-    _show_completion(console, max(drafted, key=lambda run: (run.temperature, estimate(run.rates).value)), result, llm)
+    console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter")
+    if demo.others:
+        lengths = f"{CHAINS[0]} to {CHAINS[-1]}"
+        console.print(f"chain: the fastest of K={lengths} on {len(demo.others)} other prompts")
+    _show_answer(console, next(run for run in reversed(result.runs) if run.spec.is_adaptive), result, llm)
 
 
-def _show_completion(console: Console, run: Run, result: DemoResult, llm: LLM) -> None:
-    output = run.outputs[0]
-    assert llm.models.tokenizer is not None
-    text = Text()
-    for token, by_draft in zip(output.token_ids, output.by_draft, strict=True):
-        text.append(llm.models.tokenizer.decode([token]), style="green" if by_draft else "bold magenta")
-    console.print(
-        Text.assemble(
-            f"{result.prompts[0].source}, {_describe(run)}, temperature {run.temperature:g}: written by the ",
-            ("draft", "green"), " and the ", ("target", "bold magenta"), "\n",
-        )
-    )  # fmt: skip
-    console.print(text, soft_wrap=True)
-
-
-def _describe(run: Run) -> str:
-    spec = run.spec
-    if not spec.is_speculative:
-        return run.name
-    is_chain = spec.max_nodes == spec.max_depth + 1
-    return run.name + (f" K={spec.max_depth}" if is_chain else f" N={spec.max_nodes}")
+def _show_answer(console: Console, run: Run, result: DemoResult, llm: LLM) -> None:
+    output, prompt = run.outputs[0], result.demo.prompts[0]
+    assert llm.models.tokenizer is not None, "known pairs have tokenizers"
+    console.print(f"\n{prompt.question or prompt.source}", style="bold", soft_wrap=True, markup=False)
+    console.print(coloured(console, pieces_of(output, llm.models.tokenizer)), soft_wrap=True)
+    console.print(f"\n{run.title}, temperature {run.temperature:g}; ", end="")
+    console.print(legend(console, shares_of(output.sources)), soft_wrap=True)

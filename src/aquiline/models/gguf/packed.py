@@ -31,7 +31,7 @@ def keep_blocks(target: Decoder, tensors: TensorSource, entries: Iterable[Entry]
         kinds = {tensors.dtype(entry.source) for entry in own}
         if kinds <= set(BLOCK_TYPES) and (len(kinds) == 1 or name.endswith("qkv")):
             weights = [tensors.blocks(entry.source) for entry in own]
-            odd = [entry.source for entry, weight in zip(own, weights, strict=True) if not weight.is_finite]
+            odd = [entry.source for entry, weight in zip(own, weights, strict=True) if not weight.is_finite()]
             problems += [f"tensor {source} has scales that are not finite: download it again" for source in odd]
             target.keep_packed(name, joined(weights))
         else:

@@ -1,8 +1,8 @@
-"""A GGUF file: its metadata, and where its tensors lie, through a memory map.
+"""A GGUF file: its metadata through a memory map, and its tensors read one by one, so that none stays in memory.
 
 Knows nothing of architectures. gguf-py's own reader makes an array of every element of the metadata, which takes 4 s
-for a vocabulary of 49,152 tokens with its merges, and a load opens the file several times. This reader walks over
-strings and decodes them when they are asked for. Types and block sizes are gguf-py's.
+for a vocabulary of 49,152 tokens with its merges. This reader walks over strings and decodes them when they are asked
+for. Types and block sizes are gguf-py's.
 
 Source: ggml-org/ggml docs/gguf.md, versions 2 and 3; gguf-py 0.19 constants.py.
 """
@@ -14,6 +14,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,11 @@ class Strings:
         return self._count
 
     def __iter__(self) -> Iterator[str]:
-        at = self._start
+        read, data, at = struct.Struct("<Q").unpack_from, self._data, self._start
         for _ in range(self._count):
-            (length,) = struct.unpack_from("<Q", self._data, at)
-            yield self._data[at + 8 : at + 8 + length].decode("utf-8")
-            at += 8 + length
+            start = at + 8
+            at = start + read(data, at)[0]
+            yield data[start:at].decode("utf-8")
 
 
 class GGUFFile:
@@ -91,8 +92,8 @@ class GGUFFile:
         self.tensors = _tensors(cursor, num_tensors, int(self.fields.get("general.alignment", _ALIGNMENT)))
 
     def raw(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """A tensor's bytes, uint8 [..., row_bytes]: a view of the file, not to be written."""
-        data = np.frombuffer(self._data, np.uint8, info.num_bytes, info.start)
+        """A tensor's bytes, uint8 [..., row_bytes], read now."""
+        data = np.fromfile(self.path, np.uint8, info.num_bytes, offset=info.start)
         return data.reshape(*info.shape[:-1], info.row_bytes)
 
     def text(self, key: str) -> str | None:
@@ -121,13 +122,20 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a GGUF file and read all but the tensors' contents.
+    """Open a GGUF file and read all but the tensors' contents. While it does not change it is read once.
 
     Raises CheckpointError for a file that is truncated or corrupt, of another version, or big-endian."""
+    state = path.stat()
     try:
-        return GGUFFile(path)
+        return _opened(path, state.st_mtime_ns, state.st_size)
     except (EOFError, OverflowError, UnicodeDecodeError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path} is truncated or corrupt ({error}); download it again") from error
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, modified_ns: int, size: int) -> GGUFFile:
+    """The file as it is at that moment: its size and the time of its last change are those given."""
+    return GGUFFile(path)
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,7 @@
 """The weights of a GGUF file under Hugging Face's names, as the weight map of load.py asks for them.
 
 Every tensor is unpacked by gguf-py's own code when it is read, so its values are gguf-py's to the bit; rounding them to
-the storage dtype is `files.fill`'s. The file is memory-mapped and one tensor is unpacked at a time.
+the storage dtype is `files.fill`'s. One tensor is read and unpacked at a time.
 
 Source: gguf-py 0.19 tensor_mapping.py for names; ggml-org/llama.cpp@00ad355, convert_hf_to_gguf.py, LlamaModel.permute.
 """
@@ -82,8 +82,11 @@ class GGUFTensors:
     def blocks(self, name: str) -> BlockWeight:
         """One tensor of a type of BLOCK_TYPES as its blocks, the rows of queries and keys in a checkpoint's order."""
         info = self._infos[name]
-        rows = np.require(self._rows(info), np.uint8, ["C", "W"])
-        return BlockWeight(info.type_name, torch.from_numpy(rows).reshape(info.shape[0], -1))
+        num_rows = info.shape[0]
+        return BlockWeight(
+            info.type_name, num_rows, info.num_bytes // num_rows,
+            lambda: torch.from_numpy(self._rows(info)).reshape(num_rows, -1),
+        )  # fmt: skip
 
     def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
         rows = self._gguf.raw(info)
