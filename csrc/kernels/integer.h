@@ -38,7 +38,8 @@ static __attribute__((noinline)) void integer_tile(const typename F::Step* w, in
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         const Codes& row = in[r * stride];
-        const IVec start = times<kBias>(iset1((uint32_t)(F::kGroupInputs == 32 ? row.minus : row.minus_half[half])));
+        const int32_t minus = F::kGroupInputs == 32 ? row.minus : half == 0 ? row.minus_first : row.minus - row.minus_first;
+        const IVec start = times<kBias>(iset1((uint32_t)minus));
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; b++) sum[r][b] = start;
       }
@@ -56,20 +57,24 @@ static __attribute__((noinline)) void integer_tile(const typename F::Step* w, in
             else sum[r][b] = dot(sum[r][b], codes[b], four);
         }
       }
+      // Row by row: with the blocks outside, a scale of every row would stay in a register beside all sums.
+      Vec scale[BLOCKS], minimum[BLOCKS];
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++) {
         const Step& step = w[(size_t)b * steps + i];
-        Vec scale{}, minimum{};
-        if constexpr (F::kHasScale) scale = F::scale(step, g);
-        if constexpr (F::kHasMinimum) minimum = F::minimum(step, g);
+        if constexpr (F::kHasScale) scale[b] = F::scale(step, g);
+        if constexpr (F::kHasMinimum) minimum[b] = F::minimum(step, g);
+      }
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
+      for (int r = 0; r < ROWS; r++) {
+        const Codes& row = in[r * stride];
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++) {
           float* at = sums + r * kPanelWidth + b * 16;
-          const Codes& row = in[r * stride];
           Vec factor = set1(row.scale);
-          if constexpr (F::kHasScale) factor = mul(factor, scale);
+          if constexpr (F::kHasScale) factor = mul(factor, scale[b]);
           Vec total = fma(to_float(sum[r][b]), factor, load(at));
-          if constexpr (F::kHasMinimum) total = fma(minimum, set1(row.scale * (float)-row.minus), total);
+          if constexpr (F::kHasMinimum) total = fma(minimum[b], set1(row.total), total);
           store(at, total);
         }
       }

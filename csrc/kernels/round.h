@@ -16,15 +16,16 @@ AQ_INLINE void store_codes(Codes* to, Vec first, Vec last) {
   const bool is_odd = any(is_nan(add(sub(first, first), sub(last, last)))), is_zero = !(amax >= 0x1p-120f);
   if (is_odd || is_zero) {
     memset(to, 0, sizeof *to);
-    if (is_odd) to->scale = __builtin_nanf("");
+    if (is_odd) to->scale = to->total = __builtin_nanf("");
     return;
   }
   const Vec factor = set1(127.0f / amax);
   const IVec low = nearest(mul(first, factor)), high = nearest(mul(last, factor));
   bstore(to->words, low), bstore(to->words + 4, high);
   to->scale = amax / 127.0f;
-  to->minus_half[0] = -(int32_t)sum_lanes(to_float(low)), to->minus_half[1] = -(int32_t)sum_lanes(to_float(high));
-  to->minus = to->minus_half[0] + to->minus_half[1];
+  to->minus_first = -(int32_t)sum_lanes(to_float(low));
+  to->minus = to->minus_first - (int32_t)sum_lanes(to_float(high));
+  to->total = to->scale * (float)-to->minus;
 }
 
 // Inputs `from`, a multiple of 32 of them.

@@ -5,7 +5,7 @@
 namespace AQ_NAMESPACE {
 
 constexpr int kAccumulators = 24;  // registers' worth of Vec that an inner loop may keep as sums
-constexpr int kIntegerRows = 8, kIntegerSums = 16;
+constexpr int kIntegerRows = 6, kIntegerSums = 12;
 typedef __m512 Vec;
 typedef __m512i IVec;
 typedef __mmask16 Mask;

@@ -15,11 +15,11 @@ struct Pair {
 };
 
 // 32 inputs as integers: input = code * scale, code in [-127, 127]. Four codes are a word, in order from its lowest
-// byte. minus: minus the sum of all codes; minus_half: of the first and of the last 16.
+// byte. total: scale times the sum of all codes. minus: minus that sum; minus_first: of the first 16 alone.
 struct Codes {
   uint32_t words[8];
-  float scale;
-  int32_t minus, minus_half[2];
+  float scale, total;
+  int32_t minus, minus_first;
 };
 
 // A rounded number as keys and values are stored: the other number of its pair is not its neighbour in memory.
