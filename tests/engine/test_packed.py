@@ -84,7 +84,7 @@ def test_every_drafter_gives_the_baseline(kind: str, sampling: str, tmp_path: Pa
     file, draft = write_pair(tmp_path, kind)
     llm = LLM(file, draft, engine=engine_config(3))
     storage = {"Q4_K_M": "q4_k+q6_k"}.get(kind, kind.lower())
-    assert (llm.models.storage, llm.models.draft_storage, llm.models.arithmetic) == (storage, "bfloat16", "int8")
+    assert (llm.models.storage, llm.models.draft_storage, llm.models.arithmetic) == (storage, "int4", "int8")
     expected = llm.run(prompts(8), SAMPLINGS[sampling], spec=BASELINE)
     for name, spec in SPECS.items():
         result = llm.run(prompts(8), SAMPLINGS[sampling], spec=spec)
