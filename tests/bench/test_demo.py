@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.conftest import needs_native
 
 from aquiline.bench.data.prompts import PROMPT_TOKENS, package_prompts, read_prompts
-from aquiline.bench.suite.demo import SETTINGS, TEMPERATURES, run_demo
+from aquiline.bench.suite.demo import NAMES, TEMPERATURES, Demo, DemoPrompt, _fastest_chain, run_demo
+from aquiline.bench.suite.demos import demo_of
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
-from aquiline.models.named import BUNDLED_PROMPTS
+from aquiline.models.named import BUNDLED_PROMPTS, BUNDLED_TARGET
+from aquiline.spec.drafting import Chain, Drafting
+from aquiline.text.chat import ChatTemplate
 
 NEW_TOKENS = 24
 
@@ -34,9 +41,12 @@ def test_bundled_prompts_are_eight_of_about_300_tokens(llm: LLM) -> None:
 @needs_native
 def test_speculation_changes_nothing_and_pays_in_calls(llm: LLM) -> None:
     ticks = itertools.count()
-    result = run_demo(llm, read_prompts(BUNDLED_PROMPTS)[:3], lambda: next(ticks), NEW_TOKENS)
+    whole = demo_of("bundled", ChatTemplate.load(BUNDLED_TARGET, llm.models.tokenizer))
+    assert [prompt.token_ids for prompt in whole.prompts] == [llm.encode(p.text) for p in read_prompts(BUNDLED_PROMPTS)]
+    demo = dataclasses.replace(whole, prompts=whole.prompts[:3], new_tokens=NEW_TOKENS)
+    result = run_demo(llm, demo, lambda: next(ticks))
     assert result.identical
-    assert next(ticks) == 3 * len(SETTINGS) * len(TEMPERATURES)
+    assert next(ticks) == demo.num_runs == 3 * len(NAMES) * len(TEMPERATURES)
     data = json.loads(json.dumps(result.as_dict()))
     wanted = (
         "name drafter temperature repeated_share tokens_per_s tau acceptance_rate per_position speedup "
@@ -57,13 +67,41 @@ def test_speculation_changes_nothing_and_pays_in_calls(llm: LLM) -> None:
         assert result.is_identical(run)
 
 
+@dataclass
+class Timed:
+    """An LLM whose chains take so many milliseconds a text, by their length; it keeps what it was asked."""
+
+    ms: dict[int, float]
+    asked: list[tuple[list[int], int, float]] = dataclasses.field(default_factory=list)
+
+    def run(self, prompts: list[list[int]], sampling: Any, spec: Drafting) -> Any:
+        assert isinstance(spec, Chain)
+        self.asked.append((prompts[0], spec.num_spec_tokens, sampling.temperature))
+        output = SimpleNamespace(token_ids=[0] * 9, ttft_ms=5.0, total_ms=5.0 + self.ms[spec.num_spec_tokens])
+        return SimpleNamespace(outputs=[output])
+
+
+def test_the_fixed_chain_is_the_fastest_on_other_prompts() -> None:
+    ticks = itertools.count()
+    others = [DemoPrompt("other", [7]), DemoPrompt("another", [8])]
+    demo = Demo("some pair", [DemoPrompt("own", [1])], others, end_ids=(2,))
+    for best in (1, 3, 4):
+        llm = Timed({k: 10.0 - (k == best) for k in (1, 2, 3, 4)})
+        found = _fastest_chain(llm, demo, 0.8, lambda: next(ticks))  # type: ignore[arg-type]
+        assert found == Chain(best)
+        assert sorted(llm.asked) == [(prompt.token_ids, k, 0.8) for prompt in others for k in (1, 2, 3, 4)]
+        assert [k for _, k, _ in llm.asked[:4]] != [k for _, k, _ in llm.asked[4:]], "another chain begins each round"
+    assert next(ticks) == 3 * 2 * 4
+
+
 @needs_native
 def test_the_command_prints_json_and_exits_with_0() -> None:
-    command = [sys.executable, "-c", "from aquiline.cli.main import app; app()", "demo", "--json"]
+    command = [sys.executable, "-c", "from aquiline.cli.main import app; app()", "demo", "--bundled", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert data["identical"] is True and len(data["prompts"]) >= 8 and len(data["runs"]) == 6
+    assert data["identical"] is True and len(data["prompts"]) >= 8 and len(data["runs"]) == 8
+    assert data["pair"] == "bundled" and data["chain_chosen_on"] == []
 
 
 def test_prompts_of_an_unknown_package_are_refused(llm: LLM) -> None:

@@ -172,9 +172,9 @@ class Terminal:
 
 
 def test_a_conversation_in_a_terminal() -> None:
-    terminal = Terminal("--max-tokens", "3000", "--max-context", "2000")
+    terminal = Terminal("--target", "bundled", "--max-tokens", "3000", "--max-context", "2000")
     with contextlib.closing(terminal):
-        terminal.wait_for("that the draft wrote are")
+        terminal.wait_for(r"written by \x1b\[32mthe draft\x1b\[0m")
         terminal.wait_for("> ")
         terminal.type("def add(a, b):\n")
         terminal.wait_for(r"\x1b\[32m")  # a token of the draft

@@ -152,7 +152,7 @@ def test_template_options_reach_the_template(root: Path) -> None:
         (["--repeats", 0], "repeats=0"),
         (["--num-spec-tokens", 17], "num_spec_tokens=17"),
         (["--trees", "2x2"], "trees='2x2'"),
-        (["--target", "somewhere"], "target='somewhere', draft=None: name both"),
+        (["--target", "somewhere"], "target='somewhere', draft=None: name the draft too"),
         (["--template-options", "{"], "template_options='{': not JSON"),
         (["--template-options", "[1]"], "template_options='[1]': must be a JSON object"),
         (["--template-options", '{"a": 1}'], "has no chat template"),

@@ -16,7 +16,7 @@ import numpy as np
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
-from aquiline.spec.drafting import Chain
+from aquiline.spec.drafting import Chain, NoDraft
 from aquiline.types import Bool
 
 
@@ -26,7 +26,7 @@ def teacher(llm: LLM, max_context: int) -> LLM:
     config = replace(
         llm.engine.config, max_batch=1, num_pages=None, max_context=max_context, prefix_cache=False, late_reads=False
     )
-    return LLM.from_models(models, config, llm.spec)
+    return LLM.from_models(models, config, NoDraft())
 
 
 @dataclass(frozen=True, eq=False)
