@@ -64,13 +64,15 @@ class Engine:
         self.check(request)
         if request.id in self.sequences:
             raise ValueError(f"request id {request.id!r}: is in use by a request that has not finished; choose another")
-        if request.spec.is_adaptive and self.controller is None:
-            self.controller = Controller(StepCosts(cost_table(self.models, self.config.calibration)))
+        if request.spec.is_adaptive:
+            self.prepare_choosing()
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self.models.eos_token_ids
         sequence = Sequence(
             request=request,
-            detokenizer=Detokenizer(self.models.tokenizer, request.prompt_ids, sampling.stop),
+            detokenizer=Detokenizer(
+                self.models.tokenizer if request.with_text else None, request.prompt_ids, sampling.stop
+            ),
             eos_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             tokens=list(request.prompt_ids),
             order=next(self._orders),
@@ -80,6 +82,12 @@ class Engine:
         self.scheduler.add(sequence)
         self.sequences[request.id] = sequence
         return sequence
+
+    def prepare_choosing(self) -> None:
+        """Know what steps cost, for adaptive drafting. Takes some seconds where nobody has measured it on this machine.
+        The first adaptive request does it where nobody did before."""
+        if self.controller is None:
+            self.controller = Controller(StepCosts(cost_table(self.models, self.config.calibration)))
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
@@ -207,6 +215,8 @@ class Engine:
             raise ValueError(f"request {request.id}: token id {beyond[0]}: must be in [0, {models.vocab_size})")
         if sampling.stop and models.tokenizer is None:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
+        if sampling.stop and not request.with_text:
+            raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs with_text=True")
         models.check_spec(request.spec)
         self.scheduler.check(request)
 
