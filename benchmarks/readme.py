@@ -4,7 +4,7 @@ About 20 minutes on two quiet cores. The rules: every figure a median over six r
 every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers swept over
 the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from uncommitted source.
 Which parts run can be named (--only); --smoke runs all of them for seconds, in a folder of its own, and writes nothing
-into README. Needs the extra `peers` and llama.cpp's server (benchmarks/llama_server.py). Ends with one JSON line.
+into README. Needs the extra `peers`, llama.cpp's server (benchmarks/llama_server.py) and the weights of `smollm2`. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aquiline.bench.peers.table import read_comparisons, short
 from aquiline.bench.results.result import DIRTY, commit, read_results
 from aquiline.bench.results.summary import summary
-from aquiline.spec.drafting import Chain, Dynamic
+from aquiline.models.named import SMOLLM2, SMOLLM2_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-c", "from aquiline.cli.main import app; app()"]
@@ -55,7 +56,6 @@ LOADS = [
     ["--scenario", "baseline", "single", "batch", "large-context", "stress"],
     ["--scenario", "long", "--contexts", "8192", "32768"],
 ]
-SHAPES = {"chain": f"chain K={Chain().num_spec_tokens}", "tree": f"tree N={Dynamic().num_nodes}"}
 SMOKE_SUITE = ["--measurement-runs", "1", "--warmup-runs", "0", "--micro-steps", "8"]
 SMOKE_LOADS = [["--scenario", "baseline"], ["--scenario", "long", "--contexts", "8192"]]
 SMOKE_COMPARE = ["--repeats", "1", "--new-tokens", "9", "--prompt-tokens", "32"]
@@ -70,18 +70,29 @@ class Job:
 
 
 def demo(job: Job) -> str:
-    """The demo's table and picture."""
+    """The demo's table and picture. The chat model must be installed."""
     plot = [] if job.smoke else ["--plot", str(ROOT / "docs" / "demo.png")]
     found = json.loads(_run(["demo", "--json", *plot]))
+    if found["pair"] != SMOLLM2:
+        raise SystemExit(f"demo: the weights are missing; {SMOLLM2_WEIGHTS.command}")
+    return _demo_table(found)
+
+
+def bundled_demo(job: Job) -> str:
+    """The same table of the bundled pair."""
+    return _demo_table(json.loads(_run(["demo", "--bundled", "--json"])))
+
+
+def _demo_table(found: dict[str, Any]) -> str:
     columns = ("setting", "temperature", "tok/s", "speedup", "tau", "accepted by position", "repeated 8-grams")
     lines = [columns, ["---"] * len(columns)]
     for row in found["runs"]:
         (low, high), (slow, fast) = row["tokens_per_s_interval"], row["speedup_interval"]
         lines.append((
-            SHAPES.get(row["name"], row["name"]), f"{row['temperature']:g}",
+            row["title"], f"{row['temperature']:g}",
             f"{row['tokens_per_s']:.0f} [{low:.0f}, {high:.0f}]",
             f"{row['speedup']:.2f}x [{slow:.2f}, {fast:.2f}]" if row["drafter"] != "none" else "",
-            f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in row["per_position"]), f"{row['repeated_share']:.0%}",
+            f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in row["per_position"][:5]), f"{row['repeated_share']:.0%}",
         ))  # fmt: skip
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"{table}\nEvery token identical to its baseline's: {'yes' if found['identical'] else 'NO'}.\n"
@@ -114,6 +125,7 @@ def peers(job: Job) -> str:
 
 PARTS: dict[str, tuple[str, Callable[[Job], str]]] = {
     "demo": ("<!-- aquiline demo -->", demo),
+    "bundled": ("<!-- aquiline demo --bundled -->", bundled_demo),
     "suite": ("<!-- aquiline bench table results --short -->", suite),
     "peers": ("<!-- aquiline compare -->", peers),
 }
