@@ -41,7 +41,7 @@ class Committer:
             delta = append(sequence, decoded.kept, num_accepted, decoded.logprobs, drafter)
             num_kept = len(delta.token_ids)
             sequence.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
-            deltas.append(delta)
+            deltas.append(delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted))
             touched.append(sequence)
             if sequence.slot == message.slot:
                 sequence.num_cached += num_kept

@@ -70,7 +70,9 @@ class Engine:
         eos = () if sampling.ignore_eos else self.models.eos_token_ids
         sequence = Sequence(
             request=request,
-            detokenizer=Detokenizer(self.models.tokenizer, request.prompt_ids, sampling.stop),
+            detokenizer=Detokenizer(
+                self.models.tokenizer if request.with_text else None, request.prompt_ids, sampling.stop
+            ),
             eos_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             tokens=list(request.prompt_ids),
             order=next(self._orders),
@@ -207,6 +209,8 @@ class Engine:
             raise ValueError(f"request {request.id}: token id {beyond[0]}: must be in [0, {models.vocab_size})")
         if sampling.stop and models.tokenizer is None:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
+        if sampling.stop and not request.with_text:
+            raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs with_text=True")
         models.check_spec(request.spec)
         self.scheduler.check(request)
 

@@ -28,7 +28,8 @@ class Request:
     spec: how to draft for it, and the most that a step may draft. priority: a lower number runs first and may preempt
     higher ones. deadline_s: seconds after `arrival` (time.monotonic) at which the request ends with the tokens it has.
     cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output that the
-    caller expects, which drafts may be copied from; it changes how fast the text comes and never the text.
+    caller expects, which drafts may be copied from; it changes how fast the text comes and never the text. with_text
+    False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
 
     Raises ValueError naming a field of a wrong type or out of range: the engine's thread serves all requests and checks
     no field again. Engine.check says whether a request fits the models."""
@@ -42,6 +43,7 @@ class Request:
     prompt: str | None = None
     cache_salt: str | None = None
     prediction: tuple[int, ...] = ()
+    with_text: bool = True
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,8 @@ class TokenDelta(NamedTuple):
     """What a step added to one request. num_accepted: how many of token_ids, the first ones, were drafted, and
     drafter: by whom; text: the text that became final.
 
-    logprobs: one per token id, where asked for. error: why finish_reason is "error"."""
+    logprobs: one per token id, where asked for. error: why finish_reason is "error". num_drafted: tokens that the step
+    drafted for the request; num_confirmed: how many of these the target confirmed, those behind its end included."""
 
     request_id: int | str
     token_ids: list[int]
@@ -106,6 +109,8 @@ class TokenDelta(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     drafter: Source = "draft"
+    num_drafted: int = 0
+    num_confirmed: int = 0
 
     @property
     def sources(self) -> list[Source]:
@@ -195,17 +200,12 @@ class Sequence:
         """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop. Returns what was added."""
         room = self.request.max_tokens_total - len(self.tokens)
         kept = token_ids[:room]
-        reason: FinishReason | None = None
+        reason: FinishReason | None = "length" if len(kept) == room else None
         if not self.eos_token_ids.isdisjoint(kept):
             kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.eos_token_ids)]
             reason = "stop"
-        text = self.detokenizer.add(kept, hide_last=reason is not None)
-        if self.detokenizer.num_until_stop is not None:
-            kept, reason = kept[: self.detokenizer.num_until_stop], "stop"
-        if reason is None and len(kept) == room:
-            reason = "length"
-        if reason is not None:
-            text += self.detokenizer.finish()
+        num_kept, text, reason = self.detokenizer.take(kept, reason)
+        kept = kept[:num_kept]
         if len(self.tokens) == self.num_prompt:
             self.first_token_s = time.monotonic()
         if reason is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
+
+from aquiline.types import FinishReason
 
 CUT = "\N{REPLACEMENT CHARACTER}"  # a decoder writes it for bytes that are no character, or not a whole one yet
 
@@ -13,6 +16,15 @@ CONTEXT = 8
 
 MAX_CUT = 64
 """How many prompt tokens may be skipped because a character is cut behind them; then the context is left empty."""
+
+
+class Taken(NamedTuple):
+    """What a text gained from the latest tokens. num_tokens: how many of them belong to it, the others stand behind a
+    stop string; text: what became final; finish_reason: why the text has ended, None if it goes on."""
+
+    num_tokens: int
+    text: str
+    finish_reason: FinishReason | None
 
 
 class Detokenizer:
@@ -37,6 +49,17 @@ class Detokenizer:
         self.is_in_bytes = False  # whether `undecided` ends in a run of byte tokens
         self.num_until_stop: int | None = None
         self.longest = max((len(s) for s in stop), default=0)
+
+    def take(self, token_ids: list[int], finish_reason: FinishReason | None) -> Taken:
+        """The next tokens of a sequence, and where its text ends if a stop string is among them. finish_reason: why
+        the sequence ends with these tokens, apart from stop strings; behind "stop" the last token, a stop token, shows
+        no text."""
+        text, num_tokens = self.add(token_ids, hide_last=finish_reason == "stop"), len(token_ids)
+        if self.num_until_stop is not None:
+            num_tokens, finish_reason = self.num_until_stop, "stop"
+        if finish_reason is not None:
+            text += self.finish()
+        return Taken(num_tokens, text, finish_reason)
 
     def add(self, token_ids: list[int], hide_last: bool = False) -> str:
         """Text made final by these tokens; hide_last leaves the last one (a stop token) out of the text."""
