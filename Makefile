@@ -76,7 +76,7 @@ $(VENV)/run: $(VENV)/torch pyproject.toml setup.py $(CPP)
 	touch $@
 
 $(VENV)/dev: $(VENV)/run
-	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[serve,train,dev]'
 	touch $@
 
 clean:

@@ -227,12 +227,13 @@ ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portab
 class Environment:
     """Settings from the environment: AQUILINE_ISA (one of ISAS; or "off" for the torch path),
     AQUILINE_THREADS (native worker threads, the caller included; unset: one for each physical core that the process may
-    use, by its affinity and its control groups' quotas) and AQUILINE_LLAMA_SERVER (llama.cpp's server, for
-    `aquiline compare`)."""
+    use, by its affinity and its control groups' quotas), AQUILINE_LLAMA_SERVER (llama.cpp's server, for
+    `aquiline compare`) and AQUILINE_API_KEY (a key that clients of `aquiline serve` must send)."""
 
     isa: str | None
     num_threads: int | None
     llama_server: str | None = None
+    api_key: str | None = None
 
     @classmethod
     def read(cls) -> Environment:
@@ -243,7 +244,8 @@ class Environment:
         threads = os.environ.get("AQUILINE_THREADS") or None
         ok = threads is None or (threads.isdecimal() and int(threads) > 0)
         check(ok, "AQUILINE_THREADS", threads, "must be >= 1")
-        return cls(isa, int(threads) if threads else None, os.environ.get("AQUILINE_LLAMA_SERVER") or None)
+        llama_server, api_key = (os.environ.get(f"AQUILINE_{name}") or None for name in ("LLAMA_SERVER", "API_KEY"))
+        return cls(isa, int(threads) if threads else None, llama_server, api_key)
 
 
 def cache_directory() -> Path:

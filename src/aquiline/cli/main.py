@@ -20,6 +20,7 @@ from aquiline.cli.options import ListCommand
 from aquiline.cli.profile import profile
 from aquiline.cli.regenerate import regenerate
 from aquiline.cli.report import report
+from aquiline.cli.serve import serve
 from aquiline.cli.train import train
 from aquiline.errors import AquilineError
 
@@ -46,7 +47,8 @@ app = typer.Typer(
 bench.register(app)
 COMMANDS: dict[str, Callable[..., None]] = {
     "chat": chat, "compare": compare, "demo": demo, "eval": evaluate, "gate": gate, "generate": generate,
-    "limits": limits, "profile": profile, "regenerate": regenerate, "report": report, "train": train,
+    "limits": limits, "profile": profile, "regenerate": regenerate, "report": report, "serve": serve,
+    "train": train,
 }  # fmt: skip
 for name, command in COMMANDS.items():
     app.command(name, cls=ListCommand)(command)

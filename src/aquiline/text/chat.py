@@ -6,8 +6,9 @@ The template renders text; the engine's own tokenizer encodes it, so that prompt
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode assign
 
 
 class ChatTemplate:
-    """How a target wants a conversation written. `template` None: it has no chat template.
+    """How a target wants a conversation written. `template`, kept as `source`, is Jinja; None: there is no chat template.
 
     With a template the prompt ends where the model's turn begins, and special tokens are those the template writes.
     Without one the messages stand after one another, an empty line between, inside the special tokens that the
@@ -59,6 +60,7 @@ class ChatTemplate:
         name: str = "the chat template",
     ) -> None:
         self.special, self.tokenizer, self.options, self.name = special, tokenizer, options or {}, name
+        self.source = template
         self._compiled: CompiledTemplate | None = None
         if template is not None:
             try:
@@ -92,6 +94,15 @@ class ChatTemplate:
         map_file = checkpoint / "special_tokens_map.json"
         special = _special_tokens(read_json(map_file)) if map_file.is_file() else {}
         return cls(template or None, special | _special_tokens(config), tokenizer, options, name)
+
+    def with_options(self, options: Mapping[str, object]) -> ChatTemplate:
+        """The same template given `options` too, as {"tools": [...]}; they come before its own. Raises ValueError for
+        options without a template."""
+        if options and not self.has_template:
+            raise ValueError(f"{self.name} does not exist, so it cannot be given {', '.join(options)}; drop them")
+        other = copy.copy(self)
+        other.options = self.options | dict(options)
+        return other
 
     @property
     def has_template(self) -> bool:

@@ -1,0 +1,69 @@
+"""`aquiline serve`: the model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from aquiline.cli.fields import Fields, with_options
+from aquiline.cli.options import chosen
+from aquiline.config import BATCH, ChatConfig, EngineConfig, PairConfig
+from aquiline.serve.config import Limits, ServerConfig
+from aquiline.spec.named import DraftingChoice
+
+EXAMPLES = """
+Examples:
+
+  aquiline serve
+
+  aquiline serve --target model.gguf --draft DIR --served-model-name smollm2 --max-num-seqs 16
+
+  aquiline serve --target DIR --draft DIR --host 0.0.0.0 --api-key KEY --per-request-spec-decode-metrics summary
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{"messages": [{"role": "user",
+  "content": "Hello"}], "stream": true}'
+"""
+
+
+@with_options
+def serve(
+    *,
+    server: ServerConfig,
+    pair: PairConfig,
+    drafting: DraftingChoice,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", rich_help_panel=BATCH)] = 16,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a sequence, prompt and output. Default: what the model was built for.",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Rows of one forward: decoding first, then chunks of prompts.", rich_help_panel=BATCH)
+    ] = 256,
+    engine: Annotated[EngineConfig, Fields(only=("page_size", "num_pages", "cache_fraction", "prefix_cache"))],
+    limits: Limits,
+    template: Annotated[ChatConfig, Fields(only=("template_options",))],
+) -> None:
+    """Serve a target, with or without a draft, behind OpenAI's HTTP interface: the text is the same either way.
+
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health, /ready,
+    /version, /metrics, and a page to chat at /. The first SIGTERM or Ctrl-C drains, the second one ends.
+    """
+    from dataclasses import replace
+
+    from aquiline.config import Environment
+    from aquiline.serve.server import open_service, with_environment
+    from aquiline.serve.server import serve as run
+
+    spec = chosen(drafting, pair)
+    sizes = replace(engine, max_batch=max_num_seqs, max_context=max_model_len, row_budget=max_num_batched_tokens)
+    config = with_environment(server, Environment.read())
+    code = run(open_service(pair, sizes, spec, config, limits, template))
+    if code:
+        raise typer.Exit(code)
+
+
+serve.__doc__ = (serve.__doc__ or "") + EXAMPLES

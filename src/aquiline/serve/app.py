@@ -1,0 +1,209 @@
+"""The routes of the server. They parse, call and word the reply; service.py has what happens in between."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from aquiline.serve.chat import ChatReply
+from aquiline.serve.completions import CompletionReply
+from aquiline.serve.errors import ApiError, bad_request, validation_error
+from aquiline.serve.http import ClientGone, EventStream, Front, error_response, json_response, while_connected
+from aquiline.serve.prompts import token_text
+from aquiline.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from aquiline.serve.reply import Reply
+from aquiline.serve.service import Job, Run, Service, explained
+
+PAGE = Path(__file__).resolve().parent / "page"
+CLIENT_CLOSED = 499
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application over a service, whose engine it starts and ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await service.client.close()
+
+    app = FastAPI(
+        title="aquiline", version=version("aquiline"), lifespan=lifespan, docs_url=None, redoc_url=None,
+        responses={code: {"description": "An error in OpenAI's shape."} for code in (400, 401, 404, 413, 429, 503)},
+    )  # fmt: skip
+    _handle_errors(app)
+    _add_operations(app, service)
+    _add_tokens(app, service)
+    _add_generation(app, service)
+    app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False), name="page")
+    config = service.config
+    app.add_middleware(Front, keys=config.api_key, limits=service.limits, refused=service.metrics.on_refused)
+    if config.allowed_origins:  # outermost, so that refusals can be read by the page too
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-request-id"], expose_headers=["x-request-id"],
+        )  # fmt: skip
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Every error has OpenAI's shape."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(validation_error(error.errors()))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "the server made an error; its log has more"))
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(Exception, unknown)
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    """Whether the server lives, what it is, how it does."""
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The HTTP process answers."""
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """The engine takes requests."""
+        if service.client.state != "ready" or service.gate.is_closed:
+            raise ApiError(503, f"the engine is {service.client.state}", headers={"retry-after": "2"})
+        return json_response({"status": "ready"})
+
+    @app.get("/version")
+    async def told_version() -> Response:
+        """The version of aquiline."""
+        return json_response({"version": version("aquiline")})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The names that the model is served by."""
+        return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        """One of the names."""
+        return json_response(_model(service, service.model(model)))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    info = service.client.info
+    length = None if info is None else info.max_context
+    told = {"id": name, "object": "model", "created": service.began, "owned_by": "aquiline", "root": service.names[0]}
+    return told | {"max_model_len": length, "speculation": service.spec.as_dict()}
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    """Text as token ids and back."""
+    prompts = service.prompts
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a prompt, or of messages through the chat template."""
+        service.model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("prompt: give prompt or messages, one of them", "prompt")
+        if body.messages is None:
+            ids = prompts.text(body.prompt or "", body.add_special_tokens)
+        else:
+            with explained():
+                options = body.chat_template_kwargs
+                _, ids = prompts.chat(body.messages, body.tools, options, body.add_generation_prompt)
+        told: dict[str, Any] = {"tokens": ids, "count": len(ids)}
+        told["max_model_len"] = None if service.client.info is None else service.client.info.max_context
+        if body.return_token_strs:
+            told["token_strs"] = [token_text(prompts.tokenizer, token) for token in ids]
+        return json_response(told)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        service.model(body.model)
+        size = prompts.tokenizer.get_vocab_size()
+        if bad := [token for token in body.tokens if not 0 <= token < size]:
+            raise bad_request(f"tokens: {bad[0]}: must be in [0, {size})", "tokens")
+        return json_response({"prompt": prompts.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    """Completions and chats."""
+    detail, tokenizer = service.config.per_request_spec_decode_metrics, service.prompts.tokenizer
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue one prompt or several."""
+        job = await service.completion(body)
+        reply = CompletionReply(job, body, detail, tokenizer)
+        return await answer(service, job, reply, request, bool(body.stream))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        job = await service.chat(body)
+        return await answer(service, job, ChatReply(job, body, detail, tokenizer), request, bool(body.stream))
+
+
+async def answer(service: Service, job: Job, reply: Reply, request: Request, is_stream: bool) -> Response:
+    """Run a job and send its reply, as events or whole. The client's leaving ends the job."""
+    run = await while_connected(request.receive, service.open(job))
+    if is_stream:
+        return EventStream(_events(reply, run), run.close, service.limits.max_stalled_s)
+
+    async def collect() -> dict[str, Any]:
+        async for choice, gain in run:
+            reply.add(choice, gain)
+        return reply.whole()
+
+    try:
+        return json_response(await while_connected(request.receive, collect()))
+    finally:
+        run.close()
+
+
+async def _events(reply: Reply, run: Run) -> AsyncIterator[bytes]:
+    """The events of a job. An error on the way is the last event."""
+    try:
+        for event in reply.begin():
+            yield event
+        async for choice, gain in run:
+            for event in reply.add(choice, gain):
+                yield event
+    except ApiError as error:
+        yield reply.failed(error)
+    else:
+        for event in reply.end():
+            yield event

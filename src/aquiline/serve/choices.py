@@ -1,0 +1,127 @@
+"""One answer as it comes: the engine's deltas become text, parts of the answer and figures.
+
+The text is cut by the same `Detokenizer.take` that cuts sequences in the engine, so an answer is LLM.generate's of the
+same seed, whatever a step brings. No part ever ends inside a character.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from tokenizers import Tokenizer
+
+from aquiline.engine.sequence import Request
+from aquiline.serve.parsers import Parser, Part, Plain, Think
+from aquiline.serve.wire import Begin, Delta
+from aquiline.text.detokenizer import Detokenizer
+from aquiline.types import FinishReason, TokenLogprobs
+
+Source = Literal["draft", "lookup", "target"]
+
+
+class Piece(NamedTuple):
+    """Parts of an answer that one token made certain, and who wrote that token."""
+
+    parts: list[Part]
+    by: Source
+
+
+@dataclass
+class Speculation:
+    """What drafting did for one answer. accepted_of[d][a]: steps that drafted d tokens and confirmed a of them; steps:
+    the same pairs in order, where somebody wants them."""
+
+    accepted_of: dict[int, Counter[int]] = field(default_factory=dict)
+    steps: list[tuple[int, int]] | None = None
+
+    def add(self, num_drafted: int, num_confirmed: int) -> None:
+        """Count a step; one that drafted nothing is none of speculation's."""
+        if num_drafted:
+            self.accepted_of.setdefault(num_drafted, Counter())[num_confirmed] += 1
+            if self.steps is not None:
+                self.steps.append((num_drafted, num_confirmed))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that drafted."""
+        return sum(counts.total() for counts in self.accepted_of.values())
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens."""
+        return sum(drafted * counts.total() for drafted, counts in self.accepted_of.items())
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that the target confirmed."""
+        return sum(n * count for counts in self.accepted_of.values() for n, count in counts.items())
+
+
+class Gain(NamedTuple):
+    """What a delta added to an answer. pieces: one for all its tokens, or one per token where `by_token` asks; tokens
+    behind a stop string are in none of the fields."""
+
+    pieces: list[Piece]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """The state of one answer. stop strings are looked for here: `request` goes to the engine without them.
+
+    by_token: pieces are those of single tokens, so that it can be told who wrote which."""
+
+    def __init__(
+        self,
+        request: Request,
+        stop: tuple[str, ...],
+        tokenizer: Tokenizer,
+        parser: Parser | None = None,
+        by_token: bool = False,
+        is_detailed: bool = False,
+    ) -> None:
+        self.request, self.parser = request, parser or Plain()
+        self.detokenizer = Detokenizer(tokenizer, request.prompt_ids, stop)
+        self.by_token = by_token or isinstance(self.parser, Think)
+        self.drafter: Source = "draft" if request.spec.needs_draft_model else "lookup"
+        self.speculation = Speculation(steps=[] if is_detailed else None)
+        self.num_tokens = self.num_reasoning = 0
+        self.finish_reason: FinishReason | None = None
+        self.begin = Begin(0, None)
+
+    def take(self, delta: Delta) -> Gain:
+        """The next delta of the answer. After one with a finish_reason no more may come."""
+        assert self.finish_reason is None, "the answer has ended"
+        self.speculation.add(delta.num_drafted, delta.num_confirmed)
+        self.begin = delta.begin or self.begin
+        ids, pieces, reason, num = delta.token_ids, list[Piece](), delta.finish_reason, 0
+        if not self.by_token or len(ids) < 2:
+            num, text, reason = self.detokenizer.take(ids, reason)
+            pieces.append(self._piece(text, num, self._source(delta, len(ids) - 1), reason))
+        else:
+            reason = None
+            while num < len(ids) and reason is None:
+                last = num == len(ids) - 1
+                _, text, reason = self.detokenizer.take([ids[num]], delta.finish_reason if last else None)
+                pieces.append(self._piece(text, 1, self._source(delta, num), reason))
+                num += 1
+        self.num_tokens += num
+        self.finish_reason = reason
+        logprobs = None if delta.logprobs is None else delta.logprobs[:num]
+        return Gain(pieces, ids[:num], logprobs, reason)
+
+    def _piece(self, text: str, num_tokens: int, source: Source, reason: FinishReason | None) -> Piece:
+        parser = self.parser
+        is_reasoning = isinstance(parser, Think) and parser.is_reasoning
+        parts = parser.feed(text)
+        if is_reasoning or (isinstance(parser, Think) and parser.is_reasoning):
+            self.num_reasoning += num_tokens  # its markers too
+        if reason is not None:
+            parts += parser.finish()
+        return Piece(parts, source)
+
+    def _source(self, delta: Delta, place: int) -> Source:
+        return self.drafter if place < delta.num_accepted else "target"

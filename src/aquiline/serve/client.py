@@ -1,0 +1,274 @@
+"""The HTTP process's side of the engine: it starts the engine process, hands requests over and deltas out, and starts
+another process when one dies.
+
+One event loop uses it. Two threads per engine process do the blocking part: one reads messages, one writes commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from aquiline.engine.sequence import Request
+from aquiline.errors import AquilineError, NumericalError
+from aquiline.serve.engine_process import run_engine
+from aquiline.serve.logs import log
+from aquiline.serve.wire import Abort, Command, Delta, EngineInfo, Opening, Quit, StepMessage, Submit
+
+State = Literal["starting", "ready", "down", "closed"]
+
+STEADY_S = 60.0
+"""An engine process that ran for so long and died is replaced at once; one that died sooner is waited for longer."""
+
+LONGEST_PAUSE_S = 30.0
+
+
+class EngineDown(AquilineError):
+    """The engine process has died or is not up yet; the same request may be sent again soon."""
+
+
+class Stream:
+    """The deltas of one or more requests as they come. `async with` it: leaving it aborts those that have not ended.
+
+    pending: requests that the engine has not taken yet; running: those that have not ended."""
+
+    def __init__(self, client: EngineClient, requests: Iterable[Request]) -> None:
+        self.client = client
+        self.running = {int(request.id) for request in requests}
+        self.pending = set(self.running)
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas until all requests have ended. Raises EngineDown, and NumericalError for bad logits."""
+        while self.running:
+            arrived = await self._arrived.get()
+            if isinstance(arrived, Exception):
+                raise arrived
+            if arrived.error is not None:
+                raise NumericalError(arrived.error)
+            if arrived.request_id in self.running:  # otherwise it was computed before the engine heard of its end
+                if arrived.finish_reason is not None:
+                    self.running.discard(arrived.request_id)
+                yield arrived
+
+    def end(self, request_id: int) -> None:
+        """End one request where it stands."""
+        self.running.discard(request_id)
+        self.client.abort(self, request_id)
+
+    def close(self) -> None:
+        """End the requests that have not ended."""
+        for request_id in list(self.running):
+            self.end(request_id)
+
+    def take(self, request_id: int) -> None:
+        """The engine has taken a request."""
+        self.pending.discard(request_id)
+        if not self.pending and not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def put(self, delta: Delta) -> None:
+        """A delta has come."""
+        self._arrived.put_nowait(delta)
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error; whoever waits for it, or will, gets the error."""
+        if self.accepted.done():
+            self._arrived.put_nowait(error)
+        else:
+            self.accepted.set_exception(error)
+
+
+@dataclass(eq=False)
+class _Life:
+    """One engine process from its start to its end."""
+
+    process: Any
+    connection: Connection
+    commands: queue.SimpleQueue[Command] = field(default_factory=queue.SimpleQueue)
+    streams: dict[int, Stream] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.monotonic)
+
+
+class EngineClient:
+    """The engine behind the server. on_step sees every message of the engine; on_down is called when an engine process
+    has died; info is the latest EngineInfo.
+
+    `start` waits for the first process; one that cannot load its models is an error of the user's, not restarted."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening = opening
+        self.on_step: Callable[[StepMessage], None] = lambda message: None
+        self.on_down: Callable[[], None] = lambda: None
+        self.state: State = "starting"
+        self.info: EngineInfo | None = None
+        self.num_restarts = 0
+        self._ids = itertools.count()
+        self._life: _Life | None = None
+        self._pause_s = 0.0
+        self._restarting: asyncio.Task[None] | None = None
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that wait or run."""
+        return 0 if self._life is None else len(self._life.streams)
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process's id."""
+        return None if self._life is None else self._life.process.pid
+
+    def new_id(self) -> int:
+        """An id for a request."""
+        return next(self._ids)
+
+    async def start(self) -> None:
+        """Start the engine and wait until it is ready. Raises ValueError with its reason if it cannot load."""
+        await self._start(asyncio.get_running_loop())
+
+    async def submit(self, requests: Sequence[Request]) -> Stream:
+        """Hand requests over that belong together. Returns once the engine has taken all of them; raises ValueError
+        where it refuses one, EngineDown while there is no engine."""
+        life = self._life
+        if self.state != "ready" or life is None:
+            raise EngineDown("the engine is starting; send the request again")
+        stream = Stream(self, requests)
+        for request in requests:
+            life.streams[int(request.id)] = stream
+            life.commands.put(Submit(request))
+        try:
+            await stream.accepted
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, stream: Stream, request_id: int) -> None:
+        """End a request of a stream where it stands."""
+        life = self._life
+        if life is not None and life.streams.get(request_id) is stream:
+            del life.streams[request_id]
+            life.commands.put(Abort(request_id))
+
+    async def close(self) -> None:
+        """End the engine process; streams that still run end with EngineDown."""
+        self.state = "closed"
+        if self._restarting is not None:
+            self._restarting.cancel()
+        life, self._life = self._life, None
+        if life is None:
+            return
+        for stream in set(life.streams.values()):
+            stream.fail(EngineDown("the server is ending"))
+        await asyncio.to_thread(_end, life)
+
+    async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_engine, args=(theirs, self.opening), name="aquiline-engine", daemon=True)
+        await asyncio.to_thread(process.start)
+        theirs.close()
+        life = _Life(process, ours)
+        self._life = life
+        try:
+            first = await asyncio.to_thread(ours.recv)
+        except (EOFError, OSError):
+            first = f"the engine process ended while it was loading (exit code {process.exitcode}); see its output"
+        if not isinstance(first, EngineInfo):
+            self._life = None
+            await asyncio.to_thread(_end, life)
+            raise ValueError(first)
+        if self.state == "closed":
+            return
+        self.info, self.state = first, "ready"
+        threading.Thread(target=self._read, args=(life, loop), name="engine-reader", daemon=True).start()
+        threading.Thread(target=_write, args=(life,), name="engine-writer", daemon=True).start()
+        log("engine ready", pid=process.pid, memory=first.memory)
+
+    def _read(self, life: _Life, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited with it
+            try:
+                while True:
+                    message = life.connection.recv()
+                    loop.call_soon_threadsafe(self._arrived, life, message)
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(self._died, life)
+
+    def _arrived(self, life: _Life, message: StepMessage) -> None:
+        streams = life.streams
+        for name in message.added:
+            if (stream := streams.get(name)) is not None:
+                stream.take(name)
+        for refused in message.refused:
+            if (stream := streams.pop(refused.request_id, None)) is not None:
+                stream.fail(ValueError(refused.error))
+        for delta in message.deltas:
+            if (stream := streams.get(delta.request_id)) is not None:
+                stream.put(delta)
+                if delta.finish_reason is not None:
+                    del streams[delta.request_id]
+        self.on_step(message)
+
+    def _died(self, life: _Life) -> None:
+        if self._life is not life or self.state == "closed":
+            return
+        life.process.join(1.0)
+        error = EngineDown("the engine died while it worked on this request; send the request again")
+        streams, life.streams = life.streams, {}
+        log("engine died", level="error", exit_code=life.process.exitcode, num_requests=len(streams))
+        for stream in set(streams.values()):
+            stream.fail(error)
+        life.commands.put(Quit())  # for the thread that writes
+        is_steady = time.monotonic() - life.began_s >= STEADY_S
+        self._pause_s = 0.0 if is_steady else min(LONGEST_PAUSE_S, 2 * self._pause_s + 0.1)
+        self._life, self.state = None, "down"
+        self.on_down()
+        self.num_restarts += 1
+        self._restarting = asyncio.get_running_loop().create_task(self._restart())
+
+    async def _restart(self) -> None:
+        while True:
+            await asyncio.sleep(self._pause_s)
+            try:
+                await self._start(asyncio.get_running_loop())
+            except ValueError as error:
+                log("engine cannot start again", level="error", error=str(error))
+                self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s + 0.1)
+            else:
+                return
+
+
+def _write(life: _Life) -> None:
+    """Send commands, those that wait together in one message, up to Quit or until the process has died."""
+    commands: list[Command] = []
+    with contextlib.suppress(OSError):
+        while not (commands and isinstance(commands[-1], Quit)):
+            commands = [life.commands.get()]
+            while not life.commands.empty():
+                commands.append(life.commands.get())
+            life.connection.send(commands)
+
+
+def _end(life: _Life) -> None:
+    """Have the process end after its step; kill it if it does not."""
+    life.commands.put(Quit())
+    life.process.join(5.0)
+    if life.process.is_alive():
+        life.process.kill()
+        life.process.join()

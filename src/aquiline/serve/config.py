@@ -1,0 +1,78 @@
+"""Settings of the server: where it listens, who may call, how much it takes. Names are vLLM's where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aquiline.checks import check_fields
+from aquiline.config import check
+from aquiline.settings import setting
+
+SERVER, LIMITS, OUTPUT = "Server", "Limits", "What replies hold"
+"""Headings under which settings are listed."""
+
+Detail = Literal["none", "summary", "detailed"]
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the server is reached and what its replies hold."""
+
+    host: str = setting("127.0.0.1", "Address to listen at; 0.0.0.0 is every one of this machine.", SERVER)
+    port: int = setting(8000, "Port to listen at; 0: a free one.", SERVER)
+    api_key: tuple[str, ...] = setting((), "Key that clients must send; repeatable. Also: AQUILINE_API_KEY.", SERVER)
+    allowed_origins: tuple[str, ...] = setting(
+        (), "Origin whose pages may call from a browser (CORS); repeatable. Default: none.", SERVER
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (), "Name that clients call the model by; repeatable. Default: the target as given.", SERVER
+    )
+    drain_s: float = setting(30.0, "Seconds that running requests have once the server is told to end.", SERVER)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level of log lines.", SERVER)
+    chat_template: str | None = setting(None, "File with the chat template. Default: the target's own.", OUTPUT)
+    reasoning_parser: Literal["auto", "none", "think"] = setting(
+        "auto", "How reasoning is told from the answer; auto: by <think> tags if the template has them.", OUTPUT
+    )
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json"] = setting(
+        "auto", "How calls of tools are read; auto: by what the template writes.", OUTPUT
+    )
+    per_request_spec_decode_metrics: Detail = setting(
+        "none", "Speculation's record in replies: none, summary, or detailed, step by step.", OUTPUT
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(0 <= self.port < 65536, "port", self.port, "must be in [0, 65535]")
+        check(self.drain_s >= 0, "drain_s", self.drain_s, "must be at least 0 seconds")
+        check(all(self.api_key), "api_key", "", "a key must not be empty")
+        check(all(self.served_model_name), "served_model_name", "", "a name must not be empty")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request and of all that wait. A request beyond a bound of its own is refused with 400 or 413, one
+    beyond the queue with 429."""
+
+    max_waiting: int = setting(256, "Choices that wait for a slot at most; more are refused with 429.", LIMITS)
+    max_request_s: float = setting(600.0, "Seconds that a request may take; it then ends with what it has.", LIMITS)
+    max_body_bytes: int = setting(4 * 2**20, "Bytes of a request's body at most.", LIMITS)
+    max_output_tokens: int | None = setting(None, "New tokens of a choice at most. Default: the context.", LIMITS)
+    max_choices: int = setting(16, "Choices of a request at most: its prompts times n.", LIMITS)
+    max_stop: int = setting(16, "Stop strings, stop tokens and bad words of a request at most, each.", LIMITS)
+    max_stop_length: int = setting(256, "Characters of a stop string or bad word at most.", LIMITS)
+    max_logit_bias: int = setting(1024, "Entries of logit_bias at most.", LIMITS)
+    max_stalled_s: float = setting(30.0, "Seconds that a client may take nothing of its stream.", LIMITS)
+    max_stored_bytes: int = setting(64 * 2**20, "Bytes that stored responses may take; the oldest go.", LIMITS)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("max_body_bytes", "max_choices", "max_stop_length"):
+            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        for name in ("max_waiting", "max_stop", "max_logit_bias", "max_stored_bytes"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "must be at least 0")
+        ok = self.max_output_tokens is None or self.max_output_tokens >= 1
+        check(ok, "max_output_tokens", self.max_output_tokens, "must be at least 1")
+        for name in ("max_request_s", "max_stalled_s"):
+            value = getattr(self, name)
+            check(0 < value <= 1e9, name, value, "must be above 0 and at most 1e9 seconds")

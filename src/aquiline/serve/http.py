@@ -1,0 +1,167 @@
+"""Between the routes and the socket: bodies with a bound, keys, request ids, streams, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from aquiline.serve.config import Limits
+from aquiline.serve.errors import ApiError
+from aquiline.serve.limits import has_key
+from aquiline.serve.logs import REQUEST_ID, log
+from aquiline.serve.prompts import dumps
+
+T = TypeVar("T")
+
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+"""Paths that need a key where the server has keys; health and figures do not, as at vLLM."""
+
+MAX_ID = 128
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; nobody reads an answer."""
+
+
+class Front:
+    """The outermost layer: gives every request its id, asks for the key, bounds the body, logs what was served.
+
+    A client's X-Request-Id is taken over if it is short and printable."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], limits: Limits, refused: Callable[[int], None]) -> None:
+        self.app, self.keys, self.limits, self.refused = app, keys, limits, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, began_s = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        request_id = given if 0 < len(given) <= MAX_ID and given.isascii() and given.isprintable() else uuid.uuid4().hex
+        token, status = REQUEST_ID.set(request_id), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            error = self._error(scope["path"], headers)
+            if error is None:
+                await self.app(scope, self._bounded(receive), answer)
+            else:
+                await error_response(error)(scope, receive, answer)
+        finally:
+            if status >= 400:
+                self.refused(status)
+            level = "warning" if status >= 500 else "info" if scope["path"].startswith(GUARDED) else "debug"
+            seconds = round(time.monotonic() - began_s, 4)
+            log("served", level=level, method=scope["method"], path=scope["path"], status=status, seconds=seconds)
+            REQUEST_ID.reset(token)
+
+    def _error(self, path: str, headers: Headers) -> ApiError | None:
+        if self.keys and path.startswith(GUARDED) and not has_key(headers.get("authorization"), self.keys):
+            said = {"www-authenticate": "Bearer"}
+            return ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=said)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self.limits.max_body_bytes:
+            return ApiError(413, f"the body has {length[:20]} bytes; {self._allowed}", code="body_too_large")
+        return None
+
+    @property
+    def _allowed(self) -> str:
+        return f"at most {self.limits.max_body_bytes} are allowed"
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """The same messages of a client, refusing a body that is too long or does not come."""
+        num_bytes, is_whole = 0, False
+
+        async def bounded() -> Message:
+            nonlocal num_bytes, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout(self.limits.max_stalled_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "the body of the request did not come") from None
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if num_bytes > self.limits.max_body_bytes:
+                raise HTTPException(413, f"the body is too long; {self._allowed}")
+            return message
+
+        return bounded
+
+
+class EventStream(Response):
+    """A reply of server-sent events. `close` is called once nobody reads them any more: at their end, and as soon as
+    the client leaves, or takes nothing for max_stalled_s seconds."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], max_stalled_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.events, self.close, self.max_stalled_s = events, close, max_stalled_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await while_connected(receive, self._send(send))
+        except ClientGone:
+            log("client gone", path=scope["path"])
+        finally:
+            self.close()
+
+    async def _send(self, send: Send) -> None:
+        async for event in self.events:
+            try:
+                async with asyncio.timeout(self.max_stalled_s):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except TimeoutError:
+                raise ClientGone from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves; then raises ClientGone. The body of the request
+    must have been read."""
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        raise ClientGone
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A reply of JSON."""
+    return Response(dumps(value), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """A reply that says what is wrong."""
+    return json_response(error.body(), error.status, error.headers)

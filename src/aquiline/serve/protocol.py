@@ -1,0 +1,189 @@
+"""What clients send, by OpenAI's names and, beyond those, vLLM's. Ranges are checked in sampling.py.
+
+Fields that are not known are ignored, as vLLM and OpenAI do; fields that are known and not supported are refused by
+name (`sampling.refuse_unsupported`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_LOGPROBS = 20
+"""Alternatives that a request may ask for at each token."""
+
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+
+
+class Body(BaseModel):
+    """A body of a request; unknown fields are kept, so that refused ones can be named."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the usage and no choice; continuous_usage_stats: usage in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Speculative(BaseModel):
+    """How to draft for one request; it changes how fast the text comes and never the text. enabled False: not at all.
+    num_tokens: drafted tokens of a step at most. proposer: a way to draft by name; the server's where it is null."""
+
+    model_config = ConfigDict(extra="forbid")
+    enabled: bool = True
+    num_tokens: Whole | None = None
+    proposer: str | None = None
+
+
+class ContentPart(Body):
+    """A part of a message; text alone is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class Prediction(Body):
+    """What the caller expects to come back, for drafts to be copied from."""
+
+    type: Literal["content"] = "content"
+    content: str | list[ContentPart]
+
+
+class Sampling(Body):
+    """What completions and chats share. Names and meaning are OpenAI's; those it does not have are vLLM's, and
+    `speculative` and `return_token_sources` are ours."""
+
+    model: str | None = None
+    max_tokens: Whole | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    seed: Whole | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Whole] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Whole | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Whole | None = None
+    n: Whole | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Whole | None = None
+    cache_salt: str | None = None
+    prediction: Prediction | None = None
+    speculative: Speculative | None = None
+    return_token_sources: bool | None = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[Whole] | list[list[Whole]]
+    echo: bool | None = None
+    logprobs: Whole | None = None
+
+
+class FunctionCall(Body):
+    """A call that the model made; arguments is JSON."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Body):
+    """A call of a tool, as assistant messages hold it."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """A message; other fields than these reach the template as they are."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Whole | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a prompt, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Whole]
+
+
+class ResponseRequest(Body):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: Whole | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_logprobs: Whole | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    seed: Whole | None = None
+    cache_salt: str | None = None
+    priority: Whole | None = None
+    speculative: Speculative | None = None
+    return_token_sources: bool | None = None

@@ -1,0 +1,101 @@
+"""The server as a process: what settings name is opened, uvicorn runs it, signals end it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
+from aquiline.engine.bundled import BUNDLED_TARGET
+from aquiline.models.load import resolve
+from aquiline.serve.app import make_app
+from aquiline.serve.client import EngineClient
+from aquiline.serve.config import Limits, ServerConfig
+from aquiline.serve.logs import log, set_up
+from aquiline.serve.prompts import Prompts
+from aquiline.serve.service import Service
+from aquiline.serve.wire import Opening
+from aquiline.spec.drafting import Drafting
+from aquiline.text.chat import ChatTemplate
+from aquiline.text.tokenizer import load_tokenizer
+
+BUNDLED_NAME = "bundled"
+
+
+def open_service(
+    pair: PairConfig, engine: EngineConfig, spec: Drafting, config: ServerConfig, limits: Limits, chat: ChatConfig
+) -> Service:
+    """The service that settings describe; its engine is started by the application. Raises ValueError and
+    CheckpointError for what cannot be read."""
+    checkpoint = resolve(pair.target or BUNDLED_TARGET)
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer is None:
+        raise ValueError(f"target={str(checkpoint)!r}: has no tokenizer.json, and clients send text; add one")
+    template = ChatTemplate.load(checkpoint, tokenizer)
+    if config.chat_template is not None:
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+        template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
+    template = template.with_options(chat.template_options or {})
+    names = config.served_model_name or (pair.target or BUNDLED_NAME,)
+    client = EngineClient(Opening(pair, engine, spec))
+    return Service(client, Prompts(tokenizer, template), spec, names, config, limits)
+
+
+def serve(service: Service) -> int:
+    """Serve until a signal comes. The first one drains: no new requests, those that run go on for drain_s seconds at
+    most. The second one ends at once. Returns the exit code."""
+    config = service.config
+    set_up(config.log_level)
+    listener = _listen(config.host, config.port)
+    settings = uvicorn.Config(
+        make_app(service), log_config=None, access_log=False, server_header=False, lifespan="on",
+        timeout_graceful_shutdown=max(1, round(config.drain_s)), timeout_keep_alive=30,
+    )  # fmt: skip
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"aquiline: http://{shown}:{port} once the engine is ready; Ctrl-C ends it", file=sys.stderr)
+    server = _Server(settings, service)
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with signals as above: its own second SIGTERM would wait too."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end at the second."""
+        self.service.gate.is_closed = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        log("ending" if self.force_exit else "draining", signal=signal.Signals(sig).name)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"host={host!r}, port={port}: cannot be listened at ({error.strerror}); choose another") from None
+    listener.listen(1024)
+    return listener
+
+
+def with_environment(config: ServerConfig, environment: Environment) -> ServerConfig:
+    """The same settings with the key of the environment, which command lines would show to every user of a machine."""
+    if environment.api_key is None:
+        return config
+    return replace(config, api_key=(*config.api_key, environment.api_key))

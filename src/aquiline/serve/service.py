@@ -1,0 +1,257 @@
+"""What every endpoint that generates does alike: a request becomes choices, the engine's deltas become their gains.
+
+Owns the order of things: limits first, then prompts, then the engine; figures are counted here, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aquiline.engine.chat import ending_with
+from aquiline.engine.sequence import Request
+from aquiline.errors import AquilineError
+from aquiline.serve.choices import Choice, Gain
+from aquiline.serve.client import EngineClient, Stream
+from aquiline.serve.config import Limits, ServerConfig
+from aquiline.serve.errors import ApiError, as_api_error
+from aquiline.serve.limits import Gate
+from aquiline.serve.logs import log
+from aquiline.serve.metrics import Metrics
+from aquiline.serve.parsers import Parsing
+from aquiline.serve.prompts import Prompts
+from aquiline.serve.protocol import ChatRequest, CompletionRequest
+from aquiline.serve.sampling import Wanted, wanted
+from aquiline.spec.drafting import Drafting
+
+
+@dataclass(eq=False)
+class Job:
+    """One request of a client. choices: n for each prompt, those of one prompt beside each other. texts: the prompts as
+    clients wrote them, where echo asks for them."""
+
+    id: str
+    model: str
+    wanted: Wanted
+    prompts: list[list[int]]
+    choices: list[Choice]
+    created: int = field(default_factory=lambda: int(time.time()))
+    began_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage; every field is there, zeros too. Drafted tokens that were kept count as accepted, the others
+        as rejected, whoever drafted them."""
+        n = self.wanted.n
+        drafted = sum(choice.speculation.num_drafted for choice in self.choices)
+        accepted = sum(choice.speculation.num_accepted for choice in self.choices)
+        num_prompt, num_new = sum(map(len, self.prompts)), sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.begin.num_cached for choice in self.choices[::n])},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.num_reasoning for choice in self.choices),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+
+class Service:
+    """The model behind the server. names: what clients call it by, the first in replies."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        prompts: Prompts,
+        spec: Drafting,
+        names: tuple[str, ...],
+        config: ServerConfig,
+        limits: Limits,
+    ) -> None:
+        self.client, self.prompts, self.spec, self.names = client, prompts, spec, names
+        self.config, self.limits = config, limits
+        self.parsing = Parsing.of(prompts.template.source, config.reasoning_parser, config.tool_call_parser)
+        self.metrics = Metrics(names[0])
+        self.gate = Gate(1, limits.max_waiting)
+        self.began = int(time.time())
+        client.on_step, client.on_down = self.metrics.on_step, self.metrics.on_down
+
+    async def start(self) -> None:
+        """Start the engine. Raises ValueError if it cannot load."""
+        await self.client.start()
+        info = self.client.info
+        assert info is not None
+        self.gate = Gate(info.num_slots, self.limits.max_waiting)
+        self.metrics.on_start(info)
+
+    def model(self, name: str | None) -> str:
+        """The name of the model that a request asks for. Raises ApiError for one that is not served."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(404, f"model={name[:200]!r}: is not served; there is {known}", "model", "model_not_found")
+        return name
+
+    async def completion(self, request: CompletionRequest) -> Job:
+        """A completion request, checked and as token ids."""
+        with explained():
+            asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
+            prompts = await asyncio.to_thread(self.prompts.completions, request.prompt)
+            prediction = self.prompts.prediction(request.prediction)
+            return self._job("cmpl", model, asked, prompts, prediction, request)
+
+    async def chat(self, request: ChatRequest, prefix: str = "chatcmpl") -> Job:
+        """A chat request, checked and as token ids."""
+        with explained():
+            asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
+            tools = self._tools(request)
+            asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling))
+            text, ids = await asyncio.to_thread(
+                self.prompts.chat, request.messages, tools, request.chat_template_kwargs, request.add_generation_prompt
+            )
+            prediction = self.prompts.prediction(request.prediction)
+            parsed = text if self.parsing.thinks or tools else None
+            return self._job(prefix, model, asked, [ids], prediction, request, parsed)
+
+    async def open(self, job: Job) -> Run:
+        """Hand a job to the engine. Raises ApiError where there is no room, no engine, or what cannot work."""
+        num_choices = len(job.choices)
+        self.gate.enter(num_choices)
+        try:
+            with explained():
+                stream = await self.client.submit([choice.request for choice in job.choices])
+        except BaseException:
+            self.gate.leave(num_choices, 0.0)
+            raise
+        return Run(self, job, stream)
+
+    def _job(
+        self,
+        prefix: str,
+        model: str,
+        asked: Wanted,
+        prompts: Sequence[list[int]],
+        prediction: tuple[int, ...],
+        request: CompletionRequest | ChatRequest,
+        text: str | None = None,
+    ) -> Job:
+        num_choices = len(prompts) * asked.n
+        if num_choices > self.limits.max_choices:
+            message = f"{len(prompts)} prompts with n={asked.n}: at most {self.limits.max_choices} choices are allowed"
+            raise ApiError(400, message, "n")
+        is_detailed = num_choices == 1 and self.config.per_request_spec_decode_metrics == "detailed"
+        has_tools = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+        choices = []
+        for ids in prompts:
+            room = self._room(ids, asked.spec)
+            for index in range(asked.n):
+                sampling = asked.choice(index, room)
+                engine_request = Request(
+                    self.client.new_id(), tuple(ids), replace(sampling, stop=()), asked.spec, asked.priority,
+                    self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
+                )  # fmt: skip
+                parser = None if text is None else self.parsing.parser(text, has_tools)
+                by_token = bool(request.return_token_sources)
+                tokenizer = self.prompts.tokenizer
+                choices.append(Choice(engine_request, sampling.stop, tokenizer, parser, by_token, is_detailed))
+        return Job(f"{prefix}-{uuid.uuid4().hex}", model, asked, list(prompts), choices)
+
+    def _room(self, ids: list[int], spec: Drafting) -> int:
+        """New tokens that fit behind a prompt. Raises ApiError where none does."""
+        info = self.client.info
+        assert info is not None
+        held = info.num_pages * info.page_size - (spec.max_depth + 1 + spec.lookahead)
+        room = min(info.max_context, held) - len(ids)
+        if room < 1:
+            raise ApiError(
+                400, f"the prompt has {len(ids)} tokens, and prompt and output together may have "
+                f"{min(info.max_context, held)}; shorten it", "prompt", "context_length_exceeded",
+            )  # fmt: skip
+        return room
+
+    def _tools(self, request: ChatRequest) -> Any:
+        """The tools that the template is to show. Raises ApiError where the model cannot be told of tools, or cannot be
+        made to use them."""
+        choice = request.tool_choice
+        if choice not in (None, "none", "auto"):
+            message = f"tool_choice={choice!r}: forcing a call needs structured output, which is not supported yet"
+            raise ApiError(400, f"{message}; use auto"[:500], "tool_choice")
+        if not request.tools or choice == "none":
+            return None
+        if self.parsing.tools is None:
+            raise ApiError(400, "tools: the model's chat template has no form for calls of tools", "tools")
+        return request.tools
+
+    def count(self, job: Job, choice: Choice, num_tokens: int) -> None:
+        """A choice has got so many tokens."""
+        now, metrics = time.monotonic(), self.metrics
+        if not num_tokens:
+            return
+        metrics.new_tokens.inc(num_tokens)
+        if not job.first_s:
+            job.first_s = now
+            metrics.time_to_first_token.observe(now - job.began_s)
+        elif choice.num_tokens > num_tokens and len(job.choices) == 1:
+            metrics.on_gap(now - job.last_s, num_tokens)
+        job.last_s = now
+
+    def end(self, job: Job) -> None:
+        """A job has ended, however it did."""
+        now, usage = time.monotonic(), job.usage
+        self.gate.leave(len(job.choices), now - job.began_s)
+        reasons = [choice.finish_reason or "abort" for choice in job.choices]
+        self.metrics.on_end(job, reasons, now)
+        log(
+            "request ended", id=job.id, finish_reasons=reasons, prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"], completion_tokens=usage["completion_tokens"],
+            seconds=round(now - job.began_s, 4), ttft_s=round(job.first_s - job.began_s, 4) if job.first_s else None,
+        )  # fmt: skip
+
+
+class Run:
+    """A job that the engine has taken. Iterate over what each step adds to each choice; `close` it in any case."""
+
+    def __init__(self, service: Service, job: Job, stream: Stream) -> None:
+        self.service, self.job, self.stream = service, job, stream
+        self.is_closed = False
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Choice, Gain]]:
+        """Gains in the order in which the engine made them. Raises ApiError."""
+        by_id = {int(choice.request.id): choice for choice in self.job.choices}
+        with explained():
+            async for delta in self.stream:
+                choice = by_id[delta.request_id]
+                gain = choice.take(delta)
+                if gain.finish_reason is not None and delta.finish_reason is None:
+                    self.stream.end(delta.request_id)  # a stop string, which the engine does not know
+                self.service.count(self.job, choice, len(gain.token_ids))
+                yield choice, gain
+
+    def close(self) -> None:
+        """End the choices that have not ended, and give the room back."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.stream.close()
+            self.service.end(self.job)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors of the engine and of settings inside, as what a client is told."""
+    try:
+        yield
+    except RecursionError:
+        raise ApiError(400, "the body nests lists and objects too deep") from None
+    except (ValueError, AquilineError) as error:
+        raise as_api_error(error) from error

@@ -1,0 +1,111 @@
+"""What the HTTP process and the engine process tell each other: plain values over one pipe, a message each way.
+
+The HTTP process sends a list of commands whenever it has some. The engine process sends one `StepMessage` per step of
+the engine, whatever number of requests the step served; while no request runs it answers commands alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aquiline.config import EngineConfig, PairConfig
+from aquiline.engine.sequence import Request
+from aquiline.spec.drafting import Drafting
+from aquiline.types import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What the engine process loads: a pair, the engine's sizes and the default way to draft."""
+
+    pair: PairConfig
+    engine: EngineConfig
+    spec: Drafting
+
+
+class Submit(NamedTuple):
+    """Run a request. Its id is a number that was not used before; its text is made in the HTTP process."""
+
+    request: Request
+
+
+class Abort(NamedTuple):
+    """End a request where it stands. A request that has ended meanwhile is left alone."""
+
+    request_id: int
+
+
+class Quit(NamedTuple):
+    """End the process."""
+
+
+Command = Submit | Abort | Quit
+
+
+class EngineInfo(NamedTuple):
+    """The engine process is ready: what HTTP needs to know of its models. num_slots: requests that run at once."""
+
+    max_context: int
+    vocab_size: int
+    num_slots: int
+    num_pages: int
+    page_size: int
+    has_draft: bool
+    memory: str
+    system: dict[str, object]
+
+
+class Begin(NamedTuple):
+    """What is told with the first tokens of a request. num_cached: prompt tokens that the prefix cache had;
+    prompt_logprobs: where asked for, of the second prompt token and on."""
+
+    num_cached: int
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+class Delta(NamedTuple):
+    """What a step added to one request, as in TokenDelta; begin: with its first tokens."""
+
+    request_id: int
+    token_ids: list[int]
+    num_accepted: int
+    num_drafted: int
+    num_confirmed: int
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None
+    error: str | None
+    begin: Begin | None
+
+
+class Refused(NamedTuple):
+    """The engine cannot run a request; error says why and what to change."""
+
+    request_id: int
+    error: str
+
+
+class Stats(NamedTuple):
+    """Where the engine stands behind a step. Sums count from the start of the engine process: prompt tokens of requests
+    that have ended and how many of these the prefix cache had, tokens that chunks of prompts computed, preemptions.
+
+    num_active: slots that decoded in the last step; num_used_pages: pages that running requests hold."""
+
+    num_running: int
+    num_waiting: int
+    num_active: int
+    num_used_pages: int
+    sum_prompt_tokens: int
+    sum_cached_tokens: int
+    sum_prefill_tokens: int
+    sum_preemptions: int
+
+
+class StepMessage(NamedTuple):
+    """One step of the engine: the requests that joined since the last message, those that were refused, and what was
+    added to each."""
+
+    added: list[int]
+    refused: list[Refused]
+    deltas: list[Delta]
+    stats: Stats
