@@ -43,7 +43,7 @@ def serve(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Rows of one forward: decoding first, then chunks of prompts.", rich_help_panel=BATCH)
     ] = 256,
-    engine: Annotated[EngineConfig, Fields(only=("page_size", "num_pages", "cache_fraction", "prefix_cache"))],
+    engine: Annotated[EngineConfig, Fields(only=("page_size", "num_pages", "cache_fraction", "prefix_cache", "check"))],
     limits: Limits,
     template: Annotated[ChatConfig, Fields(only=("template_options",))],
 ) -> None:
@@ -61,9 +61,7 @@ def serve(
     spec = chosen(drafting, pair)
     sizes = replace(engine, max_batch=max_num_seqs, max_context=max_model_len, row_budget=max_num_batched_tokens)
     config = with_environment(server, Environment.read())
-    code = run(open_service(pair, sizes, spec, config, limits, template))
-    if code:
-        raise typer.Exit(code)
+    run(open_service(pair, sizes, spec, config, limits, template))
 
 
 serve.__doc__ = (serve.__doc__ or "") + EXAMPLES

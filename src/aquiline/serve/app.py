@@ -20,8 +20,16 @@ from aquiline.serve.completions import CompletionReply
 from aquiline.serve.errors import ApiError, bad_request, validation_error
 from aquiline.serve.http import ClientGone, EventStream, Front, error_response, json_response, while_connected
 from aquiline.serve.prompts import token_text
-from aquiline.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from aquiline.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    TokenizeRequest,
+)
 from aquiline.serve.reply import Reply
+from aquiline.serve.response_events import ResponseReply
+from aquiline.serve.responses import ResponseStore, as_chat, conversation_of
 from aquiline.serve.service import Job, Run, Service, explained
 
 PAGE = Path(__file__).resolve().parent / "page"
@@ -45,6 +53,7 @@ def make_app(service: Service) -> FastAPI:
     _add_operations(app, service)
     _add_tokens(app, service)
     _add_generation(app, service)
+    _add_responses(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False), name="page")
     config = service.config
     app.add_middleware(Front, keys=config.api_key, limits=service.limits, refused=service.metrics.on_refused)
@@ -175,6 +184,37 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         job = await service.chat(body)
         return await answer(service, job, ChatReply(job, body, detail, tokenizer), request, bool(body.stream))
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    """Responses, and those that are kept."""
+    store, tokenizer = ResponseStore(service.limits.max_stored_bytes), service.prompts.tokenizer
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation of items; keep the answer unless `store` is false."""
+        items = conversation_of(body, store)
+        job = await service.chat(as_chat(body, items), "resp")
+        reply = ResponseReply(job, body, items, store, tokenizer)
+        return await answer(service, job, reply, request, bool(body.stream))
+
+    @app.get("/v1/responses/{response_id}")
+    async def kept(response_id: str) -> Response:
+        """A response that was kept."""
+        return json_response(store.get(response_id).response)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def drop(response_id: str) -> Response:
+        """Forget a response."""
+        store.drop(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(response_id: str) -> Response:
+        """The conversation that a response answered, the latest item first."""
+        items = store.get(response_id).input[::-1]
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+        return json_response({"object": "list", "data": items, "has_more": False} | ends)
 
 
 async def answer(service: Service, job: Job, reply: Reply, request: Request, is_stream: bool) -> Response:

@@ -178,6 +178,11 @@ class EngineClient:
             stream.fail(EngineDown("the server is ending"))
         await asyncio.to_thread(_end, life)
 
+    def kill(self) -> None:
+        """Kill the engine process if it still runs; for when the event loop has ended."""
+        if self._life is not None:
+            self._life.process.kill()
+
     async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()

@@ -36,10 +36,9 @@ class Prompts:
         several: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
         if several and isinstance(several[0], int):
             several = [several]
-        found = [self.text(each) if isinstance(each, str) else list(each) for each in several]
-        if not found or not all(found):
+        if not several or not all(several):  # of an empty text a tokenizer may still make BOS
             raise bad_request("prompt: is empty; give at least one character or token", "prompt")
-        return found
+        return [self.text(each) if isinstance(each, str) else list(each) for each in several]
 
     def chat(
         self,

@@ -47,9 +47,9 @@ def open_service(
     return Service(client, Prompts(tokenizer, template), spec, names, config, limits)
 
 
-def serve(service: Service) -> int:
+def serve(service: Service) -> None:
     """Serve until a signal comes. The first one drains: no new requests, those that run go on for drain_s seconds at
-    most. The second one ends at once. Returns the exit code."""
+    most. The second one ends at once. Raises ValueError if the engine cannot load its models."""
     config = service.config
     set_up(config.log_level)
     listener = _listen(config.host, config.port)
@@ -61,8 +61,13 @@ def serve(service: Service) -> int:
     shown = f"[{host}]" if ":" in host else host
     print(f"aquiline: http://{shown}:{port} once the engine is ready; Ctrl-C ends it", file=sys.stderr)
     server = _Server(settings, service)
-    server.run(sockets=[listener])
-    return 0 if server.started else 1
+    service.on_failure = lambda: setattr(server, "should_exit", True)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        service.client.kill()
+    if service.failure is not None:
+        raise ValueError(service.failure)
 
 
 class _Server(uvicorn.Server):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -84,11 +84,18 @@ class Service:
         self.metrics = Metrics(names[0])
         self.gate = Gate(1, limits.max_waiting)
         self.began = int(time.time())
+        self.failure: str | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         client.on_step, client.on_down = self.metrics.on_step, self.metrics.on_down
 
     async def start(self) -> None:
-        """Start the engine. Raises ValueError if it cannot load."""
-        await self.client.start()
+        """Start the engine. If it cannot load its models, `failure` says why and on_failure is called."""
+        try:
+            await self.client.start()
+        except ValueError as error:
+            self.failure = str(error)
+            self.on_failure()
+            return
         info = self.client.info
         assert info is not None
         self.gate = Gate(info.num_slots, self.limits.max_waiting)

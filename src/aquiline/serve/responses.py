@@ -1,0 +1,140 @@
+"""/v1/responses: items to messages, and the responses that are kept so that a later one can go on from them."""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from aquiline.serve.errors import ApiError, bad_request, validation_error
+from aquiline.serve.prompts import dumps
+from aquiline.serve.protocol import ChatRequest, ResponseRequest
+from aquiline.serve.sampling import STRUCTURED
+
+Item = dict[str, Any]
+
+UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
+    "background": ((False,), "is not supported; wait for the reply, or stream it"),
+    "conversation": ((), "is not supported; use previous_response_id"),
+    "prompt": ((), "stored prompts are not supported; send input"),
+    "truncation": (("disabled",), "is not supported: a conversation is never cut silently"),
+}
+"""Fields of OpenAI's interface that would change the answer: the values that mean nothing special, and why others are
+refused."""
+
+PASSED_ON = (
+    "model", "temperature", "top_p", "seed", "stream", "cache_salt", "priority", "speculative", "return_token_sources",
+    "tool_choice", "parallel_tool_calls",
+)  # fmt: skip
+"""Fields that mean in a response what they mean in a chat."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A response and the conversation up to it: input items, and those of the responses before."""
+
+    response: dict[str, Any]
+    input: list[Item]
+
+    @property
+    def items(self) -> list[Item]:
+        """The whole conversation, the response's own items last."""
+        return [*self.input, *self.response["output"]]
+
+
+@dataclass(eq=False)
+class ResponseStore:
+    """Responses by id, in memory. Once they take more than max_bytes, the oldest go; 0 keeps none."""
+
+    max_bytes: int
+    num_bytes: int = 0
+    kept: OrderedDict[str, tuple[Kept, int]] = field(default_factory=OrderedDict)
+
+    def put(self, kept: Kept) -> None:
+        """Keep a response."""
+        size = len(dumps([kept.response, kept.input]))
+        self.kept[kept.response["id"]] = (kept, size)
+        self.num_bytes += size
+        while self.num_bytes > self.max_bytes:
+            _, (_, gone) = self.kept.popitem(last=False)
+            self.num_bytes -= gone
+
+    def get(self, name: str, param: str = "response_id") -> Kept:
+        """The response of an id. Raises ApiError where there is none."""
+        if name not in self.kept:
+            raise ApiError(404, f"{param}={name[:100]!r}: is not stored; it was dropped, or never kept", param)
+        self.kept.move_to_end(name)
+        return self.kept[name][0]
+
+    def drop(self, name: str) -> None:
+        """Forget a response. Raises ApiError where there is none."""
+        self.get(name)
+        _, size = self.kept.pop(name)
+        self.num_bytes -= size
+
+
+def conversation_of(request: ResponseRequest, store: ResponseStore) -> list[Item]:
+    """The items of the conversation that a request goes on: those before it, then its own, each with an id."""
+    before: list[Item] = []
+    if request.previous_response_id is not None:
+        before = store.get(request.previous_response_id, "previous_response_id").items
+    own = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    return [*before, *({"id": f"item_{uuid.uuid4().hex}", "type": "message"} | item for item in own)]
+
+
+def as_chat(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
+    """The chat that a response is the answer to. Raises ApiError naming what is not supported."""
+    for name, (harmless, why) in UNSUPPORTED.items():
+        value = (request.model_extra or {}).get(name)
+        if value is not None and value not in harmless:
+            raise bad_request(f"{name}: {why}", name)
+    text = (request.model_extra or {}).get("text") or {}
+    if isinstance(text, dict) and (text.get("format") or {"type": "text"}) != {"type": "text"}:
+        raise bad_request(f"text.format: {STRUCTURED}", "text.format")
+    messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    body: dict[str, Any] = {name: getattr(request, name) for name in PASSED_ON}
+    body |= {"messages": [*messages, *_messages(items)], "max_tokens": request.max_output_tokens}
+    if request.tools:
+        body["tools"] = [_tool(tool, place) for place, tool in enumerate(request.tools)]
+    if request.top_logprobs:
+        body |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise validation_error(error.errors()) from None
+
+
+def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Items as messages. Calls that follow each other are one message; reasoning is not said again."""
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate(items):
+        kind = item["type"]
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if (
+                place
+                and items[place - 1]["type"] in ("function_call", "message")
+                and messages[-1]["role"] == "assistant"
+            ):
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind != "reasoning":
+            raise bad_request(f"input.{place}: an item of type {str(kind)[:40]!r} is not supported", f"input.{place}")
+    return messages
+
+
+def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise bad_request(f"tools.{place}: a tool of type {str(tool.get('type'))[:40]!r} is not supported", "tools")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}

@@ -1,0 +1,139 @@
+"""Recorded outputs, cut at every chunking of 1 to K + 1 tokens, give the answer that comes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from aquiline.config import SamplingParams
+from aquiline.engine.bundled import BUNDLED_TARGET
+from aquiline.engine.sequence import Request
+from aquiline.serve.choices import Choice, Gain
+from aquiline.serve.parsers import Parsing, Part, Text
+from aquiline.serve.wire import Delta
+from aquiline.spec.drafting import Chain
+from aquiline.text.tokenizer import load_tokenizer
+from aquiline.types import TokenLogprobs
+
+K = 3
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+RECORDED = {
+    "plain": "def f(n):\n    return n + 1\n",
+    "characters": "naïve → 🦅🦅 日本語 ends é",
+    "reasoning": "<think>\nFirst é, then 🦅.\n</think>\n\nThe answer → 42",
+    "a call": f"I will add.\n{CALL}",
+    "both": f"<think>To add</think>\n{CALL}\n",
+    "a stop": "one two STOP three",
+    "half a stop": "one two STO, ST and S",
+    "no end of reasoning": "<think>\nI wonder </thin",
+}
+STOP = ("STOP", "\n\n\n")
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    found = load_tokenizer(BUNDLED_TARGET)
+    assert found is not None
+    return found
+
+
+def ids_of(name: str) -> list[int]:
+    return list(tokenizer().encode(RECORDED[name], add_special_tokens=False).ids)
+
+
+def choice_of(by_token: bool = False) -> Choice:
+    prompt = tuple(tokenizer().encode("a prompt", add_special_tokens=False).ids)
+    request = Request(0, prompt, SamplingParams(seed=0), Chain(K), with_text=False)
+    return Choice(request, STOP, tokenizer(), Parsing(True, "hermes").parser("a prompt", True), by_token, True)
+
+
+def gains(name: str, sizes: list[int], by_token: bool) -> tuple[Choice, list[Gain]]:
+    """The recorded output in chunks of these sizes, the last token being the end of the text."""
+    ids, choice, found = [*ids_of(name), 0], choice_of(by_token), list[Gain]()
+    while ids and choice.finish_reason is None:
+        size = sizes[len(found)] if len(found) < len(sizes) else 1
+        part, ids = ids[:size], ids[size:]
+        logprobs = [TokenLogprobs(token, -1.0, 1, {}) for token in part]
+        reason = None if ids else "stop"
+        found.append(choice.take(Delta(0, part, len(part) - 1, K, len(part) - 1, reason, logprobs, None, None)))  # type: ignore[arg-type]
+    return choice, found
+
+
+def told(gains: list[Gain]) -> list[Part]:
+    parts: list[Part] = []
+    for part in [part for gain in gains for piece in gain.pieces for part in piece.parts]:
+        if parts and isinstance(part, Text) and isinstance(parts[-1], Text) and parts[-1].channel == part.channel:
+            parts[-1] = Text(part.channel, parts[-1].text + part.text)
+        else:
+            parts.append(part)
+    return parts
+
+
+def check(name: str, sizes: list[int], by_token: bool) -> None:
+    whole, (gain,) = gains(name, [len(ids_of(name)) + 1], by_token)
+    cut, several = gains(name, sizes, by_token)
+    assert told(several) == told([gain])
+    assert [token for each in several for token in each.token_ids] == gain.token_ids
+    assert [entry.token_id for each in several for entry in each.logprobs or ()] == gain.token_ids
+    assert cut.finish_reason == whole.finish_reason == "stop"
+    assert (cut.num_tokens, cut.num_reasoning) == (whole.num_tokens, whole.num_reasoning)
+    for piece in [piece for each in several for piece in each.pieces]:
+        for part in piece.parts:
+            assert not isinstance(part, Text) or "\ufffd" not in part.text, "a part of a character"
+
+
+def chunkings(num: int) -> Iterator[list[int]]:
+    """All chunkings of the first six tokens into 1 .. K + 1, then equal chunks of every size."""
+    heads: list[list[int]] = [[]]
+    while heads:
+        head = heads.pop()
+        if sum(head) >= 6:
+            for size in range(1, K + 2):
+                yield head + [size] * num
+        else:
+            heads += [[*head, size] for size in range(1, K + 2)]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_beginning_and_every_size(name: str) -> None:
+    for sizes in chunkings(len(ids_of(name))):
+        check(name, sizes, by_token=False)
+
+
+@given(st.sampled_from(list(RECORDED)), st.lists(st.integers(1, K + 1), min_size=40, max_size=40), st.booleans())
+def test_any_chunking(name: str, sizes: list[int], by_token: bool) -> None:
+    check(name, sizes, by_token)
+
+
+def test_the_recorded_answers_are_what_they_seem() -> None:
+    said = {name: told(gains(name, [1] * 99, False)[1]) for name in RECORDED}
+    assert said["plain"] == [Text("content", RECORDED["plain"])]
+    assert said["characters"] == [Text("content", RECORDED["characters"])]
+    assert said["reasoning"] == [Text("reasoning", "First é, then 🦅."), Text("content", "The answer → 42")]
+    assert said["a call"][0] == Text("content", "I will add.") and len(said["a call"]) == 2
+    assert [type(part) for part in said["both"]] == [Text, type(said["a call"][1])]
+    assert said["a stop"] == [Text("content", "one two ")]
+    assert said["half a stop"] == [Text("content", RECORDED["half a stop"])]
+    assert said["no end of reasoning"] == [Text("reasoning", "I wonder </thin")]
+
+
+def test_tokens_behind_a_stop_string_do_not_count() -> None:
+    choice, found = gains("a stop", [4] * 99, by_token=False)
+    kept = sum(len(gain.token_ids) for gain in found)
+    assert choice.num_tokens == kept < len(ids_of("a stop"))
+    assert tokenizer().decode(ids_of("a stop")[:kept]).endswith("STOP")
+
+
+def test_who_wrote_what() -> None:
+    _, found = gains("plain", [4] * 99, by_token=True)
+    pieces = [piece for gain in found for piece in gain.pieces]
+    assert [piece.by for piece in found[0].pieces] == ["draft", "draft", "draft", "target"]
+    assert "".join(part.text for piece in pieces for part in piece.parts if isinstance(part, Text)) == RECORDED["plain"]
+    choice, _ = gains("plain", [4] * 99, by_token=True)
+    assert choice.speculation.num_drafted == K * choice.speculation.num_steps
+    assert choice.speculation.num_accepted == sum(confirmed for _, confirmed in choice.speculation.steps or ())

@@ -1,0 +1,52 @@
+"""/metrics: vLLM's names, and figures that agree with what replies say."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.conftest import needs_native
+from tests.serve.serving import Server
+
+pytestmark = needs_native
+
+NAMES = [
+    "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+    "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_count", "vllm:iteration_tokens_total_count", "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:num_preemptions_total", "aquiline:tau",
+    "aquiline:active_slots", "aquiline:draft_lengths_total", "aquiline:engine_restarts_total",
+]  # fmt: skip
+
+
+def test_names_and_sums(server: Server) -> None:
+    server.settle()
+    before = {name: server.figure(name) for name in NAMES if server.client.get("/metrics").text.count(name)}
+    reply = server.complete(temperature=0, max_tokens=50, ignore_eos=True)
+    server.settle()
+    gained = {name: server.figure(name) - before.get(name, 0) for name in NAMES}
+    record = reply["metrics"]["speculative_decoding"]
+    assert gained["vllm:spec_decode_num_drafts_total"] == record["num_spec_steps"]
+    assert gained["vllm:spec_decode_num_draft_tokens_total"] == record["num_draft_tokens"]
+    assert gained["vllm:spec_decode_num_accepted_tokens_total"] == record["num_accepted_draft_tokens"]
+    assert gained["vllm:generation_tokens_total"] == 50 and gained["vllm:request_success_total"] == 1
+    assert gained["vllm:prompt_tokens_total"] == reply["usage"]["prompt_tokens"]
+    assert gained["vllm:time_to_first_token_seconds_count"] == 1
+    assert gained["vllm:inter_token_latency_seconds_count"] == 49
+    assert record["mean_acceptance_length"] == 1 + record["num_accepted_draft_tokens"] / record["num_spec_steps"]
+    assert sum(record["acceptance_histogram"]) == record["num_spec_steps"] == len(record["per_step_accepted"])
+    by_length = record["acceptance_histogram_by_draft_length"]
+    assert all(len(counts) == int(length) + 1 for length, counts in by_length.items())
+    assert sum(map(sum, by_length.values())) == record["num_spec_steps"]
+
+
+def test_positions_add_up_and_the_page_parses(server: Server) -> None:
+    server.complete(temperature=0, max_tokens=20)
+    text = server.client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    positions = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    counts = {s.labels["position"]: s.value for s in positions if s.name.endswith("_total")}
+    assert list(counts) == ["0", "1", "2"] and counts["0"] >= counts["1"] >= counts["2"] > 0
+    assert sum(counts.values()) == server.figure("vllm:spec_decode_num_accepted_tokens_total")
+    assert families["vllm:spec_decode_num_drafts"].type == "counter"
+    assert all(s.labels["model_name"] == "code" for family in families.values() for s in family.samples)

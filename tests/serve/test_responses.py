@@ -1,0 +1,110 @@
+"""/v1/responses: items, events, and responses that a later one goes on from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.conftest import needs_native
+from tests.serve.serving import OTHER, PROMPT, Server
+
+from aquiline.config import SamplingParams
+from aquiline.engine.llm import LLM
+from aquiline.serve.protocol import ResponseRequest
+from aquiline.serve.responses import Kept, ResponseStore, as_chat
+
+pytestmark = needs_native
+
+ASKED: dict[str, Any] = {"input": PROMPT, "temperature": 0, "max_output_tokens": 20}
+
+
+def text_of(response: Any) -> str:
+    (item,) = response["output"]
+    return str(item["content"][0]["text"])
+
+
+def events(server: Server, **body: Any) -> list[dict[str, Any]]:
+    with server.client.stream("POST", "/v1/responses", json=body | {"stream": True}) as reply:
+        blocks = "".join(reply.iter_text()).split("\n\n")
+    found = []
+    for block in blocks[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def test_a_response_and_its_stream(server: Server, llm: LLM) -> None:
+    expected = llm.generate(PROMPT, SamplingParams(max_tokens=20))[0].text
+    response = server.post("/v1/responses", **ASKED)
+    assert text_of(response) == expected and response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["usage"]["output_tokens"] == 20 and response["usage"]["input_tokens_details"]["cached_tokens"] >= 0
+    told = events(server, **ASKED)
+    names = [event["type"].removeprefix("response.") for event in told]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert "".join(event["delta"] for event in told if event["type"].endswith("text.delta")) == expected
+    assert text_of(told[-1]["response"]) == expected == told[-4]["text"]
+
+
+def test_a_conversation_goes_on(server: Server, llm: LLM) -> None:
+    first = server.post("/v1/responses", **ASKED)
+    second = server.post("/v1/responses", **ASKED | {"input": OTHER, "previous_response_id": first["id"]})
+    prompt = "\n\n".join([PROMPT, text_of(first), OTHER])
+    assert text_of(second) == llm.generate(prompt, SamplingParams(max_tokens=20))[0].text
+    kept = server.client.get(f"/v1/responses/{second['id']}").json()
+    assert kept == second
+    items = server.client.get(f"/v1/responses/{second['id']}/input_items").json()["data"]
+    assert [item["role"] for item in items] == ["user", "assistant", "user"] and items[0]["content"] == OTHER
+    assert server.client.delete(f"/v1/responses/{first['id']}").json()["deleted"]
+    assert server.client.get(f"/v1/responses/{first['id']}").status_code == 404
+    error = server.error("/v1/responses", 404, **ASKED | {"previous_response_id": first["id"]})
+    assert error["param"] == "previous_response_id"
+
+
+def test_what_is_not_to_be_kept(server: Server) -> None:
+    response = server.post("/v1/responses", **ASKED, store=False)
+    assert server.client.get(f"/v1/responses/{response['id']}").status_code == 404
+
+
+def test_refusals(server: Server) -> None:
+    for more, param in (
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"input": [{"type": "image"}]}, "input.0"),
+        ({"input": [{"type": "message", "content": "a"}]}, "messages.0.role"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"max_output_tokens": 0}, "max_tokens"),
+    ):
+        assert server.error("/v1/responses", **ASKED | more)["param"] == param
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]},
+        {"type": "reasoning", "content": []},
+        {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "b", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "2"},
+    ]
+    request = ResponseRequest(input="", instructions="Be brief.", tools=[{"type": "function", "name": "add"}])
+    chat = as_chat(request, items)
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "tool"]
+    calls = chat.messages[2].tool_calls or []
+    assert [call.id for call in calls] == ["a", "b"] and calls[0].function.arguments == '{"x": 1}'
+    assert chat.tools is not None and chat.tools[0].function.name == "add"
+
+
+def test_the_oldest_responses_are_dropped() -> None:
+    store = ResponseStore(2_000)
+    for number in range(50):
+        store.put(Kept({"id": str(number), "output": ["x" * 100]}, []))
+        assert store.num_bytes <= 2_000
+    assert "49" in store.kept and "0" not in store.kept and len(store.kept) > 10
+    for name in list(store.kept):
+        store.drop(name)
+    assert store.num_bytes == 0
+    ResponseStore(0).put(Kept({"id": "a", "output": []}, []))
