@@ -44,7 +44,7 @@ def test_a_client_that_leaves_before_the_reply_frees_its_pages(server: Server) -
 def test_a_stop_string_ends_the_engine_too(server: Server) -> None:
     server.settle()
     before = server.figure("vllm:iteration_tokens_total_sum")
-    reply = server.complete(**LONG | {"stop": "function"})
+    reply = server.complete(**LONG | {"stop": "generic"})
     assert reply["choices"][0]["finish_reason"] == "stop"
     server.settle()
     used = reply["usage"]["total_tokens"]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import needs_native
 from tests.serve.serving import Server
@@ -50,3 +54,14 @@ def test_positions_add_up_and_the_page_parses(server: Server) -> None:
     assert sum(counts.values()) == server.figure("vllm:spec_decode_num_accepted_tokens_total")
     assert families["vllm:spec_decode_num_drafts"].type == "counter"
     assert all(s.labels["model_name"] == "code" for family in families.values() for s in family.samples)
+
+
+def test_the_dashboard_shows_figures_that_exist(server: Server) -> None:
+    server.complete(temperature=0, max_tokens=20)
+    server.client.get("/v1/nothing")
+    text = server.client.get("/metrics").text
+    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    names = {name for expression in expressions for name in re.findall(r"(?:vllm|aquiline):\w+", expression)}
+    assert len(names) > 15
+    assert [name for name in sorted(names) if f"\n{name}{{" not in text] == []

@@ -55,8 +55,12 @@ def serve(
     from dataclasses import replace
 
     from aquiline.config import Environment
-    from aquiline.serve.server import open_service, with_environment
-    from aquiline.serve.server import serve as run
+
+    try:
+        from aquiline.serve.server import open_service, with_environment
+        from aquiline.serve.server import serve as run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serve: {error.name} is not installed; pip install 'aquiline[serve]'") from None
 
     spec = chosen(drafting, pair)
     sizes = replace(engine, max_batch=max_num_seqs, max_context=max_model_len, row_budget=max_num_batched_tokens)

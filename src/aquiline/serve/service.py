@@ -17,7 +17,7 @@ from aquiline.engine.chat import ending_with
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.serve.choices import Choice, Gain
-from aquiline.serve.client import EngineClient, Stream
+from aquiline.serve.client import EngineClient, EngineDown, Stream
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.errors import ApiError, as_api_error
 from aquiline.serve.limits import Gate
@@ -175,9 +175,12 @@ class Service:
         return Job(f"{prefix}-{uuid.uuid4().hex}", model, asked, list(prompts), choices)
 
     def _room(self, ids: list[int], spec: Drafting) -> int:
-        """New tokens that fit behind a prompt. Raises ApiError where none does."""
+        """New tokens that fit behind a prompt. Raises ApiError where none does, or where an id is no token."""
         info = self.client.info
-        assert info is not None
+        if info is None:
+            raise EngineDown("the engine is starting; send the request again")
+        if bad := [token for token in ids if not 0 <= token < info.vocab_size]:
+            raise ApiError(400, f"prompt token {bad[0]}: must be in [0, {info.vocab_size})", "prompt")
         held = info.num_pages * info.page_size - (spec.max_depth + 1 + spec.lookahead)
         room = min(info.max_context, held) - len(ids)
         if room < 1:

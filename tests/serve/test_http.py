@@ -1,0 +1,206 @@
+"""Sockets that misbehave, and parts of chats that the bundled target has no template for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.types import Message
+from tests.serve.test_choices import CALL, K, ids_of, tokenizer
+
+from aquiline.config import SamplingParams
+from aquiline.engine.sequence import Request
+from aquiline.serve.chat import ChatReply
+from aquiline.serve.choices import Choice
+from aquiline.serve.config import Limits, ServerConfig
+from aquiline.serve.errors import ApiError, bad_request
+from aquiline.serve.http import ClientGone, EventStream, Front, error_response, while_connected
+from aquiline.serve.limits import Gate, has_key
+from aquiline.serve.parsers import Parsing
+from aquiline.serve.prompts import Prompts
+from aquiline.serve.protocol import ChatMessage, ChatRequest, Tool
+from aquiline.serve.sampling import Wanted
+from aquiline.serve.service import Job
+from aquiline.serve.wire import Delta
+from aquiline.spec.drafting import Chain
+from aquiline.text.chat import ChatTemplate
+
+SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+LIMITS = Limits(max_body_bytes=100, max_stalled_s=0.05)
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}<tool_call></think>"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
+)
+
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def test_a_client_that_takes_nothing_is_dropped() -> None:
+    closed = []
+
+    async def main() -> None:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b"data: x\n\n"
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await never()
+
+        stream = EventStream(events(), lambda: closed.append(True), 0.05)
+        await asyncio.wait_for(stream(SCOPE, never, send), 30)
+
+    asyncio.run(main())
+    assert closed == [True]
+
+
+def test_a_client_that_leaves_ends_the_work() -> None:
+    cancelled = []
+
+    async def main() -> None:
+        async def work() -> None:
+            try:
+                await never()
+            finally:
+                cancelled.append(True)
+
+        async def gone() -> Message:
+            await asyncio.sleep(0.01)
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(ClientGone):
+            await asyncio.wait_for(while_connected(gone, work()), 30)
+
+    asyncio.run(main())
+    assert cancelled == [True]
+
+
+def front(receive: Any, headers: dict[str, str] | None = None, keys: tuple[str, ...] = ()) -> int:
+    """The status with which a request is answered by an app that reads its whole body."""
+    statuses = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        from starlette.exceptions import HTTPException
+
+        try:
+            while (await receive()).get("more_body"):
+                pass
+            error = ApiError(200, "read")
+        except HTTPException as caught:
+            error = ApiError(caught.status_code, caught.detail)
+        await error_response(error)(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        statuses.append(message.get("status"))
+
+    raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    made = Front(app, keys, LIMITS, lambda status: None)
+    asyncio.run(asyncio.wait_for(made(SCOPE | {"headers": raw}, receive, send), 30))
+    return int(statuses[0])
+
+
+def test_bodies_that_do_not_end_or_do_not_come() -> None:
+    async def more() -> Message:
+        return {"type": "http.request", "body": b"x" * 30, "more_body": True}
+
+    async def whole() -> Message:
+        return {"type": "http.request", "body": b"x" * 30, "more_body": False}
+
+    assert front(whole) == 200 and front(more) == 413 and front(never) == 408
+    assert front(whole, {"content-length": "101"}) == 413
+    assert front(whole, keys=("k",)) == 401 and front(whole, {"authorization": "Bearer k"}, ("j", "k")) == 200
+
+
+def test_keys_are_whole_words() -> None:
+    assert has_key("Bearer a", ("a", "b")) and has_key("bearer b", ("a", "b"))
+    for given in (None, "", "Bearer", "Bearer ", "Basic a", "Bearer ab", "a"):
+        assert not has_key(given, ("a", "b"))
+    assert not has_key("Bearer a", ())
+
+
+def test_the_gate() -> None:
+    gate = Gate(num_slots=2, max_waiting=1)
+    gate.enter(2)
+    gate.enter(1)
+    with pytest.raises(ApiError) as refused:
+        gate.enter(1)
+    assert refused.value.status == 429 and int(refused.value.headers["retry-after"]) >= 1
+    gate.leave(2, 5.0)
+    gate.enter(2)
+    gate.is_closed = True
+    gate.leave(3, 1.0)
+    with pytest.raises(ApiError) as refused:
+        gate.enter(1)
+    assert refused.value.status == 503
+
+
+def prompts(template: str | None = TEMPLATE) -> Prompts:
+    return Prompts(tokenizer(), ChatTemplate(template, {}, tokenizer()))
+
+
+def test_tools_reach_the_template() -> None:
+    messages = [
+        ChatMessage(role="developer", content=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]),
+        ChatMessage(role="assistant", tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}}]),
+        ChatMessage(role="tool", content="2", tool_call_id="x"),
+    ]
+    tool = Tool(function={"name": "add", "parameters": {"type": "object"}})
+    text, ids = prompts().chat(messages, [tool])
+    assert '"name": "add"' in text.split("\n")[0] and "system: Be\nbrief." in text
+    assert '"arguments": {"a": 1}' in text and "tool: 2" in text
+    assert tokenizer().decode(ids) == text
+    with pytest.raises(ApiError, match="is not JSON"):
+        prompts().chat([ChatMessage(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])])
+    with pytest.raises(ApiError, match="image_url"):
+        prompts().chat([ChatMessage(role="user", content=[{"type": "image_url"}])])
+
+
+def chat_reply(name: str, sizes: int, stream: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The deltas of a recorded answer and the message that is not streamed."""
+    request = ChatRequest(messages=[{"role": "user", "content": "a"}], stream=stream, return_token_sources=True)
+    sampling = SamplingParams(seed=0)
+    engine_request = Request(0, (5,), sampling, Chain(K), with_text=False)
+    choice = Choice(engine_request, (), tokenizer(), Parsing(True, "hermes").parser("a", True), by_token=True)
+    wanted = Wanted(sampling, Chain(K), 1, 0, None, None, 0, None)
+    reply = ChatReply(Job("id", "m", wanted, [[5]], [choice]), request, "none", tokenizer())
+    ids, events = [*ids_of(name), 0], reply.begin()
+    while ids:
+        part, ids = ids[:sizes], ids[sizes:]
+        delta = Delta(0, part, len(part) - 1, K, len(part) - 1, None if ids else "stop", None, None, None)
+        events += reply.add(choice, choice.take(delta))
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    return [chunk["choices"][0] for chunk in chunks], reply.whole()["choices"][0]
+
+
+@pytest.mark.parametrize("size", range(1, K + 2))
+def test_a_chat_with_reasoning_and_a_call(size: int) -> None:
+    deltas, whole = chat_reply("both", size, True)
+    message = whole["message"]
+    assert message["reasoning_content"] == "To add" and message["content"] is None
+    assert whole["finish_reason"] == deltas[-1]["finish_reason"] == "tool_calls"
+    calls = [call for each in deltas for call in each["delta"].get("tool_calls", [])]
+    assert [call.pop("index") for call in calls] == [0] and calls == message["tool_calls"]
+    function = json.loads(CALL.split("\n")[1])
+    assert calls[0]["function"]["name"] == function["name"]
+    assert json.loads(calls[0]["function"]["arguments"]) == function["arguments"]
+    said = "".join(each["delta"].get("reasoning_content", "") for each in deltas)
+    assert said == "To add" == "".join(entry["text"] for entry in message["sources"])
+    assert {entry["in"] for entry in message["sources"]} == {"reasoning"}
+
+
+def test_settings_and_errors() -> None:
+    with pytest.raises(ValueError, match="port=70000"):
+        ServerConfig(port=70000)
+    with pytest.raises(ValueError, match="max_request_s=0"):
+        Limits(max_request_s=0)
+    with pytest.raises(ValueError, match="max_body_bytes=0"):
+        Limits(max_body_bytes=0)
+    assert bad_request("a", "b").body() == {
+        "error": {"message": "a", "type": "invalid_request_error", "param": "b", "code": None}
+    }
