@@ -4,6 +4,7 @@
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make arm    the native library for 64-bit Arm, cross-compiled and emulated: the same bits as on this machine
 # make nightly   all tests, the slow ones too, with random examples; SEED=N repeats those of a run that printed N
+# make chaos  a minute of bad clients and killed engines on the server; ARGS='--minutes 60' for an hour
 # make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
 #
 # PYTHON picks the interpreter (3.11 or newer), TORCH the build of torch, VENV where everything is installed.
@@ -19,7 +20,7 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 CPP_TESTS := $(wildcard tests/native/*.cpp)
 
-.PHONY: demo test format lint bench sanitize arm nightly mutants clean
+.PHONY: demo test format lint bench sanitize arm nightly chaos mutants clean
 
 demo: $(VENV)/run
 	$(BIN)/aquiline demo
@@ -59,6 +60,9 @@ nightly: $(VENV)/dev
 	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "make nightly SEED=$$seed repeats this run"; \
 	  AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' \
 	  --hypothesis-profile=nightly --hypothesis-seed=$$seed $(ARGS)
+
+chaos: $(VENV)/dev
+	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 mutants: $(VENV)/dev
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)

@@ -15,6 +15,8 @@ from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.sequence import Request
 from aquiline.serve.choices import Choice, Gain
 from aquiline.serve.parsers import Parsing, Part, Text
+from aquiline.serve.sampling import Wanted
+from aquiline.serve.service import Job
 from aquiline.serve.wire import Delta
 from aquiline.spec.drafting import Chain
 from aquiline.text.tokenizer import load_tokenizer
@@ -62,6 +64,13 @@ def gains(name: str, sizes: list[int], by_token: bool) -> tuple[Choice, list[Gai
         reason = None if ids else "stop"
         found.append(choice.take(Delta(0, part, len(part) - 1, K, len(part) - 1, reason, logprobs, None, None)))  # type: ignore[arg-type]
     return choice, found
+
+
+def recorded_job(name: str, size: int) -> tuple[Job, list[Gain]]:
+    """A job whose only choice is the recorded output, in chunks of one size, and its gains."""
+    choice, found = gains(name, [size] * 99, by_token=True)
+    sampling = SamplingParams(seed=0)
+    return Job("id", "m", Wanted(sampling, Chain(K), 1, 0, None, None, 0, None), [[5]], [choice]), found
 
 
 def told(gains: list[Gain]) -> list[Part]:

@@ -9,23 +9,15 @@ from typing import Any
 
 import pytest
 from starlette.types import Message
-from tests.serve.test_choices import CALL, K, ids_of, tokenizer
+from tests.serve.test_choices import CALL, K, recorded_job, tokenizer
 
-from aquiline.config import SamplingParams
-from aquiline.engine.sequence import Request
 from aquiline.serve.chat import ChatReply
-from aquiline.serve.choices import Choice
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.errors import ApiError, bad_request
-from aquiline.serve.http import ClientGone, EventStream, Front, error_response, while_connected
+from aquiline.serve.http import ClientGone, EventStream, Front, disconnect, error_response, while_connected
 from aquiline.serve.limits import Gate, has_key
-from aquiline.serve.parsers import Parsing
 from aquiline.serve.prompts import Prompts
 from aquiline.serve.protocol import ChatMessage, ChatRequest, Tool
-from aquiline.serve.sampling import Wanted
-from aquiline.serve.service import Job
-from aquiline.serve.wire import Delta
-from aquiline.spec.drafting import Chain
 from aquiline.text.chat import ChatTemplate
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -75,7 +67,7 @@ def test_a_client_that_leaves_ends_the_work() -> None:
             return {"type": "http.disconnect"}
 
         with pytest.raises(ClientGone):
-            await asyncio.wait_for(while_connected(gone, work()), 30)
+            await asyncio.wait_for(while_connected(disconnect(gone), work()), 30)
 
     asyncio.run(main())
     assert cancelled == [True]
@@ -161,26 +153,19 @@ def test_tools_reach_the_template() -> None:
         prompts().chat([ChatMessage(role="user", content=[{"type": "image_url"}])])
 
 
-def chat_reply(name: str, sizes: int, stream: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def chat_reply(name: str, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The deltas of a recorded answer and the message that is not streamed."""
-    request = ChatRequest(messages=[{"role": "user", "content": "a"}], stream=stream, return_token_sources=True)
-    sampling = SamplingParams(seed=0)
-    engine_request = Request(0, (5,), sampling, Chain(K), with_text=False)
-    choice = Choice(engine_request, (), tokenizer(), Parsing(True, "hermes").parser("a", True), by_token=True)
-    wanted = Wanted(sampling, Chain(K), 1, 0, None, None, 0, None)
-    reply = ChatReply(Job("id", "m", wanted, [[5]], [choice]), request, "none", tokenizer())
-    ids, events = [*ids_of(name), 0], reply.begin()
-    while ids:
-        part, ids = ids[:sizes], ids[sizes:]
-        delta = Delta(0, part, len(part) - 1, K, len(part) - 1, None if ids else "stop", None, None, None)
-        events += reply.add(choice, choice.take(delta))
+    request = ChatRequest(messages=[{"role": "user", "content": "a"}], return_token_sources=True)
+    job, gains = recorded_job(name, size)
+    reply = ChatReply(job, request, "none", tokenizer())
+    events = reply.begin() + [event for gain in gains for event in reply.add(job.choices[0], gain)]
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
     return [chunk["choices"][0] for chunk in chunks], reply.whole()["choices"][0]
 
 
 @pytest.mark.parametrize("size", range(1, K + 2))
 def test_a_chat_with_reasoning_and_a_call(size: int) -> None:
-    deltas, whole = chat_reply("both", size, True)
+    deltas, whole = chat_reply("both", size)
     message = whole["message"]
     assert message["reasoning_content"] == "To add" and message["content"] is None
     assert whole["finish_reason"] == deltas[-1]["finish_reason"] == "tool_calls"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from tests.conftest import needs_native
 from tests.serve.serving import OTHER, PROMPT, Server
+from tests.serve.test_choices import K, recorded_job, tokenizer
 
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.serve.protocol import ResponseRequest
+from aquiline.serve.response_events import ResponseReply
 from aquiline.serve.responses import Kept, ResponseStore, as_chat
 
 pytestmark = needs_native
@@ -108,3 +111,22 @@ def test_the_oldest_responses_are_dropped() -> None:
         store.drop(name)
     assert store.num_bytes == 0
     ResponseStore(0).put(Kept({"id": "a", "output": []}, []))
+
+
+@pytest.mark.parametrize("size", range(1, K + 2))
+def test_reasoning_and_a_call_as_items(size: int) -> None:
+    job, gains = recorded_job("both", size)
+    store = ResponseStore(10_000)
+    reply = ResponseReply(job, ResponseRequest(input="a"), [], store, tokenizer())
+    raw = reply.begin() + [event for gain in gains for event in reply.add(job.choices[0], gain)] + reply.end()
+    told = [json.loads(event.partition(b"data: ")[2]) for event in raw]
+    final = told[-1]["response"]
+    reasoning, call = final["output"]
+    assert (final["status"], reasoning["type"], call["type"]) == ("completed", "reasoning", "function_call")
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "To add"}]
+    assert call["name"] == "add" and json.loads(call["arguments"]) == {"a": 1} and call["status"] == "completed"
+    assert [event["output_index"] for event in told if event["type"] == "response.output_item.done"] == [0, 1]
+    assert "".join(event["delta"] for event in told if event["type"] == "response.reasoning_text.delta") == "To add"
+    (done,) = (event for event in told if event["type"] == "response.function_call_arguments.done")
+    assert done["arguments"] == call["arguments"] and done["item_id"] == call["id"]
+    assert store.get("id").items == final["output"]

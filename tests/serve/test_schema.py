@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
 from tests.conftest import needs_native
 from tests.serve.serving import HEADERS, Server
 
@@ -25,5 +28,6 @@ def test_no_request_breaks_the_server(server: Server) -> None:
                 reply = case.call(headers=HEADERS, timeout=300)  # type: ignore[attr-defined]
                 assert reply.status_code < 500, (reply.status_code, reply.text)
 
-            given(case=operation.as_strategy(generation_mode=mode))(check)()
+            with suppress(Unsatisfiable):  # an operation without parameters has no wrong ones
+                given(case=operation.as_strategy(generation_mode=mode))(check)()
     server.settle()

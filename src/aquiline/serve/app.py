@@ -18,7 +18,15 @@ from starlette.exceptions import HTTPException
 from aquiline.serve.chat import ChatReply
 from aquiline.serve.completions import CompletionReply
 from aquiline.serve.errors import ApiError, bad_request, validation_error
-from aquiline.serve.http import ClientGone, EventStream, Front, error_response, json_response, while_connected
+from aquiline.serve.http import (
+    ClientGone,
+    EventStream,
+    Front,
+    disconnect,
+    error_response,
+    json_response,
+    while_connected,
+)
 from aquiline.serve.prompts import token_text
 from aquiline.serve.protocol import (
     ChatRequest,
@@ -219,7 +227,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
 async def answer(service: Service, job: Job, reply: Reply, request: Request, is_stream: bool) -> Response:
     """Run a job and send its reply, as events or whole. The client's leaving ends the job."""
-    run = await while_connected(request.receive, service.open(job))
+    run = await while_connected(disconnect(request.receive), service.open(job))
     if is_stream:
         return EventStream(_events(reply, run), run.close, service.limits.max_stalled_s)
 
@@ -229,7 +237,7 @@ async def answer(service: Service, job: Job, reply: Reply, request: Request, is_
         return reply.whole()
 
     try:
-        return json_response(await while_connected(request.receive, collect()))
+        return json_response(await while_connected(disconnect(request.receive), collect()))
     finally:
         run.close()
 

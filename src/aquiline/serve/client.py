@@ -252,7 +252,7 @@ class EngineClient:
             await asyncio.sleep(self._pause_s)
             try:
                 await self._start(asyncio.get_running_loop())
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 log("engine cannot start again", level="error", error=str(error))
                 self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s + 0.1)
             else:

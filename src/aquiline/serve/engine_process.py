@@ -7,6 +7,7 @@ process closes its end of the pipe, or is gone.
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from multiprocessing.connection import Connection
 
@@ -38,6 +39,7 @@ def run_engine(connection: Connection, opening: Opening) -> None:
     except (ValueError, AquilineError, OSError) as error:
         connection.send(f"{error}")
         return
+    gc.freeze()  # what was loaded stays; collections need not walk over it
     with llm, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         connection.send(_info(llm))
         _Host(connection, llm).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -115,12 +116,13 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.events, self.close, self.max_stalled_s = events, close, max_stalled_s
+        self.sending_since = math.inf  # while an event waits to be taken
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await while_connected(receive, self._send(send))
+            await while_connected(self._gone(receive), self._send(send))
         except ClientGone:
             log("client gone", path=scope["path"])
         finally:
@@ -128,19 +130,25 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async for event in self.events:
-            try:
-                async with asyncio.timeout(self.max_stalled_s):
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except TimeoutError:
-                raise ClientGone from None
+            self.sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self.sending_since = math.inf
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _gone(self, receive: Receive) -> None:
+        """Return once the client has left or has taken nothing for too long. One watch over the stream costs less than
+        a timeout around each event."""
+        left = asyncio.ensure_future(disconnect(receive))
+        try:
+            while not left.done() and time.monotonic() < self.sending_since + self.max_stalled_s:
+                await asyncio.wait((left,), timeout=self.max_stalled_s / 4)
+        finally:
+            left.cancel()
 
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves; then raises ClientGone. The body of the request
-    must have been read."""
-    worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_gone(receive))
+
+async def while_connected(gone: Awaitable[None], work: Awaitable[T]) -> T:
+    """The result of `work`. If `gone` returns first, the client has left: work is cancelled, and ClientGone raised."""
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone)
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
@@ -152,7 +160,8 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def disconnect(receive: Receive) -> None:
+    """Return once the client has left. The body of its request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -94,6 +94,14 @@ def _text(content: str | list[ContentPart], where: str) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
+def num_chars(prompt: object) -> int:
+    """Characters of the texts in a prompt or in a message's content."""
+    if isinstance(prompt, list):
+        return sum(map(num_chars, prompt))
+    text = prompt.text if isinstance(prompt, ContentPart) else prompt
+    return len(text) if isinstance(text, str) else 0
+
+
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """One token as text, a special one too; bytes that are no whole character show as U+FFFD."""
     text: str = tokenizer.decode([token], skip_special_tokens=False)

@@ -61,13 +61,14 @@ class ChunkedReply:
         self.head: dict[str, Any] = {
             "id": job.id, "object": self.chunk_kind, "created": job.created, "model": job.model,
         }  # fmt: skip
+        self.before = b"data: " + dumps(self.head)[:-1] + b',"choices":'  # of every chunk, encoded once
 
     def event(self, choices: list[dict[str, Any]]) -> bytes:
         """A chunk."""
-        chunk = self.head | {"choices": choices}
-        if self.has_usage:
-            chunk["usage"] = self.job.usage if self.has_running_usage else None
-        return b"data: " + dumps(chunk) + b"\n\n"
+        if not self.has_usage:
+            return self.before + dumps(choices) + b"}\n\n"
+        usage = dumps(self.job.usage) if self.has_running_usage else b"null"
+        return self.before + dumps(choices) + b',"usage":' + usage + b"}\n\n"
 
     def end(self) -> list[bytes]:
         """The chunk without choices that has the usage, where asked for, and the end of the stream."""

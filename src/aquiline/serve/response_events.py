@@ -156,9 +156,9 @@ class ResponseReply:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
 
-    def _event(self, name: str, **fields: Any) -> None:
-        body = {"type": name, "sequence_number": self.num_events} | fields
-        self.events.append(f"event: {name}\ndata: ".encode() + dumps(body) + b"\n\n")
+    def _event(self, kind: str, /, **fields: Any) -> None:
+        body = {"type": kind, "sequence_number": self.num_events} | fields
+        self.events.append(f"event: {kind}\ndata: ".encode() + dumps(body) + b"\n\n")
         self.num_events += 1
 
     def _taken(self) -> list[bytes]:

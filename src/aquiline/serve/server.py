@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import sys
@@ -62,6 +63,7 @@ def serve(service: Service) -> None:
     print(f"aquiline: http://{shown}:{port} once the engine is ready; Ctrl-C ends it", file=sys.stderr)
     server = _Server(settings, service)
     service.on_failure = lambda: setattr(server, "should_exit", True)
+    gc.freeze()  # what was imported stays; collections need not walk over it
     try:
         server.run(sockets=[listener])
     finally:

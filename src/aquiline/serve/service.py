@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aquiline.engine.chat import ending_with
 from aquiline.engine.sequence import Request
@@ -24,10 +24,15 @@ from aquiline.serve.limits import Gate
 from aquiline.serve.logs import log
 from aquiline.serve.metrics import Metrics
 from aquiline.serve.parsers import Parsing
-from aquiline.serve.prompts import Prompts
+from aquiline.serve.prompts import Prompts, num_chars
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.sampling import Wanted, wanted
 from aquiline.spec.drafting import Drafting
+
+T = TypeVar("T")
+
+SHORT = 4096
+"""Characters of a prompt that are made tokens at once, in less than a millisecond."""
 
 
 @dataclass(eq=False)
@@ -114,7 +119,7 @@ class Service:
         """A completion request, checked and as token ids."""
         with explained():
             asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
-            prompts = await asyncio.to_thread(self.prompts.completions, request.prompt)
+            prompts = await self._apart(num_chars(request.prompt), self.prompts.completions, request.prompt)
             prediction = self.prompts.prediction(request.prediction)
             return self._job("cmpl", model, asked, prompts, prediction, request)
 
@@ -124,12 +129,19 @@ class Service:
             asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
             tools = self._tools(request)
             asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling))
-            text, ids = await asyncio.to_thread(
-                self.prompts.chat, request.messages, tools, request.chat_template_kwargs, request.add_generation_prompt
-            )
+            size = sum(num_chars(message.content or "") for message in request.messages)
+            text, ids = await self._apart(
+                size, self.prompts.chat, request.messages, tools, request.chat_template_kwargs,
+                request.add_generation_prompt,
+            )  # fmt: skip
             prediction = self.prompts.prediction(request.prediction)
             parsed = text if self.parsing.thinks or tools else None
             return self._job(prefix, model, asked, [ids], prediction, request, parsed)
+
+    @staticmethod
+    async def _apart(size: int, work: Callable[..., T], *args: object) -> T:
+        """Do work on a text in another thread if it is long, so that streams go on meanwhile."""
+        return work(*args) if size < SHORT else await asyncio.to_thread(work, *args)
 
     async def open(self, job: Job) -> Run:
         """Hand a job to the engine. Raises ApiError where there is no room, no engine, or what cannot work."""
