@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from aquiline.config import SamplingParams
-from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.engine.sequence import Request
+from aquiline.models.named import BUNDLED_TARGET
 from aquiline.serve.choices import Choice, Gain
 from aquiline.serve.parsers import Parsing, Part, Text
 from aquiline.serve.sampling import Wanted
@@ -62,7 +62,9 @@ def gains(name: str, sizes: list[int], by_token: bool) -> tuple[Choice, list[Gai
         part, ids = ids[:size], ids[size:]
         logprobs = [TokenLogprobs(token, -1.0, 1, {}) for token in part]
         reason = None if ids else "stop"
-        found.append(choice.take(Delta(0, part, len(part) - 1, K, len(part) - 1, reason, logprobs, None, None)))  # type: ignore[arg-type]
+        found.append(
+            choice.take(Delta(0, part, len(part) - 1, "draft", K, len(part) - 1, reason, logprobs, None, None))
+        )  # type: ignore[arg-type]
     return choice, found
 
 

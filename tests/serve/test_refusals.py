@@ -46,7 +46,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [4095, -1]}, "prompt", "must be in [0, 4096)"),
     ({"prompt": [2**70]}, "prompt", "must be in [0, 4096)"),
     ({"prompt": "a" * 60_000}, "prompt", "shorten it"),
-    ({"speculative": {"proposer": "magic"}}, "speculative", "must be one of none, chain"),
+    ({"speculative": {"proposer": "magic"}}, "speculative", "must be one of none, adaptive"),
     ({"speculative": {"num_tokens": 99}}, "speculative", "num_spec_tokens=99"),
     ({"speculative": {"speed": 2}}, "speculative.speed", "Extra inputs"),
     ({"echo": True, "logprobs": 1}, "echo", "not supported with logprobs"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -16,9 +16,7 @@ from aquiline.engine.sequence import Request
 from aquiline.serve.parsers import Parser, Part, Plain, Think
 from aquiline.serve.wire import Begin, Delta
 from aquiline.text.detokenizer import Detokenizer
-from aquiline.types import FinishReason, TokenLogprobs
-
-Source = Literal["draft", "lookup", "target"]
+from aquiline.types import FinishReason, Source, TokenLogprobs
 
 
 class Piece(NamedTuple):
@@ -86,7 +84,6 @@ class Choice:
         self.request, self.parser = request, parser or Plain()
         self.detokenizer = Detokenizer(tokenizer, request.prompt_ids, stop)
         self.by_token = by_token or isinstance(self.parser, Think)
-        self.drafter: Source = "draft" if request.spec.needs_draft_model else "lookup"
         self.speculation = Speculation(steps=[] if is_detailed else None)
         self.num_tokens = self.num_reasoning = 0
         self.finish_reason: FinishReason | None = None
@@ -123,5 +120,6 @@ class Choice:
             parts += parser.finish()
         return Piece(parts, source)
 
-    def _source(self, delta: Delta, place: int) -> Source:
-        return self.drafter if place < delta.num_accepted else "target"
+    @staticmethod
+    def _source(delta: Delta, place: int) -> Source:
+        return delta.drafter if place < delta.num_accepted else "target"

@@ -13,8 +13,8 @@ from types import FrameType
 import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
-from aquiline.engine.bundled import BUNDLED_TARGET
 from aquiline.models.load import resolve
+from aquiline.models.named import BUNDLED, checkpoints
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
 from aquiline.serve.config import Limits, ServerConfig
@@ -26,15 +26,13 @@ from aquiline.spec.drafting import Drafting
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
 
-BUNDLED_NAME = "bundled"
-
 
 def open_service(
     pair: PairConfig, engine: EngineConfig, spec: Drafting, config: ServerConfig, limits: Limits, chat: ChatConfig
 ) -> Service:
     """The service that settings describe; its engine is started by the application. Raises ValueError and
     CheckpointError for what cannot be read."""
-    checkpoint = resolve(pair.target or BUNDLED_TARGET)
+    checkpoint = resolve(checkpoints(pair.target, pair.draft).target)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise ValueError(f"target={str(checkpoint)!r}: has no tokenizer.json, and clients send text; add one")
@@ -43,7 +41,7 @@ def open_service(
         source = Path(config.chat_template).read_text(encoding="utf-8")
         template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
     template = template.with_options(chat.template_options or {})
-    names = config.served_model_name or (pair.target or BUNDLED_NAME,)
+    names = config.served_model_name or (pair.target or BUNDLED,)
     client = EngineClient(Opening(pair, engine, spec))
     return Service(client, Prompts(tokenizer, template), spec, names, config, limits)
 

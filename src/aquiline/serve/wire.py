@@ -12,7 +12,7 @@ from typing import NamedTuple
 from aquiline.config import EngineConfig, PairConfig
 from aquiline.engine.sequence import Request
 from aquiline.spec.drafting import Drafting
-from aquiline.types import FinishReason, TokenLogprobs
+from aquiline.types import FinishReason, Source, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Delta(NamedTuple):
     request_id: int
     token_ids: list[int]
     num_accepted: int
+    drafter: Source
     num_drafted: int
     num_confirmed: int
     finish_reason: FinishReason | None
