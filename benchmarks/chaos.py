@@ -28,8 +28,8 @@ from chaos_clients import PROMPTS, Storm, act, canary_body, text_of
 from served import serving
 
 OPTIONS = (
-    "--max-num-seqs", "4", "--num-pages", "40", "--page-size", "16", "--max-model-len", "600", "--max-waiting", "12",
-    "--max-stalled-s", "3", "--check",
+    "--target", "bundled", "--max-num-seqs", "4", "--num-pages", "40", "--page-size", "16", "--max-model-len", "600",
+    "--max-waiting", "12", "--max-stalled-s", "3", "--check",
 )  # fmt: skip
 GROWTH = 1.15
 """How much larger the HTTP process may be in the last quarter than in the second one."""

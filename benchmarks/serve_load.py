@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", help="question file; default: the bundled prompts")
     parser.add_argument("--prompt-chars", type=int, default=400)
-    parser.add_argument("--target")
+    parser.add_argument("--target", default="bundled")
     parser.add_argument("--draft")
     parser.add_argument("--url", help="measure this server instead")
     parser.add_argument("--engine-alone", action="store_true", help=argparse.SUPPRESS)

@@ -21,7 +21,7 @@ from aquiline.spec.drafting import Chain
 
 KEY = "a key for tests"
 HEADERS = {"authorization": f"Bearer {KEY}"}
-ENGINE = EngineConfig(max_batch=4, max_context=1024, page_size=16, check=True)
+ENGINE = EngineConfig(max_batch=4, max_context=1024, page_size=16, check=True, calibration=False)
 LIMITS = Limits(max_waiting=4, max_body_bytes=100_000, max_stored_bytes=20_000)
 PROMPT = "def fibonacci(n):"
 OTHER = "class Stack:\n    def __init__(self):\n"

@@ -62,7 +62,9 @@ def gains(name: str, sizes: list[int], by_token: bool) -> tuple[Choice, list[Gai
         part, ids = ids[:size], ids[size:]
         logprobs = [TokenLogprobs(token, -1.0, 1, {}) for token in part]
         reason = None if ids else "stop"
-        found.append(choice.take(Delta(0, part, len(part) - 1, K, len(part) - 1, reason, logprobs, None, None)))  # type: ignore[arg-type]
+        found.append(
+            choice.take(Delta(0, part, len(part) - 1, "draft", K, len(part) - 1, reason, logprobs, None, None))
+        )  # type: ignore[arg-type]
     return choice, found
 
 

@@ -111,7 +111,20 @@ def free_port() -> int:
 def test_a_signal_drains_and_a_second_one_ends() -> None:
     """The first SIGTERM lets streams come to their end and takes nothing new; a second one waits for nothing."""
     port = free_port()
-    command = [sys.executable, "-c", RUN, "serve", "--port", str(port), "--max-num-seqs", "2", "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        "serve",
+        "--target",
+        "bundled",
+        "--port",
+        str(port),
+        "--max-num-seqs",
+        "2",
+        "--log-level",
+        "warning",
+    ]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -70,13 +70,13 @@ def test_every_field_of_sampling_is_reachable() -> None:
     assert fields == set(ASKED) - {"greedy"} | elsewhere
 
 
-@pytest.mark.parametrize("proposer", ["none", "chain", "dynamic", "static", "lookup"])
+@pytest.mark.parametrize("proposer", ["none", "adaptive", "chain", "dynamic", "static", "lookup"])
 def test_every_proposer(server: Server, llm: LLM, proposer: str) -> None:
     reply = server.complete(temperature=0, max_tokens=40, speculative={"proposer": proposer})
     (choice,) = reply["choices"]
     assert choice["text"] == expected(llm, {"temperature": 0}, 40).text
     record = reply["metrics"]["speculative_decoding"]
-    assert (record["num_spec_steps"] > 0) == (proposer != "none")
+    assert (record["num_spec_steps"] > 0) == (proposer != "none") or proposer == "adaptive"  # which may see no gain
 
 
 def test_a_bound_of_drafted_tokens(server: Server) -> None:

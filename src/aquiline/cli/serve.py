@@ -43,14 +43,17 @@ def serve(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Rows of one forward: decoding first, then chunks of prompts.", rich_help_panel=BATCH)
     ] = 256,
-    engine: Annotated[EngineConfig, Fields(only=("page_size", "num_pages", "cache_fraction", "prefix_cache", "check"))],
+    engine: Annotated[
+        EngineConfig, Fields(only=("page_size", "num_pages", "cache_fraction", "prefix_cache", "calibration", "check"))
+    ],
     limits: Limits,
     template: Annotated[ChatConfig, Fields(only=("template_options",))],
 ) -> None:
     """Serve a target, with or without a draft, behind OpenAI's HTTP interface: the text is the same either way.
 
     /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health, /ready,
-    /version, /metrics, and a page to chat at /. The first SIGTERM or Ctrl-C drains, the second one ends.
+    /version, /metrics, and a page to chat at /. The first SIGTERM or Ctrl-C drains, the second one ends. Without
+    --target it is smollm2 where its weights are installed, else the bundled pair.
     """
     from dataclasses import replace
 
@@ -63,7 +66,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"serve: {error.name} is not installed; pip install 'aquiline[serve]'") from None
 
-    pair = pair if pair.target is not None or pair.draft is not None else replace(pair, target=talker())
+    pair = pair if pair.target is not None else replace(pair, target=talker())
     spec = chosen(drafting, pair)
     sizes = replace(engine, max_batch=max_num_seqs, max_context=max_model_len, row_budget=max_num_batched_tokens)
     config = with_environment(server, Environment.read())

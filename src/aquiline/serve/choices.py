@@ -120,5 +120,6 @@ class Choice:
             parts += parser.finish()
         return Piece(parts, source)
 
-    def _source(self, delta: Delta, place: int) -> Source:
+    @staticmethod
+    def _source(delta: Delta, place: int) -> Source:
         return delta.drafter if place < delta.num_accepted else "target"

@@ -100,8 +100,8 @@ class _Host:
             wants = sequence.request.sampling.prompt_logprobs is not None
             begin = Begin(sequence.counters.num_prefix_hits, sequence.prompt_logprobs if wants else None)
         return Delta(
-            name, delta.token_ids, delta.num_accepted, delta.num_drafted, delta.num_confirmed, delta.finish_reason,
-            delta.logprobs, delta.error, begin, delta.drafter,
+            name, delta.token_ids, delta.num_accepted, delta.drafter, delta.num_drafted, delta.num_confirmed,
+            delta.finish_reason, delta.logprobs, delta.error, begin,
         )  # fmt: skip
 
     def _stats(self) -> Stats:

@@ -32,7 +32,7 @@ class StreamOptions(Body):
 
 class Speculative(BaseModel):
     """How to draft for one request; it changes how fast the text comes and never the text. enabled False: not at all.
-    num_tokens: drafted tokens of a step at most. proposer: a way to draft by name; the server's where it is null."""
+    num_tokens: the longest draft of a step. proposer: a way to draft by name; the server's where it is null."""
 
     model_config = ConfigDict(extra="forbid")
     enabled: bool = True

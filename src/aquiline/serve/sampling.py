@@ -11,7 +11,7 @@ from aquiline.serve.config import Limits
 from aquiline.serve.errors import ApiError, bad_request
 from aquiline.serve.limits import check_sizes
 from aquiline.serve.protocol import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling, Speculative
-from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.adaptive import PLENTY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
 from aquiline.spec.named import drafting
@@ -157,23 +157,22 @@ def _named(proposer: str) -> Drafting:
 
 
 def _bounded(spec: Drafting, num_tokens: int) -> Drafting:
-    """The same way to draft with at most num_tokens tokens a step."""
+    """The same way to draft with no draft longer than num_tokens."""
     if num_tokens == 0 or isinstance(spec, NoDraft):
         return NoDraft()
     try:
         if isinstance(spec, Chain):
             return Chain(num_tokens)
-        if isinstance(spec, Adaptive):
-            return replace(spec, max_spec_tokens=min(num_tokens, spec.max_spec_tokens))
         if isinstance(spec, Lookup):
             return replace(spec, max_draft=num_tokens)
+        if isinstance(spec, Adaptive):  # which copies up to PLENTY tokens a step, or none
+            return replace(spec, max_spec_tokens=num_tokens, lookup=spec.lookup and num_tokens >= PLENTY)
     except ValueError as error:
         raise bad_request(f"speculative.num_tokens: {error}", "speculative") from None
     raise bad_request(
-        f"speculative.num_tokens={num_tokens}: a {spec.name} tree has its own size; use the proposer adaptive, "
-        "chain or lookup",
-        "speculative",
-    )
+        f"speculative.num_tokens={num_tokens}: a {spec.name} tree has its own size; name the proposer adaptive, chain "
+        "or lookup", "speculative",
+    )  # fmt: skip
 
 
 def _num_choices(request: Sampling, limits: Limits) -> int:

@@ -14,7 +14,7 @@ import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
 from aquiline.models.load import resolve
-from aquiline.models.named import checkpoints
+from aquiline.models.named import BUNDLED, checkpoints
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
 from aquiline.serve.config import Limits, ServerConfig
@@ -32,8 +32,7 @@ def open_service(
 ) -> Service:
     """The service that settings describe; its engine is started by the application. Raises ValueError and
     CheckpointError for what cannot be read."""
-    named = checkpoints(pair.target, pair.draft)
-    checkpoint = resolve(named.target)
+    checkpoint = resolve(checkpoints(pair.target, pair.draft).target)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise ValueError(f"target={str(checkpoint)!r}: has no tokenizer.json, and clients send text; add one")
@@ -42,7 +41,7 @@ def open_service(
         source = Path(config.chat_template).read_text(encoding="utf-8")
         template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
     template = template.with_options(chat.template_options or {})
-    names = config.served_model_name or (str(named.target),)
+    names = config.served_model_name or (pair.target or BUNDLED,)
     client = EngineClient(Opening(pair, engine, spec))
     return Service(client, Prompts(tokenizer, template), spec, names, config, limits)
 

@@ -70,13 +70,13 @@ class Delta(NamedTuple):
     request_id: int
     token_ids: list[int]
     num_accepted: int
+    drafter: Source
     num_drafted: int
     num_confirmed: int
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None
     error: str | None
     begin: Begin | None
-    drafter: Source = "draft"
 
 
 class Refused(NamedTuple):

@@ -40,7 +40,7 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode assign
 
 
 class ChatTemplate:
-    """How a target wants a conversation written. `template`, kept as `source`, is Jinja; None: the target has none.
+    """How a target wants a conversation written. `template`, kept as `source`, is Jinja; None: there is none.
 
     With a template the prompt ends where the model's turn begins, and special tokens are those the template writes.
     Without one the messages stand after one another, an empty line between, inside the special tokens that the
