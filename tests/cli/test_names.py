@@ -124,7 +124,7 @@ def test_the_demo_shows_who_wrote_an_answer(smollm2: Path) -> None:
     assert done.exit_code == 0 and "\x1b" not in done.stdout, done.output
     assert "smollm2: 2 held-out prompts" in done.stdout and QUESTIONS[0] in done.stdout
     assert "chain: the fastest of K=1 to 4 on 6 other prompts" in done.stdout
-    assert "written by [the draft]" in done.stdout and "{copied from earlier text}" in done.stdout
+    assert "written by «the draft»" in done.stdout and "‹copied from earlier text›" in done.stdout
 
 
 @pytest.mark.usefixtures("absent")

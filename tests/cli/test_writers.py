@@ -31,16 +31,16 @@ def printed(on: Console) -> str:
 def test_brackets_where_there_are_no_colours() -> None:
     """One pair around all that one writer wrote in a row, white space outside."""
     for on in (console(terminal=False), console(terminal=True, no_color=True)):
-        assert not has_colours(on) and printed(on) == "The [sky is]\n{blue} ."
-        assert "[the draft]" in legend(on).plain and "{copied from earlier text}" in legend(on).plain
+        assert not has_colours(on) and printed(on) == "The «sky is»\n‹blue› ."
+        assert "«the draft»" in legend(on).plain and "‹copied from earlier text›" in legend(on).plain
 
 
 def test_colours_where_there_are_some() -> None:
     on = console(terminal=True)
     text = printed(on)
-    assert "\x1b[32m sky" in text and "\x1b[36mblue" in text and "[sky" not in text
+    assert "\x1b[32m sky" in text and "\x1b[36mblue" in text and "«" not in text
     assert (
-        "[the draft]" not in legend(on).plain and "the draft, copied from earlier text, the target" in legend(on).plain
+        "«the draft»" not in legend(on).plain and "the draft, copied from earlier text, the target" in legend(on).plain
     )
 
 

@@ -12,7 +12,7 @@ from aquiline.engine.chat import Piece
 from aquiline.types import Source
 
 COLOURS: dict[Source, str] = {"draft": "green", "lookup": "cyan", "target": ""}
-BRACKETS: dict[Source, tuple[str, str]] = {"draft": ("[", "]"), "lookup": ("{", "}"), "target": ("", "")}
+BRACKETS: dict[Source, tuple[str, str]] = {"draft": ("«", "»"), "lookup": ("‹", "›"), "target": ("", "")}
 NAMES: dict[Source, str] = {"draft": "the draft", "lookup": "copied from earlier text", "target": "the target"}
 
 
