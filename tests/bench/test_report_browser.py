@@ -6,19 +6,18 @@ import base64
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.bench.reports import ATTACK, Results, measured, peer_of
+from tests.chromium import CHROMIUM, needs_chromium
 
 from aquiline.bench.report.page import render
 
 __all__ = ["measured"]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
+pytestmark = needs_chromium
 
 LOOK = """
 const frame = document.querySelector("iframe");

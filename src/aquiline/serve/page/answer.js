@@ -8,6 +8,9 @@ const MAX_RETRIES = 5;
 const FIGURES_MS = 150; // figures that change more often cannot be read
 const ENDS = { stop: "", length: "cut at the limit", tool_calls: "a call of a tool", deadline: "out of time" };
 
+/** Tell the page that an element has become longer, so that it can keep the end in view. */
+export const grown = (element) => element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
+
 /** An answer and its element. `text` is what the model wrote; `isWhole` whether it ended by itself. */
 export class Answer {
   constructor(name, template) {
@@ -82,7 +85,7 @@ export class Answer {
     this.#find(".reasoning").hidden = !this.reasoning;
     for (const writing of Object.values(this.channels)) writing.paint();
     if (performance.now() - this.figuresMs > FIGURES_MS) this.#showFigures();
-    this.element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
+    grown(this.element);
   }
 
   #end(isStopped) {
@@ -140,7 +143,7 @@ export class Answer {
   #tell(message) {
     this.#find(".problem p").textContent = message;
     this.#find(".problem").hidden = false;
-    this.element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
+    grown(this.element);
   }
 
   async #copy() {

@@ -1,6 +1,6 @@
 // The conversation: turns, what of them the model is sent, the comparison with plain decoding.
 
-import { Answer } from "./answer.js";
+import { Answer, grown } from "./answer.js";
 import { shownRate } from "./figures.js";
 
 const PLAIN = "plain decoding";
@@ -52,6 +52,7 @@ export class Conversation {
     turn.element.querySelector(".verdict").hidden = true;
     const controller = (this.controller = new AbortController());
     this.running(true);
+    grown(turn.element);
     this.said("The model writes.");
     let failure = null;
     try {
@@ -104,7 +105,7 @@ export class Conversation {
     shown.textContent = verdict;
     shown.hidden = !verdict;
     this.said(`${first.isWhole ? "The answer:" : "Stopped:"} ${first.text}\n${verdict}`);
-    turn.element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
+    grown(turn.element);
   }
 }
 
