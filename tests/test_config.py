@@ -120,7 +120,7 @@ def test_ways_to_draft_by_name() -> None:
             match=re.escape(f"drafter={name!r}: must be one of none, adaptive, chain, static, dynamic, lookup"),
         ):
             drafting(name)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, lookup, max_draft, "):
+    with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, lookup, "):
         drafting("chain", num_tokens=5)
 
 

@@ -18,7 +18,7 @@ from tests.serve.serving import HEADERS, PROMPT, Server, until
 
 pytestmark = needs_native
 
-LONG = {"prompt": PROMPT, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": PROMPT, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "speculative": {"enabled": False}}
 RUN = "from aquiline.cli.main import app; app()"
 
 
