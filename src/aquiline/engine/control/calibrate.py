@@ -25,7 +25,7 @@ from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of the file's form and of what is measured."""
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -39,7 +39,10 @@ READS, ROWS_FREE = 40e6, 8
 
 PAGE, PAGES_PER_SLOT, SLOTS = 16, 24, 32
 SHORT, LONG = 32, 2048
-"""Keys of a sequence whose tables are measured, and of the one that shows what keys cost."""
+"""Keys of a sequence whose tables are measured, and of those that show what keys cost."""
+
+LONG_BYTES, MOST_LONG = 160e6, 8
+"""Of the keys and values of all long sequences: more than caches hold; and how many sequences there are at most."""
 
 LONG_ROWS = 8
 DEEP = 5
@@ -69,10 +72,13 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
 def measured_table(models: LoadedModels) -> CostTable:
     """The table, measured now."""
     long_pages = min(LONG, models.max_positions - 64) // PAGE
-    sizes = Sizes(SLOTS, SLOTS * PAGES_PER_SLOT + long_pages, PAGE, PAGES_PER_SLOT + long_pages, 4 * SHORT)
+    bytes_each = sum(models.pair.kv_bytes_per_token()) * long_pages * PAGE
+    num_long = max(1, min(MOST_LONG, int(LONG_BYTES / bytes_each)))
+    num_pages = SLOTS * PAGES_PER_SLOT + num_long * long_pages
+    sizes = Sizes(SLOTS, num_pages, PAGE, PAGES_PER_SLOT + long_pages, 4 * SHORT)
     backend = models.pair.open(sizes)
     try:
-        return _Bench(models, backend, long_pages).table()
+        return _Bench(models, backend, long_pages, num_long).table()
     finally:
         backend.close()
 
@@ -96,10 +102,10 @@ class _Took(NamedTuple):
 class _Bench:
     """Sequences in the slots of a backend: made-up tokens, keys that count as cached and hold whatever is there."""
 
-    def __init__(self, models: LoadedModels, backend: Backend, long_pages: int) -> None:
+    def __init__(self, models: LoadedModels, backend: Backend, long_pages: int, num_long: int) -> None:
         self.backend, self.has_draft = backend, models.draft_config is not None
-        self.vocab, self.long_pages = models.vocab_size, long_pages
-        self.lengths = [0] * SLOTS
+        self.vocab, self.long_pages, self.num_long = models.vocab_size, long_pages, num_long
+        self.lengths, self.num_seated = [0] * SLOTS, 0  # num_seated: the first slots, that hold long sequences
         self.deadline = time.perf_counter() + SECONDS
         for slot in range(SLOTS):
             self._seat(slot, SHORT, PAGES_PER_SLOT, slot * PAGES_PER_SLOT)
@@ -121,15 +127,22 @@ class _Bench:
             first = deeper = [*first, (1, 0.0)]
         return CostTable(by_rows, filled(first[1:]), filled(deeper[1:]), *self._keys(by_rows))
 
-    def _keys(self, by_rows: tuple[float, ...]) -> tuple[float, float, float]:
-        """What a key adds to a forward once, for each row, and to a pass of the draft."""
+    def _keys(self, by_rows: tuple[float, ...]) -> tuple[tuple[tuple[float, float], ...], float, float]:
+        """What keys add to a forward by their number, for each row that reads them, and to a pass of the draft."""
         near = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
         num_keys = self.long_pages * PAGE - 2 * MAX_DEPTH
-        self._seat(0, num_keys, self.long_pages, SLOTS * PAGES_PER_SLOT)
+        for slot in range(self.num_long):
+            self._seat(slot, num_keys, self.long_pages, SLOTS * PAGES_PER_SLOT + slot * self.long_pages)
+        self.num_seated = self.num_long
         one, several = (self._best(self._one, rows).whole - by_rows[rows] for rows in (1, LONG_ROWS))
         far = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
         key_row = max(0.0, (several - one) / (LONG_ROWS - 1) / num_keys)
-        return max(0.0, one / num_keys - key_row), key_row, max(0.0, far - near) / DEEP / num_keys
+        points = []
+        for count in sorted({1, self.num_long}):
+            more = one if count == 1 else self._best(self._each, count).whole - by_rows[count]
+            keys = float(count * num_keys)
+            points.append((keys, max(points[-1][1] if points else 0.0, more - key_row * keys)))
+        return tuple(points), key_row, max(0.0, far - near) / DEEP / num_keys
 
     def _verify(self, rows: int) -> _Took:
         """A step of so many rows: few sequences of several, as chains are."""
@@ -139,6 +152,9 @@ class _Bench:
 
     def _one(self, rows: int) -> _Took:
         return self._step([self._decode(0, rows)])
+
+    def _each(self, count: int) -> _Took:
+        return self._step([self._decode(slot, 1) for slot in range(count)])
 
     def _chain(self, count: int, length: int) -> _Took:
         return self._step([Decode(slot, Chain(length)) for slot in range(count)])
@@ -155,7 +171,8 @@ class _Bench:
 
     def _step(self, decodes: list[Decode]) -> _Took:
         for decode in decodes:  # a slot that is nearly full begins anew
-            if self.lengths[decode.slot] + 2 * MAX_DEPTH > PAGES_PER_SLOT * PAGE and decode.slot:
+            is_full = self.lengths[decode.slot] + 2 * MAX_DEPTH > PAGES_PER_SLOT * PAGE
+            if is_full and decode.slot >= self.num_seated:
                 self._seat(decode.slot, SHORT, PAGES_PER_SLOT, decode.slot * PAGES_PER_SLOT)
         began = time.perf_counter()
         output = self.backend.step(StepInput(tuple(decodes))).read()
@@ -168,7 +185,7 @@ class _Bench:
         """A sequence of num_keys cached tokens and one more, whose keys stand in pages from first_page on."""
         tokens = tuple((slot + 5 * i) % self.vocab for i in range(num_keys + 1))
         admit = Admit(slot, tokens, len(tokens), SamplingParams(seed=slot), num_hit=num_keys, drafts=self.has_draft,
-                      first_draft_key=num_keys)  # fmt: skip
+                      first_draft_key=1)  # fmt: skip
         pages = Pages(slot, 0, tuple(range(first_page, first_page + num_pages)))
         chunk = Chunk(slot, num_keys, num_keys + 1, is_last=True, draws=True)
         self.backend.step(StepInput(chunks=(chunk,), admits=(admit,), pages=(pages,))).read()
@@ -185,8 +202,9 @@ def _key(models: LoadedModels) -> str:
 
 
 def _read(fields: dict[str, Any]) -> CostTable:
-    lists = {name: tuple(map(float, fields[name])) for name in ("verify", "first", "deeper")}
-    return CostTable(**lists, **{name: float(fields[name]) for name in fields.keys() - lists.keys()})  # type: ignore[arg-type]
+    verify, first, deeper = (tuple(map(float, fields[name])) for name in ("verify", "first", "deeper"))
+    keys = tuple((float(number), float(ms)) for number, ms in fields["keys"])
+    return CostTable(verify, first, deeper, keys, float(fields["key_row_ms"]), float(fields["draft_key_ms"]))
 
 
 def _write(file: Path, text: str) -> None:

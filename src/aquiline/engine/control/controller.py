@@ -81,7 +81,7 @@ class Controller:
         self._rate = 0.0  # the price of time, tokens per millisecond
         self._planned_rate = 0.0  # of the plan, if it drafts
         self._correction = 1.0  # what drafting steps brought per millisecond, per planned
-        self._probe_cost = costs_of_probe(self.costs)
+        self._probe_cost = self.costs.drafting((1,))
         self._probe_ms = FIRST_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = self._backend_ms = 0.0  # of the last step: as foretold; inside the backend
@@ -101,6 +101,7 @@ class Controller:
         self._probe_ms += PROBING * self._expected_ms
         if self._probe_ms >= self._probe_cost:
             self._probe(mine, found)
+        self.ledger.num_chosen += 1
         self.ledger.choosing_ms += (time.perf_counter() - began) * 1e3
         return found
 
@@ -158,7 +159,7 @@ class Controller:
     def _price(self, sequence: Sequence, choice: _Choice, length: int, row_ms: float, together: int) -> None:
         """What nodes and passes of one sequence must bring, where `together` sequences share a pass."""
         costs, rate, keys = self.costs, self._rate, float(len(sequence.tokens))
-        node = max(LEAST_NODE, rate * (row_ms + costs.verify_factor * costs.table.key_row_ms * keys))
+        node = max(LEAST_NODE, rate * (row_ms + costs.keys_factor * costs.table.key_row_ms * keys))
         choice.least_node, choice.cut, choice.worth = node, None, 0.0
         record = choice.record
         if length == 0 or record is None:
@@ -197,11 +198,13 @@ class Controller:
 
     def _probe(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
         """Let the draft guess for one of the sequences that do not draft, if there is time for it."""
-        cost = self._probe_cost = costs_of_probe(self.costs)
-        self._probe_ms = min(self._probe_ms, 2 * FIRST_PROBES * cost)
         idle = [s for s in mine if source_of(found[s]) == "none" and self._choices[s].record is not None]
-        if idle:
-            sequence = min(idle, key=lambda s: self._choices[s].last_probe)
+        if not idle:
+            return
+        sequence = min(idle, key=lambda s: self._choices[s].last_probe)
+        cost = self._probe_cost = self.costs.drafting((1,), float(len(sequence.tokens)))
+        self._probe_ms = min(self._probe_ms, 2 * FIRST_PROBES * cost)
+        if self._probe_ms >= cost:
             self._choices[sequence].last_probe = self._num_steps
             found[sequence] = Decode(sequence.slot, chain_of(sequence), cut=UNVERIFIED)
             self._probe_ms -= cost
@@ -237,15 +240,16 @@ class Controller:
         keys = [len(s.tokens) for s in plan.decoding]
         rows = [1 + decoded.num_drafted for decoded in output.decodes]
         all_rows, all_keys = sum(rows) + plan.num_chunk_rows, float(sum(keys))
-        expected = costs.verify(all_rows, all_keys, float(sum(k * r for k, r in zip(keys, rows, strict=True))))
+        key_rows = float(sum(k * r for k, r in zip(keys, rows, strict=True)))
+        expected = costs.verify(all_rows, all_keys, key_rows)
         if plan.chunks:
             return  # what a prompt costs is not in the table
-        passes = passes_of(step.message.decodes, output.decodes)
-        expected_drafting = costs.drafting(passes, all_keys)
+        passes, draft_keys = passes_of(step.message.decodes, output.decodes, keys)
+        expected_drafting = costs.drafting(passes, draft_keys)
         self._expected_ms = expected + expected_drafting + costs.host_ms
         self._backend_ms = verify_ms + drafting_ms
         if not step.message.admits:  # these take time of their own
-            costs.learn_verify(all_rows, expected, verify_ms)
+            costs.learn_verify(all_rows, all_keys, key_rows, verify_ms)
             if expected_drafting > 0.0 and not step.message.extends:
                 costs.learn_draft(expected_drafting, drafting_ms)
         if self._planned_rate > 0.0:
@@ -269,22 +273,19 @@ def chain_of(sequence: Sequence) -> Chain:
     return spec.chain
 
 
-def costs_of_probe(costs: StepCosts) -> float:
-    """Milliseconds of a probe."""
-    return costs.drafting((1,))
-
-
-def passes_of(decodes: Items[Decode], outcomes: Items[Decoded]) -> list[int]:
-    """Rows of each pass of the draft in a step."""
+def passes_of(decodes: Items[Decode], outcomes: Items[Decoded], keys: Items[int]) -> tuple[list[int], float]:
+    """Rows of each pass of the draft in a step, and the keys that all passes together read. keys: of each sequence."""
     passes: list[int] = []
-    for decode, decoded in zip(decodes, outcomes, strict=True):
+    num_keys = 0
+    for decode, decoded, each in zip(decodes, outcomes, keys, strict=True):
         if decode.cut is not None:
             levels = [1] * len(decoded.guesses)
         elif decode.proposal is None and decode.drafting.needs_draft_model:
             levels = [1, *decode.drafting.draft_passes]
         else:
             continue
+        num_keys += len(levels) * each
         passes += [0] * (len(levels) - len(passes))
         for level, rows in enumerate(levels):
             passes[level] += rows
-    return passes
+    return passes, float(num_keys)

@@ -1,8 +1,8 @@
 """What a step costs in milliseconds, by its rows, its draft passes and the keys it reads.
 
 A CostTable is measured once for a pair on a machine (calibrate.py) or estimated. StepCosts corrects it by what real
-steps take: each stage has a factor that follows the machine within some tens of steps, and each number of rows has its
-own place beside it, since steps have edges that no formula knows.
+steps take: rows, keys and drafting have a factor each, which follows the machine within some tens of steps, and each
+number of rows has its own place beside them, since steps have edges that no formula knows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class CostTable:
 
     verify: the target's forward over so many rows, their draw, and all that a step does beside it. first: the draft's
     first pass for so many sequences, which also brings its keys up to date. deeper: each further pass of so many rows.
-    key_ms, key_row_ms: what each key of a sequence adds to a forward, once and for each of the sequence's rows;
-    draft_key_ms: to a pass of the draft."""
+    keys: points (keys, milliseconds): what the keys of all sequences together add to a forward, however many rows read
+    them. A key costs more where all of them are more than the caches hold. key_row_ms: what each key of a sequence adds
+    for each of the sequence's rows; draft_key_ms: to a pass of the draft."""
 
     verify: tuple[float, ...]
     first: tuple[float, ...]
     deeper: tuple[float, ...]
-    key_ms: float = 0.0
+    keys: tuple[tuple[float, float], ...] = ()
     key_row_ms: float = 0.0
     draft_key_ms: float = 0.0
 
@@ -67,30 +68,40 @@ def at(values: Sequence[float], rows: int) -> float:
     return values[MOST_ROWS] + (rows - MOST_ROWS) * (values[MOST_ROWS] - values[MOST_ROWS // 2]) / (MOST_ROWS // 2)
 
 
+def through(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at x of the line through no point at all, which is 0, or through the origin and points in ascending
+    order; beyond the last, its last piece goes on."""
+    low = low_y = slope = 0.0
+    for high, y in points:
+        slope = (y - low_y) / (high - low)
+        if x <= high:
+            break
+        low, low_y = high, y
+    return low_y + slope * (x - low)
+
+
 class StepCosts:
     """A CostTable with corrections. Milliseconds throughout."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self.verify_factor = self.draft_factor = 1.0
+        self.verify_factor = self.keys_factor = self.draft_factor = 1.0
         self.host_ms = 0.0
         self._places = [1.0] * (MOST_ROWS + 1)  # of each number of rows, beside the factor
 
     def verify(self, rows: int, keys: float = 0.0, key_rows: float = 0.0) -> float:
         """A forward of so many rows. keys: keys of all its sequences; key_rows: the same, each sequence's times its
         rows."""
-        table = self.table
         place = self._places[rows] if rows <= MOST_ROWS else 1.0
-        base = at(table.verify, rows) * place + table.key_ms * keys + table.key_row_ms * key_rows
-        return self.verify_factor * base
+        return self.verify_factor * at(self.table.verify, rows) * place + self._keys(keys, key_rows)
 
     def drafting(self, rows_of_passes: Sequence[int], keys: float = 0.0) -> float:
-        """Passes of the draft of so many rows each, the first pass first; keys: those of the drafting sequences."""
+        """Passes of the draft of so many rows each, the first pass first; keys: that all passes together read."""
         if not rows_of_passes:
             return 0.0
         table = self.table
         base = at(table.first, rows_of_passes[0]) + sum(at(table.deeper, rows) for rows in rows_of_passes[1:])
-        return self.draft_factor * base + len(rows_of_passes) * self.draft_keys(keys)
+        return self.draft_factor * base + self.draft_keys(keys)
 
     def first_more(self, rows: int) -> float:
         """One more sequence in a first pass of so many."""
@@ -101,26 +112,40 @@ class StepCosts:
         return self.draft_factor * (at(self.table.deeper, rows + 1) - at(self.table.deeper, rows))
 
     def draft_keys(self, keys: float) -> float:
-        """What so many keys add to a pass of the draft."""
+        """What so many keys add to the passes of the draft that read them."""
         return self.draft_factor * self.table.draft_key_ms * keys
 
     def row(self, rows: int, more: int, keys: float = 0.0) -> float:
         """A verified row more where there are about `rows`: the mean over the next `more`; keys: its sequence's."""
         span = self.verify(rows + more) - self.verify(rows)
-        return span / more + self.verify_factor * self.table.key_row_ms * keys
+        return span / more + self.keys_factor * self.table.key_row_ms * keys
 
-    def learn_verify(self, rows: int, expected_ms: float, measured_ms: float) -> None:
-        """A step whose forward had so many rows took so long, its drafting apart."""
-        ratio = min(2.0, max(0.5, measured_ms / expected_ms))
-        self.verify_factor = min(20.0, max(0.05, self.verify_factor * (1 + PACE * (ratio - 1))))
+    def learn_verify(self, rows: int, keys: float, key_rows: float, measured_ms: float) -> None:
+        """A forward of so many rows and keys took so long, with all that a step does beside it but drafting.
+
+        The parts of rows and keys share the error by their squares, as a normalised least-mean-squares filter does."""
+        of_keys = self._keys(keys, key_rows)
+        expected = self.verify(rows, keys, key_rows)
+        of_rows = expected - of_keys
+        error = min(2.0, max(0.5, measured_ms / expected)) - 1
+        step = error * expected / (of_rows * of_rows + of_keys * of_keys)
+        self.verify_factor = _within(self.verify_factor * (1 + PACE * step * of_rows), 0.05, 20.0)
+        self.keys_factor = _within(self.keys_factor * (1 + PACE * step * of_keys), 0.05, 20.0)
         if rows <= MOST_ROWS:
-            self._places[rows] = min(2.0, max(0.5, self._places[rows] * (1 + PLACE_PACE * (ratio - 1))))
+            self._places[rows] = _within(self._places[rows] * (1 + PLACE_PACE * step * of_rows), 0.5, 2.0)
 
     def learn_draft(self, expected_ms: float, measured_ms: float) -> None:
         """Drafting took so long."""
         ratio = min(2.0, max(0.5, measured_ms / expected_ms))
-        self.draft_factor = min(20.0, max(0.05, self.draft_factor * (1 + PACE * (ratio - 1))))
+        self.draft_factor = _within(self.draft_factor * (1 + PACE * (ratio - 1)), 0.05, 20.0)
 
     def learn_host(self, measured_ms: float) -> None:
         """What a step took beside the backend's stages."""
         self.host_ms += PACE * (min(measured_ms, 4 * self.host_ms + 0.1) - self.host_ms)
+
+    def _keys(self, keys: float, key_rows: float) -> float:
+        return self.keys_factor * (through(self.table.keys, keys) + self.table.key_row_ms * key_rows)
+
+
+def _within(value: float, least: float, most: float) -> float:
+    return min(most, max(least, value))

@@ -15,7 +15,8 @@ BINS = 10
 class Ledger:
     """Sums from the engine's start on. steps: choices by source, one for each sequence and step. foretold and right,
     by tenths of the foretold chance: tokens that were verified, and those of them that were accepted. expected_ms,
-    measured_ms and num_steps: of steps with an adaptive sequence; choosing_ms: what choosing took."""
+    measured_ms, error_ms and num_steps: of the steps whose time was looked at; choosing_ms: what choosing took in
+    num_chosen steps."""
 
     steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     nodes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
@@ -23,6 +24,7 @@ class Ledger:
     foretold: list[float] = field(default_factory=lambda: [0.0] * BINS)
     verified: list[int] = field(default_factory=lambda: [0] * BINS)
     right: list[int] = field(default_factory=lambda: [0] * BINS)
+    num_chosen: int = 0
     num_steps: int = 0
     expected_ms: float = 0.0
     measured_ms: float = 0.0
