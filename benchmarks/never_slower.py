@@ -94,7 +94,7 @@ def measure(cell: dict[str, object], texts: Texts, seconds: float) -> dict[str, 
         "over_plain": [over_plain.value, over_plain.low, over_plain.high],
         "over_best": [over_best.value, over_best.low, over_best.high],
         "passes": (over_plain.low or 0) > OVER_PLAIN and (over_best.low or 0) > OVER_BEST,
-        "steps": dict(ledger.steps), "accepted": dict(ledger.tokens), "nodes": dict(ledger.nodes),
+        "steps": dict(ledger.steps), "accepted": dict(ledger.accepted), "nodes": dict(ledger.nodes),
         "repeated_share": texts.repeated_share,
     }  # fmt: skip
 

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from aquiline.ledger import Ledger
+
 STAGES = ("draft", "masks", "verify", "accept", "commit", "host")
 """Where the time of a step goes. draft: drafting; masks: filling the rows of the target's forward; verify: that
 forward; accept: drawing tokens and choosing paths; commit: making slots ready for the next step; host: the rest."""
@@ -199,12 +201,14 @@ class Mark:
     stage_s: dict[str, float]
     part_s: dict[str, float]
     numbers: dict[str, float]
+    choices: Ledger
     at_s: float
 
 
 class Meter:
     """Times the stages of each step and counts forwards, from the engine's start on. `counters` sums the requests that
-    have ended. A meter is never reset: a run's figures are the difference between two moments (`mark`, `since`)."""
+    have ended; choices: what adaptive drafting chose. A meter is never reset: a run's figures are the difference
+    between two moments (`mark`, `since`)."""
 
     _NUMBERS = (
         "prefill_s", "decode_s", "num_target_forwards", "num_decode_steps", "num_prefill_tokens", "num_preemptions",
@@ -213,6 +217,7 @@ class Meter:
     def __init__(self) -> None:
         self.counters = Counters()
         self.slots = SlotCounters()
+        self.choices = Ledger()
         self.stage_s = dict.fromkeys(STAGES, 0.0)
         self.part_s = dict.fromkeys(PARTS, 0.0)
         self.prefill_s = 0.0
@@ -266,7 +271,8 @@ class Meter:
         return Mark(
             counters=self.counters.minus(Counters()), slots=self.slots.minus(SlotCounters()),
             stage_s=dict(self.stage_s), part_s=dict(self.part_s),
-            numbers={name: getattr(self, name) for name in self._NUMBERS}, at_s=time.perf_counter(),
+            numbers={name: getattr(self, name) for name in self._NUMBERS}, choices=self.choices.plus(Ledger()),
+            at_s=time.perf_counter(),
         )  # fmt: skip
 
     def since(self, mark: Mark) -> RunSummary:
@@ -280,6 +286,7 @@ class Meter:
             num_preemptions=int(numbers["num_preemptions"]),
             stage_ms={name: (self.stage_s[name] - mark.stage_s[name]) * 1e3 for name in STAGES},
             part_ms={name: (self.part_s[name] - mark.part_s[name]) * 1e3 for name in PARTS},
+            choices=self.choices.minus(mark.choices),
         )  # fmt: skip
 
 
@@ -298,6 +305,7 @@ class RunSummary:
     num_preemptions: int
     stage_ms: dict[str, float]
     part_ms: dict[str, float]
+    choices: Ledger
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -340,6 +348,7 @@ class RunSummary:
             "num_preemptions": self.num_preemptions,
             "slots": self.slots.as_dict(),
             "stage_ms": self.stage_ms,
+            "adaptive": self.choices.as_dict(),
             "peak_memory_bytes": peak_memory_bytes(),
         }
 

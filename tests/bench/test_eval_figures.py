@@ -15,6 +15,7 @@ from aquiline.bench.eval.figures import Ratio, best, figures, ratio, suspicion, 
 from aquiline.bench.eval.plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
 from aquiline.bench.eval.report import EvalFacts, as_document, notes
 from aquiline.bench.results.result import ModelFacts
+from aquiline.ledger import Ledger
 from aquiline.metrics import Counters
 from aquiline.text.questions import Question
 
@@ -43,7 +44,7 @@ def evaluations(draw: st.DrawFn) -> Evaluated:
                             counters.add(spec.max_nodes - 1, accepted, min(accepted + 1, left), accepted + 1 > left)
                             left -= min(accepted + 1, left)
                         runs.append(TurnRun(text, setting, repeat, draw(TIMES), draw(TIMES), 1.0, counters))
-    return Evaluated(plan, questions, runs, [], [], "")
+    return Evaluated(plan, questions, runs, [], [], Ledger(), "")
 
 
 def document(found: Evaluated) -> Any:
@@ -125,7 +126,7 @@ def timed(*times: tuple[str, float, float]) -> Evaluated:
             for (setting, *_), time in zip(times, question, strict=True)
         ]
     questions = [Question(i, "math", ("?",), reference) for i, reference in enumerate(("so #### 1", "#### 7"))]
-    return Evaluated(plan, questions, runs, [], [], "")
+    return Evaluated(plan, questions, runs, [], [], Ledger(), "")
 
 
 def test_the_best_is_named_and_no_gain_where_there_is_none() -> None:
@@ -162,7 +163,7 @@ def test_a_draft_at_chance_is_doubted(tokens: list[int], accepted: int, is_doubt
     runs = [
         TurnRun(text, name, 0, 1.0, 1.0, 1.0, c) for name, c in zip(plan.settings, (chain, chain, tree), strict=True)
     ]
-    said = suspicion(Evaluated(plan, [], runs, [], [], ""))
+    said = suspicion(Evaluated(plan, [], runs, [], [], Ledger(), ""))
     assert (said is not None) == is_doubted
     if said:
         assert f"next token in {accepted / 5:.1%} of the steps" in said and "in 40.0%" in said and "--capture" in said

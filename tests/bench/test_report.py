@@ -30,6 +30,7 @@ from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.intervals import spread
 from aquiline.bench.results.result import write_result
 from aquiline.cli.main import app
+from aquiline.ledger import Ledger
 
 __all__ = ["measured", "results"]
 
@@ -99,6 +100,30 @@ def test_figures_are_those_of_the_results(results: Results) -> None:
     assert "<li>the cache may beat it</li>" in page.text
     assert page.row(FACTS, "torch") == {"aquiline": chain["system"]["torch"]}
     assert page.row(FACTS, "commit") == {"aquiline": chain["commit"]}
+
+
+def test_adaptive_choices_are_shown_beside_what_was_foretold(results: Results) -> None:
+    ledger = Ledger(steps={"none": 10, "draft": 60, "lookup": 29, "probe": 1}, num_chosen=100, choosing_ms=3.0)
+    ledger.nodes, ledger.accepted = ({"none": 0, "draft": n, "lookup": 80, "probe": 0} for n in (1200, 900))
+    for chance, is_right in ((0.25, False), (0.25, True), (0.75, True)):
+        ledger.add_token(chance, is_right)
+    ledger.add_time(2.0, 3.0)
+    found = ledger.as_dict()
+    results["48x2-chain-3.json"]["adaptive"] = found
+    assert problems(results["48x2-chain-3.json"]) == []
+    page = Page(render(results))
+    table = next(i for i, rows in enumerate(page.tables) if "copied" in rows[0])
+    assert page.row(table, "chain-3") == {
+        "nothing drafted": "10%", "by the draft": "60%", "copied": "29%", "draft probed": "1%",
+        "drafted and kept": "75% of 1,200", "copied and kept": "100% of 80", "step foretold (ms)": "2.00",
+        "step measured (ms)": "3.00", "mean distance (ms)": "1.00", "to choose (µs)": "30.0",
+    }  # fmt: skip
+    (plot,) = [figure for figure in page.figures if "Foretold and true chances" in figure]
+    assert "foretold 25%: 50% of 2 tokens" in plot and "foretold 75%: 100% of 1 tokens" in plot
+    assert found is not None
+    del found["steps"]
+    results["48x2-chain-3.json"]["adaptive"] = found
+    assert problems(results["48x2-chain-3.json"]) == ["adaptive: 'steps' is a required property"]
 
 
 def test_a_figure_nobody_has_makes_no_column(results: Results) -> None:

@@ -76,7 +76,7 @@ def test_tau_of_a_draft_that_is_accepted(tmp_path: Path) -> None:
     list(run_suite(plan, Source(), Source(), tmp_path, Progress()))
     taus = {file.name: assert_tau_holds(file, num_requests=4) for file in tmp_path.glob("*.json")}
     drafted = [r["eagle_speculation"]["mean_acceptance_length"] for name, r in taus.items() if "chain" in name]
-    assert len(taus) == 4 and min(drafted) > 1.2
+    assert len(taus) == 6 and min(drafted) > 1.2
 
 
 UNSOUND: dict[str, tuple[dict[str, Any], str]] = {

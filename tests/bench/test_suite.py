@@ -32,7 +32,7 @@ TINY_RANDOM = Source(
 
 
 def plan(*loads: Load, **settings: object) -> Plan:
-    defaults = {"num_spec_tokens": (1, 3), "micro_steps": 24, "measurement_runs": 2}
+    defaults = {"num_spec_tokens": (1, 3), "adaptive": False, "micro_steps": 24, "measurement_runs": 2}
     return Plan(loads, "cpu", **(defaults | settings))  # type: ignore[arg-type]
 
 
@@ -51,25 +51,27 @@ def results(tmp_path_factory: pytest.TempPathFactory, committed: pytest.MonkeyPa
         committed.setattr(module, "commit", lambda: "0123456789ab")
     loads = (Load("baseline", 128, 1), Load("batch", 64, 3), Load("long", 512, 1, True), Load("long", 192, 2, True))
     progress = Progress()
-    assert len(list(run_suite(plan(*loads, temperatures=(0.0, 0.8)), Source(), TINY_RANDOM, out, progress))) == 18
+    whole = plan(*loads, temperatures=(0.0, 0.8), adaptive=True)
+    assert len(list(run_suite(whole, Source(), TINY_RANDOM, out, progress))) == 22
     assert progress.skipped == []
     return out
 
 
 def test_every_result_is_whole_and_tau_follows_from_output_lengths(results: Path) -> None:
     found = read_results(results)
-    assert len(found) == 18
+    assert len(found) == 22
     for name, result in found.items():
         assert problems(result) == [], name
         assert recomputed_tau(result) == pytest.approx(result["eagle_speculation"]["mean_acceptance_length"], abs=1e-12)
         assert set(result["output"]["num_tokens"]) == {25}
+        assert ("adaptive" in result) == ("roofline" not in result) == name.endswith("adaptive.json")
         assert result["prefill_tokens_per_sec"]["median"] > 0 and result["ttft_ms"]["median"] > 0
 
 
 def test_settings_compare_with_their_baseline(results: Path) -> None:
     found = read_results(results)
     for name, result in found.items():
-        baseline = found[name.replace("chain-1", "baseline").replace("chain-3", "baseline")]
+        baseline = found[name.replace("chain-1", "baseline").replace("chain-3", "baseline").replace("adaptive", "baseline")]
         assert differences(result, baseline) == [], name
         simulated = result["model"]["simulated_tau"]
         if result["model"]["random_weights"]:
@@ -157,7 +159,7 @@ def test_simulated_tau_that_cannot_be() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    args = ["bench", "--out", str(tmp_path), "--contexts", "64", "128", "--num-spec-tokens", "2", "--micro-steps", "8"]
+    args = ["bench", "--out", str(tmp_path), "--contexts", "64", "128", "--num-spec-tokens", "2", "--micro-steps", "8", "--no-adaptive"]
     args += ["--measurement-runs", "1", "--warmup-runs", "0"]
     shown = CliRunner().invoke(app, args)
     assert shown.exit_code == 0, shown.output

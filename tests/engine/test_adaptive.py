@@ -61,6 +61,22 @@ def test_it_gives_the_same_text_by_its_own_choices_beside_fixed_ones() -> None:
     assert [o.token_ids for o in outputs] == expected
 
 
+def test_what_was_chosen_is_in_the_figures_of_the_run() -> None:
+    llm = tiny_llm(max_batch=2)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True, seed=0)
+    assert llm.run(prompts(3), sampling, spec=NoDraft()).summary.as_dict()["adaptive"] is None
+    for _ in range(2):
+        summary = llm.run(prompts(3), sampling, spec=Adaptive()).summary
+        choices, counters = summary.choices, summary.counters
+        assert sum(choices.steps.values()) == counters.num_steps
+        assert sum(choices.nodes.values()) == counters.num_draft_tokens
+        assert sum(choices.accepted.values()) == counters.num_accepted_tokens + counters.tokens_cut
+        assert choices.num_chosen == summary.num_decode_steps and choices.choosing_ms > 0
+        assert 0 < choices.num_timed <= choices.num_chosen and sum(choices.verified) > 0
+        found = summary.as_dict()["adaptive"]
+        assert isinstance(found, dict) and found["steps"] == choices.steps
+
+
 def test_the_torch_path_adapts_too() -> None:
     native = tiny_llm("float32")
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7, seed=2)

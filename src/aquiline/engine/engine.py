@@ -87,7 +87,9 @@ class Engine:
         """Know what steps cost, for adaptive drafting. Takes some seconds where nobody has measured it on this machine.
         The first adaptive request does it where nobody did before."""
         if self.controller is None:
-            self.controller = Controller(StepCosts(cost_table(self.models, self.config.calibration)))
+            self.controller = Controller(
+                StepCosts(cost_table(self.models, self.config.calibration)), self.meter.choices
+            )
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aquiline.engine.control.costs import MOST_ROWS, CostTable, StepCosts, at, filled
 
 EDGED = filled([(1, 2.0), (4, 2.0), (5, 3.0), (8, 3.0), (64, 17.0)])
-TABLE = CostTable(EDGED, filled([(1, 0.2), (8, 0.3)]), filled([(1, 0.1), (8, 0.2)]), 1e-4, 2e-4, 1e-5)
+TABLE = CostTable(EDGED, filled([(1, 0.2), (8, 0.3)]), filled([(1, 0.1), (8, 0.2)]), ((1000.0, 0.1), (4000.0, 0.7)), 2e-4, 1e-5)
 
 
 def test_points_are_kept_and_joined_by_lines() -> None:
@@ -36,7 +36,10 @@ def test_more_rows_never_cost_less(points: list[tuple[int, float]]) -> None:
 def test_keys_cost_once_for_a_sequence_and_again_for_each_row() -> None:
     costs = StepCosts(TABLE)
     assert costs.verify(3, keys=1000, key_rows=3000) == pytest.approx(2.0 + 0.1 + 0.6)
-    assert costs.drafting((8, 1), keys=1000) == pytest.approx(0.3 + 0.1 + 2 * 0.01)
+    assert costs.verify(3, keys=500) == pytest.approx(2.0 + 0.05)
+    assert costs.verify(3, keys=2000) == pytest.approx(2.0 + 0.1 + 0.2), "dearer beyond the caches"
+    assert costs.verify(3, keys=5000) == pytest.approx(2.0 + 0.7 + 0.2)
+    assert costs.drafting((8, 1), keys=2000) == pytest.approx(0.3 + 0.1 + 0.02)
     assert costs.drafting(()) == 0.0
     assert costs.row(4, 1) == pytest.approx(1.0), "an edge"
     assert costs.row(1, 3) == 0.0, "no edge"
@@ -45,7 +48,7 @@ def test_keys_cost_once_for_a_sequence_and_again_for_each_row() -> None:
 def test_a_slower_machine_is_followed_within_some_tens_of_steps() -> None:
     costs = StepCosts(TABLE)
     for _ in range(60):
-        costs.learn_verify(4, costs.verify(4), 1.5 * TABLE.verify[4])
+        costs.learn_verify(4, 0.0, 0.0, 1.5 * TABLE.verify[4])
         costs.learn_draft(costs.drafting((2,)), 3 * TABLE.first[2])
     assert costs.verify(4) == pytest.approx(3.0, rel=0.05)
     assert 2.3 < costs.verify(1) <= 3.0, "what all rows share goes to all rows"
@@ -56,14 +59,26 @@ def test_one_number_of_rows_has_its_own_place() -> None:
     costs = StepCosts(TABLE)
     for _ in range(400):
         for rows in (1, 2, 3, 4, 6, 8):
-            costs.learn_verify(rows, costs.verify(rows), TABLE.verify[rows] * (1.4 if rows == 6 else 1.0))
+            costs.learn_verify(rows, 0.0, 0.0, TABLE.verify[rows] * (1.4 if rows == 6 else 1.0))
     assert costs.verify(6) == pytest.approx(1.4 * TABLE.verify[6], rel=0.08)
     assert costs.verify(2) == pytest.approx(TABLE.verify[2], rel=0.08)
 
 
+def test_keys_that_cost_more_leave_rows_their_price() -> None:
+    """Attention takes thrice what the table says. Both the step and a row more are foretold rightly afterwards."""
+    costs, truth = StepCosts(TABLE), StepCosts(TABLE)
+    truth.keys_factor = 3.0
+    for _ in range(100):
+        for rows, keys in ((4, 3000.0), (8, 3000.0), (4, 100.0)):
+            costs.learn_verify(rows, keys, keys, truth.verify(rows, keys, keys))
+    assert costs.verify(4, 3000.0, 3000.0) == pytest.approx(truth.verify(4, 3000.0, 3000.0), rel=0.03)
+    assert costs.row(8, 8) == pytest.approx(truth.row(8, 8), rel=0.15)
+    assert costs.keys_factor == pytest.approx(3.0, rel=0.15)
+
+
 def test_one_long_pause_moves_little() -> None:
     costs = StepCosts(TABLE)
-    costs.learn_verify(4, costs.verify(4), 1e6)
+    costs.learn_verify(4, 0.0, 0.0, 1e6)
     assert costs.verify(4) < 1.2 * TABLE.verify[4]
     costs.learn_host(0.05)
     costs.learn_host(1e6)

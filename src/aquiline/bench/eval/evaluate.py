@@ -72,6 +72,7 @@ class Evaluation:
         plan = self.plan
         firsts = [self.template.encode(conversation(q.turns[:1], system=q.system)) for q in self.questions]
         self._warm_up(firsts)
+        began = self.llm.engine.meter.mark()
         for temperature, length in product(plan.temperatures, plan.lengths):
             with ExitStack() as stack:
                 files = self._answer_files(stack, temperature, length)
@@ -80,7 +81,8 @@ class Evaluation:
         if not self.runs:
             raise ValueError(f"lengths={list(plan.lengths)}: no question fits; {self.unfit[0].reason}")
         taught = list(self._teach()) if plan.teacher_forced else []
-        return Evaluated(plan, self.questions, self.runs, self.unfit, taught, tokens_sha256(firsts))
+        choices = self.llm.engine.meter.since(began).choices
+        return Evaluated(plan, self.questions, self.runs, self.unfit, taught, choices, tokens_sha256(firsts))
 
     def _warm_up(self, prompts: list[list[int]]) -> None:
         room = self.llm.engine.max_context

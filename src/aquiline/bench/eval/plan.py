@@ -13,10 +13,12 @@ from aquiline.bench.suite.plan import BASELINE
 from aquiline.config import SAMPLING, PairConfig, SamplingParams
 from aquiline.models.named import checkpoints
 from aquiline.settings import setting
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 if TYPE_CHECKING:
     from aquiline.bench.eval.teacher import Accuracy
+    from aquiline.ledger import Ledger
     from aquiline.metrics import Counters
     from aquiline.text.questions import Question
 
@@ -34,10 +36,13 @@ class Search:
         "and 2x2x6.", SEARCH,
     )  # fmt: skip
 
+    adaptive: bool = setting(False, "Compare adaptive drafting, too.", SEARCH)
+
     @property
     def settings(self) -> dict[str, Drafting]:
         """Ways to draft by their names, the baseline first."""
-        return settings_of(self.num_spec_tokens, self.trees)
+        adaptive = {Adaptive.name: Adaptive()} if self.adaptive else {}
+        return settings_of(self.num_spec_tokens, self.trees) | adaptive
 
 
 @dataclass(frozen=True)
@@ -163,11 +168,12 @@ class TeacherForced:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """All that was run. prompts_sha256 identifies the token ids of all first turns."""
+    """All that was run. choices: of adaptive drafting; prompts_sha256 identifies the token ids of all first turns."""
 
     plan: EvalPlan
     questions: list[Question]
     runs: list[TurnRun]
     unfit: list[Unfit]
     teacher_forced: list[TeacherForced]
+    choices: Ledger
     prompts_sha256: str

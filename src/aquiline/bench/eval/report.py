@@ -126,6 +126,7 @@ def as_document(found: Evaluated, derived: Tables, facts: EvalFacts) -> dict[str
             "by_category": [_figures(f) for group in derived.by_category for f in group],
             "overall": [_figures(f) for f in derived.overall],
         },
+        "adaptive": found.choices.as_dict(),
         "best": [_best(group) for group in groups(derived)],
         "teacher_forced": [
             {name: getattr(t, name) for name in ("temperature", "length", "repeated_share")}

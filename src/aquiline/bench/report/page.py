@@ -14,6 +14,7 @@ import jinja2
 from aquiline.bench.report.panels import (
     Panel,
     acceptance_panels,
+    calibration_panels,
     speedup_panels,
     stage_panels,
     throughput_panels,
@@ -22,6 +23,7 @@ from aquiline.bench.report.sections import Section, badges, sections
 from aquiline.bench.report.tables import (
     Table,
     acceptance_table,
+    choices_table,
     facts,
     latency_table,
     speedup_table,
@@ -98,6 +100,10 @@ def _groups(section: Section) -> list[Group]:
         Group(
             "Acceptance by position", "Share of steps that kept the draft's token at that position.",
             acceptance_panels(scenarios), acceptance_table(scenarios),
+        ),
+        Group(
+            "Adaptive choices", "What each sequence drafted from at each step, and whether it came as foretold.",
+            calibration_panels(scenarios), choices_table(scenarios),
         ),
         Group("Stage times", "Where a decode step goes.", stage_panels(scenarios), stage_table(scenarios)),
         Group("Latency and memory", "Time per token is of one sequence.", [], latency_table(scenarios)),

@@ -109,6 +109,29 @@ def acceptance_panels(scenarios: Scenarios) -> list[Panel]:
     return panels
 
 
+def calibration_panels(scenarios: Scenarios) -> list[Panel]:
+    """Plots of adaptive drafting's foretold chances against what came: a plot for each scenario."""
+    panels = []
+    for name, rows in scenarios:
+        lines = []
+        for row in rows:
+            points = tuple(
+                Point(round(100 * part["foretold"]), part["right"], part["right"], part["right"],
+                      f"{row.label}, foretold {part['foretold']:.0%}: {part['right']:.0%} of {part['tokens']:,} tokens")
+                for part in row.adaptive.get("calibration", ())
+            )  # fmt: skip
+            lines += [Line(row.label, row.style, points)] if points else []
+        if lines:
+            title = f"Foretold and true chances, {name}"
+            ends = tuple(Point(x, x / 100, x / 100, x / 100, "") for x in (0, 100))
+            equal = Line("", Style.of(-1), ends, is_dashed=True)
+            svg = draw_lines([equal, *lines], Axes("foretold chance (%)", "share accepted", top=1.0), title)
+            legend = [(swatch(line.style), line.label) for line in lines]
+            legend.append((swatch(Style.of(-1), is_dashed=True), "as foretold"))
+            panels.append(Panel(title, badges(rows), svg, legend))
+    return panels
+
+
 def stage_panels(scenarios: Scenarios) -> list[Panel]:
     """Plots of stage times: a bar for each setting, divided into the stages of a decode step."""
     panels = []

@@ -75,6 +75,12 @@ class Row:
         return compare.spec_efficiency(self.result, self.ratio)
 
     @property
+    def adaptive(self) -> dict[str, Any]:
+        """What adaptive drafting chose; empty for other settings."""
+        found: dict[str, Any] = self.result.get("adaptive", {})
+        return found
+
+    @property
     def stage_ms(self) -> dict[str, float]:
         """Milliseconds of a decode step by stage, without stages that took no time."""
         return {name: ms for name, value in self.result["stage_ms"].items() if (ms := number(value))}

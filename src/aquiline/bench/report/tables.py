@@ -14,6 +14,7 @@ from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_speculative
 
 NONE = "–"
+SOURCE_NAMES = {"none": "nothing drafted", "draft": "by the draft", "lookup": "copied", "probe": "draft probed"}
 Column = Callable[[Row], str]
 
 
@@ -82,6 +83,19 @@ def acceptance_table(scenarios: Scenarios) -> Table:
     for position in range(depth):
         columns[f"at {position + 1}"] = _at(position)
     return _table(chosen, columns)
+
+
+def choices_table(scenarios: Scenarios) -> Table:
+    """What adaptive drafting chose, how much of it was right, and its times."""
+    columns: dict[str, Column] = {label: _chosen_from(source) for source, label in SOURCE_NAMES.items()}
+    return _table(_chosen(scenarios, lambda row: row.adaptive), columns | {
+        "drafted and kept": lambda row: _accepted(row, "draft"),
+        "copied and kept": lambda row: _accepted(row, "lookup"),
+        "step foretold (ms)": lambda row: figure(row.adaptive["predicted_ms"]),
+        "step measured (ms)": lambda row: figure(row.adaptive["measured_ms"]),
+        "mean distance (ms)": lambda row: figure(row.adaptive["error_ms"]),
+        "to choose (µs)": lambda row: figure(row.adaptive["choosing_us"]),
+    })  # fmt: skip
 
 
 def stage_table(scenarios: Scenarios) -> Table:
@@ -170,6 +184,15 @@ def _table(scenarios: Scenarios, columns: dict[str, Column]) -> Table:
 def _chosen(scenarios: Scenarios, holds: Callable[[Row], object]) -> Scenarios:
     kept = [(name, [row for row in rows if holds(row)]) for name, rows in scenarios]
     return [(name, rows) for name, rows in kept if rows]
+
+
+def _chosen_from(source: str) -> Column:
+    return lambda row: _percent(row.adaptive["steps"][source] / max(1, sum(row.adaptive["steps"].values())))
+
+
+def _accepted(row: Row, source: str) -> str:
+    num = row.adaptive["nodes"][source]
+    return f"{row.adaptive['accepted'][source] / num:.0%} of {num:,}" if num else NONE
 
 
 def _at(position: int) -> Column:

@@ -24,6 +24,7 @@ from aquiline.bench.results.intervals import spread
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError
+from aquiline.ledger import Ledger
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
 from aquiline.spec.drafting import Drafting, NoDraft
 
@@ -78,9 +79,11 @@ def describe(
 ) -> Result:  # fmt: skip
     """The result of the measured runs of one setting, in the order of their rounds. prefill: the run that computed the
     prompts, if the measured runs found them in the prefix cache; times to the first token are then those of prefill."""
-    counters = Counters()
+    counters, choices = Counters(), Ledger()
     for run in runs:
         counters.merge(run.summary.counters)
+        choices = choices.plus(run.summary.choices)
+    adaptive = choices.as_dict()
     outputs = [o for run in runs for o in run.outputs]
     summaries = [run.summary for run in runs]
     prompted = [prefill] if prefill is not None else runs
@@ -118,6 +121,7 @@ def describe(
         "eagle_speculation": speculation(counters),
         "stage_ms": stages,
         "slots": asdict(summaries[-1].slots),
+        **({} if adaptive is None else {"adaptive": adaptive}),
         "system": llm.models.system(),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

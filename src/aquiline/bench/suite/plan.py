@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from aquiline.bench.results.intervals import LEAST_RUNS
 from aquiline.config import MODEL
 from aquiline.settings import setting
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 
 BASELINE = "baseline"
@@ -81,6 +82,7 @@ class Plan:
     loads: tuple[Load, ...]
     profile: str
     num_spec_tokens: tuple[int, ...] = setting((2, 3, 4, 5), "Chains to compare.")
+    adaptive: bool = setting(True, "Compare adaptive drafting, too; not where tau is simulated.")
     temperatures: tuple[float, ...] = setting((0.0,), "One or several.", name="temperature")
     micro_steps: int = setting(128, "Decode steps of the baseline; all settings write as much.")
     warmup_runs: int = setting(1, "Runs of every setting that do not count.")
@@ -92,11 +94,11 @@ class Plan:
         None, "Prompts from this file, folder or package. Default: standard library.", name="text"
     )
 
-    @property
-    def settings(self) -> dict[str, Drafting]:
+    def settings(self, is_simulated: bool) -> dict[str, Drafting]:
         """What is compared: the baseline first."""
         chains: dict[str, Drafting] = {f"chain-{k}": Chain(k) for k in self.num_spec_tokens}
-        return {BASELINE: NoDraft()} | chains
+        adaptive = {Adaptive.name: Adaptive()} if self.adaptive and not is_simulated else {}
+        return {BASELINE: NoDraft()} | chains | adaptive
 
 
 @dataclass(frozen=True)

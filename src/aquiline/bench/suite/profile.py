@@ -62,6 +62,7 @@ class Profile:
             "num_steps": self.summary.num_decode_steps,
             "tau": self.summary.counters.tau,
             "drafter": self.spec.name,
+            "adaptive": self.summary.choices.as_dict(),
             "system": self.system,
         }
 

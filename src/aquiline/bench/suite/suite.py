@@ -85,7 +85,8 @@ class LoadRun:
     def run(self, progress: Progress) -> Iterator[Result]:
         """The results of all settings: read back if all are there, whole and of this commit, else measured."""
         plan = self.plan
-        settings = plan.settings
+        is_simulated = self.source.random_config is not None
+        settings = plan.settings(is_simulated)
         runs_each = plan.warmup_runs + plan.measurement_runs
         label = f"{self.load.name} {self.load.context} x {self.load.batch}, temperature {self.temperature:g}"
         progress.start(label, len(settings) * runs_each + 1)
@@ -115,10 +116,11 @@ class LoadRun:
             baseline = baseline or rates["values"]
             speedup = paired(rates["values"], baseline).value
             context = self.load.context + plan.micro_steps // 2
-            result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rates["median"]) | {
-                "spec_efficiency": ideal.spec_efficiency(speedup, spec, tau, self.load.batch, context),
-                "notes": ideal.notes(),
-            }
+            if not spec.is_adaptive:  # whose steps have many shapes, and so no one ideal
+                result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rates["median"]) | {
+                    "spec_efficiency": ideal.spec_efficiency(speedup, spec, tau, self.load.batch, context),
+                    "notes": ideal.notes(),
+                }
             write_result(result, self.file(name))
             yield result
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from aquiline.backends.base import Decode, Decoded, StepOutput
 from aquiline.engine.control.acceptance import NUM_POOLS, Pool, Record, chances_of, pool_number, seconds_of
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.ledger import Ledger
 from aquiline.engine.control.plan import Load, best_lengths
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.engine.step import Step
+from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
@@ -44,6 +44,9 @@ PROBING = 0.004
 FIRST_PROBES = 4
 """Probes that may be taken before any time has passed."""
 
+PATIENCE, RARELY = 8, 4
+"""Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone."""
+
 SETTLING = 1 / 16
 """Share of a step that was looked at in the correction of the planned rate."""
 
@@ -56,13 +59,14 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 class _Choice:
     """What is known and chosen of one sequence. cut: of its chain, None while it does not draft; worth: tokens that
     its chain should bring beyond what its time could bring otherwise; least_node: what a verified token must bring;
-    last_probe: number of the step that asked the draft without need."""
+    last_probe: number of the step that asked the draft without need; num_uncopied: steps since it copied text."""
 
     record: Record | None  # None without a draft model
     cut: Cut | None = None
     worth: float = 0.0
     least_node: float = 0.0
     last_probe: int = 0
+    num_uncopied: int = 0
 
 
 @dataclass(eq=False)
@@ -186,15 +190,22 @@ class Controller:
     # A step
 
     def _chosen(self, sequence: Sequence, choice: _Choice) -> Decode:
-        if sequence.proposer is not None:
-            proposal = sequence.proposer.propose(sequence.tokens, sequence.request.spec.max_depth)
-            chances = proposal.confidences
-            count = sum(chance >= choice.least_node for chance in chances)  # they fall from token to token
-            if count and sum(chances[:count]) - count * choice.least_node > choice.worth:
-                return Decode(sequence.slot, PLAIN, Proposal(proposal.tokens[:count], (), chances[:count]))
+        proposer, slot = sequence.proposer, sequence.slot
+        if proposer is not None and (choice.num_uncopied < PATIENCE or (self._num_steps + slot) % RARELY == 0):
+            proposal = proposer.propose(sequence.tokens, sequence.request.spec.max_depth)
+            worth, count = 0.0, 0
+            for chance in proposal.confidences:  # they fall from token to token
+                if chance < choice.least_node:
+                    break
+                worth += chance - choice.least_node
+                count += 1
+            if count and worth > choice.worth:
+                choice.num_uncopied = 0
+                return Decode(slot, PLAIN, Proposal(proposal.tokens[:count], (), proposal.confidences[:count]))
+        choice.num_uncopied += 1
         if choice.cut is not None:
-            return Decode(sequence.slot, chain_of(sequence), cut=choice.cut)
-        return Decode(sequence.slot, PLAIN)
+            return Decode(slot, chain_of(sequence), cut=choice.cut)
+        return Decode(slot, PLAIN)
 
     def _probe(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
         """Let the draft guess for one of the sequences that do not draft, if there is time for it."""
@@ -216,7 +227,7 @@ class Controller:
         num_accepted = len(decoded.kept) - 1
         ledger.steps[source] += 1
         ledger.nodes[source] += decoded.num_drafted
-        ledger.tokens[source] += num_accepted
+        ledger.accepted[source] += num_accepted
         if not with_chances:
             return
         if source == "lookup":
