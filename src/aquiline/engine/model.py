@@ -6,7 +6,6 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -156,13 +155,6 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
     this machine does not have."""
     target_dir = resolve(target)
     draft_dir = resolve(draft_of(draft)) if draft is not None else None
-    with ThreadPoolExecutor(1) as beside:  # a tokenizer is Python's work, weights are mostly native code's
-        tokenizer = beside.submit(load_tokenizer, target_dir)
-        models = _load_pair(target_dir, draft_dir, how, environment)
-        return replace(models, tokenizer=tokenizer.result())
-
-
-def _load_pair(target_dir: Path, draft_dir: Path | None, how: Loading, environment: Environment) -> LoadedModels:
     is_free = how.draft_dtype == "auto"
     how = for_checkpoint(how, target_dir, environment)
     capture: tuple[int, ...] = ()
@@ -178,7 +170,8 @@ def _load_pair(target_dir: Path, draft_dir: Path | None, how: Loading, environme
             draft_dir, decoder, dtype=how.draft_dtype, capture=how.overrides.capture,
             norm_feedback=how.overrides.norm_feedback,
         )  # fmt: skip
-    return from_modules(decoder, head, None, how, environment)
+    models = from_modules(decoder, head, None, how, environment)
+    return replace(models, tokenizer=load_tokenizer(target_dir))
 
 
 def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:

@@ -11,6 +11,9 @@ from aquiline.spec.named import DRAFTINGS
 
 COLORS = dict(zip(DRAFTINGS, cycle(("#8a8f98", "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1")), strict=False))
 
+SHOWN = 8
+"""Positions of a draft that are drawn."""
+
 
 def plot_demo(result: DemoResult, path: Path) -> None:
     """Write a PNG. Raises ValueError if matplotlib is not installed."""
@@ -22,7 +25,7 @@ def plot_demo(result: DemoResult, path: Path) -> None:
     except ImportError:
         raise ValueError("plot: needs matplotlib; pip install 'aquiline[train]'") from None
 
-    figure, (speed, accepted) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, (speed, accepted) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     runs_of = {t: [r for r in result.runs if r.temperature == t] for t in TEMPERATURES}
     for group, (temperature, runs) in enumerate(runs_of.items()):
         baseline = result.baseline(temperature)
@@ -34,18 +37,20 @@ def plot_demo(result: DemoResult, path: Path) -> None:
                 ends = [[rate.value - rate.low], [rate.high - rate.value]]
                 speed.errorbar(x, rate.value, yerr=ends, color="#1a202c", capsize=3, linewidth=1)
             label = f"{run.speedup(baseline).value:.2f}x\ntau {run.counters.tau:.2f}"
-            speed.bar_label(bar, [label], fontsize=8)
-            positions = range(1, len(run.counters.per_position) + 1)
+            speed.bar_label(bar, [label], fontsize=7)
+            shares = run.counters.per_position[:SHOWN]
+            positions = range(1, len(shares) + 1)
             style = "-" if temperature == 0 else "--"
             if run.spec.is_speculative:
                 color = COLORS[run.spec.name]
                 name = f"{run.name}, temperature {temperature:g}"
-                accepted.plot(positions, run.counters.per_position, style, marker="o", color=color, label=name)
+                accepted.plot(positions, shares, style, marker="o", color=color, label=name)
     middle = (len(result.runs) // len(TEMPERATURES) - 1) / 2
     width = len(result.runs) // len(TEMPERATURES) + 1
     speed.set_xticks([middle + width * g for g in range(len(runs_of))], [f"temperature {t:g}" for t in runs_of])
     speed.set_ylabel("decode tok/s")
-    speed.set_ylim(0, 1.35 * max(max(r.rates) for r in result.runs))
+    rates = [estimate(run.rates) for run in result.runs]
+    speed.set_ylim(0, 1.35 * max(rate.high or rate.value for rate in rates))
     kinds = {run.spec.name: run.name for run in result.runs}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in kinds]
     speed.legend(handles, kinds.values(), fontsize=8, loc="upper right")
