@@ -208,6 +208,6 @@ def _windows(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
     texts = [file.read_text(encoding="utf-8") for file in sorted(DOCUMENTS.glob("*.md"))]
     stream = tokenizer.encode("\n".join(texts), add_special_tokens=False).ids
     assert len(stream) >= length + count, (len(stream), length)
-    return [stream[start : start + length] for start in range(0, len(stream) - length, (len(stream) - length) // count)][
-        :count
-    ]
+    return [
+        stream[start : start + length] for start in range(0, len(stream) - length, (len(stream) - length) // count)
+    ][:count]

@@ -7,15 +7,14 @@
 // may be computed by different workers.
 //
 // A block that lies wholly in the shared context is read once for all rows and heads of a tile. Any other block, at an
-// edge of a row's range or in its tail, is gathered row by row.
+// edge of a row's range or in its tail, is gathered row by row (attention_keys.h).
 #pragma once
 #include "attention_block.h"
+#include "attention_keys.h"
 #include "linear.h"
 
 namespace AQ_NAMESPACE {
 
-using aq::AttentionJob;
-using aq::kSpan;
 using aq::kTileQueries;
 
 static void reset(State s, int queries, int dim) {
@@ -47,87 +46,6 @@ static void finish(const AttentionJob& job, State s, int dim, const float* sink,
     const Vec mean = div(load(s.accumulator + d), set1(*s.sum));
     if (job.is_rounded) store((Rounded*)job.out + at + d, mean);
     else store((float*)job.out + at + d, mean);
-  }
-}
-
-// Where the keys of one layer and head lie.
-template <class S>
-struct Pages {
-  const S *k, *v;
-  const int32_t* table;
-  int page_size, dim;
-  size_t page_stride;
-
-  Pages(const AqKV& kv, int layer, int head, const int32_t* page_table)
-      : table(page_table),
-        page_size(kv.page_size),
-        dim(kv.head_dim),
-        page_stride((size_t)kv.num_kv_heads * kv.page_size * kv.head_dim) {
-    const size_t base = (size_t)layer * kv.num_pages * page_stride + (size_t)head * page_size * dim;
-    k = (const S*)kv.k + base, v = (const S*)kv.v + base;
-  }
-  size_t page(int index) const { return table[index / page_size] * page_stride; }
-  const S* key_group(int index) const { return k + page(index) + (size_t)(index % page_size / 16) * 16 * dim; }
-  const S* value(int index) const { return v + page(index) + (size_t)(index % page_size) * dim; }
-};
-
-// The range of positions a row sees, and the KV index of each.
-struct Path {
-  int low, high, context_len;
-  const int32_t* tail;
-
-  Path(const AqRows& rows, int row, int window)
-      : low(rows.key_start[row]),
-        high(rows.context_len[row] + rows.tail_len[row]),
-        context_len(rows.context_len[row]),
-        tail(rows.tail + (size_t)row * rows.tail_stride) {
-    if (window > 0 && low < high - window) low = high - window;
-  }
-  int index(int position) const { return position < context_len ? position : tail[position - context_len]; }
-  bool shares(int block) const { return low <= block && block + AQ_BLOCK <= context_len; }
-};
-
-// Gathers the block of a row at an edge of its range or in its tail. A group of keys is read in place if every visible
-// position in it equals its KV index; otherwise it is copied to `gathered` [kGroups][dim][16].
-template <class S>
-static void gather(const Pages<S>& pages, const Path& path, int block, S* gathered, Keys<S>* keys) {
-  keys->from = path.low > block ? path.low - block : 0;
-  keys->to = path.high < block + AQ_BLOCK ? path.high - block : AQ_BLOCK;
-  const int dim = pages.dim;
-  for (int g = 0; g < kGroups; g++) keys->next_k[g] = pages.k, keys->next_v[g] = pages.v;  // nothing worth fetching
-  for (int g = keys->from / 16; g * 16 < keys->to; g++) {
-    const int first = g * 16 > keys->from ? g * 16 : keys->from, last = g * 16 + 16 < keys->to ? g * 16 + 16 : keys->to;
-    bool in_place = true;
-    for (int j = first; j < last; j++) {
-      const int index = path.index(block + j);
-      keys->v[j] = pages.value(index);
-      in_place &= index == block + j;
-    }
-    if (in_place) {
-      keys->k[g] = pages.key_group(block + first);
-      continue;
-    }
-    S* group = gathered + (size_t)g * 16 * dim;
-    keys->k[g] = group;
-    if (block + first < path.context_len) memcpy(group, pages.key_group(block + first), 16 * dim * sizeof(S));
-    for (int j = first; j < last; j++) {
-      const int index = path.index(block + j);
-      if (block + j < path.context_len) continue;
-      const S* from = pages.key_group(index) + index % 16;
-      for (int d = 0; d < dim; d++) group[d * 16 + j % 16] = from[d * 16];
-    }
-  }
-}
-
-// A block of the shared context; `next` is the block that will be read after it.
-template <class S>
-static void share_block(const Pages<S>& pages, int block, int next, Keys<S>* keys) {
-  keys->from = 0, keys->to = AQ_BLOCK;
-  for (int g = 0; g < kGroups; g++) {
-    keys->k[g] = pages.key_group(block + g * 16);
-    keys->next_k[g] = pages.key_group(next + g * 16), keys->next_v[g] = pages.value(next + g * 16);
-    const S* v = pages.value(block + g * 16);
-    for (int j = 0; j < 16; j++) keys->v[g * 16 + j] = v + j * pages.dim;
   }
 }
 
@@ -255,30 +173,78 @@ static void merge_deferred(const AttentionJob& job, int row, int head, float* ac
   finish(job, total, dim, job.sinks == nullptr ? nullptr : job.sinks + head, row_head * dim);
 }
 
-// Computes the attention of some kv heads alone, spans in order, without a barrier.
+// The attention of one tile and kv head, and of one span if spans are computed apart.
+struct Item {
+  int tile, head, span;
+};
+
+// Item `index` of those that a worker computes: with heads of its own all tiles of these heads, otherwise its part of
+// all tiles, heads and spans.
+struct Items {
+  Share heads;
+  int spans, first, step, count;
+
+  Items(const AttentionJob& job, Share own) : heads(own), spans(1), first(0), step(1) {
+    count = job.num_tiles * (own.end - own.begin);
+  }
+  Items(const AttentionJob& job, const Worker& worker)
+      : heads{0, job.kv->num_kv_heads},
+        spans(job.deferred ? job.num_spans : 1),
+        first(worker.index),
+        step(worker.count) {
+    count = (job.num_tiles * heads.end * spans - first + step - 1) / step;
+  }
+  Item operator[](int index) const {
+    const int item = first + index * step, num_heads = heads.end - heads.begin;
+    return Item{item / num_heads / spans, heads.begin + item % num_heads, item / num_heads % spans};
+  }
+};
+
+// Items whose keys are on their way to L2 while one is computed. Every slot and head has pages of its own, so nothing
+// else brings them into the cache in time, and in a batch of short texts they are most of what attention reads.
+constexpr int kItemsAhead = 4;
+
+// Fetches what item `index` reads first. The rows of a prompt read so much that this would not help them.
 template <class S>
-static void attend_heads(const AttentionJob& job, Share heads, float* workspace) {
-  for (int t = 0; t < job.num_tiles; t++)
-    for (int head = heads.begin; head < heads.end; head++) TileWork<S>(job, job.tiles[t], head, workspace).run(-1);
+static void fetch(const AttentionJob& job, const Items& items, int index) {
+  if (index >= items.count) return;
+  const Item item = items[index];
+  const aq::Tile& tile = job.tiles[item.tile];
+  const AqRows& rows = *job.rows;
+  if (tile.num_rows > aq::kOwnRows) return;
+  const Pages<S> pages(*job.kv, job.layer, item.head,
+                       rows.page_table + (size_t)rows.slots[tile.row] * rows.table_stride);
+  pages.fetch(Path(rows, tile.row, job.window), item.span * kSpan);
 }
 
+static void fetch_first(const AttentionJob& job, const Items& items) {
+  with_keys(job.kv->dtype, [&](auto* element) {
+    for (int i = 0; i < kItemsAhead; i++) fetch<ValueOf<decltype(element)>>(job, items, i);
+  });
+}
+
+// Computes items, of which fetch_first has fetched the first ones.
 template <class S>
-static void attention_of(const Worker& worker, const AttentionJob& job) {
-  const int heads = job.kv->num_kv_heads, spans = job.deferred ? job.num_spans : 1;
-  float* workspace = job.workspace + worker.index * job.workspace_floats;
-  const int items = job.num_tiles * heads * spans;
-  for (int item = worker.index; item < items; item += worker.count) {
-    const int head = item % heads, span = item / heads % spans;
-    TileWork<S>(job, job.tiles[item / heads / spans], head, workspace).run(job.deferred ? span : -1);
+static void run_items(const AttentionJob& job, const Items& items, float* workspace) {
+  for (int i = 0; i < items.count; i++) {
+    fetch<S>(job, items, i + kItemsAhead);
+    const Item item = items[i];
+    TileWork<S>(job, job.tiles[item.tile], item.head, workspace).run(job.deferred ? item.span : -1);
   }
-  if (!job.deferred) return;
-  worker.barrier();
-  const Share mine = share(worker, job.rows->num_rows * job.num_heads);
-  for (int i = mine.begin; i < mine.end; i++) merge_deferred(job, i / job.num_heads, i % job.num_heads, workspace);
+}
+
+static void run_items(const Worker& worker, const AttentionJob& job, const Items& items) {
+  float* workspace = job.workspace + worker.index * job.workspace_floats;
+  with_keys(job.kv->dtype, [&](auto* element) { run_items<ValueOf<decltype(element)>>(job, items, workspace); });
 }
 
 static void attention(const Worker& worker, const AttentionJob& job) {
-  with_keys(job.kv->dtype, [&](auto* element) { attention_of<ValueOf<decltype(element)>>(worker, job); });
+  run_items(worker, job, Items(job, worker));
+  if (!job.deferred) return;
+  worker.barrier();
+  const Share mine = share(worker, job.rows->num_rows * job.num_heads);
+  float* accumulator = job.workspace + worker.index * job.workspace_floats;
+  for (int i = mine.begin; i < mine.end; i++) merge_deferred(job, i / job.num_heads, i % job.num_heads, accumulator);
 }
 
 }  // namespace AQ_NAMESPACE

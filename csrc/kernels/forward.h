@@ -103,6 +103,8 @@ static void attend_own(const Worker& worker, const ForwardJob& job, const Attent
   const Share queries{mine.begin * group, mine.end * group};
   const Share keys{model.num_heads + mine.begin, model.num_heads + mine.end};
   const Share values{keys.begin + model.num_kv_heads, keys.end + model.num_kv_heads};
+  const Items items(attend, mine);
+  fetch_first(attend, items);
   const auto project = [&](Share heads, int rows) {
     linear_store(layer.attention.qkv, Share{heads.begin * dim / 16, heads.end * dim / 16}, normed, rows, job.qkv);
   };
@@ -111,15 +113,14 @@ static void attend_own(const Worker& worker, const ForwardJob& job, const Attent
     for (int h = queries.begin; h < queries.end && r < num_states; h++) finish_head(job, layer, attend.layer, r, h);
     for (int h = keys.begin; h < keys.end; h++) finish_head(job, layer, attend.layer, r, h);
   }
-  float* workspace = attend.workspace + worker.index * attend.workspace_floats;
-  with_keys(attend.kv->dtype,
-            [&](auto* element) { attend_heads<ValueOf<decltype(element)>>(attend, mine, workspace); });
+  run_items(worker, attend, items);
 }
 
 static void attend_shared(const Worker& worker, const ForwardJob& job, const AttentionJob& attend, const void* normed) {
   const AqModel& model = *job.model;
   const AqLayer& layer = model.layers[attend.layer];
   const int num_rows = job.rows->num_rows, num_heads = model.num_heads + model.num_kv_heads;
+  fetch_first(attend, Items(attend, worker));
   const AqLinear& qkv = layer.attention.qkv;
   if (job.num_states == num_rows) {
     linear_store(qkv, share_blocks(worker, qkv), normed, num_rows, job.qkv);

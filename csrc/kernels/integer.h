@@ -38,7 +38,9 @@ static __attribute__((noinline)) void integer_tile(const typename F::Step* w, in
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         const Codes& row = in[r * stride];
-        const int32_t minus = F::kGroupInputs == 32 ? row.minus : half == 0 ? row.minus_first : row.minus - row.minus_first;
+        const int32_t minus = F::kGroupInputs == 32 ? row.minus
+                              : half == 0           ? row.minus_first
+                                                    : row.minus - row.minus_first;
         const IVec start = times<kBias>(iset1((uint32_t)minus));
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; b++) sum[r][b] = start;

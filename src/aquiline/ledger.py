@@ -1,4 +1,4 @@
-"""What adaptive drafting chose, how often, and whether it came as foretold. The figures only: engine/control chooses."""
+"""What adaptive drafting chose, how often, and whether it came as foretold: figures alone; engine/control chooses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ledger:
     were verified, and those of them that were accepted. choosing_ms: what choosing took in num_chosen steps.
 
     Of the steps that were looked at, one in several. foretold, verified, right: by tenths of the foretold chance, the
-    sum of these chances, tokens that were verified, and those that were accepted; expected_ms, measured_ms and error_ms:
+    sum of these chances, tokens that were verified, and those that were accepted. expected_ms, measured_ms, error_ms:
     the foretold and the true time of num_timed steps, and the sum of the differences, each taken positive."""
 
     steps: dict[str, int] = field(default_factory=_by_source)

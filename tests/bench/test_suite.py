@@ -71,7 +71,9 @@ def test_every_result_is_whole_and_tau_follows_from_output_lengths(results: Path
 def test_settings_compare_with_their_baseline(results: Path) -> None:
     found = read_results(results)
     for name, result in found.items():
-        baseline = found[name.replace("chain-1", "baseline").replace("chain-3", "baseline").replace("adaptive", "baseline")]
+        baseline = found[
+            name.replace("chain-1", "baseline").replace("chain-3", "baseline").replace("adaptive", "baseline")
+        ]
         assert differences(result, baseline) == [], name
         simulated = result["model"]["simulated_tau"]
         if result["model"]["random_weights"]:
@@ -159,7 +161,19 @@ def test_simulated_tau_that_cannot_be() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    args = ["bench", "--out", str(tmp_path), "--contexts", "64", "128", "--num-spec-tokens", "2", "--micro-steps", "8", "--no-adaptive"]
+    args = [
+        "bench",
+        "--out",
+        str(tmp_path),
+        "--contexts",
+        "64",
+        "128",
+        "--num-spec-tokens",
+        "2",
+        "--micro-steps",
+        "8",
+        "--no-adaptive",
+    ]
     args += ["--measurement-runs", "1", "--warmup-runs", "0"]
     shown = CliRunner().invoke(app, args)
     assert shown.exit_code == 0, shown.output

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from aquiline.engine.control.costs import MOST_ROWS, CostTable, StepCosts, at, filled
 
 EDGED = filled([(1, 2.0), (4, 2.0), (5, 3.0), (8, 3.0), (64, 17.0)])
-TABLE = CostTable(EDGED, filled([(1, 0.2), (8, 0.3)]), filled([(1, 0.1), (8, 0.2)]), ((1000.0, 0.1), (4000.0, 0.7)), 2e-4, 1e-5)
+TABLE = CostTable(
+    EDGED, filled([(1, 0.2), (8, 0.3)]), filled([(1, 0.1), (8, 0.2)]), ((1000.0, 0.1), (4000.0, 0.7)), 2e-4, 1e-5
+)
 
 
 def test_points_are_kept_and_joined_by_lines() -> None:

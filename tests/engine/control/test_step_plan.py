@@ -17,7 +17,12 @@ CHANCES = st.floats(0.02, 0.98)
 
 def costs_of(verify: list[tuple[int, float]], first: float = 0.2, deeper: float = 0.1, host: float = 0.0) -> StepCosts:
     table = CostTable(
-        filled(verify), filled([(1, first), (32, 2 * first)]), filled([(1, deeper), (32, 2 * deeper)]), ((1000.0, 0.1),), 1e-5, 1e-6
+        filled(verify),
+        filled([(1, first), (32, 2 * first)]),
+        filled([(1, deeper), (32, 2 * deeper)]),
+        ((1000.0, 0.1),),
+        1e-5,
+        1e-6,
     )
     costs = StepCosts(table)
     costs.host_ms = host

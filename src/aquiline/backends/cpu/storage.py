@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from aquiline.models.config import ModelConfig
 from aquiline.types import KEY_GROUP, KVGroup
@@ -12,6 +16,15 @@ def new_group(config: ModelConfig, num_pages: int, page_size: int, kv_dtype: str
     """Uninitialised storage for a model's keys and values: memory is touched only when a page is first written."""
     L, Hkv, Dh, dtype = config.num_layers, config.num_kv_heads, config.head_dim, getattr(torch, kv_dtype)
     return KVGroup(
-        k=torch.empty(L, num_pages, Hkv, page_size // KEY_GROUP, Dh, KEY_GROUP, dtype=dtype),
-        v=torch.empty(L, num_pages, Hkv, page_size, Dh, dtype=dtype),
+        k=_uninitialised((L, num_pages, Hkv, page_size // KEY_GROUP, Dh, KEY_GROUP), dtype),
+        v=_uninitialised((L, num_pages, Hkv, page_size, Dh), dtype),
     )
+
+
+def _uninitialised(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that begins on a cache line. numpy asks for huge pages where torch does not: keys of a batch lie apart, and
+    each of them would otherwise be looked up through page tables that no cache holds."""
+    num_bytes = prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

@@ -137,7 +137,7 @@ class _Bench:
         one, several = (self._best(self._one, rows).whole - by_rows[rows] for rows in (1, LONG_ROWS))
         far = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
         key_row = max(0.0, (several - one) / (LONG_ROWS - 1) / num_keys)
-        points = []
+        points: list[tuple[float, float]] = []
         for count in sorted({1, self.num_long}):
             more = one if count == 1 else self._best(self._each, count).whole - by_rows[count]
             keys = float(count * num_keys)

@@ -1,0 +1,101 @@
+// Which keys a row sees, and where they lie in the pages.
+#pragma once
+#include "attention_block.h"
+
+namespace AQ_NAMESPACE {
+
+using aq::AttentionJob;
+using aq::kSpan;
+
+// The range of positions a row sees, and the KV index of each.
+struct Path {
+  int low, high, context_len;
+  const int32_t* tail;
+
+  Path(const AqRows& rows, int row, int window)
+      : low(rows.key_start[row]),
+        high(rows.context_len[row] + rows.tail_len[row]),
+        context_len(rows.context_len[row]),
+        tail(rows.tail + (size_t)row * rows.tail_stride) {
+    if (window > 0 && low < high - window) low = high - window;
+  }
+  int index(int position) const { return position < context_len ? position : tail[position - context_len]; }
+  bool shares(int block) const { return low <= block && block + AQ_BLOCK <= context_len; }
+};
+
+// Where the keys of one layer and head lie.
+template <class S>
+struct Pages {
+  const S *k, *v;
+  const int32_t* table;
+  int page_size, dim;
+  size_t page_stride;
+
+  Pages(const AqKV& kv, int layer, int head, const int32_t* page_table)
+      : table(page_table),
+        page_size(kv.page_size),
+        dim(kv.head_dim),
+        page_stride((size_t)kv.num_kv_heads * kv.page_size * kv.head_dim) {
+    const size_t base = (size_t)layer * kv.num_pages * page_stride + (size_t)head * page_size * dim;
+    k = (const S*)kv.k + base, v = (const S*)kv.v + base;
+  }
+  size_t page(int index) const { return table[index / page_size] * page_stride; }
+  const S* key_group(int index) const { return k + page(index) + (size_t)(index % page_size / 16) * 16 * dim; }
+  const S* value(int index) const { return v + page(index) + (size_t)(index % page_size) * dim; }
+
+  // Fetches the first keys and values of a path from position `first` on, as many as two blocks have.
+  void fetch(const Path& path, int first) const {
+    const int from = (first > path.low ? first : path.low) / 16 * 16;
+    const int end = path.high < path.context_len ? path.high : path.context_len;
+    for (int at = from; at < end && at < from + 2 * AQ_BLOCK; at += 16) {
+      const char *keys = (const char*)key_group(at), *values = (const char*)value(at);
+      for (size_t i = 0; i < 16 * dim * sizeof(S); i += 64) prefetch(keys + i), prefetch(values + i);
+    }
+  }
+};
+
+// Gathers the block of a row at an edge of its range or in its tail. A group of keys is read in place if every visible
+// position in it equals its KV index; otherwise it is copied to `gathered` [kGroups][dim][16].
+template <class S>
+static void gather(const Pages<S>& pages, const Path& path, int block, S* gathered, Keys<S>* keys) {
+  keys->from = path.low > block ? path.low - block : 0;
+  keys->to = path.high < block + AQ_BLOCK ? path.high - block : AQ_BLOCK;
+  const int dim = pages.dim;
+  for (int g = 0; g < kGroups; g++) keys->next_k[g] = pages.k, keys->next_v[g] = pages.v;  // nothing worth fetching
+  for (int g = keys->from / 16; g * 16 < keys->to; g++) {
+    const int first = g * 16 > keys->from ? g * 16 : keys->from, last = g * 16 + 16 < keys->to ? g * 16 + 16 : keys->to;
+    bool in_place = true;
+    for (int j = first; j < last; j++) {
+      const int index = path.index(block + j);
+      keys->v[j] = pages.value(index);
+      in_place &= index == block + j;
+    }
+    if (in_place) {
+      keys->k[g] = pages.key_group(block + first);
+      continue;
+    }
+    S* group = gathered + (size_t)g * 16 * dim;
+    keys->k[g] = group;
+    if (block + first < path.context_len) memcpy(group, pages.key_group(block + first), 16 * dim * sizeof(S));
+    for (int j = first; j < last; j++) {
+      const int index = path.index(block + j);
+      if (block + j < path.context_len) continue;
+      const S* from = pages.key_group(index) + index % 16;
+      for (int d = 0; d < dim; d++) group[d * 16 + j % 16] = from[d * 16];
+    }
+  }
+}
+
+// A block of the shared context; `next` is the block that will be read after it.
+template <class S>
+static void share_block(const Pages<S>& pages, int block, int next, Keys<S>* keys) {
+  keys->from = 0, keys->to = AQ_BLOCK;
+  for (int g = 0; g < kGroups; g++) {
+    keys->k[g] = pages.key_group(block + g * 16);
+    keys->next_k[g] = pages.key_group(next + g * 16), keys->next_v[g] = pages.value(next + g * 16);
+    const S* v = pages.value(block + g * 16);
+    for (int j = 0; j < 16; j++) keys->v[g * 16 + j] = v + j * pages.dim;
+  }
+}
+
+}  // namespace AQ_NAMESPACE
