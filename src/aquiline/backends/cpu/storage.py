@@ -22,8 +22,8 @@ def new_group(config: ModelConfig, num_pages: int, page_size: int, kv_dtype: str
 
 
 def _uninitialised(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that begins on a cache line. numpy asks for huge pages where torch does not: keys of a batch lie apart, and
-    each of them would otherwise be looked up through page tables that no cache holds."""
+    """Memory that begins on a cache line. numpy asks for huge pages where torch does not: keys of a batch lie apart,
+    and each of them would otherwise be looked up through page tables that no cache holds."""
     num_bytes = prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
