@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import aquiline.serve
+from aquiline.spec.named import DRAFTINGS
 
 PAGE = Path(aquiline.serve.__file__).parent / "page"
 CSS = (PAGE / "page.css").read_text()
@@ -51,6 +52,11 @@ def test_contrast(is_dark: bool) -> None:
 def test_colours_are_named_once() -> None:
     rules = re.sub(r":root \{.*?\}", "", CSS, flags=re.DOTALL)
     assert not re.search(r"#[0-9a-fA-F]{3,8}\b(?!\s*[{,:>.])|rgb|hsl|gradient", rules)
+
+
+def test_every_way_to_draft_can_be_chosen() -> None:
+    (proposers,) = re.findall(r'<select id="proposer".*?</select>', (PAGE / "index.html").read_text(), re.DOTALL)
+    assert re.findall(r'value="(\w*)"', proposers) == ["", *(name for name in DRAFTINGS if name != "none")]
 
 
 def test_everything_comes_from_the_page_itself() -> None:

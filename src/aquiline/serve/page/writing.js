@@ -15,7 +15,6 @@ export class Writing {
     this.block = null;
     this.isFenceOpen = false; // whether the current block is code that no fence has closed
     this.isClosing = false; // whether the current line is the fence that closes it
-    this.isIndent = true; // whether only blanks stand before on the line
   }
 
   /** Tokens: {text, by}. */
@@ -64,7 +63,7 @@ export class Writing {
       this.isFenceOpen = this.isClosing = false;
     }
     this.line = "";
-    this.isLineOpen = this.isIndent = true;
+    this.isLineOpen = true;
   }
 
   #release() {
@@ -72,18 +71,17 @@ export class Writing {
     this.held = [];
   }
 
-  /** Indentation and line ends carry no mark: a mark below nothing would only be noise. */
+  /** Blanks in front of a run of one writer's words and line ends carry no mark: below nothing it would be noise. */
   #append(piece, by) {
     if (!this.block) {
       this.block = document.createElement(this.isFenceOpen ? "pre" : "div");
       this.root.append(this.block);
     }
-    const [, indent, words, end] = /^([ \t]*)([^]*?)(\n?)$/.exec(piece);
-    if (this.isIndent) this.#put(indent, null);
-    const marked = this.isIndent ? words : indent + words;
-    this.#put(marked, by);
+    const [, blanks, words, end] = /^([ \t]*)([^]*?)(\n?)$/.exec(piece);
+    const isRunning = words && this.block.lastChild?.dataset?.by === by;
+    this.#put(blanks, isRunning ? by : null);
+    this.#put(words, by);
     this.#put(end, null);
-    if (marked) this.isIndent = false;
   }
 
   #put(text, by) {
