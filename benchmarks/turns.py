@@ -48,7 +48,7 @@ HEAD = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\n"
 )
-TAIL = "\n\n{question}<|im_end|>\n<|im_start|>assistant\n"
+TAIL = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Turns(Controller):
@@ -197,10 +197,15 @@ def prompts_of(llm: LLM, is_chat: bool, text: str, context: int, batch: int) -> 
         return _windows(tokenizer, context, batch)
     assert is_chat, "the bundled pair knows no chat"
     head = tokenizer.encode(HEAD).ids
-    tails = [tokenizer.encode(TAIL.format(question=QUESTIONS[i % len(QUESTIONS)])).ids for i in range(batch)]
+    tails = [tokenizer.encode(f"\n\n{QUESTIONS[i % len(QUESTIONS)]}{TAIL}").ids for i in range(batch)]
     longest = max(map(len, tails))
     windows = _windows(tokenizer, context - len(head) - longest, batch)
     return [[*head, *window, *tail] for window, tail in zip(windows, tails, strict=True)]
+
+
+def chat(message: str) -> str:
+    """A message as SmolLM2 expects it."""
+    return HEAD + message + TAIL
 
 
 def _windows(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:

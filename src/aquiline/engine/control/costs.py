@@ -1,8 +1,9 @@
 """What a step costs in milliseconds, by its rows, its draft passes and the keys it reads.
 
 A CostTable is measured once for a pair on a machine (calibrate.py) or estimated. StepCosts corrects it by what real
-steps take: rows, keys and drafting have a factor each, which follows the machine within some tens of steps, and each
-number of rows has its own place beside them, since steps have edges that no formula knows.
+steps take: a forward of one row, the further rows, the keys, and drafting have a factor each, which follows the machine
+within some tens of steps. Rows and their base are told apart since neighbours on the machine delay every step and make
+no row dearer. Each number of rows has its own place beside the factors: steps have edges that no formula knows.
 """
 
 from __future__ import annotations
@@ -85,15 +86,15 @@ class StepCosts:
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self.verify_factor = self.keys_factor = self.draft_factor = 1.0
+        self.base_factor = self.rows_factor = self.keys_factor = self.draft_factor = 1.0
         self.host_ms = 0.0
-        self._places = [1.0] * (MOST_ROWS + 1)  # of each number of rows, beside the factor
+        self._places = [1.0] * (MOST_ROWS + 1)  # of each number of rows, beside the factors
 
     def verify(self, rows: int, keys: float = 0.0, key_rows: float = 0.0) -> float:
         """A forward of so many rows. keys: keys of all its sequences; key_rows: the same, each sequence's times its
         rows."""
-        place = self._places[rows] if rows <= MOST_ROWS else 1.0
-        return self.verify_factor * at(self.table.verify, rows) * place + self._keys(keys, key_rows)
+        base, further, of_keys = self._parts(rows, keys, key_rows)
+        return base + further + of_keys
 
     def drafting(self, rows_of_passes: Sequence[int], keys: float = 0.0) -> float:
         """Passes of the draft of so many rows each, the first pass first; keys: that all passes together read."""
@@ -123,16 +124,16 @@ class StepCosts:
     def learn_verify(self, rows: int, keys: float, key_rows: float, measured_ms: float) -> None:
         """A forward of so many rows and keys took so long, with all that a step does beside it but drafting.
 
-        The parts of rows and keys share the error by their squares, as a normalised least-mean-squares filter does."""
-        of_keys = self._keys(keys, key_rows)
-        expected = self.verify(rows, keys, key_rows)
-        of_rows = expected - of_keys
+        The parts share the error by their squares, as a normalised least-mean-squares filter does."""
+        parts = self._parts(rows, keys, key_rows)
+        expected, squares = sum(parts), sum(part * part for part in parts)
         error = min(2.0, max(0.5, measured_ms / expected)) - 1
-        step = error * expected / (of_rows * of_rows + of_keys * of_keys)
-        self.verify_factor = _within(self.verify_factor * (1 + PACE * step * of_rows), 0.05, 20.0)
-        self.keys_factor = _within(self.keys_factor * (1 + PACE * step * of_keys), 0.05, 20.0)
+        base, further, of_keys = (PACE * error * expected * part / squares for part in parts)
+        self.base_factor = _within(self.base_factor * (1 + base), 0.05, 20.0)
+        self.rows_factor = _within(self.rows_factor * (1 + further), 0.05, 20.0)
+        self.keys_factor = _within(self.keys_factor * (1 + of_keys), 0.05, 20.0)
         if rows <= MOST_ROWS:
-            self._places[rows] = _within(self._places[rows] * (1 + PLACE_PACE * step * of_rows), 0.5, 2.0)
+            self._places[rows] = _within(self._places[rows] * (1 + PLACE_PACE * error), 0.5, 2.0)
 
     def learn_draft(self, expected_ms: float, measured_ms: float) -> None:
         """Drafting took so long."""
@@ -143,8 +144,14 @@ class StepCosts:
         """What a step took beside the backend's stages."""
         self.host_ms += PACE * (min(measured_ms, 4 * self.host_ms + 0.1) - self.host_ms)
 
-    def _keys(self, keys: float, key_rows: float) -> float:
-        return self.keys_factor * (through(self.table.keys, keys) + self.table.key_row_ms * key_rows)
+    def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float]:
+        """Milliseconds of a forward of one row, of the further rows, and of the keys."""
+        table = self.table
+        one = table.verify[1]
+        further = at(table.verify, rows) - one
+        of_keys = through(table.keys, keys) + table.key_row_ms * key_rows
+        place = self._places[rows] if rows <= MOST_ROWS else 1.0
+        return self.base_factor * one * place, self.rows_factor * further * place, self.keys_factor * of_keys
 
 
 def _within(value: float, least: float, most: float) -> float:

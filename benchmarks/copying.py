@@ -1,0 +1,142 @@
+"""What copying drafts give where a text repeats its context, and what they cost where it does not.
+
+Prompts are made here, before anything is measured: files of the standard library to be repeated with a name changed
+("edit"), JSON to be written with another indentation ("json"), documents to be quoted ("quote"), and tasks with nothing
+to copy ("prose"). SmolLM2 gets them as chats; the bundled pair, which only continues source, gets the file and a
+heading that says that it stands there again, and for prose the file alone, at temperature 0.8. The copied share of an
+output is the share of its tokens that lie in a run of eight tokens that stands in the prompt as well.
+
+Every setting writes every prompt in every round, in an order that rotates; ratios are paired. Peers, with --peer, take
+part in the same rounds, each against our plain decoding. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from turns import DOCUMENTS, chat
+
+from aquiline.bench.data.prompts import text_prompts
+from aquiline.bench.peers.base import Peer, Place, parse_peer
+from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
+from aquiline.bench.results.intervals import paired, rotated
+from aquiline.bench.results.result import commit
+from aquiline.config import EngineConfig, SamplingParams
+from aquiline.models.named import BUNDLED_TARGET
+from aquiline.engine.llm import LLM
+from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.drafting import Drafting, NoDraft
+from aquiline.spec.lookup import Lookup
+
+SETTINGS: dict[str, Drafting] = {"plain": NoDraft(), "lookup": Lookup(), "adaptive": Adaptive()}
+RUN = 8
+"""Tokens of a run that counts as copied."""
+TASKS = ("edit", "json", "quote", "prose")
+SOURCE_TOKENS = 256
+"""Tokens of the text that a task is about."""
+QUESTIONS = (
+    "Write a short story about a lighthouse keeper.", "Explain how bread is made.", "Why do leaves change colour?",
+    "Give advice to somebody who moves to another city.", "Describe the taste of an orange to a robot.",
+    "What did people eat in ancient Rome?",
+)  # fmt: skip
+
+
+def sources(llm: LLM, task: str, count: int) -> list[str]:
+    """The texts that tasks are about."""
+    tokenizer = llm.models.tokenizer
+    assert tokenizer is not None
+    if task == "json":
+        rows = [{"id": 17 * i + j, "name": f"item {j}", "size": [i, j, i + j], "ok": j % 2 == 0}
+                for i in range(1, count + 1) for j in range(8)]  # fmt: skip
+        return [json.dumps(rows[8 * i : 8 * i + 8]) for i in range(count)]
+    windows = text_prompts(SOURCE_TOKENS, count, tokenizer, DOCUMENTS / "ARCHITECTURE.md" if task == "quote" else None)
+    return [tokenizer.decode(window.token_ids).partition("\n")[2] for window in windows]
+
+
+def chats(task: str, text: str, number: int) -> str:
+    """A task for SmolLM2."""
+    asked = {
+        "edit": f"```python\n{text}\n```\nWrite this code again, and change nothing but the first name in it.",
+        "json": f"{text}\nWrite the same JSON with an indentation of two spaces.",
+        "quote": f"{text}\n\nQuote this text word for word.",
+        "prose": QUESTIONS[number % len(QUESTIONS)],
+    }[task]
+    return chat(asked)
+
+
+def continued(task: str, text: str, number: int) -> str:
+    """A task for the bundled pair."""
+    if task == "prose":
+        return text
+    first = text.lstrip()[:40]
+    return f"{text}\n\n# The same text as above, written once more:\n\n{first}"
+
+
+def copied_share(prompt: list[int], output: list[int]) -> float:
+    """Share of the output's tokens that lie in runs that stand in the prompt."""
+    runs = {tuple(prompt[i : i + RUN]) for i in range(len(prompt) - RUN + 1)}
+    copied = [False] * len(output)
+    for i in range(len(output) - RUN + 1):
+        if tuple(output[i : i + RUN]) in runs:
+            copied[i : i + RUN] = [True] * RUN
+    return sum(copied) / len(output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="SmolLM2-135M-Instruct; default: the bundled pair")
+    parser.add_argument("--draft", help="its draft")
+    parser.add_argument("--peer", nargs="*", default=[], help="as `aquiline compare` names them")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--count", type=int, default=4, help="prompts of each task")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--new-tokens", type=int, default=160)
+    args = parser.parse_args()
+    config = EngineConfig(max_batch=1, max_context=2048, prefix_cache=False)
+    llm = LLM(args.target, args.draft, spec=Adaptive(), engine=config)
+    place = Place(Path(args.target or BUNDLED_TARGET), None, int(str(llm.models.system()["threads"])), 2048)
+    peers: dict[str, Peer] = {name: parse_peer(name).open(place) for name in args.peer}
+    table = []
+    for task in args.tasks:
+        rates: dict[str, list[float]] = {name: [] for name in (*SETTINGS, *peers)}
+        temperature = 0.8 if task == "prose" else 0.0
+        shares = []
+        write = chats if args.target else continued
+        prompts = [llm.encode(write(task, text, i)) for i, text in enumerate(sources(llm, task, args.count))]
+        for round_ in range(args.rounds + 1):
+            for number, prompt in enumerate(prompts):
+                expected: list[int] | None = None
+                for name in rotated(list(rates), round_ + number):
+                    sampling = SamplingParams(
+                        max_tokens=args.new_tokens, temperature=temperature, seed=number, ignore_eos=True
+                    )
+                    if name in peers:
+                        rate = peers[name].generate([prompt], args.new_tokens, temperature).decode_tokens_per_s
+                    else:
+                        outputs = llm.run([prompt], sampling, spec=SETTINGS[name]).outputs
+                        rate = decode_tokens_per_s(spans_of(outputs))
+                        expected = expected or outputs[0].token_ids
+                        assert outputs[0].token_ids == expected, f"{name} changed the text"
+                    if round_:
+                        rates[name].append(rate)
+                assert expected is not None
+                if not round_:
+                    shares.append(copied_share(prompt, expected))
+        row = {"task": task, "copied": statistics.median(shares), "least_copied": min(shares)}
+        for name, values in rates.items():
+            over = paired(values, rates["plain"])
+            row[name] = {"tokens_per_s": statistics.median(values), "over_plain": [over.value, over.low, over.high]}
+        table.append(row)
+        print(
+            f"{task}: copied {row['copied']:.0%} (least {row['least_copied']:.0%}); "
+            + ", ".join(f"{n} {statistics.median(v):.0f} tok/s, {paired(v, rates['plain']).times()}" for n, v in rates.items()),
+            flush=True,
+        )  # fmt: skip
+    print(json.dumps({"benchmark": "copying", "table": table, "system": llm.models.system(), "commit": commit()}))
+
+
+if __name__ == "__main__":
+    main()
