@@ -25,8 +25,8 @@ from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import paired, rotated
 from aquiline.bench.results.result import commit
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.models.named import BUNDLED_TARGET
 from aquiline.engine.llm import LLM
+from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
@@ -132,7 +132,9 @@ def main() -> None:
         table.append(row)
         print(
             f"{task}: copied {row['copied']:.0%} (least {row['least_copied']:.0%}); "
-            + ", ".join(f"{n} {statistics.median(v):.0f} tok/s, {paired(v, rates['plain']).times()}" for n, v in rates.items()),
+            + ", ".join(
+                f"{n} {statistics.median(v):.0f} tok/s, {paired(v, rates['plain']).times()}" for n, v in rates.items()
+            ),
             flush=True,
         )  # fmt: skip
     print(json.dumps({"benchmark": "copying", "table": table, "system": llm.models.system(), "commit": commit()}))
