@@ -40,8 +40,11 @@ def test_views_are_what_the_decoder_says(teacher: Teacher) -> None:
         assert distance(view.features, out.features[0]) < 0.02, "keys and values are stored in bfloat16"
         assert distance(view.lse, torch.logsumexp(logits, -1)) < 0.02
         again = view.hidden.float() @ teacher.head.T
-        assert torch.allclose(view.lse, torch.logsumexp(again, -1), atol=1e-5), "of the rounded hidden state"
-        assert view.best.equal(again.argmax(-1).int())
+        # In bfloat16 arithmetic the head reads the rounded hidden state too; in float32 it does not.
+        assert teacher.models is not None
+        error = 1e-5 if teacher.models.system()["arithmetic"] == "bfloat16" else 0.01
+        assert torch.allclose(view.lse, torch.logsumexp(again, -1), atol=error), "of the rounded hidden state"
+        assert torch.allclose(again.gather(-1, view.best.long()[:, None])[:, 0], again.amax(-1), atol=error)
 
 
 def test_the_torch_path_says_the_same(teacher: Teacher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class View:
     """What the target computes at each of n positions of one document.
 
     features bfloat16 [n, C * H]: the captured layers' outputs; hidden bfloat16 [n, H]: the last layer's output after
-    the final norm; lse float32 [n]: log-sum-exp of the logits hidden @ head; best int32 [n]: their argmax."""
+    the final norm; lse float32 [n]: log-sum-exp of the logits hidden @ head, within some thousandths where float32
+    arithmetic multiplied the hidden state before it was rounded; best int32 [n]: their argmax, ties to that error."""
 
     features: Tensor
     hidden: Tensor
