@@ -58,13 +58,18 @@ class Speculation:
 
 
 class Gain(NamedTuple):
-    """What a delta added to an answer. pieces: one for all its tokens, or one per token where `by_token` asks; tokens
-    behind a stop string are in none of the fields."""
+    """What a delta added to an answer, or several. pieces: one for all tokens of a delta, or one per token where
+    `by_token` asks; tokens behind a stop string are in none of the fields."""
 
     pieces: list[Piece]
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
+
+    def joined(self, later: Gain) -> Gain:
+        """This and the next one as one."""
+        logprobs = self.logprobs if later.logprobs is None else [*(self.logprobs or ()), *later.logprobs]
+        return Gain(self.pieces + later.pieces, self.token_ids + later.token_ids, logprobs, later.finish_reason)
 
 
 class Choice:

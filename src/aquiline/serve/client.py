@@ -31,13 +31,17 @@ STEADY_S = 60.0
 
 LONGEST_PAUSE_S = 30.0
 
+STREAMS_PER_TOKEN = 4
+"""Streams that run for each token that an event holds at least, where no number is set."""
+
 
 class EngineDown(AquilineError):
     """The engine process has died or is not up yet; the same request may be sent again soon."""
 
 
 class Stream:
-    """The deltas of one or more requests as they come. `async with` it: leaving it aborts those that have not ended.
+    """The deltas of one or more requests as they come, some together: what one wake of their reader costs does not grow
+    with the number of tokens. `async with` it: leaving it aborts those that have not ended.
 
     pending: requests that the engine has not taken yet; running: those that have not ended."""
 
@@ -46,7 +50,10 @@ class Stream:
         self.running = {int(request.id) for request in requests}
         self.pending = set(self.running)
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._held: list[Delta] = []
+        self._num_held = 0  # tokens of the deltas that are held
+        self._error: Exception | None = None
+        self._is_due = asyncio.Event()
 
     async def __aenter__(self) -> Stream:
         return self
@@ -54,18 +61,19 @@ class Stream:
     async def __aexit__(self, *error: object) -> None:
         self.close()
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas until all requests have ended. Raises EngineDown, and NumericalError for bad logits."""
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        """Deltas until all requests have ended: the first and the last of a request at once, those between as soon as
+        they bring the client's `interval` of tokens. Raises EngineDown, and NumericalError for bad logits."""
         while self.running:
-            arrived = await self._arrived.get()
-            if isinstance(arrived, Exception):
-                raise arrived
-            if arrived.error is not None:
-                raise NumericalError(arrived.error)
-            if arrived.request_id in self.running:  # otherwise it was computed before the engine heard of its end
-                if arrived.finish_reason is not None:
-                    self.running.discard(arrived.request_id)
-                yield arrived
+            await self._is_due.wait()
+            self._is_due.clear()
+            held, self._held, self._num_held = self._held, [], 0
+            # Others were computed before the engine heard of their requests' end.
+            if known := [delta for delta in held if delta.request_id in self.running]:
+                self.running -= {delta.request_id for delta in known if delta.finish_reason is not None}
+                yield known
+            if self._error is not None:
+                raise self._error
 
     def end(self, request_id: int) -> None:
         """End one request where it stands."""
@@ -85,12 +93,20 @@ class Stream:
 
     def put(self, delta: Delta) -> None:
         """A delta has come."""
-        self._arrived.put_nowait(delta)
+        if delta.error is not None:
+            self.fail(NumericalError(delta.error))
+            return
+        self._held.append(delta)
+        self._num_held += len(delta.token_ids)
+        is_edge = delta.begin is not None or delta.finish_reason is not None
+        if is_edge or self._num_held >= self.client.interval:
+            self._is_due.set()
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error; whoever waits for it, or will, gets the error."""
         if self.accepted.done():
-            self._arrived.put_nowait(error)
+            self._error = error
+            self._is_due.set()
         else:
             self.accepted.set_exception(error)
 
@@ -112,8 +128,8 @@ class EngineClient:
 
     `start` waits for the first process; one that cannot load its models is an error of the user's, not restarted."""
 
-    def __init__(self, opening: Opening) -> None:
-        self.opening = opening
+    def __init__(self, opening: Opening, stream_interval: int | None = None) -> None:
+        self.opening, self.stream_interval = opening, stream_interval
         self.on_step: Callable[[StepMessage], None] = lambda message: None
         self.on_down: Callable[[], None] = lambda: None
         self.state: State = "starting"
@@ -128,6 +144,12 @@ class EngineClient:
     def num_streams(self) -> int:
         """Requests that wait or run."""
         return 0 if self._life is None else len(self._life.streams)
+
+    @property
+    def interval(self) -> int:
+        """Tokens that a stream brings together, beside its first and its last. Each event takes time from the engine
+        on the same cores, so by default the more streams run, the fewer events each of them gets."""
+        return self.stream_interval or max(1, self.num_streams // STREAMS_PER_TOKEN)
 
     @property
     def pid(self) -> int | None:

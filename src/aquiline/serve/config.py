@@ -29,6 +29,10 @@ class ServerConfig:
         (), "Name that clients call the model by; repeatable. Default: the target as given.", SERVER
     )
     drain_s: float = setting(30.0, "Seconds that running requests have once the server is told to end.", SERVER)
+    stream_interval: int | None = setting(
+        None, "Least tokens of a stream's event, beside its first and last. Default: 1, and a quarter of the streams "
+        "that run where these are more than 4.", SERVER,
+    )  # fmt: skip
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level of log lines.", SERVER)
     chat_template: str | None = setting(None, "File with the chat template. Default: the target's own.", OUTPUT)
     reasoning_parser: Literal["auto", "none", "think"] = setting(
@@ -44,6 +48,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check(0 <= self.port < 65536, "port", self.port, "must be in [0, 65535]")
+        ok = self.stream_interval is None or self.stream_interval >= 1
+        check(ok, "stream_interval", self.stream_interval, "must be at least 1 token")
         check(self.drain_s >= 0, "drain_s", self.drain_s, "must be at least 0 seconds")
         check(all(self.api_key), "api_key", "", "a key must not be empty")
         check(all(self.served_model_name), "served_model_name", "", "a name must not be empty")

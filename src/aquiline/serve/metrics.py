@@ -77,6 +77,8 @@ class Metrics:
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
         self.new_tokens = self._counter("vllm:generation_tokens", "New tokens.")
         self.success = self._counter("vllm:request_success", "Requests that have ended.", "finished_reason")
+        for reason in REASONS.values():
+            self.success.labels(self._model, reason)  # zero until one ends so: dashboards take rates
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS
         )

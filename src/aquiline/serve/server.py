@@ -42,7 +42,7 @@ def open_service(
         template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
     template = template.with_options(chat.template_options or {})
     names = config.served_model_name or (pair.target or BUNDLED,)
-    client = EngineClient(Opening(pair, engine, spec))
+    client = EngineClient(Opening(pair, engine, spec), config.stream_interval)
     return Service(client, Prompts(tokenizer, template), spec, names, config, limits)
 
 

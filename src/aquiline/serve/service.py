@@ -249,16 +249,22 @@ class Run:
         self.is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, Gain]]:
-        """Gains in the order in which the engine made them. Raises ApiError."""
+        """Gains of each choice in the order in which the engine made them. Raises ApiError."""
         by_id = {int(choice.request.id): choice for choice in self.job.choices}
         with explained():
-            async for delta in self.stream:
-                choice = by_id[delta.request_id]
-                gain = choice.take(delta)
-                if gain.finish_reason is not None and delta.finish_reason is None:
-                    self.stream.end(delta.request_id)  # a stop string, which the engine does not know
-                self.service.count(self.job, choice, len(gain.token_ids))
-                yield choice, gain
+            async for deltas in self.stream:
+                gains: dict[int, Gain] = {}
+                for delta in deltas:
+                    name, choice = delta.request_id, by_id[delta.request_id]
+                    if choice.finish_reason is not None:
+                        continue  # computed behind a stop string
+                    gain = choice.take(delta)
+                    if gain.finish_reason is not None and delta.finish_reason is None:
+                        self.stream.end(name)  # a stop string, which the engine does not know
+                    gains[name] = gains[name].joined(gain) if name in gains else gain
+                for name, gain in gains.items():
+                    self.service.count(self.job, by_id[name], len(gain.token_ids))
+                    yield by_id[name], gain
 
     def close(self) -> None:
         """End the choices that have not ended, and give the room back."""
