@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from aquiline.types import FinishReason
 
@@ -34,7 +34,8 @@ class Detokenizer:
     the prompt without the tokens at its end that are bytes or a cut character, and decode is the tokenizer's, special
     tokens skipped. That holds for every decoder that leaves a text alone once a whole character or a run of byte tokens
     stands behind it: byte-level ones, and SentencePiece's with or without byte fallback. Where a decoder changes text
-    later (WordPiece's clean-up), text that was already returned stays as it was.
+    later (WordPiece's clean-up), text that was already returned stays as it was. Where the decoder only joins the bytes of
+    tokens, texts of whole characters are joined from those of single tokens, which are decoded once.
 
     num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
     tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""
@@ -43,7 +44,9 @@ class Detokenizer:
         self.tokenizer, self.stop = tokenizer, stop
         self.bytes = byte_tokens(tokenizer) if tokenizer else frozenset()
         self.held = ""
-        self.context = _context(tokenizer, prompt_ids) if tokenizer else []  # tokens whose text was shown last
+        self.alone = texts_alone(tokenizer) if tokenizer else None
+        # Tokens whose text was shown last: what a decoder that joins bytes makes of tokens, it makes without any.
+        self.context = _context(tokenizer, prompt_ids) if tokenizer and self.alone is None else []
         self.shown = len(self._decode(self.context))
         self.undecided: list[int] = []  # tokens behind `context`, whose text may still change
         self.is_in_bytes = False  # whether `undecided` ends in a run of byte tokens
@@ -77,8 +80,9 @@ class Detokenizer:
                 continue
             text = self.held + piece
             if is_final and piece:
-                self.held, self.context, self.undecided = text, self.undecided, []
-                self.shown = len(self._decode(self.context))
+                self.held, decided, self.undecided = text, self.undecided, []
+                if self.alone is None:
+                    self.context, self.shown = decided, len(self._decode(decided))
             # A stop string ends the text, so that a run of bytes that completes one is final as well.
             ends = [at for s in self.stop if (at := text.find(s)) >= 0]
             if ends:
@@ -106,6 +110,10 @@ class Detokenizer:
         return not self.is_in_bytes
 
     def _undecided_text(self) -> str:
+        if self.alone is not None:
+            texts = [self.alone[token] for token in self.undecided]
+            if CUT not in texts:
+                return "".join(texts)
         return self._decode(self.context + self.undecided)[self.shown :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -118,6 +126,25 @@ class Detokenizer:
             if any(s.startswith(self.held[-length:]) for s in self.stop):
                 return length
         return 0
+
+
+class TextsAlone(dict[int, str]):
+    """The text of each token by itself, CUT where that is not of whole characters. Filled as tokens are asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        text: str = self.tokenizer.decode([token], skip_special_tokens=True)
+        self[token] = found = CUT if CUT in text else text
+        return found
+
+
+@lru_cache(maxsize=4)
+def texts_alone(tokenizer: Tokenizer) -> TextsAlone | None:
+    """The texts of single tokens where the decoder joins the bytes of tokens and does nothing else; else None."""
+    return TextsAlone(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
