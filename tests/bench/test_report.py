@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from aquiline.bench.report.page import render, write_report
 from aquiline.bench.results.integrity import problems
-from aquiline.bench.results.intervals import spread
+from aquiline.bench.results.intervals import paired, spread
 from aquiline.bench.results.result import write_result
 from aquiline.cli.main import app
 from aquiline.ledger import Ledger
@@ -113,7 +113,11 @@ def test_adaptive_choices_are_shown_beside_what_was_foretold(results: Results) -
     assert problems(results["48x2-chain-3.json"]) == []
     page = Page(render(results))
     table = next(i for i, rows in enumerate(page.tables) if "copied" in rows[0])
-    assert page.row(table, "chain-3") == {
+    row = page.row(table, "chain-3")
+    for name, label in {"baseline": "baseline", "chain-2": "chain-2", "chain-3": "chain-3", "tree": "tree N=6"}.items():
+        pair = (results[f"48x2-{each}.json"]["throughput_tokens_per_sec"]["values"] for each in ("chain-3", name))
+        assert row.pop(f"over {label}") == f"{paired(*pair).value:.2f}x"
+    assert row == {
         "nothing drafted": "10%", "by the draft": "60%", "copied": "29%", "draft probed": "1%",
         "drafted and kept": "75% of 1,200", "copied and kept": "100% of 80", "step foretold (ms)": "2.00",
         "step measured (ms)": "3.00", "mean distance (ms)": "1.00", "to choose (µs)": "30.0",

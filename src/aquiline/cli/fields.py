@@ -187,7 +187,7 @@ def _collected(collection: Callable[[Any], Any], item: Callable[[str], Any] | No
 
 def _drafting_group() -> _Group:
     """The name of a way to draft and the fields of all of them, each once, by the names that users call them."""
-    said = f"{_listed(list(DRAFTINGS))}. Default: chain; none for a target without a draft."
+    said = f"{_listed(list(DRAFTINGS))}. Default: adaptive; none for a target without a draft."
     info = typer.Option("--drafter", help=said, rich_help_panel=DRAFTING)
     options = {"drafter": _Option("drafter", _keyword("drafter", Annotated[str | None, info], None), _same)}
     for kind in DRAFTINGS.values():

@@ -32,6 +32,8 @@ class Group(typer.core.TyperGroup):
         """Run a command; ValueError, AquilineError and OSError carry their own explanation."""
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read the output has enough of it, as `head` does; click ends silently
+            raise
         except (ValueError, AquilineError, OSError) as error:
             print(f"aquiline: {error}", file=sys.stderr)
             raise typer.Exit(2) from None

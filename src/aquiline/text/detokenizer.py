@@ -34,8 +34,8 @@ class Detokenizer:
     the prompt without the tokens at its end that are bytes or a cut character, and decode is the tokenizer's, special
     tokens skipped. That holds for every decoder that leaves a text alone once a whole character or a run of byte tokens
     stands behind it: byte-level ones, and SentencePiece's with or without byte fallback. Where a decoder changes text
-    later (WordPiece's clean-up), text that was already returned stays as it was. Where the decoder only joins the bytes of
-    tokens, texts of whole characters are joined from those of single tokens, which are decoded once.
+    later (WordPiece's clean-up), text that was already returned stays as it was. Where the decoder only joins the bytes
+    of tokens, texts of whole characters are joined from those of single tokens, which are decoded once.
 
     num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
     tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""

@@ -10,6 +10,7 @@ from markupsafe import Markup
 from aquiline.bench.report.charts import figure, swatch
 from aquiline.bench.report.panels import Scenarios
 from aquiline.bench.report.sections import OWN, Row, badges, number
+from aquiline.bench.results import compare
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_speculative
 
@@ -86,8 +87,13 @@ def acceptance_table(scenarios: Scenarios) -> Table:
 
 
 def choices_table(scenarios: Scenarios) -> Table:
-    """What adaptive drafting chose, how much of it was right, and its times."""
-    columns: dict[str, Column] = {label: _chosen_from(source) for source, label in SOURCE_NAMES.items()}
+    """What adaptive drafting gained over each fixed setting, what it chose, how much was right, and its times."""
+    beside = {row.file: rows for _, rows in scenarios for row in rows}
+    fixed = [row for _, rows in scenarios for row in rows if row.result["engine"] == OWN and not row.adaptive]
+    columns: dict[str, Column] = {
+        f"over {label}": _over(label, beside) for label in dict.fromkeys(r.label for r in fixed)
+    }
+    columns |= {label: _chosen_from(source) for source, label in SOURCE_NAMES.items()}
     return _table(_chosen(scenarios, lambda row: row.adaptive), columns | {
         "drafted and kept": lambda row: _accepted(row, "draft"),
         "copied and kept": lambda row: _accepted(row, "lookup"),
@@ -188,6 +194,17 @@ def _chosen(scenarios: Scenarios, holds: Callable[[Row], object]) -> Scenarios:
 
 def _chosen_from(source: str) -> Column:
     return lambda row: _percent(row.adaptive["steps"][source] / max(1, sum(row.adaptive["steps"].values())))
+
+
+def _over(label: str, beside: dict[str, list[Row]]) -> Column:
+    """Throughput over the setting with this label, where there is one of the same scenario."""
+
+    def cell(row: Row) -> str:
+        others = [other for other in beside[row.file] if other.label == label]
+        ratios = [compare.over_setting(row.result, other.result) for other in others]
+        return next((str(ratio) for ratio in ratios if ratio.value is not None), NONE)
+
+    return cell
 
 
 def _accepted(row: Row, source: str) -> str:

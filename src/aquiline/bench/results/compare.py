@@ -109,6 +109,11 @@ def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
     return _over(result, same, "baseline", _commits, is_paired=True)
 
 
+def over_setting(result: Result, other: Result) -> Ratio:
+    """Throughput over that of another setting of the same run: the median of the rounds' ratios."""
+    return _over(result, {other["setting"]["name"]: other}, "other setting", _commits, is_paired=True)
+
+
 def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
     """Measured speedup / ideal speedup at the same tau. None without a roofline, a fair baseline or drafts."""
     roofline = result.get("roofline", {})

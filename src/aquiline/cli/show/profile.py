@@ -1,15 +1,17 @@
-"""Where a step's time goes, as a table."""
+"""Where a step's time goes, and what adaptive drafting chose, as tables."""
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.table import Table
 
 from aquiline.bench.suite.profile import Profile
 from aquiline.cli.options import wide_console
+from aquiline.ledger import Ledger
 
 
 def show_profile(found: Profile, work: str) -> None:
-    """Print every range of the profile with its share of the cycle."""
+    """Print every range of the profile with its share of the cycle, and what was chosen."""
     s = found.summary
     table = Table(title=f"{s.num_decode_steps} steps, {work}, tau {s.counters.tau:.2f}")
     for column in ("range", "calls", "ms per step", "% of cycle"):
@@ -17,4 +19,27 @@ def show_profile(found: Profile, work: str) -> None:
     for row in found.rows:
         name = f"  {row.name}" if row.is_part else row.name
         table.add_row(name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}")
-    wide_console().print(table)
+    console = wide_console()
+    console.print(table)
+    if s.choices.num_chosen:
+        _show_choices(s.choices, console)
+
+
+def _show_choices(choices: Ledger, console: Console) -> None:
+    """Print what adaptive drafting chose, and whether it came as foretold."""
+    table = Table(title="What adaptive drafting chose, of each sequence and step")
+    for column in ("source", "% of choices", "verified tokens", "% accepted"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    total = sum(choices.steps.values())
+    for source, count in choices.steps.items():
+        nodes = choices.nodes[source]
+        accepted = f"{100 * choices.accepted[source] / nodes:.0f}" if nodes else ""
+        table.add_row(source, f"{100 * count / total:.0f}", str(nodes), accepted)
+    console.print(table)
+    timed = max(1, choices.num_timed)
+    foretold, right, verified = sum(choices.foretold), sum(choices.right), max(1, sum(choices.verified))
+    console.print(
+        f"step: foretold {choices.expected_ms / timed:.3f} ms, took {choices.measured_ms / timed:.3f}; "
+        f"verified tokens: foretold {foretold / verified:.0%} accepted, came {right / verified:.0%}; choosing took "
+        f"{choices.choosing_ms / choices.num_chosen * 1e3:.0f} us a step"
+    )
