@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ def lone_llm() -> LLM:
     return LLM.from_models(models(), engine_config(1, ROW_BUDGET, PAGE))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def alone(prompt: tuple[int, ...], sampling: str, max_tokens: int) -> Output:
     """What a request gives by itself, one token at a time."""
     return lone_llm().run([list(prompt)], params(sampling, max_tokens), spec=BASELINE).outputs[0]
