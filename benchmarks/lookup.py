@@ -15,7 +15,8 @@ import numpy as np
 
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.models.named import BUNDLED_TARGET
-from aquiline.spec.lookup import Lookup, MatchEvents
+from aquiline.spec.lookup import Lookup
+from aquiline.spec.match_events import MatchEvents
 from aquiline.text.tokenizer import load_tokenizer
 
 NUM_PROMPT = 2000

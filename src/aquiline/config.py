@@ -199,6 +199,10 @@ class EngineConfig:
     )
     row_budget: int = setting(256, "Rows of one forward: decoding sequences first, then chunks of prompts.", BATCH)
     prefix_cache: bool = setting(True, "Keep computed pages for prompts that begin the same.", BATCH)
+    shared_lookup_bytes: int = setting(
+        0, "Memory for what ended requests wrote, 20 bytes a token: lookups copy from it too. 0: each request copies "
+        "from its own text alone.", BATCH,
+    )  # fmt: skip
     late_reads: bool | None = setting(
         None, "Read a step's outcome when the next one is out. Default: where the backend waits less.", BATCH
     )
@@ -216,6 +220,9 @@ class EngineConfig:
         check(ok, "cache_fraction", self.cache_fraction, "must be between 0 and 1")
         check(self.num_pages is None or self.num_pages >= 1, "num_pages", self.num_pages, "must be at least 1")
         check(self.max_context is None or self.max_context >= 2, "max_context", self.max_context, "must be at least 2")
+        ok = self.shared_lookup_bytes == 0 or 2**16 <= self.shared_lookup_bytes <= 2**34
+        fix = "must be 0, which switches it off, or between 2^16 and 2^34 bytes"
+        check(ok, "shared_lookup_bytes", self.shared_lookup_bytes, fix)
         check(self.row_budget >= 1, "row_budget", self.row_budget, "must be at least 1")
 
 

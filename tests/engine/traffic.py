@@ -41,7 +41,7 @@ class Traffic:
     def __init__(self, setup: Setup) -> None:
         config = engine_config(
             setup.max_batch, setup.row_budget, PAGE, num_pages=setup.num_pages, prefix_cache=setup.prefix_cache,
-            late_reads=setup.late_reads,
+            late_reads=setup.late_reads, shared_lookup_bytes=2**16,
         )  # fmt: skip
         self.engine = LLM.from_models(models(), config).engine
         if setup.is_fickle:

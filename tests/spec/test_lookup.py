@@ -14,7 +14,9 @@ from tests.spec.test_suffix_automaton import STREAMS, places, searched
 
 from aquiline.config import MAX_DEPTH
 from aquiline.spec.drafting import Match, Proposal
-from aquiline.spec.lookup import CONTEXT, MAX_TRIALS, Lookup, LookupProposer, MatchEvents, cell_of
+from aquiline.spec.lookup import Lookup, LookupProposer
+from aquiline.spec.match_events import MAX_TRIALS, MatchEvents, cell_of
+from aquiline.spec.past_outputs import CONTEXT
 from aquiline.spec.suffix_automaton import MAX_SETTLED, SEPARATOR
 
 EAGER = Lookup(min_match=1, min_confidence=0)

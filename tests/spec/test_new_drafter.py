@@ -19,6 +19,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal, Proposer
+from aquiline.spec.past_outputs import PastSpace
 
 PARAMS = [SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_tokens=40, temperature=0.6, seed=4)]
 PROMPTS = [[7, 3, 11], list(range(1, 40)), [5]]
@@ -41,7 +42,9 @@ class Fixed(Drafting):
     def max_depth(self) -> int:
         return 1 if self.is_wide else len(self.tokens)
 
-    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: None) -> Proposer:
+    def proposer(
+        self, prompt: Sequence[int], prediction: Sequence[int], shared: None, past: PastSpace | None = None
+    ) -> Proposer:
         return FixedProposer(self)
 
 

@@ -57,7 +57,9 @@ def generate(
     out: Annotated[
         Path | None, typer.Option(help="JSONL of results for --prompts-file, in its order.", rich_help_panel=FILES)
     ] = None,
-    engine: Annotated[Given[EngineConfig], Fields(only=("max_batch", "max_context", "cache_fraction"))],
+    engine: Annotated[
+        Given[EngineConfig], Fields(only=("max_batch", "max_context", "cache_fraction", "shared_lookup_bytes"))
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""

@@ -12,6 +12,8 @@ from aquiline.config import BATCH, ChatConfig, EngineConfig, PairConfig
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.spec.named import DraftingChoice
 
+ENGINE = ("page_size", "num_pages", "cache_fraction", "prefix_cache", "shared_lookup_bytes", "calibration", "check")
+
 EXAMPLES = """
 Examples:
 
@@ -43,9 +45,7 @@ def serve(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Rows of one forward: decoding first, then chunks of prompts.", rich_help_panel=BATCH)
     ] = 256,
-    engine: Annotated[
-        EngineConfig, Fields(only=("page_size", "num_pages", "cache_fraction", "prefix_cache", "calibration", "check"))
-    ],
+    engine: Annotated[EngineConfig, Fields(only=ENGINE)],
     limits: Limits,
     template: Annotated[ChatConfig, Fields(only=("template_options",))],
 ) -> None:

@@ -26,6 +26,7 @@ from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
 from aquiline.metrics import Meter
 from aquiline.spec.drafting import Drafting, Proposer
+from aquiline.spec.past_outputs import PastOutputs
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason
 
@@ -49,6 +50,7 @@ class Engine:
         self.sequences: dict[int | str, Sequence] = {}  # unfinished, by request id
         self.meter = Meter()
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
+        self.past = PastOutputs(config.shared_lookup_bytes) if config.shared_lookup_bytes else None
         self.controller: Controller | None = None  # made when the first adaptive request comes
         self.last: Step | None = None  # the last step that was issued
         self._unread: Step | None = None
@@ -129,13 +131,15 @@ class Engine:
     def close(self) -> None:
         """Drop every request and give the storage back; the engine cannot be used afterwards."""
         self.reset()
+        self.past = None
         self.backend.close()
 
     def _proposer(self, request: Request) -> Proposer | None:
         kind = type(request.spec)
         if kind not in self._shared:
             self._shared[kind] = request.spec.shared()
-        return request.spec.proposer(request.prompt_ids, request.prediction, self._shared[kind])
+        past = None if self.past is None else self.past.space(request.cache_salt)
+        return request.spec.proposer(request.prompt_ids, request.prediction, self._shared[kind], past)
 
     def _can_issue_blindly(self) -> bool:
         """Whether the next step can be issued before the last outcome is read. Not while a sequence drafts on the host:
@@ -188,6 +192,8 @@ class Engine:
         self.scheduler.remove(sequence)
         if self.controller is not None:
             self.controller.forget(sequence)
+        if self.past is not None:  # aborted ones too: the server ends requests so at their stop strings
+            self.past.space(sequence.request.cache_salt).add(sequence.request.prompt_ids, sequence.output_ids)
         sequence.proposer = None  # its index of the text is large, and callers may keep sequences that have ended
         del self.sequences[sequence.request.id]
 

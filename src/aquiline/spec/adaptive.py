@@ -13,7 +13,9 @@ from aquiline.config import MAX_CHAIN, check
 from aquiline.settings import setting
 from aquiline.spec.confidence import most_nodes
 from aquiline.spec.drafting import DRAFTING, Chain, Drafting, Proposer
-from aquiline.spec.lookup import Lookup, LookupProposer, MatchEvents
+from aquiline.spec.lookup import Lookup, LookupProposer
+from aquiline.spec.match_events import MatchEvents
+from aquiline.spec.past_outputs import PastSpace
 
 PLENTY = 16
 """Copied tokens of a step at most."""
@@ -72,7 +74,9 @@ class Adaptive(Drafting):
     def shared(self) -> MatchEvents:  # noqa: D102
         return MatchEvents()
 
-    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: MatchEvents) -> Proposer | None:  # noqa: D102
+    def proposer(  # noqa: D102
+        self, prompt: Sequence[int], prediction: Sequence[int], shared: MatchEvents, past: PastSpace | None = None
+    ) -> Proposer | None:
         if not self.lookup:
             return None
-        return LookupProposer(Lookup(max_draft=PLENTY), len(prompt), prediction, shared)
+        return LookupProposer(Lookup(max_draft=PLENTY), len(prompt), prediction, shared, past)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from aquiline.checks import check_fields
 from aquiline.config import MAX_CHAIN, MAX_DEPTH, MAX_NODES, check
 from aquiline.settings import setting
+from aquiline.spec.past_outputs import PastSpace
 
 DRAFTING = "Drafting"
 """The heading under which fields of ways to draft are listed."""
@@ -139,10 +140,13 @@ class Drafting(ABC):
         engine that runs one."""
         return None
 
-    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: Any) -> Proposer | None:
+    def proposer(
+        self, prompt: Sequence[int], prediction: Sequence[int], shared: Any, past: PastSpace | None = None
+    ) -> Proposer | None:
         """Who drafts on the host, one for every sequence; None where the draft model does, or nobody.
 
-        prediction: the output that the caller expects, often empty; shared: the engine's value of `shared()`."""
+        prediction: the output that the caller expects, often empty; shared: the engine's value of `shared()`; past:
+        what earlier requests of the same cache_salt wrote, None where the engine keeps no past outputs."""
         return None
 
     def as_dict(self) -> dict[str, Any]:

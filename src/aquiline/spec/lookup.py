@@ -2,8 +2,8 @@
 that the caller expects to come back. No draft model takes part.
 
 Each sequence has a suffix automaton of its tokens, which is freed with it. The sequences of an engine share
-MatchEvents: how often a match of a length and a count foretold the next token of the target. These events need no
-drafts: every token that the target wrote says whether the match before it was right.
+MatchEvents: how often a match of a length and a count foretold the next token of the target. Where the engine keeps
+past outputs, drafts are copied from those of the sequence's space too; such matches have events of their own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ from aquiline.checks import check_fields
 from aquiline.config import MAX_DEPTH, check
 from aquiline.settings import setting
 from aquiline.spec.drafting import DRAFTING, Drafting, Match, Proposal
+from aquiline.spec.match_events import MatchEvents, cell_of
+from aquiline.spec.past_outputs import CONTEXT, PastMatch, PastSpace
 from aquiline.spec.suffix_automaton import SEPARATOR, SuffixAutomaton
-
-LONGEST, OFTENEST = 64, 8
-"""Lengths and counts from which on all are one bucket; below, a bucket holds those of as many bits."""
-
-MAX_TRIALS = 1024
-"""Events of a cell after which it forgets half of them: what was written long ago says less."""
-
-CONTEXT = 32
-"""Tokens of the prompt's end that stand before a prediction, so that its first tokens are found behind the prompt."""
 
 LEAST = 0.02
 """Chance below which nothing is drafted where the engine weighs what is: no verified token is as cheap."""
@@ -82,61 +75,47 @@ class Lookup(Drafting):
     def shared(self) -> MatchEvents:  # noqa: D102
         return MatchEvents()
 
-    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: MatchEvents) -> LookupProposer:  # noqa: D102
-        return LookupProposer(self, len(prompt), prediction, shared)
-
-
-_COUNT_CELLS = tuple(count.bit_length() for count in range(OFTENEST + 1))
-_LENGTH_CELLS = tuple(length.bit_length() * (_COUNT_CELLS[-1] + 1) for length in range(LONGEST + 1))
-
-
-def cell_of(length: int, count: int) -> int:
-    """Where events of matches of so many tokens, which stood in the text so often, are counted together."""
-    return (
-        _LENGTH_CELLS[length if length < LONGEST else LONGEST] + _COUNT_CELLS[count if count < OFTENEST else OFTENEST]
-    )
-
-
-class MatchEvents:
-    """How often matches foretold the next token, by the buckets of their length and count.
-
-    estimates: the chance of a match in a cell to be right, (hits + 1) / (trials + 2): 1/2 before the first event."""
-
-    def __init__(self) -> None:
-        num_cells = cell_of(LONGEST, OFTENEST) + 1
-        self.trials, self.hits = [0] * num_cells, [0] * num_cells
-        self.estimates = [0.5] * num_cells
-
-    def add(self, length: int, count: int, is_hit: bool) -> None:
-        """Count a token that the target wrote behind a match; is_hit: it was the foretold one."""
-        cell = cell_of(length, count)
-        self.trials[cell] += 1
-        self.hits[cell] += is_hit
-        if self.trials[cell] == MAX_TRIALS:
-            self.trials[cell] //= 2
-            self.hits[cell] //= 2
-        self.estimates[cell] = (self.hits[cell] + 1) / (self.trials[cell] + 2)
+    def proposer(  # noqa: D102
+        self, prompt: Sequence[int], prediction: Sequence[int], shared: MatchEvents, past: PastSpace | None = None
+    ) -> LookupProposer:
+        return LookupProposer(self, len(prompt), prediction, shared, past)
 
 
 class LookupProposer:
     """Drafts for one sequence. Its automaton is built by the first call of `propose`, so that a sequence that waits for
     a slot has none, and keeps its tokens while the sequence is preempted."""
 
-    def __init__(self, spec: Lookup, num_prompt: int, prediction: Sequence[int], events: MatchEvents) -> None:
+    def __init__(
+        self, spec: Lookup, num_prompt: int, prediction: Sequence[int], events: MatchEvents, past: PastSpace | None
+    ) -> None:
         self.spec, self.num_prompt, self.prediction, self.events = spec, num_prompt, prediction, events
+        self.past = None if past is None else PastMatch(past, spec.min_match)
         self.index: SuffixAutomaton | None = None
         self.num_seen = 0  # tokens of the sequence that were indexed, or left out as too old
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
-        """The tokens behind the longest match, as far as they are likely enough.
-
-        A copy that reaches the text's end goes on from its own beginning: such a text repeats itself."""
+        """The tokens behind the longest match, as far as they are likely enough. If that is none, those behind the
+        other match: the text's own, which goes first where both are as long, or the one in past outputs."""
         index = self._followed(tokens)
         state = index.match()
+        if self.past is None:
+            return self._copied(index, state, max_tokens)
+        if self.past.follow(tokens, self.num_prompt).length <= index.length[state]:
+            own = self._copied(index, state, max_tokens)
+            return own if own.tokens else self._from_past(self.past, max_tokens)
+        found = self._from_past(self.past, max_tokens)
+        return found if found.tokens else self._copied(index, state, max_tokens)
+
+    @property
+    def _least(self) -> float:
+        return LEAST if self.spec.min_confidence is None else self.spec.min_confidence
+
+    def _copied(self, index: SuffixAutomaton, state: int, max_tokens: int) -> Proposal:
+        """From the text itself. A copy that reaches its end goes on from the copy's beginning: such a text repeats
+        itself."""
         if not state:
             return NOTHING
-        estimates, text = self.events.estimates, index.text
-        least = LEAST if self.spec.min_confidence is None else self.spec.min_confidence
+        estimates, text, least = self.events.estimates, index.text, self._least
         match = Match(index.length[state], index.count[state])
         matched, count = match
         begin = place = index.end[state] + 1
@@ -156,6 +135,22 @@ class LookupProposer:
             count = index.count[state] if state else count
             place = place + 1 if place + 1 < len(text) else begin
         return Proposal(tuple(drafted), (), tuple(confidences), match) if drafted else NOTHING
+
+    def _from_past(self, past: PastMatch, max_tokens: int) -> Proposal:
+        """From what earlier requests wrote, up to the end of that output."""
+        outputs, (end, length, count) = past.space.outputs, past.place
+        estimates, least = outputs.events.estimates, self._least
+        chance = 1.0
+        drafted: list[int] = []
+        confidences: list[float] = []
+        for i in range(max_tokens if length else 0):
+            chance *= estimates[cell_of(length + i, count)]
+            token = outputs.token(end + 1 + i)
+            if chance < least or token == SEPARATOR:
+                break
+            drafted.append(token)
+            confidences.append(chance)
+        return Proposal(tuple(drafted), (), tuple(confidences), Match(length, count)) if drafted else NOTHING
 
     def _followed(self, tokens: Sequence[int]) -> SuffixAutomaton:
         """The automaton with all tokens of the sequence."""
