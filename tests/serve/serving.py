@@ -87,6 +87,7 @@ def running(config: ServerConfig, limits: Limits = LIMITS, engine: EngineConfig 
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started or not thread.is_alive(), "the server does not start")
+    until(lambda: service.client.state == "ready" or service.failure is not None, "the engine does not start")
     assert server.started and service.failure is None, service.failure
     try:
         yield Server(service, server, server.servers[0].sockets[0].getsockname()[1])

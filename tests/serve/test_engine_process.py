@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from tests.conftest import needs_native
 from tests.serve.serving import HEADERS, PROMPT, Server, until
@@ -108,23 +109,40 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def serve_command(port: int, *options: str) -> list[str]:
+    given = ["--target", "bundled", "--port", str(port), "--max-num-seqs", "2", "--log-level", "warning", *options]
+    return [sys.executable, "-c", RUN, "serve", *given]
+
+
+def test_the_page_answers_while_the_engine_loads_and_a_signal_ends_both() -> None:
+    """The engine process is stopped where it begins, so that it loads for as long as the test wants."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(serve_command(port), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until(lambda: bool(engines_of(process.pid)), "there is no engine process")
+            (engine,) = engines_of(process.pid)
+            engine.suspend()
+            until(lambda: answers(f"{url}/health"), "the server does not start")
+            assert "<html" in httpx.get(url).text and httpx.get(f"{url}/ready").status_code == 503
+            refused = httpx.post(f"{url}/v1/completions", json=LONG)
+            assert refused.status_code == 503 and refused.headers["retry-after"], refused.text
+            process.send_signal(signal.SIGTERM)
+            _, told = process.communicate(timeout=60)
+            assert process.returncode == 0 and "Traceback" not in told, told
+            assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        finally:
+            process.kill()
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
+
+
 def test_a_signal_drains_and_a_second_one_ends() -> None:
     """The first SIGTERM lets streams come to their end and takes nothing new; a second one waits for nothing."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-c",
-        RUN,
-        "serve",
-        "--target",
-        "bundled",
-        "--port",
-        str(port),
-        "--max-num-seqs",
-        "2",
-        "--log-level",
-        "warning",
-    ]
+    command = serve_command(port)
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -45,13 +46,15 @@ CLIENT_CLOSED = 499
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application over a service, whose engine it starts and ends."""
+    """The application over a service, whose engine it starts and ends. Until the engine is ready, requests for it get a
+    503."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
+        starting = asyncio.create_task(service.start())  # the page and /health answer meanwhile
         yield
         await service.client.close()
+        await starting
 
     app = FastAPI(
         title="aquiline", version=version("aquiline"), lifespan=lifespan, docs_url=None, redoc_url=None,

@@ -190,7 +190,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine process; streams that still run end with EngineDown."""
-        self.state = "closed"
+        is_loading, self.state = self.state != "ready", "closed"
         if self._restarting is not None:
             self._restarting.cancel()
         life, self._life = self._life, None
@@ -198,6 +198,8 @@ class EngineClient:
             return
         for stream in set(life.streams.values()):
             stream.fail(EngineDown("the server is ending"))
+        if is_loading:
+            life.process.kill()  # it reads no commands yet
         await asyncio.to_thread(_end, life)
 
     def kill(self) -> None:
@@ -211,8 +213,9 @@ class EngineClient:
         process = context.Process(target=run_engine, args=(theirs, self.opening), name="aquiline-engine", daemon=True)
         await asyncio.to_thread(process.start)
         theirs.close()
-        life = _Life(process, ours)
-        self._life = life
+        self._life = life = _Life(process, ours)
+        if self.state == "closed":  # meanwhile
+            process.kill()
         try:
             first = await asyncio.to_thread(ours.recv)
         except (EOFError, OSError):

@@ -58,7 +58,7 @@ def serve(service: Service) -> None:
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"aquiline: http://{shown}:{port} once the engine is ready; Ctrl-C ends it", file=sys.stderr)
+    print(f"aquiline: http://{shown}:{port}; the engine is loading; Ctrl-C ends the server", file=sys.stderr)
     server = _Server(settings, service)
     service.on_failure = lambda: setattr(server, "should_exit", True)
     gc.freeze()  # what was imported stays; collections need not walk over it

@@ -98,8 +98,9 @@ class Service:
         try:
             await self.client.start()
         except ValueError as error:
-            self.failure = str(error)
-            self.on_failure()
+            if self.client.state != "closed":
+                self.failure = str(error)
+                self.on_failure()
             return
         info = self.client.info
         assert info is not None
