@@ -122,6 +122,7 @@ void admit(AqBatch* batch, const AqAdmit& a) {
   slot.draft_end = a.first_draft_key > a.num_hit ? a.first_draft_key : a.num_hit;
   slot.sampling = a.sampling;
   slot.history.assign(a.tokens, a.tokens + a.num_tokens);
+  slot.held.clear();
   slot.rules.start(a, batch->vocab());
   int32_t* table = batch->page_table.data() + (size_t)a.slot * batch->config.pages_per_slot;
   for (int i = 0; i < batch->config.pages_per_slot; i++) table[i] = -1;

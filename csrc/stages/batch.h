@@ -11,6 +11,9 @@
 
 namespace aq {
 
+// Rows of features that a slot holds at most before they are fused together: see fuse_held.
+constexpr int kMostHeld = 32;
+
 // What a sequence leaves in its slot between steps.
 struct Slot {
   bool is_admitted = false, decodes = false, drafts = false;
@@ -21,6 +24,7 @@ struct Slot {
   AqSampling sampling{};
   Rules rules;
   std::vector<int32_t> history;  // every token known
+  std::vector<float> held;  // features of the last computed tokens, [n, num_capture * H], that are not fused yet
 
   int root() const { return (int)history.size() - 1; }
   AqSampling sampling_at(int index) const {  // how the token with that index is drawn
@@ -139,6 +143,10 @@ struct Message {
   std::vector<const int32_t*> proposals;  // of each decode: tokens, then parents; NULL: none
   std::vector<const AqCut*> cuts;  // of each decode; NULL: none
 };
+
+// draft.cpp: fuses the features that the slots hold, so that the draft can read those of all computed tokens. A step that
+// does not draft only holds the feature of its token: fused one by one, each would read all weights of the fusion.
+int fuse_held(AqBatch* batch, const std::vector<int>& slots);
 
 // draft.cpp: runs the draft rows of the spans in as few passes as max_rows allows. The last pass holds the last row of
 // each span, and leaves its state in draft_hidden; last[i] is its number there. NULL: only keys are wanted.

@@ -47,7 +47,34 @@ int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& t
 
 }  // namespace
 
+int fuse_held(AqBatch* batch, const std::vector<int>& slots) {
+  const AqBatchConfig& c = batch->config;
+  batch->gathered.clear();
+  for (const int slot : slots) {
+    const std::vector<float>& held = batch->slots[slot].held;
+    batch->gathered.insert(batch->gathered.end(), held.begin(), held.end());
+  }
+  if (batch->gathered.empty()) return 0;
+  const size_t wide = c.fusion.fc.k, width = c.draft->hidden, num_rows = batch->gathered.size() / wide;
+  batch->g.resize(std::max(batch->g.size(), num_rows * width));
+  AQ_TRY(aq_fuse(&c.fusion, batch->gathered.data(), (int)num_rows, batch->g.data()));
+  const float* fused = batch->g.data();
+  for (const int number : slots) {
+    Slot& slot = batch->slots[number];
+    for (int j = slot.num_computed - (int)(slot.held.size() / wide); j < slot.num_computed; j++, fused += width) {
+      float* kept = batch->fused_at(number, j);
+      AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", number, j);
+      memcpy(kept, fused, width * sizeof(float));
+    }
+    slot.held.clear();
+  }
+  return 0;
+}
+
 int extend(AqBatch* batch, const std::vector<Span>& spans, std::vector<int32_t>* last) {
+  std::vector<int> slots;
+  for (const Span& span : spans) slots.push_back(span.slot);
+  AQ_TRY(fuse_held(batch, slots));
   std::vector<Span> left = spans;
   std::vector<int> take(spans.size());
   if (last != nullptr) last->assign(spans.size(), 0);

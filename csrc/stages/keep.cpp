@@ -1,5 +1,5 @@
-// The keep stage moves the keys of accepted paths together, fuses features for the draft, and moves every slot to its
-// next root. Everything that can fail comes before the first change to a slot.
+// The keep stage moves the keys of accepted paths together, fuses features for the draft or holds them until it drafts,
+// and moves every slot to its next root. Everything that can fail comes before the first change to a slot.
 #include <string.h>
 
 #include <algorithm>
@@ -24,7 +24,37 @@ int move_paths(AqBatch* batch) {
                     sources.data(), targets.data(), (int)slots.size());
 }
 
-// A row of the forward whose feature a draft may need, and its index.
+// Whether a decode's slot holds its features, since the draft model did not run for it and may not for long.
+bool holds(const AqBatch& batch, size_t b) {
+  return batch.slots[batch.decodes[b].slot].drafts && batch.decodes[b].shape < 0;
+}
+
+// Fuses what is held of slots that hold nothing more now, or would hold too much.
+int fuse_due(AqBatch* batch) {
+  std::vector<int> due;
+  for (size_t b = 0; b < batch->decodes.size(); b++) {
+    const int slot = batch->decodes[b].slot;
+    if (batch->slots[slot].held.empty()) continue;
+    const size_t rows = batch->slots[slot].held.size() / batch->config.fusion.fc.k + batch->paths[b].size();
+    if (!holds(*batch, b) || rows > (size_t)kMostHeld) due.push_back(slot);
+  }
+  return fuse_held(batch, due);
+}
+
+// Cannot fail: it changes slots.
+void hold(AqBatch* batch) {
+  const size_t wide = batch->config.fusion.fc.k;
+  for (size_t b = 0; b < batch->decodes.size(); b++) {
+    if (!holds(*batch, b)) continue;
+    std::vector<float>& held = batch->slots[batch->decodes[b].slot].held;
+    for (const int node : batch->paths[b]) {
+      const float* feature = batch->config.features + (batch->trees.offsets[b] + node) * wide;
+      held.insert(held.end(), feature, feature + wide);
+    }
+  }
+}
+
+// A row of the forward whose feature is fused at once, and its index.
 struct Featured {
   int row, slot, index;
 };
@@ -33,7 +63,7 @@ std::vector<Featured> featured_rows(const AqBatch& batch) {
   std::vector<Featured> found;
   for (size_t b = 0; b < batch.decodes.size(); b++) {
     const int slot = batch.decodes[b].slot, root = batch.slots[slot].root();
-    if (!batch.slots[slot].drafts) continue;
+    if (!batch.slots[slot].drafts || holds(batch, b)) continue;
     for (int level = 0; level < (int)batch.paths[b].size(); level++)
       found.push_back({batch.trees.offsets[b] + batch.paths[b][level], slot, root + level});
   }
@@ -125,9 +155,11 @@ void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* ou
 int keep(AqBatch* batch, int32_t* out) {
   AQ_TRY(move_paths(batch));
   batch->lap(kKeepTime);
+  AQ_TRY(fuse_due(batch));
   AQ_TRY(fuse(batch));
   AQ_TRY(extend_chunks(batch));
   batch->lap(kDraftTime);
+  hold(batch);
   std::vector<int32_t> roots;
   for (const AqDecode& decode : batch->decodes) roots.push_back(batch->slots[decode.slot].root());
   advance(batch);
