@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aquiline.bench.eval.evaluate import Evaluation
 from aquiline.bench.eval.figures import tables
-from aquiline.bench.eval.plan import EvalPlan, Evaluated, settings_of
+from aquiline.bench.eval.plan import EvalPlan, Evaluated, Text, settings_of
 from aquiline.bench.eval.report import EvalFacts, as_document, as_markdown, model_facts, notes
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
@@ -241,6 +241,30 @@ def test_engines_that_would_help_one_run_over_another_are_refused() -> None:
     for config in (engine_config(1, prefix_cache=True), engine_config(2)):
         with pytest.raises(ValueError, match=r"max_batch=1, prefix_cache=False"):
             evaluation(tiny(config))
+    with pytest.raises(ValueError, match=r"max_batch=2, prefix_cache=False"):
+        evaluation(tiny(engine_config(1)), dataclasses.replace(PLAN, batch=2))
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_questions_that_run_together_get_the_same_answers(found: Evaluated, batch: int, tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLAN, batch=batch, teacher_forced=False)
+    together = evaluation(tiny(engine_config(batch)), plan, answers=tmp_path).run()
+    assert {(r.setting, r.repeat, *_named(r.text)) for r in together.runs} == {
+        (r.setting, r.repeat, *_named(r.text)) for r in found.runs
+    }
+    first = [r for r in together.runs if (r.setting, r.repeat, r.text.turn) == ("baseline", 0, 0)]
+    shares = {(r.text.temperature, r.text.length, r.text.question // batch): (r.prefill_ms, r.decode_ms) for r in first}
+    assert all(
+        (r.prefill_ms, r.decode_ms) == shares[r.text.temperature, r.text.length, r.text.question // batch]
+        for r in first
+    )
+    assert min(min(pair) for pair in shares.values()) > 0
+    assert document(together)["plan"]["batch"] == batch
+    assert all(len(file.read_text().splitlines()) == len(QUESTIONS) for file in tmp_path.iterdir())
+
+
+def _named(text: Text) -> tuple[Any, ...]:
+    return text.temperature, text.length, text.question, text.turn, tuple(text.token_ids), text.finish_reason
 
 
 def test_a_draft_narrower_than_a_tree_is_refused_before_anything_runs() -> None:

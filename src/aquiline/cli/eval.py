@@ -25,6 +25,8 @@ Examples:
 
   aquiline eval --target DIR --draft DIR --dataset mt_bench --count 20 --temperature 0 0.8 --out results/
 
+  aquiline eval --target smollm2 --batch 8 --adaptive --temperature 0 1
+
   aquiline eval --target DIR --draft DIR --dataset gsm8k --count 100 --sample-seed 1 --lengths 1000 --json
 
 OUT holds eval.json (every run, every figure), eval.md, eval.png, and answers/ in EAGLE's format.
@@ -62,7 +64,7 @@ def evaluate(
     check_pair(pair)
     dataset = sample.dataset or pair_of(pair.target).questions
     questions = load_questions(dataset, sample.count, sample.sample_seed)
-    llm = open_llm(pair, replace(engine, max_batch=1, prefix_cache=False))
+    llm = open_llm(pair, replace(engine, max_batch=chosen.batch, prefix_cache=False))
     wrapped = open_template(llm, pair, template.template_options)
     model = model_facts(llm, pair.target, pair.draft)
     evaluation = Evaluation(llm, wrapped, questions, chosen, model.target, out / "answers" if out else None)

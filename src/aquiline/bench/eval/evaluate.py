@@ -1,14 +1,14 @@
 """The runs of `aquiline eval`: every setting on every question, turn by turn, at several lengths, on the same prompts.
 
-Owns the order of the runs and what is kept of them; figures.py computes figures, report.py writes files and tables. One
-question runs at a time and nothing is cached between runs, so each run computes its prompt anew. Settings take turns at
-going first. Speculation is exact, so all settings must write the same tokens. That is checked, and the common answer
-enters the next turn.
+Owns the order of the runs and what is kept of them; figures.py computes figures, report.py writes files and tables. As
+many questions run together as the plan says, and nothing is cached between runs, so each run computes its prompts anew.
+Settings take turns at going first. Speculation is exact, so all settings must write the same tokens. That is checked,
+and the common answer enters the next turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product, zip_longest
@@ -17,6 +17,7 @@ from pathlib import Path
 from aquiline.bench.eval.answers import AnswerFile, TurnAnswer
 from aquiline.bench.eval.plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
 from aquiline.bench.eval.teacher import Guesses, accuracy, guess, teacher
+from aquiline.bench.results.clock import decode_s, spans_of
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import tokens_sha256
 from aquiline.bench.suite.plan import BASELINE
@@ -52,9 +53,11 @@ class Evaluation:
     num_rounds: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.llm.engine.prefix is not None or self.llm.engine.config.max_batch != 1:
+        batch = self.plan.batch
+        if self.llm.engine.prefix is not None or self.llm.engine.config.max_batch != batch:
             raise ValueError(
-                "engine: needs EngineConfig(max_batch=1, prefix_cache=False), so that no run helps another; pass that"
+                f"engine: needs EngineConfig(max_batch={batch}, prefix_cache=False), so that no run helps another and "
+                "all of a batch run together; pass that"
             )
         for spec in self.plan.settings.values():
             if spec.is_speculative:
@@ -76,8 +79,9 @@ class Evaluation:
         for temperature, length in product(plan.temperatures, plan.lengths):
             with ExitStack() as stack:
                 files = self._answer_files(stack, temperature, length)
-                for question in range(len(self.questions)):
-                    self._converse(question, temperature, length, files)
+                numbers = range(len(self.questions))
+                for first in numbers[:: plan.batch]:
+                    self._converse(numbers[first : first + plan.batch], temperature, length, files)
         if not self.runs:
             raise ValueError(f"lengths={list(plan.lengths)}: no question fits; {self.unfit[0].reason}")
         taught = list(self._teach()) if plan.teacher_forced else []
@@ -100,27 +104,39 @@ class Evaluation:
             for setting, name in names.items()
         }
 
-    def _converse(self, question: int, temperature: float, length: int, files: dict[str, AnswerFile]) -> None:
-        """Run the turns of a question, up to the first one that does not fit."""
-        asked = self.questions[question]
-        said: list[Text] = []
-        told: list[TurnRun] = []
-        for turn in range(len(asked.turns)):
-            messages = conversation(asked.turns[: turn + 1], [text.text for text in said], asked.system)
-            prompt = self.template.encode(messages)
-            reason = self._misfit(prompt, length)
-            if reason is not None:
-                self.unfit.append(Unfit(question, turn, length, temperature, reason))
-                rounds = (len(asked.turns) - turn) * self.plan.repeats
-                self.on_progress(rounds * len(self.plan.settings) * length)
-                break
-            runs = self._answer(Text(temperature, length, question, turn, prompt, [], "", ""))
-            said.append(runs[0].text)
-            told += runs
-        self.runs += told
-        if len(said) == len(asked.turns):
-            for setting, file in files.items():
-                file.add(asked, *_choices([run for run in told if run.setting == setting], self.plan.repeats))
+    def _converse(self, group: Sequence[int], temperature: float, length: int, files: dict[str, AnswerFile]) -> None:
+        """Run the turns of questions together, those of each up to the first one that does not fit."""
+        told: dict[int, list[TurnRun]] = {question: [] for question in group}
+        said: dict[int, list[Text]] = {question: [] for question in group}
+        for turn in range(max(len(self.questions[question].turns) for question in group)):
+            asked = [
+                text
+                for question in group
+                if len(said[question]) == turn and turn < len(self.questions[question].turns)
+                if (text := self._asked(question, said[question], temperature, length)) is not None
+            ]
+            for text, runs in zip(asked, self._answer(asked), strict=True):
+                said[text.question].append(runs[0].text)
+                told[text.question] += runs
+        for question, runs in told.items():
+            self.runs += runs
+            if len(said[question]) == len(self.questions[question].turns):
+                for setting, file in files.items():
+                    own = [run for run in runs if run.setting == setting]
+                    file.add(self.questions[question], *_choices(own, self.plan.repeats))
+
+    def _asked(self, question: int, said: list[Text], temperature: float, length: int) -> Text | None:
+        """The next turn of a question, not answered yet; None if it does not fit."""
+        asked, turn = self.questions[question], len(said)
+        messages = conversation(asked.turns[: turn + 1], [text.text for text in said], asked.system)
+        prompt = self.template.encode(messages)
+        reason = self._misfit(prompt, length)
+        if reason is None:
+            return Text(temperature, length, question, turn, prompt, [], "", "")
+        self.unfit.append(Unfit(question, turn, length, temperature, reason))
+        rounds = (len(asked.turns) - turn) * self.plan.repeats
+        self.on_progress(rounds * len(self.plan.settings) * length)
+        return None
 
     def _misfit(self, prompt: list[int], length: int) -> str | None:
         limit = self.llm.engine.max_context
@@ -141,25 +157,33 @@ class Evaluation:
             max_tokens=text.length, temperature=text.temperature, seed=seed, ignore_eos=plan.ignore_eos
         )
 
-    def _answer(self, asked: Text) -> list[TurnRun]:
-        """Run every setting and repeat on one prompt; the order of settings rotates from round to round."""
+    def _answer(self, asked: list[Text]) -> list[list[TurnRun]]:
+        """Run every setting and repeat on prompts together; the order of settings rotates from round to round."""
         names = list(self.plan.settings)
-        sampling = self._sampling(asked)
-        runs: list[TurnRun] = []
-        text: Text | None = None
-        for repeat in range(self.plan.repeats):
+        runs: list[list[TurnRun]] = [[] for _ in asked]
+        for repeat in range(self.plan.repeats if asked else 0):
             order = rotated(names, self.num_rounds)
             self.num_rounds += 1
             for setting in order:
-                output = self.llm.run([asked.prompt_ids], sampling, spec=self.plan.settings[setting]).outputs[0]
-                if text is None:
-                    text = _written(asked, output)
-                else:
-                    self._check_same(text, output.token_ids, f"{setting} and {runs[0].setting}")
-                decode_ms = output.total_ms - output.ttft_ms if len(output.token_ids) > 1 else 0.0
-                runs.append(TurnRun(text, setting, repeat, output.ttft_ms, decode_ms, output.total_ms, output.metrics))
-                self.on_progress(asked.length)
+                self._write(asked, setting, repeat, runs)
         return runs
+
+    def _write(self, asked: list[Text], setting: str, repeat: int, runs: list[list[TurnRun]]) -> None:
+        """One run of one setting on all prompts, added to the runs of each."""
+        prompts = [text.prompt_ids for text in asked]
+        outputs = self.llm.run(
+            prompts, [self._sampling(text) for text in asked], spec=self.plan.settings[setting]
+        ).outputs
+        has_decoded = any(len(output.token_ids) > 1 for output in outputs)
+        decode_ms = decode_s(spans_of(outputs)) * 1e3 if has_decoded else 0.0
+        prefill_ms = max(output.total_ms for output in outputs) - decode_ms
+        shares = prefill_ms / len(asked), decode_ms / len(asked)
+        for text, own, output in zip(asked, runs, outputs, strict=True):
+            if own:
+                self._check_same(own[0].text, output.token_ids, f"{setting} and {own[0].setting}")
+            written = own[0].text if own else _written(text, output)
+            own.append(TurnRun(written, setting, repeat, *shares, output.total_ms, output.metrics))
+            self.on_progress(text.length)
 
     def _check_same(self, text: Text, token_ids: list[int], who: str) -> None:
         if token_ids == text.token_ids:

@@ -54,6 +54,7 @@ class EvalPlan:
     lengths: tuple[int, ...] = setting((50, 100, 200), "New tokens at most.", SAMPLING)
     temperatures: tuple[float, ...] = setting((0.0,), "One or several.", SAMPLING, name="temperature")
     repeats: int = setting(1, "Runs of each text, for the times.", SAMPLING)
+    batch: int = setting(1, "Questions that are answered together.", SAMPLING)
     seed: int = setting(0, "Question i draws with seed + i.", SAMPLING)
     ignore_eos: bool = setting(False, "Write every text to its length.", SAMPLING)
     teacher_forced: bool = setting(
@@ -68,8 +69,9 @@ class EvalPlan:
         short = min(self.lengths)
         if short < 2:
             raise ValueError(f"lengths={short}: must be at least 2; the prompt's own forward gives the first token")
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats}: must be at least 1")
+        for name in ("repeats", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         kinds = [spec.name for spec in self.settings.values()]
         if kinds[:1] != ["none"] or "none" in kinds[1:] or len(kinds) < 2:
             raise ValueError(f"settings={list(self.settings)}: needs the baseline first, and at least one that drafts")
@@ -134,7 +136,9 @@ class Text:
 
 @dataclass(frozen=True)
 class TurnRun:
-    """One setting writing one text once, by the wall clock: prefill_ms to its first token, decode_ms from there on."""
+    """One setting writing one text once, by the wall clock: prefill_ms to its first token, decode_ms from there on,
+    total_ms to its end. Of texts that were written together, prefill_ms and decode_ms are equal shares of the time to
+    the first token of any of them, and of the time from there on."""
 
     text: Text
     setting: str

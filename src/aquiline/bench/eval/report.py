@@ -6,7 +6,7 @@ eval.json, schema "aquiline.eval/1":
     model            as in benchmark results: target, draft, dtype, arithmetic, weight_bytes, ...
     data             dataset, num_questions, categories {name: questions}, sample_seed (null: the first ones),
                      chat_template, prompts_sha256 (of the token ids of all first turns)
-    plan             lengths, temperatures, repeats, seed, ignore_eos, settings {name: Drafting's fields}
+    plan             lengths, temperatures, repeats, batch, seed, ignore_eos, settings {name: Drafting's fields}
     rows             one per temperature, length, question, turn, repeat and setting: these six; question_id,
                      category, num_prompt_tokens, num_tokens, finish_reason, repeated_share; prefill_ms (to the first
                      token, by the wall clock), decode_ms (from there on), total_ms (from arrival to end);
@@ -118,7 +118,7 @@ def as_document(found: Evaluated, derived: Tables, facts: EvalFacts) -> dict[str
             "prompts_sha256": found.prompts_sha256,
         },
         "plan": {
-            name: getattr(plan, name) for name in ("lengths", "temperatures", "repeats", "seed", "ignore_eos")
+            name: getattr(plan, name) for name in ("lengths", "temperatures", "repeats", "batch", "seed", "ignore_eos")
         } | {"settings": settings},
         "rows": [_row(found, run) for run in found.runs],
         "tables": {
