@@ -151,7 +151,7 @@ def _storages(plan: Plan) -> dict[str, tuple[str, str]]:
     stored = stored_dtype(plan.target)
     first = {PACKED: (PACKED, "auto")} if plan.is_packed else {"float32": (stored, "float32")}
     more = {name: ("bfloat16", name) for name in plan.arithmetics[1:]}
-    return first | more | {name: (name, "float32") for name in QUANTISED if any(s.dtype == name for s in plan.peers)}
+    return first | more | {name: (name, "auto") for name in QUANTISED if any(s.dtype == name for s in plan.peers)}
 
 
 def _moved(plan: Plan, llm: LLM, row: Row) -> tuple[float, float]:
