@@ -7,7 +7,12 @@ heading that says that it stands there again, and for prose the file alone, at t
 output is the share of its tokens that lie in a run of eight tokens that stands in the prompt as well.
 
 Every setting writes every prompt in every round, in an order that rotates; ratios are paired. Peers, with --peer, take
-part in the same rounds, each against our plain decoding. Ends with one JSON line.
+part in the same rounds, each against our plain decoding; their copied shares tell whether their texts repeat as much as
+ours, since other arithmetic and other noise write other texts.
+
+    python benchmarks/copying.py --target smollm2 --peer llamacpp:packed:ngram-simple openvino:lookup
+
+Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -15,23 +20,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from pathlib import Path
 
 from turns import DOCUMENTS, chat
 
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.bench.peers.base import Peer, Place, parse_peer
+from aquiline.bench.peers.base import Peer, Place
+from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import paired, rotated
 from aquiline.bench.results.result import commit
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.load import resolve
+from aquiline.models.named import BUNDLED_TARGET, checkpoints, draft_of
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
 
 SETTINGS: dict[str, Drafting] = {"plain": NoDraft(), "lookup": Lookup(), "adaptive": Adaptive()}
+MAX_CONTEXT = 2048
 RUN = 8
 """Tokens of a run that counts as copied."""
 TASKS = ("edit", "json", "quote", "prose")
@@ -85,26 +92,39 @@ def copied_share(prompt: list[int], output: list[int]) -> float:
     return sum(copied) / len(output)
 
 
+def place_of(target: str | None, draft: str | None, threads: int) -> Place:
+    """What peers run on: the same checkpoints as ours."""
+    named = checkpoints(target, draft)
+    drafts = None if named.draft is None else resolve(draft_of(named.draft))
+    return Place(resolve(named.target), drafts, threads, MAX_CONTEXT)
+
+
+def shown(name: str, values: list[float], plain: list[float], shares: dict[str, list[float]]) -> str:
+    """A setting's part of a line."""
+    copied = f", copied {statistics.median(shares[name]):.0%}" if name in shares and name != "plain" else ""
+    return f"{name} {statistics.median(values):.0f} tok/s, {paired(values, plain).times()}{copied}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="SmolLM2-135M-Instruct; default: the bundled pair")
-    parser.add_argument("--draft", help="its draft")
+    parser.add_argument("--target", help="smollm2 or another SmolLM2-135M-Instruct; default: the bundled pair")
+    parser.add_argument("--draft", help="its draft, where --target is no name")
     parser.add_argument("--peer", nargs="*", default=[], help="as `aquiline compare` names them")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--count", type=int, default=4, help="prompts of each task")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=160)
     args = parser.parse_args()
-    config = EngineConfig(max_batch=1, max_context=2048, prefix_cache=False)
+    config = EngineConfig(max_batch=1, max_context=MAX_CONTEXT, prefix_cache=False)
     llm = LLM(args.target, args.draft, spec=Adaptive(), engine=config)
-    place = Place(Path(args.target or BUNDLED_TARGET), None, int(str(llm.models.system()["threads"])), 2048)
+    place = place_of(args.target, args.draft, int(str(llm.models.system()["threads"])))
     peers: dict[str, Peer] = {name: parse_peer(name).open(place) for name in args.peer}
     table = []
     for task in args.tasks:
         rates: dict[str, list[float]] = {name: [] for name in (*SETTINGS, *peers)}
         temperature = 0.8 if task == "prose" else 0.0
-        shares = []
-        write = chats if args.target else continued
+        shares: dict[str, list[float]] = {name: [] for name in ("plain", *peers)}
+        write = continued if place.target == BUNDLED_TARGET else chats
         prompts = [llm.encode(write(task, text, i)) for i, text in enumerate(sources(llm, task, args.count))]
         for round_ in range(args.rounds + 1):
             for number, prompt in enumerate(prompts):
@@ -114,29 +134,29 @@ def main() -> None:
                         max_tokens=args.new_tokens, temperature=temperature, seed=number, ignore_eos=True
                     )
                     if name in peers:
-                        rate = peers[name].generate([prompt], args.new_tokens, temperature).decode_tokens_per_s
+                        run = peers[name].generate([prompt], args.new_tokens, temperature)
+                        rate, token_ids = run.decode_tokens_per_s, run.outputs[0].token_ids
                     else:
                         outputs = llm.run([prompt], sampling, spec=SETTINGS[name]).outputs
-                        rate = decode_tokens_per_s(spans_of(outputs))
-                        expected = expected or outputs[0].token_ids
-                        assert outputs[0].token_ids == expected, f"{name} changed the text"
+                        rate, token_ids = decode_tokens_per_s(spans_of(outputs)), outputs[0].token_ids
+                        expected = expected or token_ids
+                        assert token_ids == expected, f"{name} changed the text"
                     if round_:
                         rates[name].append(rate)
-                assert expected is not None
-                if not round_:
-                    shares.append(copied_share(prompt, expected))
-        row = {"task": task, "copied": statistics.median(shares), "least_copied": min(shares)}
+                    elif name in shares:
+                        shares[name].append(copied_share(prompt, token_ids))
+        row = {"task": task, "copied": statistics.median(shares["plain"]), "least_copied": min(shares["plain"])}
         for name, values in rates.items():
             over = paired(values, rates["plain"])
             row[name] = {"tokens_per_s": statistics.median(values), "over_plain": [over.value, over.low, over.high]}
+            if name in peers:
+                row[name]["copied"] = statistics.median(shares[name])
         table.append(row)
         print(
             f"{task}: copied {row['copied']:.0%} (least {row['least_copied']:.0%}); "
-            + ", ".join(
-                f"{n} {statistics.median(v):.0f} tok/s, {paired(v, rates['plain']).times()}" for n, v in rates.items()
-            ),
+            + "; ".join(shown(name, values, rates["plain"], shares) for name, values in rates.items()),
             flush=True,
-        )  # fmt: skip
+        )
     print(json.dumps({"benchmark": "copying", "table": table, "system": llm.models.system(), "commit": commit()}))
 
 

@@ -3,11 +3,13 @@
 Each client sends one request after the other, streamed, over the loopback interface; all clients of a number share out
 its requests. Beside it stands the engine alone on the same requests, in a process of its own without HTTP, so that the
 share of HTTP is seen; both run in turn in every round. Clients, HTTP and the engine share the machine's cores, so the
-load generator's own processor time is told too. --url measures another OpenAI-compatible server alone.
+load generator's own processor time is told too. --url measures another OpenAI-compatible server alone; prompt_tokens in
+the JSON tell whether both read the same, and --body what a server needs beside OpenAI's fields. llama-server keeps
+prompts of earlier rounds unless it is told not to, and ignore_eos forbids end tokens there.
 
     python benchmarks/serve_load.py --clients 1 4 16 32 --requests 48
     python benchmarks/serve_load.py --target model.gguf --draft DIR --temperature 0.8
-    python benchmarks/serve_load.py --url http://127.0.0.1:8080 --clients 1 16
+    python benchmarks/serve_load.py --url http://127.0.0.1:8080 --clients 1 16 --body '{"cache_prompt": false}'
 
 Ends with one JSON line.
 """
@@ -40,6 +42,7 @@ class Load:
     gaps_ms: list[float] = field(default_factory=list)
     per_token_ms: list[float] = field(default_factory=list)
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     seconds: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=dict)
 
@@ -54,12 +57,14 @@ class Load:
         return {
             "ttft_ms_p50": p50(self.ttft_ms), "ttft_ms_p99": p99(self.ttft_ms), "itl_ms_p50": p50(self.gaps_ms),
             "itl_ms_p99": p99(self.gaps_ms), "per_token_ms_p50": p50(self.per_token_ms),
-            "tokens_per_s": self.tokens_per_s, "cpu_s": self.cpu_s,
+            "tokens_per_s": self.tokens_per_s, "tokens": self.num_tokens, "prompt_tokens": self.num_prompt_tokens,
+            "cpu_s": self.cpu_s,
         }  # fmt: skip
 
 
 async def ask(served: Served, body: dict[str, Any], load: Load) -> None:
-    """One streamed request. Events are timed as they come; the usage at the end says how many tokens there were."""
+    """One streamed request. Events are timed as they come. The last one brings no text but the usage, which says how
+    many tokens there were."""
     began = time.perf_counter()
     times: list[float] = []
     last = b""
@@ -70,7 +75,10 @@ async def ask(served: Served, body: dict[str, Any], load: Load) -> None:
             if event != b"[DONE]":
                 times.append(time.perf_counter())
                 last = event
-    usage = json.loads(last)["usage"]
+    usage = json.loads(last or b"{}").get("usage")
+    if not usage or len(times) < 2:
+        raise RuntimeError(f"no text, or no usage behind it; the last event is {last[:300]!r}")
+    load.num_prompt_tokens += usage["prompt_tokens"]
     texts, num_tokens = np.array(times[:-1]) * 1e3, usage["completion_tokens"]
     load.num_tokens += num_tokens
     load.ttft_ms.append(float(texts[0]) - began * 1e3)
@@ -177,6 +185,7 @@ def main() -> None:
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--draft")
     parser.add_argument("--url", help="measure this server instead")
+    parser.add_argument("--body", type=json.loads, default={}, help="JSON: more fields of every request to --url")
     parser.add_argument("--engine-alone", action="store_true", help=argparse.SUPPRESS)
     settings = parser.parse_args()
     if settings.engine_alone:
@@ -193,10 +202,15 @@ def measure_url(settings: argparse.Namespace) -> list[dict[str, Any]]:
     """Another server, at every number of clients in turn."""
     where = urlsplit(settings.url)
     served, rows = Served(where.hostname or "", where.port or 80), list[dict[str, Any]]()
+    prompts = read_prompts(settings, settings.requests)
+
+    def asked(number: int, salt: str) -> list[dict[str, Any]]:
+        return [body | settings.body for body in bodies_of(settings, prompts[:number], salt)]
+
+    asyncio.run(run_clients(served, asked(2, "warm"), 2))
     for round_ in range(settings.rounds):
         for num in settings.clients:
-            bodies = bodies_of(settings, read_prompts(settings, settings.requests), f"{round_}")
-            load = asyncio.run(run_clients(served, bodies, num))
+            load = asyncio.run(run_clients(served, asked(len(prompts), f"{round_} {num}"), num))
             rows.append({"clients": num, "round": round_, "served": load.figures()})
             show("served", num, rows[-1]["served"])
     return rows

@@ -14,8 +14,9 @@ from tests.checkpoints import edit_json, write_draft, write_target
 
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.peers import llama_server
-from aquiline.bench.peers.base import Place, parse_peer
+from aquiline.bench.peers.base import Place
 from aquiline.bench.peers.llama_server import BINARY, LlamaServerPeer, find_server, server_folder
+from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.peers.results import PeerModel, result_of
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario

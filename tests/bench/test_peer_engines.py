@@ -11,8 +11,9 @@ import torch
 from tests.checkpoints import write_draft, write_target
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.peers.base import Peer, Place, parse_peer
+from aquiline.bench.peers.base import Peer, Place
 from aquiline.bench.peers.converted import cached, converted, stored_dtype
+from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.peers.random_target import random_target
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from aquiline.bench.peers.base import Peer, Place, parse_peer
+from aquiline.bench.peers.base import Peer, Place
+from aquiline.bench.peers.names import parse_peer
 
 PROMPT = [7, 8, 9]
 NOWHERE = Place(Path("none"), None, 1, 64)

@@ -13,19 +13,9 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_target
 from transformers import AutoModelForCausalLM
 
-from aquiline.bench.peers.base import (
-    ALL_PEERS,
-    KINDS,
-    Ngram,
-    PeerOutput,
-    PeerRun,
-    PeerSpec,
-    Place,
-    parse_peer,
-    parse_peers,
-    require,
-)
-from aquiline.bench.peers.check import check, unlike
+from aquiline.bench.peers.base import KINDS, Ngram, PeerOutput, PeerRun, PeerSpec, Place, require
+from aquiline.bench.peers.check import Checked, check
+from aquiline.bench.peers.names import ALL_PEERS, PACKED_PEERS, parse_peer, parse_peers
 from aquiline.bench.peers.results import PeerModel, agreement, result_of
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.results.integrity import differences, problems
@@ -78,6 +68,7 @@ def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
         ("openvino:/some/DIR:sdpa", PeerSpec("openvino", flags=("sdpa",), where="/some/DIR")),
         ("llamacpp:eagle=2:noflash", PeerSpec("llamacpp", eagle=2, flags=("noflash",))),
         ("llamacpp:q8_0:noflash", PeerSpec("llamacpp", "int8", flags=("noflash",))),
+        ("llamacpp:packed:eagle=2:noflash", PeerSpec("llamacpp", "packed", eagle=2, flags=("noflash",))),
         ("openai:http://h:8000/v1#a/b", PeerSpec("openai", where="http://h:8000/v1#a/b")),
     ],
 )
@@ -86,7 +77,8 @@ def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> N
     drafts = any(option in text for option in ("lookup", "eagle", "ngram"))
     assert parse_peer(text).is_speculative == drafts
     assert set(parse_peer(text).plain.flags) <= {"samekv", "noflash"}
-    assert not parse_peer(text).plain.is_speculative and parse_peer(text).plain.dtype == "float32"
+    exact = "packed" if expected.dtype == "packed" else "float32"
+    assert not parse_peer(text).plain.is_speculative and parse_peer(text).plain.dtype == exact
     assert parse_peer(text).is_served == (expected.kind == "openai" or "server" in text or ("llama" in text and drafts))
 
 
@@ -96,6 +88,7 @@ def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> N
         ("vllm", "must begin with one of transformers, openvino, llamacpp, openai"),
         ("transformers:int8", "transformers runs no int8 weights"),
         ("openvino:q4_0", "openvino runs no int4 weights"),
+        ("openvino:packed", "openvino runs no packed weights here; choose float32 or bfloat16"),
         ("transformers:eagle", "unknown option 'eagle'; transformers has float32"),
         ("llamacpp:sdpa", "unknown option 'sdpa'"),
         ("openvino:f32:bf16", "says dtype twice"),
@@ -132,26 +125,28 @@ def test_peers_with_the_draft_may_choose_from_the_same_chains() -> None:
 
 
 def test_every_prompt_must_be_ours() -> None:
-    assert unlike([16, 8, 11]) == []
-    assert unlike([16, 16, 7]) == ["its first tokens in float32 are not ours: 16, 16, 7 of 16 agree"]
+    assert Checked((16, 8, 11)).problems == []
+    assert Checked((16, 16, 7)).problems == [
+        "it computes another model: only 16, 16, 7 of 16 first tokens in float32 are ours"
+    ]
 
 
 def test_a_model_that_is_ours_on_some_prompts_alone_is_another(target: Path, tmp_path: Path) -> None:
     """One embedding of another model: a prompt without that token cannot tell."""
     llm = LLM(target, dtype="float32", engine=EngineConfig(max_batch=1, prefix_cache=False))
-    assert check(llm, PeerSpec("transformers"), Place(target, None, 1, 64), PROMPTS) == [16, 16]
+    assert check(llm, PeerSpec("transformers"), Place(target, None, 1, 64), PROMPTS).counts == (16, 16)
     shutil.copytree(target, tmp_path / "other")
     tensors = load_file(tmp_path / "other" / "model.safetensors")
     tensors["model.embed_tokens.weight"][PROMPTS[1][0]] += 3
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     found = check(llm, PeerSpec("transformers"), Place(tmp_path / "other", None, 1, 64), PROMPTS)
-    assert found[0] >= 8 > found[1] and unlike(found)
+    assert found.counts[0] >= 8 > found.counts[1] and found.problems
 
 
 def test_a_label_shows_options_but_no_paths() -> None:
     assert parse_peer("openvino:/home/me/exported:bf16").label == "openvino exported bf16"
     assert "/home" not in parse_peer("openvino:/home/me/exported").model
-    assert len({parse_peer(name).label for name in ALL_PEERS}) == len(ALL_PEERS)
+    assert len({parse_peer(name).label for name in (*ALL_PEERS, *PACKED_PEERS)}) == len(ALL_PEERS) + len(PACKED_PEERS)
 
 
 def test_a_missing_package_is_named_with_the_extra(target: Path) -> None:
@@ -281,6 +276,6 @@ def test_the_verdict_takes_medians_of_settings_that_count() -> None:
     both = [*rows, row("aquiline tree", 190, is_speculative=True)]
     assert "aquiline chain-3 (the fastest of 2 settings, 210" in Comparison(both, [], {}, {}).verdict[1]
     assert Comparison(rows[:1] + rows[3:4], [], {}, {}).verdict == ["no peer to compare with"]
-    data = Comparison(rows, [], {"llamacpp": [16, 16, 9]}, {"openai x": "no server"}).as_dict()
+    data = Comparison(rows, [], {"llamacpp": Checked((16, 16, 9))}, {"openai x": "no server"}).as_dict()
     assert [r["over_baseline"]["value"] for r in data["rows"]] == pytest.approx([1, 2.1, 0.8, 9, 1.4, 3, 3.3, 5])  # type: ignore[attr-defined]
     json.dumps(data)

@@ -14,8 +14,9 @@ from tests.checkpoints import write_draft, write_target
 from typer.testing import CliRunner, Result
 
 from aquiline.bench.peers import transformers as peer_module
-from aquiline.bench.peers.base import Place, parse_peer
+from aquiline.bench.peers.base import Place
 from aquiline.bench.peers.compare import Plan, compare
+from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.results.result import commit, read_results
 from aquiline.cli.main import app
 from aquiline.models.load import read_model_config
@@ -96,7 +97,7 @@ def test_the_table_says_who_is_faster_and_what_is_absent(pair: Path) -> None:
     assert done.exit_code == 0, (done.stderr, done.exception)
     text = " ".join(done.stdout.split())
     assert "aquiline baseline moves" in text and "plain reads reach" in text
-    assert "transformers in float32: 16, 16, 16 of the first 16 tokens are ours, prompt by prompt" in text
+    assert "transformers: 16, 16, 16 of 16 first tokens in float32 are ours, prompt by prompt" in text
     assert ("uncommitted changes: nobody can measure this again" in text) == commit().endswith("-dirty")
     assert "not run: openai http://127.0.0.1:9/v1#small:" in text
     assert "without drafting: aquiline baseline" in text and "void" not in text.lower()
@@ -133,9 +134,9 @@ def test_a_peer_that_runs_another_model_is_void(pair: Path, tmp_path: Path, monk
         repeats=1,
     )
     found = compare(plan)
-    assert len(found.checks["transformers"]) == 3, "as many prompts as ever, though one is measured"
-    assert min(found.checks["transformers"]) < 8
-    assert found.rows[1].void.startswith("its first tokens in float32 are not ours")
+    assert len(found.checks["transformers"].counts) == 3, "as many prompts as ever, though one is measured"
+    assert min(found.checks["transformers"].counts) < 8
+    assert found.rows[1].void.startswith("it computes another model: only ")
     assert found.verdict == ["no peer to compare with"]
 
 

@@ -26,11 +26,12 @@ def compare(
     """Run aquiline, with and without its draft, and its peers on the same prompts in turn, and say who is faster.
 
     Peers are optional: pip install 'aquiline[peers]'. Those that are not installed are named and left out. Options of a
-    peer: float32, bfloat16, int8 (openvino, llamacpp) or int4 (llamacpp), beside which aquiline runs the same; lookup
-    or lookup=K for the prompt lookup of openvino and transformers; ngram-simple, ngram-map-k, ngram-map-k4v, ngram-mod,
-    each with =NxK to match N tokens and propose K, and ngram-cache for llama.cpp's; openvino:eagle and llamacpp:eagle
-    draft with the EAGLE-3 head given here, at every length of --num-spec-tokens or at eagle=K. llamacpp:server and what
-    drafts in llama.cpp run in its server, which benchmarks/llama_server.py builds. openvino:sdpa, openvino:samekv,
+    peer: float32, bfloat16, int8 (openvino, llamacpp) or int4 (llamacpp), beside which aquiline runs the same;
+    llamacpp:packed for a .gguf target as it is, which aquiline then runs as it is too; lookup or lookup=K for the
+    prompt lookup of openvino and transformers; ngram-simple, ngram-map-k, ngram-map-k4v, ngram-mod, each with =NxK to
+    match N tokens and propose K, and ngram-cache for llama.cpp's; openvino:eagle and llamacpp:eagle draft with the
+    EAGLE-3 head given here, at every length of --num-spec-tokens or at eagle=K. llamacpp:server and what drafts in
+    llama.cpp run in its server, which benchmarks/llama_server.py builds. openvino:sdpa, openvino:samekv,
     transformers:eager and llamacpp:noflash run their attention another way; openvino:DIR/ takes a converted target.
 
     Examples:
@@ -38,6 +39,8 @@ def compare(
       aquiline compare
 
       aquiline compare --peer openvino:bfloat16 openvino:bfloat16:lookup llamacpp:bfloat16 --repeats 5
+
+      aquiline compare --target smollm2 --peer llamacpp:packed llamacpp:packed:eagle llamacpp:packed:ngram-cache
 
       aquiline compare --random-weights llama-230m --out results/
 

@@ -1,9 +1,17 @@
-"""Whether a kind of peer computes our model: its greedy tokens in float32 are compared with ours, prompt by prompt."""
+"""Whether a kind of peer computes our model: its greedy tokens are compared with ours, prompt by prompt.
+
+In float32 the text of the same model is the same for long. On packed blocks every engine rounds the inputs of its
+linears in its own way, so that near ties fall either way and texts part early. There a peer is asked for the one token
+behind each beginning of our text.
+"""
 
 from __future__ import annotations
 
-from aquiline.bench.peers.base import PeerSpec, Place
+from dataclasses import dataclass
+
+from aquiline.bench.peers.base import Peer, PeerSpec, Place
 from aquiline.bench.peers.results import agreement
+from aquiline.blocks import PACKED
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.spec.drafting import NoDraft
@@ -11,25 +19,50 @@ from aquiline.spec.drafting import NoDraft
 CHECK_PROMPTS, CHECK_TOKENS, CHECK_NEEDED = 3, 16, 8
 """CHECK_PROMPTS prompts are continued by CHECK_TOKENS tokens. A kind of peer is void unless at least the first
 CHECK_NEEDED of them are ours on every prompt."""
+PACKED_NEEDED = 12
+"""On packed blocks: so many of the CHECK_TOKENS tokens, wherever they stand."""
 
 
-def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> list[int]:
-    """For each prompt, how many leading tokens of a kind of peer in float32 are the same as ours."""
+@dataclass(frozen=True)
+class Checked:
+    """How many tokens of a kind of peer are ours on each prompt: leading ones in float32, or, on packed blocks, those
+    behind our own text."""
+
+    counts: tuple[int, ...]
+    is_packed: bool = False
+
+    def __str__(self) -> str:
+        which = "tokens behind our text" if self.is_packed else "first tokens in float32"
+        return f"{', '.join(map(str, self.counts))} of {CHECK_TOKENS} {which}"
+
+    @property
+    def problems(self) -> list[str]:
+        """Why a kind of peer is void; empty if it is not. One prompt with another text is enough, since it shows that
+        the peer computes another model."""
+        needed = PACKED_NEEDED if self.is_packed else CHECK_NEEDED
+        return [] if min(self.counts) >= needed else [f"it computes another model: only {self} are ours"]
+
+
+def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> Checked:
+    """Compare a kind of peer with `llm`, which runs the same weights."""
     sampling = SamplingParams(max_tokens=CHECK_TOKENS, ignore_eos=True)
+    is_packed = spec.plain.dtype == PACKED
+    count = _behind if is_packed else _leading
     peer = spec.plain.open(place)
     try:
-        found = []
-        for prompt in prompts:
-            expected = llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids
-            found.append(agreement(peer.generate([prompt], CHECK_TOKENS, 0.0).outputs[0], expected, None) or 0)
-        return found
+        ours = [llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids for prompt in prompts]
+        return Checked(tuple(count(peer, p, ids) for p, ids in zip(prompts, ours, strict=True)), is_packed)
     finally:
         peer.close()
 
 
-def unlike(agreed: list[int]) -> list[str]:
-    """Why a kind of peer is void; empty if it is not. agreed: how many leading tokens are ours on each prompt. One
-    prompt with another text is enough, since it shows that the peer computes another model."""
-    if min(agreed) >= CHECK_NEEDED:
-        return []
-    return [f"its first tokens in float32 are not ours: {', '.join(map(str, agreed))} of {CHECK_TOKENS} agree"]
+def _leading(peer: Peer, prompt: list[int], expected: list[int]) -> int:
+    """How many leading tokens are the expected ones."""
+    return agreement(peer.generate([prompt], len(expected), 0.0).outputs[0], expected, None) or 0
+
+
+def _behind(peer: Peer, prompt: list[int], expected: list[int]) -> int:
+    """How many tokens are the expected ones, each behind the expected text before it."""
+    texts = [prompt + expected[:i] for i in range(len(expected))]
+    found = [peer.generate([text], 1, 0.0).outputs[0].token_ids for text in texts]
+    return sum(ids == [token] for ids, token in zip(found, expected, strict=True))

@@ -1,9 +1,9 @@
 """aquiline against its peers: the same weights, prompts and token counts, every setting in turn, one verdict.
 
 A comparison with an engine that computes another model says nothing. So before anything is timed, every kind of peer
-continues a few prompts in float32, and its first tokens must be ours on every prompt; otherwise the kind is void. The
-tokens of the timed settings are compared with ours and reported too, but they may differ: in bfloat16 a near tie may
-fall either way.
+continues a few prompts, and its tokens must be ours on every prompt (`check`); otherwise the kind is void. The tokens
+of the timed settings are compared with ours and reported too, but they may differ: in bfloat16 a near tie may fall
+either way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.bench.peers.base import ALL_PEERS, QUANTISED, PeerSpec, Place, parse_peers
-from aquiline.bench.peers.check import CHECK_NEEDED, CHECK_PROMPTS, check, unlike
+from aquiline.bench.peers.base import QUANTISED, PeerSpec, Place
+from aquiline.bench.peers.check import CHECK_NEEDED, CHECK_PROMPTS, Checked, check
 from aquiline.bench.peers.contestants import Other, Own
 from aquiline.bench.peers.converted import stored_dtype
+from aquiline.bench.peers.names import ALL_PEERS, PACKED_PEERS, parse_peers
 from aquiline.bench.peers.plan import Contest, Workload
 from aquiline.bench.peers.random_target import random_target
-from aquiline.bench.peers.results import PeerModel, agreement
+from aquiline.bench.peers.results import PeerModel, agreement, file_weights
 from aquiline.bench.peers.verdict import Comparison, Row
 from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import rotated
@@ -33,10 +34,13 @@ from aquiline.bench.theory.configs import shape_of
 from aquiline.bench.theory.device import GIGA
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import precision_of
-from aquiline.config import EngineConfig, PairConfig, SamplingParams
+from aquiline.blocks import PACKED
+from aquiline.config import EngineConfig, Environment, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.engine.model import Loading, for_checkpoint
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
+from aquiline.models.files import is_gguf
 from aquiline.models.load import resolve, target_entries
 from aquiline.models.named import BUNDLED_TARGET, checkpoints, draft_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
@@ -47,13 +51,15 @@ SETTLE_S = 0.1
 
 @dataclass(frozen=True)
 class Plan(Workload):
-    """What is compared. names: target and draft as a stranger would know them."""
+    """What is compared. names: target and draft as a stranger would know them; is_packed: whether the target is a GGUF
+    file that we run as it is."""
 
     target: Path
     draft: Path | None
     peers: tuple[PeerSpec, ...]
     names: tuple[str, str | None]
     is_random: bool = False
+    is_packed: bool = False
     arithmetics: tuple[str, ...] = ("float32",)
     seed: int = 0
 
@@ -66,13 +72,12 @@ class Plan(Workload):
 def plan_of(contest: Contest, pair: PairConfig, work: Workload) -> Plan:
     """The plan of what a user names. Without peers, all that can run what is compared.
 
-    Raises ValueError for a target beside random weights, and for an unknown peer."""
+    Raises ValueError for a target beside random weights, for an unknown peer, and for one that needs another target."""
     is_random, target, draft = contest.random_weights is not None, pair.target, pair.draft
     if is_random and (target or draft):
         raise ValueError(
             f"random_weights={contest.random_weights!r}: is a target of its own; leave --target and --draft out"
         )
-    named = parse_peers(contest.peer or ALL_PEERS, work.num_spec_tokens)
     drafts: Path | None
     if contest.random_weights is not None:
         place, drafts = random_target(contest.random_weights), None
@@ -81,12 +86,17 @@ def plan_of(contest: Contest, pair: PairConfig, work: Workload) -> Plan:
         pair_named = checkpoints(target, draft)
         place, names = resolve(pair_named.target), pair_named.names
         drafts = None if pair_named.draft is None else resolve(draft_of(pair_named.draft))
+    is_packed = is_gguf(place) and for_checkpoint(Loading(), place, Environment.read()).dtype == PACKED
+    everybody = (*ALL_PEERS, *(PACKED_PEERS if is_packed else ()))
+    named = parse_peers(contest.peer or everybody, work.num_spec_tokens)
+    for spec in named:
+        spec.check_target(place)
     if not contest.peer and drafts is None:
         named = tuple(spec for spec in named if spec.eagle is None)
     if not contest.peer and work.batch > 1:
         named = tuple(s for s in named if not s.is_served and (s.kind == "openvino" or not s.is_speculative))
     arithmetics = ("float32", "bfloat16") if contest.bf16_arithmetic else ("float32",)
-    return Plan(place, drafts, named, names, is_random, arithmetics, **vars(work))
+    return Plan(place, drafts, named, names, is_random, is_packed, arithmetics, **vars(work))
 
 
 def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) -> Comparison:
@@ -100,23 +110,22 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
         row_budget=max(EngineConfig().row_budget, plan.batch * plan.prompt_tokens),
     )  # fmt: skip
     llms = {}
-    stored = stored_dtype(plan.target)
-    kinds = [(stored, arithmetic) for arithmetic in plan.arithmetics]
-    kinds += [(dtype, "float32") for dtype in QUANTISED if any(spec.dtype == dtype for spec in plan.peers)]
-    for dtype, arithmetic in kinds:
-        name = arithmetic if dtype == stored else dtype
+    for name, (dtype, arithmetic) in _storages(plan).items():
         on_progress(f"loading aquiline, {dtype} weights, {arithmetic} arithmetic")
         llms[name] = LLM(plan.target, plan.draft, dtype=dtype, arithmetic=arithmetic, engine=config)
-    llm = llms["float32"]
+    llm = next(iter(llms.values()))
     prompts, scenario = _prompts(plan, llm)
     place = Place(plan.target, plan.draft, int(str(llm.models.system()["threads"])), max_context + 1, plan.batch)
     others, absent = _open(plan, place, prompts[-1], on_progress)
     alone = [ids for ids, _ in _token_ids(plan, llm, CHECK_PROMPTS)]
     try:
-        checks = {}
+        checks, references = dict[str, Checked](), dict(llms)
         for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
-            on_progress(f"checking {spec.model} in float32")
-            checks[spec.model] = check(llm, spec, replace(place, batch=1), alone)
+            on_progress(f"checking {spec.model}")
+            exact = str(spec.plain.dtype)
+            if exact not in references:
+                references[exact] = LLM(plan.target, dtype="float32", engine=config)
+            checks[spec.model] = check(references[exact], spec, replace(place, batch=1), alone)
         own = list(_own(plan, llms))
         for ours in own:
             on_progress(f"warming up {ours.label}")
@@ -134,6 +143,15 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
     finally:
         for other in others:
             other.peer.close()
+
+
+def _storages(plan: Plan) -> dict[str, tuple[str, str]]:
+    """The storages that we run, as dtype and arithmetic by name. The first is the baseline's: a GGUF file as it is, or
+    what holds a checkpoint without rounding. The rounded ones run if a peer runs them too."""
+    stored = stored_dtype(plan.target)
+    first = {PACKED: (PACKED, "auto")} if plan.is_packed else {"float32": (stored, "float32")}
+    more = {name: ("bfloat16", name) for name in plan.arithmetics[1:]}
+    return first | more | {name: (name, "auto") for name in QUANTISED if any(s.dtype == name for s in plan.peers)}
 
 
 def _moved(plan: Plan, llm: LLM, row: Row) -> tuple[float, float]:
@@ -182,9 +200,9 @@ def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[Own]:
     if plan.draft is not None:
         specs |= {f"chain-{k}": Chain(k) for k in plan.num_spec_tokens}
         specs["tree"] = Dynamic()
-    for kind, llm in llms.items():
+    for number, (kind, llm) in enumerate(llms.items()):
+        suffix = f" in {kind}" if number else ""
         for name, spec in specs.items():
-            suffix = f" in {kind}" if kind != "float32" else ""
             yield Own(f"{name}{suffix}", llm, spec)
 
 
@@ -228,14 +246,15 @@ def _model(plan: Plan, llm: LLM) -> PeerModel:
     config = llm.models.target_config
     sizes = [entry.shape for entry in target_entries(config)]
     count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in sizes)
-    return PeerModel(*plan.names, config, count, plan.is_random)
+    file = file_weights(plan.target) if is_gguf(plan.target) else None
+    return PeerModel(*plan.names, config, count, plan.is_random, file)
 
 
 def _rows(
     plan: Plan,
     settings: list[Own | Other],
     results: list[Result],
-    checks: dict[str, list[int]],
+    checks: dict[str, Checked],
     tokenizer: Tokenizer | None,
 ) -> list[Row]:
     expected = [text.token_ids for text in settings[0].texts]
@@ -258,7 +277,7 @@ def _rows(
 
 
 def _void(
-    setting: Own | Other, result: Result, baseline: Result, checks: dict[str, list[int]], agreed: list[float]
+    setting: Own | Other, result: Result, baseline: Result, checks: dict[str, Checked], agreed: list[float]
 ) -> str:
     """Why a setting may not be compared; empty if it may."""
     if isinstance(setting, Own):
@@ -270,5 +289,5 @@ def _void(
         if agreed and min(agreed) < min(CHECK_NEEDED, result["scenario"]["new_tokens"]):
             reasons.append(f"its text is not ours: on one prompt {min(agreed):.0f} tokens agree")
     else:
-        reasons += unlike(checks[setting.spec.model])
+        reasons += checks[setting.spec.model].problems
     return "; ".join(reasons)

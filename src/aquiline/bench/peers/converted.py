@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from aquiline.models.decoder import Decoder
+from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
 from aquiline.models.load import open_tensors
 
@@ -52,6 +54,11 @@ def cached(name: str, write: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return place
+
+
+def shares_embedding(head: DraftHead, decoder: Decoder) -> bool:
+    """Whether a draft's embedding is the target's, rounded to what the draft is stored in."""
+    return bool(head.embed.equal(decoder.embed.to(head.embed.dtype)))
 
 
 def stored_dtype(checkpoint: Path) -> str:

@@ -1,7 +1,7 @@
 """Our decoders and EAGLE-3 heads as GGUF files, the format that llama.cpp reads: token ids in and out.
 
-llama.cpp's server runs no model without a tokenizer. So every file has the tokenizer of llama.cpp's own tests: a
-token's text is its id in hex, and no token ends a text.
+llama.cpp's server runs no model without a tokenizer. So every written file has the tokenizer of llama.cpp's own tests:
+a token's text is its id in hex, and no token ends a text.
 
 Source: the names, fields and the order of query and key rows are those of llama.cpp's converter, as the gguf package
 (0.19) and the loader of llama.cpp in llama-cpp-python 0.3.36 have them; src/models/eagle3.cpp there for heads.
@@ -17,7 +17,8 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from aquiline.bench.peers.converted import converted, stored_dtype
+from aquiline.bench.peers.converted import converted, shares_embedding, stored_dtype
+from aquiline.blocks import PACKED
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
 from aquiline.models.eagle import DraftHead
@@ -33,12 +34,16 @@ STORED = {
     "int4": gguf.GGMLQuantizationType.Q4_0,
 }
 """How matrices are stored. int8 and int4: in blocks of 32 values, each with a scale. Vectors are always float32."""
+BESIDE_PACKED = "int4"
+"""How a draft is stored beside a GGUF file that runs as it is: in 4.5 bits, as our own draft beside packed blocks."""
 NUM_FEATURES = 3
 """How many layers of the target llama.cpp gives to an EAGLE-3 head."""
 
 
 def target_file(target: Path, dtype: str) -> Path:
-    """A target's file, written if it is not there."""
+    """A target's file, written if it is not there; with dtype "packed" the target itself, which is such a file."""
+    if dtype == PACKED:
+        return target
 
     def write(directory: Path) -> None:
         write_gguf(load_target(target, dtype=stored_dtype(target)), directory / "model.gguf", dtype)
@@ -47,14 +52,15 @@ def target_file(target: Path, dtype: str) -> Path:
 
 
 def draft_file(target: Path, draft: Path, dtype: str) -> Path:
-    """The file of a target's draft, written if it is not there."""
+    """The file of a target's draft beside a target of that dtype, written if it is not there."""
+    stored = BESIDE_PACKED if dtype == PACKED else dtype
 
     def write(directory: Path) -> None:
         decoder = load_target(target, dtype=stored_dtype(target))
         head = load_draft(draft, decoder, dtype=stored_dtype(draft))
-        write_draft_gguf(head, decoder, directory / "draft.gguf", dtype)
+        write_draft_gguf(head, decoder, directory / "draft.gguf", stored)
 
-    return converted([target, draft], f"gguf-eagle3-{dtype}", write) / "draft.gguf"
+    return converted([target, draft], f"gguf-eagle3-{stored}", write) / "draft.gguf"
 
 
 def write_gguf(decoder: Decoder, file: Path, stored: str) -> None:
@@ -92,7 +98,7 @@ def write_draft_gguf(head: DraftHead, decoder: Decoder, file: Path, stored: str)
     }  # fmt: skip
     if head.input_norm is not None:
         tensors["enc.output_norm.weight"] = head.input_norm
-    if not head.embed.float().equal(decoder.embed.float()):  # without an embedding llama.cpp takes the target's
+    if not shares_embedding(head, decoder):  # without an embedding llama.cpp takes the target's
         tensors["token_embd.weight"] = head.embed
     writer.add_tensor("d2t", head.target_ids(torch.arange(config.draft_vocab_size)).numpy())  # not an offset, the id
     tensors |= _layer_tensors(head.layer, config.model, 0) | _rope_tensors(config.model)

@@ -1,5 +1,6 @@
 """llama.cpp's server in a process of its own. All drafting of llama.cpp runs there: EAGLE-3 heads and drafts from the
-text itself. It reads our target and head as GGUF files and takes token ids, one prompt at a time.
+text itself. It reads our target and head as GGUF files and takes token ids, one prompt at a time. It puts no BOS before
+ids; an answer that counts more prompt tokens than were sent is refused.
 
 With every answer the server says which way to draft it used; if that is not the one asked for, the run fails.
 
@@ -116,6 +117,8 @@ class LlamaServerPeer:
         answer = self._request("POST", "/completion", json.dumps(body))
         total_ms = (time.perf_counter() - began) * 1e3
         token_ids, timings = answer["tokens"], answer["timings"]
+        if answer["tokens_evaluated"] != len(prompts[0]):
+            raise self._error(f"read {answer['tokens_evaluated']} prompt tokens, {len(prompts[0])} were sent")
         if len(token_ids) != new_tokens:
             raise self._error(f"made {len(token_ids)} tokens, {new_tokens} were asked for")
         # The server lists its default "none" before the type it was told.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, library, versions
-from aquiline.bench.peers.converted import converted, stored_dtype
+from aquiline.bench.peers.converted import converted, shares_embedding, stored_dtype
 from aquiline.bench.peers.openvino_batch import Batched
 from aquiline.models.families import config_file, read_fields
 from aquiline.models.formats import load_draft
@@ -153,7 +153,7 @@ def _draft(target: Path, draft: Path, int8: bool) -> Path:
     def write(directory: Path) -> None:
         decoder = load_target(target, dtype=stored_dtype(target))
         head = load_draft(draft, decoder, dtype=stored_dtype(draft))
-        if not head.embed.float().equal(decoder.embed.float()):
+        if not shares_embedding(head, decoder):
             raise ValueError("draft: has an embedding of its own; OpenVINO GenAI puts the target's in its place")
         graph = draft_graph(head, int8)
         _save(graph, directory, draft)

@@ -8,31 +8,60 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 
 from tokenizers import Tokenizer
 
-from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
+from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, is_packed
 from aquiline.bench.results.integrity import SCHEMA
 from aquiline.bench.results.intervals import spread
 from aquiline.bench.results.result import ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
-from aquiline.engine.model import cpu_name
+from aquiline.blocks import PACKED
+from aquiline.engine.model import Loading, cpu_name, storage_of, stored_bytes
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
 from aquiline.models.config import ModelConfig
+from aquiline.models.load import load_target
 from aquiline.types import storage_dtype
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How weights are stored and multiplied, and their bytes."""
+
+    dtype: str
+    arithmetic: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class PeerModel:
-    """The model that peers run. target and draft: names for tables; num_weights: of the target."""
+    """The model that peers run. target and draft: names for tables; num_weights: of the target. file: the weights of a
+    GGUF target as the file has them, which peers with dtype "packed" run; None for other targets."""
 
     target: str
     draft: str | None
     config: ModelConfig
     num_weights: int
     is_random: bool
+    file: Stored | None = None
+
+    def stored(self, dtype: str) -> Stored:
+        """The weights of a peer with that dtype."""
+        if dtype != PACKED:
+            return Stored(dtype, dtype, int(self.num_weights * BYTES.get(dtype, 0)))
+        assert self.file is not None, "a peer runs the packed weights of a target that has none"
+        return self.file
+
+
+def file_weights(target: Path) -> Stored:
+    """The weights of a GGUF file. Every engine here rounds inputs to int8 to multiply packed blocks."""
+    decoder = load_target(target, dtype=PACKED)
+    dtype = storage_of(decoder, PACKED)
+    num_bytes = stored_bytes(decoder, None, Loading(dtype=PACKED).settled)
+    return Stored(dtype, "int8" if is_packed(dtype) else dtype, num_bytes)
 
 
 def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, runs: list[PeerRun]) -> Result:
@@ -40,10 +69,12 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
     outputs = [output for run in runs for output in run.outputs]
     counters = _counters(outputs, scenario)
     rates = [run.decode_tokens_per_s for run in runs]
-    dtype = peer.dtype
+    stored = model.stored(peer.dtype)
     is_server = spec.kind == "openai"
     kv_bytes = (
-        model.config.kv_values_per_token * storage_dtype(dtype).itemsize if dtype in ("float32", "bfloat16") else 0
+        model.config.kv_values_per_token * storage_dtype(peer.dtype).itemsize
+        if peer.dtype in ("float32", "bfloat16")
+        else 0
     )
     return {
         "schema": SCHEMA,
@@ -56,9 +87,9 @@ def result_of(scenario: Scenario, spec: PeerSpec, peer: Peer, model: PeerModel, 
         "engine": spec.kind,
         "model": asdict(
             ModelFacts(
-                target=model.target, draft=model.draft if spec.eagle is not None else None, dtype=dtype,
-                arithmetic=dtype, random_weights=model.is_random, simulated_tau=None,
-                weight_bytes=int(model.num_weights * BYTES.get(dtype, 0)),
+                target=model.target, draft=model.draft if spec.eagle is not None else None, dtype=stored.dtype,
+                arithmetic=stored.arithmetic, random_weights=model.is_random, simulated_tau=None,
+                weight_bytes=stored.num_bytes,
             )
         ),
         "throughput_tokens_per_sec": spread(rates),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from aquiline.bench.peers.base import QUANTISED
+from aquiline.bench.peers.base import is_packed, is_rounded
 from aquiline.bench.results.intervals import Estimate, estimate, paired
 from aquiline.bench.results.result import Result, is_speculative, read_results, require_published
 
@@ -18,27 +18,42 @@ COLUMNS = ("run", "what", "aquiline: fastest of", "tok/s", "peers: fastest of", 
 Chooser = Callable[[Result], bool]
 
 
-def _rounded(result: Result) -> bool:
-    return result["model"]["dtype"] in QUANTISED
+def _whole(result: Result) -> bool:
+    return not is_rounded(result["model"]["dtype"])
+
+
+def _packed(result: Result) -> bool:
+    return is_packed(result["model"]["dtype"])
 
 
 def _stored(dtype: str) -> Chooser:
-    return lambda r: not is_speculative(r) and r["model"]["dtype"] == dtype
+    return lambda r: r["model"]["dtype"] == dtype
+
+
+def _plain(among: Chooser) -> Chooser:
+    return lambda r: among(r) and not is_speculative(r)
+
+
+def _drafted(among: Chooser) -> Chooser:
+    return lambda r: among(r) and is_speculative(r) and r["model"]["draft"] is not None
+
+
+def _lookup(among: Chooser) -> Chooser:
+    return lambda r: among(r) and is_speculative(r) and r["model"]["draft"] is None
 
 
 LINES: dict[str, tuple[Chooser, Chooser]] = {
-    "plain decoding": (lambda r: not is_speculative(r) and not _rounded(r),) * 2,
-    "int8 weights": (_stored("int8"),) * 2,
-    "int4 weights": (_stored("int4"),) * 2,
-    "with the same EAGLE-3 draft": (
-        lambda r: is_speculative(r) and r["model"]["draft"] is not None and not _rounded(r),
-    ) * 2,
-    "our best, their lookup in the text": (
-        lambda r: not _rounded(r), lambda r: is_speculative(r) and r["model"]["draft"] is None and not _rounded(r),
-    ),
-}  # fmt: skip
+    "plain decoding": (_plain(_whole),) * 2,
+    "int8 weights": (_plain(_stored("int8")),) * 2,
+    "int4 weights": (_plain(_stored("int4")),) * 2,
+    "with the same EAGLE-3 draft": (_drafted(_whole),) * 2,
+    "our best, their lookup in the text": (_whole, _lookup(_whole)),
+    "the same GGUF file": (_plain(_packed),) * 2,
+    "the same GGUF file and EAGLE-3 draft": (_drafted(_packed),) * 2,
+    "the same GGUF file: our best, their lookup in the text": (_packed, _lookup(_packed)),
+}
 """The lines of the table, each with two choosers: of our settings and of the peers'. Engines differ in how they round
-int8 and int4 weights."""
+int8 and int4 weights; a GGUF file's blocks are the same for all."""
 
 
 def read_comparisons(root: Path) -> dict[str, dict[str, Result]]:

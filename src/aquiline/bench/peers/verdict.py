@@ -11,14 +11,15 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from aquiline.bench.peers.base import QUANTISED
+from aquiline.bench.peers.base import QUANTISED, is_packed, is_rounded
+from aquiline.bench.peers.check import Checked
 from aquiline.bench.results.intervals import Estimate, estimate, paired
 from aquiline.bench.results.result import Result, write_result
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. tokens_per_s: of each round. agreed: how many leading tokens are the float32 baseline's,
+    """One line of the table. tokens_per_s: of each round. agreed: how many leading tokens are the first baseline's,
     mean over prompts; None if that is not known. void: why the line may not be compared; empty if it may."""
 
     label: str
@@ -49,20 +50,20 @@ class Row:
     @property
     def counts(self) -> bool:
         """Whether the row counts for the main verdict: it is not void, and its weights are not rounded."""
-        return not self.void and self.weights not in QUANTISED
+        return not self.void and not is_rounded(self.weights)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of a comparison. rows: aquiline's first. checks: for each kind of peer, how many leading tokens were
-    ours in float32, prompt by prompt. absent: peers that did not run, with the reason.
+    """The outcome of a comparison. rows: aquiline's first. checks: for each kind of peer, how many of its tokens were
+    ours, prompt by prompt. absent: peers that did not run, with the reason.
 
     moved: for each of our plain settings, the GB/s of weights, keys and values that it reads at its rate, and the GB/s
     of plain reads."""
 
     rows: list[Row]
     results: list[Result]
-    checks: dict[str, list[int]]
+    checks: dict[str, Checked]
     absent: dict[str, str]
     system: dict[str, object] = field(default_factory=dict)
     moved: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -74,17 +75,17 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """Who is faster, in sentences."""
-        own = [row for row in self.rows if row.is_own and row.counts]
-        peers = [row for row in self.rows if not row.is_own and row.counts]
-        pairs = [
-            ([r for r in own if not r.is_speculative], [r for r in peers if not r.is_speculative], "without drafting"),
-            ([r for r in own if r.is_speculative], peers, "of all"),
-        ]  # fmt: skip
+        """Who is faster, in sentences. Weights are compared with weights that are stored alike; where ours are none but
+        a GGUF file's blocks, the fastest of all is told too."""
+        fair = [row for row in self.rows if not row.void]
+        floats = [row for row in fair if row.counts]
+        pairs = _plain_and_all(floats, "")
         for weights in QUANTISED:
-            rounded = [r for r in self.rows if r.weights == weights and not r.void]
-            sides = [r for r in rounded if r.is_own], [r for r in rounded if not r.is_own]
-            pairs.append((*sides, f"on {weights} weights"))
+            pairs.append((*_sides([r for r in fair if r.weights == weights]), f"on {weights} weights"))
+        for weights in dict.fromkeys(row.weights for row in fair if is_packed(row.weights)):
+            pairs += _plain_and_all([r for r in fair if r.weights == weights], f"on {weights} weights, ")
+        if not _sides(floats)[0] and len({row.weights for row in fair}) > 1:
+            pairs.append((*_sides(fair), "of all, whatever the weights"))
         return [_sentence(*pair) for pair in pairs if pair[0] and pair[1]] or ["no peer to compare with"]
 
     def as_dict(self) -> dict[str, object]:
@@ -101,7 +102,8 @@ class Comparison:
             "moved_gb_per_s": {
                 label: {"moved": moved, "plain_reads": reads} for label, (moved, reads) in self.moved.items()
             },
-            "agreed_in_float32": self.checks,
+            "agreed_in_float32": {kind: found.counts for kind, found in self.checks.items() if not found.is_packed},
+            "agreed_on_packed": {kind: found.counts for kind, found in self.checks.items() if found.is_packed},
             "absent": self.absent,
             "system": self.system,
         }
@@ -112,12 +114,25 @@ def fastest(rows: list[Row]) -> Row:
     return max(rows, key=lambda row: row.rate.value)
 
 
+def _sides(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Our rows and the peers'."""
+    return [row for row in rows if row.is_own], [row for row in rows if not row.is_own]
+
+
+def _plain_and_all(rows: list[Row], where: str) -> list[tuple[list[Row], list[Row], str]]:
+    """Two contests among rows of one storage: without drafting, and our drafting beside all that peers have."""
+    own, peers = _sides(rows)
+    plain = _sides([row for row in rows if not row.is_speculative])
+    return [(*plain, f"{where}without drafting"), ([r for r in own if r.is_speculative], peers, f"{where}of all")]
+
+
 def _sentence(own: list[Row], peers: list[Row], what: str) -> str:
     ours, best = fastest(own), fastest(peers)
     choice = f"the fastest of {len(own)} settings, " if len(own) > 1 else ""
+    mine, theirs = ("", "") if ours.weights == best.weights else (f"{ours.weights}, ", f"{best.weights}, ")
     return (
-        f"{what}: {ours.label} ({choice}{ours.rate.whole()} tok/s) is {ours.over(best).times()} the fastest of "
-        f"{len(peers)} peer settings, {best.label} ({best.rate.whole()} tok/s)"
+        f"{what}: {ours.label} ({choice}{mine}{ours.rate.whole()} tok/s) is {ours.over(best).times()} the fastest of "
+        f"{len(peers)} peer settings, {best.label} ({theirs}{best.rate.whole()} tok/s)"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from aquiline.bench.peers.check import CHECK_TOKENS
 from aquiline.bench.peers.compare import Plan, compare
 from aquiline.bench.peers.verdict import Comparison
 from aquiline.bench.results.result import is_dirty
@@ -55,9 +54,8 @@ def show_comparison(found: Comparison, plan: Plan) -> None:
             f"{label} moves {rate:.1f} GB/s of weights, keys and values, {rate / reads:.0%} of the {reads:.1f} that "
             "plain reads reach; caches can hold a part"
         )
-    for kind, counts in found.checks.items():
-        agreed = ", ".join(map(str, counts))
-        console.print(f"{kind} in float32: {agreed} of the first {CHECK_TOKENS} tokens are ours, prompt by prompt")
+    for kind, checked in found.checks.items():
+        console.print(f"{kind}: {checked} are ours, prompt by prompt")
     for row in found.rows:
         if row.void:
             console.print(f"void: {row.label}: {row.void}", markup=False, soft_wrap=True)
