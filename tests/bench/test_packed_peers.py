@@ -62,7 +62,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prompts(count: int, length: int = 48) -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
-    return [tokenizer.encode(p.text, add_special_tokens=False).ids[:length] for p in read_prompts(BUNDLED_PROMPTS)[:count]]
+    texts = [prompt.text for prompt in read_prompts(BUNDLED_PROMPTS)[:count]]
+    return [tokenizer.encode(text, add_special_tokens=False).ids[:length] for text in texts]
 
 
 def llm_of(file: Path, **how: Any) -> LLM:
