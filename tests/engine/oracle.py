@@ -12,6 +12,7 @@ from tests.spec.topologies import paths
 from aquiline.backends.base import Backend, Pending, StepInput, StepOutput
 from aquiline.engine.llm import LLM, Result
 from aquiline.spec.drafting import Drafting, Proposal, Proposer
+from aquiline.spec.past_outputs import PastSpace
 from aquiline.spec.tree import DraftTree, StaticShape, Topology, static_shape
 
 
@@ -36,7 +37,9 @@ class Known(Drafting):
     def max_depth(self) -> int:
         return self.num_spec_tokens
 
-    def proposer(self, prompt: Sequence[int], prediction: Sequence[int], shared: None) -> Proposer:
+    def proposer(
+        self, prompt: Sequence[int], prediction: Sequence[int], shared: None, past: PastSpace | None = None
+    ) -> Proposer:
         return self
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
