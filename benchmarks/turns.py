@@ -19,7 +19,8 @@ from aquiline.backends.base import Decode, StepOutput
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.control.calibrate import cost_table
-from aquiline.engine.control.controller import PLAIN, Controller, _Choice
+from aquiline.engine.control.chosen import PLAIN
+from aquiline.engine.control.controller import Controller, _Choice
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.llm import LLM
 from aquiline.engine.scheduler import StepPlan

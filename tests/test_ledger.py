@@ -24,7 +24,7 @@ def filled() -> Ledger:
 def test_the_json_object_is_of_what_was_added() -> None:
     found = filled().as_dict()
     assert found is not None
-    assert found["steps"] == {"none": 10, "draft": 11, "lookup": 12, "probe": 13}
+    assert found["steps"] == {"none": 10, "draft": 11, "lookup": 12, "both": 13, "probe": 14}
     assert found["choosing_us"] == pytest.approx(25.0)
     assert (found["predicted_ms"], found["measured_ms"], found["error_ms"]) == pytest.approx((2.5, 2.75, 0.75))
     calibration = found["calibration"]
@@ -42,7 +42,7 @@ def test_a_run_is_the_difference_between_two_moments() -> None:
     ledger.num_chosen += 5
     ledger.add_token(0.7, True)
     since = ledger.minus(began)
-    assert since.steps == {"none": 0, "draft": 5, "lookup": 0, "probe": 0}
+    assert since.steps == {"none": 0, "draft": 5, "lookup": 0, "both": 0, "probe": 0}
     found = since.as_dict()
     assert found is not None
     assert found["calibration"] == [{"foretold": pytest.approx(0.7), "right": 1.0, "tokens": 1}]

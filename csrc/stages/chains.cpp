@@ -1,5 +1,5 @@
 // Chains: one drafted token a level. A chain with a cut ends where the draft is unsure, and second choices stand beside
-// it as leaves; spec/confidence.py says when.
+// it as leaves; spec/confidence.py says when. The host's copy of earlier text may stand in the same tree.
 #include <algorithm>
 
 #include "growing.h"
@@ -42,11 +42,19 @@ void grow_cut_chain(AqBatch* batch, Growing* tree, int level, const Children& ch
 }
 
 // The leaves stand behind the chain's nodes, so that those are verified and kept as a chain's are: their keys stand in
-// place. Only the key of an accepted leaf has to move.
-void finish_cut_chain(Growing* tree) {
-  for (int i = 0; i < (int)tree->tokens.size(); i++) tree->parents.push_back(std::max(i - 1, 0));
-  tree->tokens.insert(tree->tokens.end(), tree->leaves.begin(), tree->leaves.end());
-  tree->parents.insert(tree->parents.end(), tree->leaf_parents.begin(), tree->leaf_parents.end());
+// place. Only the key of an accepted leaf has to move. A copied token that stands below its parent already is that
+// node; the others follow behind the leaves.
+void finish_cut_chain(Growing* tree, const int32_t* copied, int num_copied) {
+  std::vector<int32_t>&tokens = tree->tokens, &parents = tree->parents;
+  for (int i = 0; i < (int)tokens.size(); i++) parents.push_back(std::max(i - 1, 0));
+  tokens.insert(tokens.end(), tree->leaves.begin(), tree->leaves.end());
+  parents.insert(parents.end(), tree->leaf_parents.begin(), tree->leaf_parents.end());
+  for (int i = 0, parent = 0; i < num_copied; i++) {
+    int node = parent + 1;
+    while (node < (int)tokens.size() && (parents[node] != parent || tokens[node] != copied[i])) node++;
+    if (node == (int)tokens.size()) tokens.push_back(copied[i]), parents.push_back(parent);
+    parent = node;
+  }
 }
 
 }  // namespace aq

@@ -201,7 +201,7 @@ int grow(AqBatch* batch, const Message& message) {
   for (std::vector<Guess>& guesses : batch->guesses) guesses.clear();
   for (int b = 0; b < (int)batch->decodes.size(); b++) {
     const AqDecode& decode = batch->decodes[b];
-    if (decode.shape < 0 || decode.num_proposed >= 0) continue;
+    if (decode.shape < 0 || (decode.num_proposed >= 0 && !decode.has_cut)) continue;
     const Slot& slot = batch->slots[decode.slot];
     // The row right before the root runs even if its key exists already: the first children are chosen from its state.
     // If the slot's first draft key stands behind its root, there is no such row and the slot cannot draft yet.
@@ -219,16 +219,15 @@ int grow(AqBatch* batch, const Message& message) {
   size_t grown = 0;
   for (int b = 0; b < (int)batch->decodes.size(); b++) {
     const int root = batch->slots[batch->decodes[b].slot].history.back(), count = batch->decodes[b].num_proposed;
-    if (count >= 0) {
-      add_tree(&trees, root, message.proposals[b], message.proposals[b] + count, count);
-    } else if (grown < growing.size() && growing[grown].decode == b) {
+    if (grown < growing.size() && growing[grown].decode == b) {
       Growing& tree = growing[grown++];
       if (tree.shape->kind == AQ_DYNAMIC) select(&tree);
-      if (tree.cut != nullptr) finish_cut_chain(&tree);
+      if (tree.cut != nullptr) finish_cut_chain(&tree, message.proposals[b], count);
       add_tree(&trees, root, tree.tokens.data() + 1, tree.parents.empty() ? nullptr : tree.parents.data() + 1,
                (int)tree.tokens.size() - 1);
     } else {
-      add_tree(&trees, root, nullptr, nullptr, 0);
+      const int32_t* proposal = message.proposals[b];
+      add_tree(&trees, root, proposal, count < 0 ? nullptr : proposal + count, std::max(count, 0));
     }
   }
   return finish_trees(&trees);

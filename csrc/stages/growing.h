@@ -53,6 +53,6 @@ struct NextPass {
 // chains.cpp
 void grow_chain(const AqBatch& batch, Growing* tree, int level, const Children& children, NextPass* next);
 void grow_cut_chain(AqBatch* batch, Growing* tree, int level, const Children& children, NextPass* next);
-void finish_cut_chain(Growing* tree);
+void finish_cut_chain(Growing* tree, const int32_t* copied, int num_copied);
 
 }  // namespace aq

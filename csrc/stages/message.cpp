@@ -1,4 +1,6 @@
 // Reads a step from one array of int32 and checks it as a whole, before anything changes.
+#include <algorithm>
+
 #include "batch.h"
 
 namespace aq {
@@ -70,8 +72,7 @@ int check_chunk(const AqChunk& chunk, int num_known, int num_computed) {
 
 int check_cut(const AqBatch& batch, const AqDecode& decode, const AqCut& cut) {
   const bool is_chain = decode.shape >= 0 && batch.shapes[decode.shape].kind == AQ_CHAIN;
-  AQ_REQUIRE(is_chain && decode.num_proposed < 0, "cut of slot %d: only a chain that the draft model drafts has one",
-             decode.slot);
+  AQ_REQUIRE(is_chain, "cut of slot %d: only a chain that the draft model drafts has one", decode.slot);
   AQ_REQUIRE(decode.num_forced < 0, "cut of slot %d: num_forced=%d simulates acceptance for chains without a cut",
              decode.slot, decode.num_forced);
   for (int i = 0; i < AQ_MARGINS; i++) {
@@ -86,6 +87,13 @@ int check_cut(const AqBatch& batch, const AqDecode& decode, const AqCut& cut) {
   return 0;
 }
 
+int rows_of(const AqBatch& batch, const AqDecode& decode) {
+  const int num_proposed = std::max(decode.num_proposed, 0);
+  if (decode.has_cut) return 1 + 2 * batch.shapes[decode.shape].depth + num_proposed;
+  if (decode.num_proposed >= 0) return 1 + num_proposed;
+  return decode.shape < 0 ? 1 : batch.shapes[decode.shape].num_nodes;
+}
+
 int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* proposal, const AqCut* cut) {
   const Slot& slot = batch.slots[decode.slot];
   AQ_REQUIRE(slot.decodes, "decode slot=%d: has no root yet", decode.slot);
@@ -98,22 +106,20 @@ int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* pr
   if (proposal == nullptr) return 0;
   const int count = decode.num_proposed;
   AQ_REQUIRE(count < AQ_MAX_NODES, "a proposal of %d tokens: must be below %d", count, AQ_MAX_NODES);
+  AQ_REQUIRE(rows_of(batch, decode) <= AQ_MAX_NODES,
+             "a proposal of %d tokens beside a cut: trees have at most %d nodes", count, AQ_MAX_NODES);
   AQ_TRY(check_tokens("proposal", proposal, count, batch.vocab()));
   std::vector<int32_t> levels(count + 1, 0);
   for (int i = 1; i <= count; i++) {
     const int parent = proposal[count + i - 1];
     AQ_REQUIRE(parent >= 0 && parent < i, "proposal: entry %d follows entry %d, must be one before it", i - 1,
                parent - 1);
+    AQ_REQUIRE(cut == nullptr || parent == i - 1,
+               "proposal: entry %d follows entry %d, beside a cut it must be a chain", i - 1, parent - 1);
     levels[i] = levels[parent] + 1;
     AQ_REQUIRE(levels[i] <= AQ_MAX_DEPTH, "proposal: is deeper than %d", AQ_MAX_DEPTH);
   }
   return 0;
-}
-
-int rows_of(const AqBatch& batch, const AqDecode& decode) {
-  if (decode.num_proposed >= 0) return 1 + decode.num_proposed;
-  if (decode.has_cut) return 1 + 2 * batch.shapes[decode.shape].depth;
-  return decode.shape < 0 ? 1 : batch.shapes[decode.shape].num_nodes;
 }
 
 }  // namespace

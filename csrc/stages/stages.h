@@ -68,7 +68,8 @@ typedef struct {
 // shape: a number that aq_add_shape gave; -1: the draft model does not draft. num_forced: how many drafts of a chain
 // are accepted whatever the target draws; -1: drafts are accepted where they equal the drawn tokens. num_proposed:
 // number of tokens of a proposal, which is verified in place of the draft model's tree; -1: there is no proposal.
-// has_cut: whether an AqCut ends the chain that the draft model drafts.
+// has_cut: whether an AqCut ends the chain that the draft model drafts. A proposal beside a cut is a chain; both are
+// verified in one tree, in which a token that both have behind the same tokens is one node.
 typedef struct {
   int32_t slot, shape, num_forced, num_proposed, has_cut;
 } AqDecode;

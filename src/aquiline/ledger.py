@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-SOURCES = ("none", "draft", "lookup", "probe")
-"""Where a sequence's tokens of a step were drafted from. probe: the draft guessed and nothing was verified."""
+SOURCES = ("none", "draft", "lookup", "both", "probe")
+"""Where a sequence's tokens of a step were drafted from. both: the draft's chain and a copy in one tree; probe: the
+draft guessed and nothing was verified."""
 
 BINS = 10
 """Parts of [0, 1] by which foretold chances are compared with what came."""

@@ -103,8 +103,11 @@ def test_figures_are_those_of_the_results(results: Results) -> None:
 
 
 def test_adaptive_choices_are_shown_beside_what_was_foretold(results: Results) -> None:
-    ledger = Ledger(steps={"none": 10, "draft": 60, "lookup": 29, "probe": 1}, num_chosen=100, choosing_ms=3.0)
-    ledger.nodes, ledger.accepted = ({"none": 0, "draft": n, "lookup": 80, "probe": 0} for n in (1200, 900))
+    ledger = Ledger(num_chosen=100, choosing_ms=3.0)
+    ledger.steps = {"none": 10, "draft": 60, "lookup": 24, "both": 5, "probe": 1}
+    ledger.nodes, ledger.accepted = (
+        {"none": 0, "draft": n, "lookup": 80, "both": n // 30, "probe": 0} for n in (1200, 900)
+    )
     for chance, is_right in ((0.25, False), (0.25, True), (0.75, True)):
         ledger.add_token(chance, is_right)
     ledger.add_time(2.0, 3.0)
@@ -118,8 +121,10 @@ def test_adaptive_choices_are_shown_beside_what_was_foretold(results: Results) -
         pair = (results[f"48x2-{each}.json"]["throughput_tokens_per_sec"]["values"] for each in ("chain-3", name))
         assert row.pop(f"over {label}") == f"{paired(*pair).value:.2f}x"
     assert row == {
-        "nothing drafted": "10%", "by the draft": "60%", "copied": "29%", "draft probed": "1%",
-        "drafted and kept": "75% of 1,200", "copied and kept": "100% of 80", "step foretold (ms)": "2.00",
+        "nothing drafted": "10%", "by the draft": "60%", "copied": "24%", "both in one tree": "5%",
+        "draft probed": "1%",
+        "drafted and kept": "75% of 1,200", "copied and kept": "100% of 80", "of both and kept": "75% of 40",
+        "step foretold (ms)": "2.00",
         "step measured (ms)": "3.00", "mean distance (ms)": "1.00", "to choose (µs)": "30.0",
     }  # fmt: skip
     (plot,) = [figure for figure in page.figures if "Foretold and true chances" in figure]

@@ -9,12 +9,13 @@ import numpy as np
 
 from aquiline.backends.base import Decode
 from aquiline.engine.control.calibrate import estimated_table
-from aquiline.engine.control.controller import PLAIN, UNVERIFIED, Controller
+from aquiline.engine.control.chosen import PLAIN, UNVERIFIED
+from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.confidence import NUM_MARGINS, Cut
+from aquiline.spec.confidence import NUM_MARGINS, Cut, most_nodes
 from aquiline.spec.drafting import Chain, Proposal
 
 VOCAB = 96
@@ -22,7 +23,8 @@ VOCAB = 96
 
 class Fickle(Controller):
     """Every way a step can draft, and every change from one to another: nothing, probes, chains of any length with any
-    cut, whole chains, copies, and trees of random tokens. It still learns from all steps, as any controller does.
+    cut, whole chains, copies, both in one tree, and trees of random tokens. It still learns from all steps, as any
+    controller does.
 
     taken: how often each way was taken."""
 
@@ -33,7 +35,7 @@ class Fickle(Controller):
     def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
         found = super().decodes(plan)
         for sequence in found:
-            way = str(self.rng.choice(("as it would", "none", "probe", "cut", "chain", "random", "copy")))
+            way = str(self.rng.choice(("as it would", "none", "probe", "cut", "chain", "random", "copy", "both")))
             if self.rng.random() < 0.3:
                 continue
             decode = self._drawn(way, sequence)
@@ -67,13 +69,25 @@ class Fickle(Controller):
             return Decode(slot, Chain(length), cut=UNVERIFIED)
         if way == "chain":
             return Decode(slot, Chain(length))
-        if way == "cut":
+        if way in ("cut", "both"):
+            proposal = None
+            if way == "both":
+                proposal = self._copied(sequence, min(spec.max_depth, spec.max_nodes - most_nodes(length)))
+                if proposal is None:
+                    return None
             chances, seconds = (tuple(rng.random(NUM_MARGINS).tolist()) for _ in range(2))
             least = float(rng.choice((0.0, 0.05, 0.3, math.inf)))
-            return Decode(
-                slot, Chain(length), cut=Cut(chances, seconds, least, float(rng.choice((0.0, 0.2, math.inf))))
-            )
+            cut = Cut(chances, seconds, least, float(rng.choice((0.0, 0.2, math.inf))))
+            return Decode(slot, Chain(length), proposal, cut=cut)
         return None
+
+    def _copied(self, sequence: Sequence, room: int) -> Proposal | None:
+        """A copy, or else tokens of the sequence from anywhere; None if there is no room."""
+        if room < 0:
+            return None
+        found = sequence.proposer.propose(sequence.tokens, room) if sequence.proposer is not None else Proposal(())
+        begin = int(self.rng.integers(len(sequence.tokens)))
+        return found if found.tokens else Proposal(tuple(sequence.tokens[begin : begin + min(room, 9)]))
 
 
 def _unlike(tokens: list[int], parents: list[int]) -> tuple[int, ...]:

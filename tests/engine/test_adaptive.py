@@ -47,7 +47,7 @@ def test_random_choices_give_the_same_text(sampling: SamplingParams, seed: int) 
     result = llm.run(prompts(8), sampling, spec=Adaptive(5))
     assert tokens(result) == expected
     check_accounting(result)
-    assert all(fickle.taken[way] for way in ("none", "probe", "cut", "chain", "random", "copy")), fickle.taken
+    assert all(fickle.taken[way] for way in ("none", "probe", "cut", "chain", "random", "copy", "both")), fickle.taken
     assert not fickle._choices, "nothing is kept of requests that have ended"
 
 

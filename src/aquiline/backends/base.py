@@ -116,10 +116,14 @@ class Chunk(NamedTuple):
 class Decode(NamedTuple):
     """One decode step of a slot from its root.
 
-    drafting: how its tree grows in this step. proposal: drafted tokens that the host brings; the draft model then adds
-    none. num_forced: accept this many drafts of a chain whatever was drawn (simulated acceptance); None: the law. cut:
-    how confidence ends the Chain that the draft model drafts; None: it has its whole length. A cut chain has up to
-    most_nodes(length) nodes, and its keys are written as far behind the root: the pages must reach there."""
+    drafting: how its tree grows in this step. proposal: drafted tokens that the host brings; without a cut the draft
+    model then adds none. num_forced: accept this many drafts of a chain whatever was drawn (simulated acceptance);
+    None: the law. cut: how confidence ends the Chain that the draft model drafts; None: it has its whole length.
+
+    A proposal beside a cut is a chain, and both are verified in one tree. Its tokens are the nodes of the draft model's
+    chain, or the runner-up at its end, as far as these are the same tokens; from there on they have nodes of their own.
+    A tree with a cut has up to most_nodes(length) nodes and the proposal's, and its keys are written as far behind the
+    root: the pages must reach there."""
 
     slot: int
     drafting: Drafting

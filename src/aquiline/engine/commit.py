@@ -6,7 +6,7 @@ tokens which that step computed for it.
 
 from __future__ import annotations
 
-from aquiline.backends.base import Extend
+from aquiline.backends.base import Decode, Decoded, Extend
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.engine.step import Step
 from aquiline.kv.pool import PagePool
@@ -37,8 +37,7 @@ class Committer:
             if sequence.finish_reason is not None:
                 continue
             num_accepted = len(decoded.kept) - 1
-            drafter: Source = "draft" if message.proposal is None else "lookup"
-            delta = append(sequence, decoded.kept, num_accepted, decoded.logprobs, drafter)
+            delta = append(sequence, decoded.kept, num_accepted, decoded.logprobs, drafter_of(message, decoded))
             num_kept = len(delta.token_ids)
             sequence.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
             deltas.append(delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted))
@@ -86,6 +85,15 @@ class Committer:
                 sequence.is_published = False
                 return
             sequence.nodes.append(node)
+
+
+def drafter_of(message: Decode, decoded: Decoded) -> Source:
+    """Who drafted the accepted tokens. Where the draft model and the host drafted in one tree: the host, if all of them
+    are its own too."""
+    if message.proposal is None:
+        return "draft"
+    accepted = tuple(decoded.kept[:-1])
+    return "lookup" if message.cut is None or accepted == message.proposal.tokens[: len(accepted)] else "draft"
 
 
 def append(

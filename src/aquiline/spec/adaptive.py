@@ -24,7 +24,8 @@ PLENTY = 16
 @dataclass(frozen=True)
 class Adaptive(Drafting):
     """What brings the most tokens per millisecond at each step: nothing drafted, a chain of the draft model that ends
-    where the draft is unsure, or a copy of earlier text. The fields are the most that a step may draft.
+    where the draft is unsure, a copy of earlier text, or both in one tree. The fields are the most that a step may
+    draft.
 
     max_spec_tokens: levels of the draft model's chain; each may have a runner-up beside its token. lookup: whether
     text may be copied. Without a draft model the copies are all there is."""
@@ -67,9 +68,9 @@ class Adaptive(Drafting):
         return f"adaptive-{self.max_spec_tokens}"
 
     @cached_property
-    def chain(self) -> Chain:
-        """The longest chain."""
-        return Chain(self.max_spec_tokens)
+    def chains(self) -> tuple[Chain, ...]:
+        """The chains of one level, of two, and so on."""
+        return tuple(Chain(length) for length in range(1, self.max_spec_tokens + 1))
 
     def shared(self) -> MatchEvents:  # noqa: D102
         return MatchEvents()

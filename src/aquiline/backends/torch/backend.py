@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
-from aquiline.backends.torch.chains import Cuts, Guesses, check_cut
+from aquiline.backends.torch.chains import Cuts, Guesses, check_cut, padded_copies
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
@@ -135,7 +135,9 @@ class TorchBackend:
         """A tree for every Decode, padded to the largest."""
         parts: list[tuple[list[int], Trees]] = []
         self._guesses = []
-        drafted = [i for i, d in enumerate(decodes) if d.proposal is None and d.drafting.is_speculative]
+        drafted = [
+            i for i, d in enumerate(decodes) if d.cut is not None or (d.proposal is None and d.drafting.is_speculative)
+        ]
         if drafted:
             parts += self._draft_trees(decodes, drafted)
         for i in sorted(set(range(len(decodes))) - set(drafted)):
@@ -163,7 +165,8 @@ class TorchBackend:
                 cuts = Cuts.of([cut for i in places if (cut := decodes[i].cut)], drafting.max_depth, self.device)
                 chains = self._draft.grow_cut_chains(cuts, roots, longest)
                 self._guesses.append((places, chains.guesses()))
-                parts.append((places, chains.trees(roots.tokens)))
+                copied = padded_copies([decodes[i].proposal for i in places], self.device)
+                parts.append((places, chains.trees(roots.tokens, copied)))
             else:
                 parts.append((places, self._draft.grow(drafting, roots, longest)))
         return parts

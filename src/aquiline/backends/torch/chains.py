@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aquiline.backends.base import Decode
 from aquiline.backends.torch.trees import Trees
-from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess
-from aquiline.spec.drafting import Chain
+from aquiline.config import MAX_NODES
+from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess, most_nodes
+from aquiline.spec.drafting import Chain, Proposal
 
 
 def check_cut(decode: Decode) -> None:
@@ -24,7 +26,7 @@ def check_cut(decode: Decode) -> None:
     slot, drafting, proposal, num_forced, cut = decode
     if cut is None:
         return
-    if not isinstance(drafting, Chain) or proposal is not None:
+    if not isinstance(drafting, Chain):
         raise ValueError(f"cut of slot {slot}: only a chain that the draft model drafts has one")
     if num_forced is not None:
         raise ValueError(f"cut of slot {slot}: num_forced={num_forced} simulates acceptance for chains without a cut")
@@ -38,6 +40,12 @@ def check_cut(decode: Decode) -> None:
         raise ValueError(
             f"cut of slot {slot}: least_node={cut.least_node:g}, least_pass={cut.least_pass:g}: must be at least 0"
         )
+    copied = () if proposal is None else proposal.tokens
+    for i, parent in enumerate(() if proposal is None else proposal.parents):
+        if parent != i - 1:
+            raise ValueError(f"proposal: entry {i} follows entry {parent}, beside a cut it must be a chain")
+    if most_nodes(drafting.num_spec_tokens) + len(copied) > MAX_NODES:
+        raise ValueError(f"a proposal of {len(copied)} tokens beside a cut: trees have at most {MAX_NODES} nodes")
 
 
 @dataclass(frozen=True)
@@ -120,19 +128,45 @@ class CutChains:
         """All that the draft said."""
         return Guesses(*(torch.stack(column, 1) for column in zip(*self.levels, strict=True)))
 
-    def trees(self, roots: Tensor) -> Trees:
-        """The nodes below root tokens [b]: those of the chain, which are numbered by their levels, then the leaves."""
-        b, n, device = len(roots), len(self.levels), roots.device
+    def trees(self, roots: Tensor, copied: Tensor) -> Trees:
+        """The nodes below root tokens [b]: those of the chain, which are numbered by their levels, then the leaves,
+        then of what the host copied, [b, m] with -1 behind each end, the tokens that are no nodes yet."""
+        b, n, m, device = len(roots), len(self.levels), copied.shape[1], roots.device
         tokens, runners_up = (torch.stack([level[i] for level in self.levels], 1) for i in (0, 1))
-        is_node = torch.cat(
-            (torch.ones_like(self.is_drafted)[:, None], *(k[:, None] for k in self.nodes + self.leaves)), 1
-        )
-        level = torch.arange(1, n + 1, device=device)
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        depths = torch.cat((zero, level, level)).expand(b, -1)
-        every = torch.stack((torch.cat((roots[:, None], tokens, runners_up), 1), (depths - 1).clamp(min=0), depths))
-        N = 1 + 2 * n
+        place = self._places(copied, tokens, runners_up)
+        is_new = (copied >= 0) & (place > 2 * n)
+        is_root = torch.ones_like(self.is_drafted)
+        is_node = torch.cat((torch.stack((is_root, *self.nodes, *self.leaves), 1), is_new), 1)
+        N = 1 + 2 * n + m
         number = torch.where(is_node, is_node.cumsum(1) - 1, N)  # what is no node goes to a column that is dropped
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        levels = [torch.arange(1, count + 1, device=device) for count in (n, n, m)]
+        depths = torch.cat((zero, *levels)).expand(b, -1)
+        above = torch.cat((zero.expand(b, 1), place), 1)[:, :m]  # of the copied tokens: where the one before stands
+        parents = torch.cat(((depths[:, : 1 + 2 * n] - 1).clamp(min=0), number.gather(1, above)), 1)
+        every = torch.stack((torch.cat((roots[:, None], tokens, runners_up, copied), 1), parents, depths))
         columns = torch.zeros(3, b, N + 1, dtype=torch.int64, device=device)
         columns = columns.scatter(2, number.expand(3, -1, -1), every)[..., :N]
-        return Trees(columns[0], columns[1], columns[2], (N,) * b, n, counts=is_node.sum(1))
+        return Trees(columns[0], columns[1], columns[2], (N,) * b, max(n, m), counts=is_node.sum(1))
+
+    def _places(self, copied: Tensor, tokens: Tensor, runners_up: Tensor) -> Tensor:
+        """Where copied tokens [b, m] stand among the root (0), the chain's tokens [b, n] (from 1), the runners-up
+        [b, n] (from n + 1) and the copied tokens (from 2 n + 1)."""
+        n, m = tokens.shape[1], copied.shape[1]
+        both = min(n, m)
+        on_chain, on_leaf = (
+            pad((copied[:, :both] == guessed[:, :both]) & torch.stack(kept, 1)[:, :both], (0, m - both))
+            for guessed, kept in ((tokens, self.nodes), (runners_up, self.leaves))
+        )
+        on_chain = on_chain.cumprod(1).bool()
+        on_leaf = on_leaf & pad(on_chain, (1, 0), value=True)[:, :m]
+        level = torch.arange(1, m + 1, device=copied.device)
+        return torch.where(on_chain, level, torch.where(on_leaf, n + level, 2 * n + level))
+
+
+def padded_copies(proposals: Sequence[Proposal | None], device: torch.device) -> Tensor:
+    """The tokens [b, m] of proposals that are chains, -1 behind each end."""
+    tokens = [() if proposal is None else proposal.tokens for proposal in proposals]
+    m = max(len(own) for own in tokens)
+    rows = [[*own, *(-1,) * (m - len(own))] for own in tokens]
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(len(rows), m)

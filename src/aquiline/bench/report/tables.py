@@ -15,7 +15,10 @@ from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_speculative
 
 NONE = "–"
-SOURCE_NAMES = {"none": "nothing drafted", "draft": "by the draft", "lookup": "copied", "probe": "draft probed"}
+SOURCE_NAMES = {
+    "none": "nothing drafted", "draft": "by the draft", "lookup": "copied", "both": "both in one tree",
+    "probe": "draft probed",
+}  # fmt: skip
 Column = Callable[[Row], str]
 
 
@@ -97,6 +100,7 @@ def choices_table(scenarios: Scenarios) -> Table:
     return _table(_chosen(scenarios, lambda row: row.adaptive), columns | {
         "drafted and kept": lambda row: _accepted(row, "draft"),
         "copied and kept": lambda row: _accepted(row, "lookup"),
+        "of both and kept": lambda row: _accepted(row, "both"),
         "step foretold (ms)": lambda row: figure(row.adaptive["predicted_ms"]),
         "step measured (ms)": lambda row: figure(row.adaptive["measured_ms"]),
         "mean distance (ms)": lambda row: figure(row.adaptive["error_ms"]),

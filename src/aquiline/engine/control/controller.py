@@ -3,7 +3,8 @@
 Every few steps `best_lengths` says what the whole step is worth with each sequence's chances. Its rate, tokens per
 millisecond, is the price of time until the next such plan: a node or a pass pays if the tokens it should bring are at
 least rate * milliseconds. At each step a sequence takes what is worth most at this price: a copy of earlier text, the
-draft model's chain, or nothing. The backend ends the chain by the same price where the draft itself is unsure (Cut).
+draft model's chain, both in one tree, or nothing. The backend ends the chain by the same price where the draft itself
+is unsure (Cut).
 
 A sequence that does not draft is asked now and then what the draft would have guessed (a probe), within a budget of
 time. The target draws its token anyway, so a probe verifies nothing. The text never depends on any of this.
@@ -11,13 +12,24 @@ time. The target draws its token anyway, so a probe verifies nothing. The text n
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from aquiline.backends.base import Decode, Decoded, StepOutput
-from aquiline.engine.control.acceptance import NUM_POOLS, Pool, Record, chances_of, pool_number, seconds_of
+from aquiline.backends.base import Decode, StepOutput
+from aquiline.config import MAX_CHAIN
+from aquiline.engine.control.acceptance import (
+    NUM_POOLS,
+    POOL_MEMORY,
+    PRIOR,
+    Pool,
+    Rates,
+    Record,
+    chances_of,
+    pool_number,
+    seconds_of,
+)
+from aquiline.engine.control.chosen import PLAIN, UNVERIFIED, add_choice, passes_of, source_of
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.plan import Load, best_lengths
 from aquiline.engine.scheduler import StepPlan
@@ -25,8 +37,8 @@ from aquiline.engine.sequence import Sequence
 from aquiline.engine.step import Step
 from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.confidence import NUM_MARGINS, Cut
-from aquiline.spec.drafting import Chain, NoDraft, Proposal
+from aquiline.spec.confidence import Cut
+from aquiline.spec.drafting import Chain, Proposal
 
 LEAST_NODE = 0.01
 """Tokens that a verified token should bring at least, where a row seems to cost nothing."""
@@ -50,19 +62,20 @@ PATIENCE, RARELY = 8, 4
 SETTLING = 1 / 16
 """Share of a step that was looked at in the correction of the planned rate."""
 
-PLAIN = NoDraft()
-UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
-"""Of a probe: one pass of the draft, nothing verified."""
+ALIKE = 0.8
+"""Share of rightly copied tokens that the draft's chain has too, before the first event."""
 
 
 @dataclass(eq=False)
 class _Choice:
-    """What is known and chosen of one sequence. cut: of its chain, None while it does not draft; worth: tokens that
-    its chain should bring beyond what its time could bring otherwise; least_node: what a verified token must bring;
-    last_probe: number of the step that asked the draft without need; num_uncopied: steps since it copied text."""
+    """What is known and chosen of one sequence. cut: of its chain, None while it does not draft; length: levels of the
+    chain as planned; worth: tokens that they should bring beyond what their time could bring otherwise; least_node:
+    what a verified token must bring; last_probe: number of the step that asked the draft without need; num_uncopied:
+    steps since it copied text."""
 
     record: Record | None  # None without a draft model
     cut: Cut | None = None
+    length: int = 0
     worth: float = 0.0
     least_node: float = 0.0
     last_probe: int = 0
@@ -79,6 +92,7 @@ class Controller:
     def __post_init__(self) -> None:
         self._pools = [Pool() for _ in range(NUM_POOLS)]
         self._choices: dict[Sequence, _Choice] = {}
+        self._alike = Rates((ALIKE,), PRIOR, POOL_MEMORY)  # of rightly copied first tokens, those that the chain had
         self._planned: tuple[Sequence, ...] = ()
         self._age = EVERY
         self._with_chunks = False
@@ -117,7 +131,10 @@ class Controller:
             if choice is None:
                 continue
             is_mine = True
-            self._count(decode, decoded, is_looked_at)
+            add_choice(self.ledger, decode, decoded, is_looked_at)
+            first = decoded.kept[0]
+            if decoded.guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
+                self._alike.add(0, decoded.guesses[0].token == first)
             if decoded.guesses and choice.record is not None:
                 choice.record.observe(decoded.guesses, decoded.kept)
         if is_mine and is_looked_at:
@@ -164,7 +181,7 @@ class Controller:
         """What nodes and passes of one sequence must bring, where `together` sequences share a pass."""
         costs, rate, keys = self.costs, self._rate, float(len(sequence.tokens))
         node = max(LEAST_NODE, rate * (row_ms + costs.keys_factor * costs.table.key_row_ms * keys))
-        choice.least_node, choice.cut, choice.worth = node, None, 0.0
+        choice.least_node, choice.cut, choice.length, choice.worth = node, None, length, 0.0
         record = choice.record
         if length == 0 or record is None:
             return
@@ -199,13 +216,36 @@ class Controller:
                     break
                 worth += chance - choice.least_node
                 count += 1
-            if count and worth > choice.worth:
+            found = self._beside_chain(sequence, choice, proposal, count, max(worth, choice.worth))
+            if found is None and count and worth > choice.worth:
+                found = Decode(slot, PLAIN, first_of(proposal, count))
+            if found is not None:
                 choice.num_uncopied = 0
-                return Decode(slot, PLAIN, Proposal(proposal.tokens[:count], (), proposal.confidences[:count]))
+                return found
         choice.num_uncopied += 1
         if choice.cut is not None:
             return Decode(slot, chain_of(sequence), cut=choice.cut)
         return Decode(slot, PLAIN)
+
+    def _beside_chain(
+        self, sequence: Sequence, choice: _Choice, proposal: Proposal, count: int, least_worth: float
+    ) -> Decode | None:
+        """The first `count` tokens of a copy and the chain in one tree, if that is worth more than `least_worth`.
+
+        A token that both have is one node, and counts once. The chain is taken to have a rightly copied token as often
+        as it had the first one so far, and each further one as often as its own tokens are right at deeper levels."""
+        if choice.cut is None or choice.record is None:
+            return None
+        room = sequence.request.spec.max_nodes - 1
+        count = min(count, room - 2 * choice.length)
+        node, deeper, alike, worth = choice.least_node, choice.record.share(1), self._alike.share(0), choice.worth
+        for chance in proposal.confidences[: max(0, count)]:
+            worth += chance - node - chance * alike * (1 - node)
+            alike *= deeper
+        if count < 1 or worth <= least_worth:
+            return None
+        chain = chain_of(sequence, (room - count) // 2)
+        return Decode(sequence.slot, chain, first_of(proposal, count), cut=choice.cut)
 
     def _probe(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
         """Let the draft guess for one of the sequences that do not draft, if there is time for it."""
@@ -221,28 +261,6 @@ class Controller:
             self._probe_ms -= cost
 
     # Learning
-
-    def _count(self, decode: Decode, decoded: Decoded, with_chances: bool) -> None:
-        ledger, source = self.ledger, source_of(decode)
-        num_accepted = len(decoded.kept) - 1
-        ledger.steps[source] += 1
-        ledger.nodes[source] += decoded.num_drafted
-        ledger.accepted[source] += num_accepted
-        if not with_chances:
-            return
-        if source == "lookup":
-            assert decode.proposal is not None
-            for i, chance in enumerate(decode.proposal.confidences):
-                ledger.add_token(chance, i < num_accepted)
-        elif source == "draft":
-            assert decode.cut is not None
-            chance, is_right = 1.0, True
-            for guess, drawn in zip(decoded.guesses, decoded.kept, strict=False):
-                chance *= decode.cut.chances[guess.margin]
-                if chance < decode.cut.least_node:
-                    return
-                is_right = is_right and guess.token == drawn
-                ledger.add_token(chance, is_right)
 
     def _learn_time(self, step: Step, output: StepOutput) -> None:
         costs, plan = self.costs, step.plan
@@ -268,35 +286,13 @@ class Controller:
             self._correction += (min(2.0, max(0.5, ratio)) - self._correction) * SETTLING
 
 
-def source_of(decode: Decode) -> str:
-    """Where the tokens of a decode are drafted from, by the names of ledger.SOURCES."""
-    if decode.proposal is not None:
-        return "lookup"
-    if decode.cut is None:
-        return "none"
-    return "probe" if decode.cut is UNVERIFIED else "draft"
-
-
-def chain_of(sequence: Sequence) -> Chain:
-    """The longest chain that a sequence may draft."""
+def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
+    """The longest chain, of `most` levels at most, that a sequence may draft."""
     spec = sequence.request.spec
     assert isinstance(spec, Adaptive)
-    return spec.chain
+    return spec.chains[min(most, spec.max_spec_tokens) - 1]
 
 
-def passes_of(decodes: Items[Decode], outcomes: Items[Decoded], keys: Items[int]) -> tuple[list[int], float]:
-    """Rows of each pass of the draft in a step, and the keys that all passes together read. keys: of each sequence."""
-    passes: list[int] = []
-    num_keys = 0
-    for decode, decoded, each in zip(decodes, outcomes, keys, strict=True):
-        if decode.cut is not None:
-            levels = [1] * len(decoded.guesses)
-        elif decode.proposal is None and decode.drafting.needs_draft_model:
-            levels = [1, *decode.drafting.draft_passes]
-        else:
-            continue
-        num_keys += len(levels) * each
-        passes += [0] * (len(levels) - len(passes))
-        for level, rows in enumerate(levels):
-            passes[level] += rows
-    return passes, float(num_keys)
+def first_of(proposal: Proposal, count: int) -> Proposal:
+    """The first tokens of a copy."""
+    return Proposal(proposal.tokens[:count], (), proposal.confidences[:count])
