@@ -87,7 +87,7 @@ def test_it_is_worth_the_most_of_the_three_and_fits(
     for part in parts:
         chance *= part
         chances.append(chance)
-    found = chosen(chances, length, chain_worth, alike, least, share)
+    found = chosen(chances, length, chain_worth if length else 0.0, alike, least, share)
     kept = [chance for chance in chances if chance >= least]
     fit = kept[: max(0, 16 - 2 * length)]
     extra = sum(
