@@ -17,11 +17,12 @@ from aquiline.spec.match_events import MatchEvents
 class NativeIndex:
     """See spec/text_index.py, TextIndex. Freed with the last reference to it.
 
-    At most 140 bytes a token in any text, about 100 where a text is as long as what it was opened with; a fifth of
-    them more while it grows."""
+    Memory: 90 bytes for every token that it has room for. Where there is room for no more, the index moves to one with
+    half as many again: 140 bytes a token at most, and for the moment of moving 230."""
 
     def __init__(self, min_length: int, events: MatchEvents) -> None:
         self._library = lib = library()
+        self._propose = lib.propose
         self._events = events  # the library writes to its arrays
         at = (each.buffer_info()[0] for each in (events.trials, events.hits, events.estimates))
         self._handle = lib.open_index(min_length, byref(AqMatchEvents(*at)))
@@ -46,7 +47,7 @@ class NativeIndex:
     def propose(self, tokens: Sequence[int], max_tokens: int, least: float) -> Proposal:
         """Append tokens that the target wrote; then copy what followed the longest match."""
         new, copy = array("i", tokens), self._copy
-        if self._library.propose(self._handle, *new.buffer_info(), max_tokens, least, self._copy_at) != 0:
+        if self._propose(self._handle, *new.buffer_info(), max_tokens, least, self._copy_at) != 0:
             raise NativeError(f"aq_propose: {self._library.last_error()}")
         self.num_tokens += len(new)
         num = copy.num_tokens
