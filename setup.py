@@ -1,9 +1,9 @@
 """Builds the native CPU library, aquiline/_native.so: a plain shared library that backends/cpu/native.py loads with
 ctypes.
 
-csrc/kernels/kernels.cpp and integer.cpp are compiled once per instruction set, each with its own flags, csrc/api and
-csrc/stages as baseline code, for the machine that the compiler compiles for. CXX, CXXFLAGS and LDFLAGS are heeded.
-Without a working compiler the package still installs, says so, and runs on its slower torch path.
+csrc/kernels/kernels.cpp and integer.cpp are compiled once per instruction set, each with its own flags; csrc/api,
+csrc/stages and csrc/lookup as baseline code, for the machine that the compiler compiles for. CXX, CXXFLAGS and LDFLAGS
+are heeded. Without a working compiler the package still installs, says so, and runs on its slower torch path.
 """
 
 import os
@@ -93,7 +93,9 @@ class BuildNative(build_ext):
         kernels = KERNELS.get(family, {}) | {"portable": []}
         integer = INTEGER.get(family, {}) | {"portable": ([], "portable.h")}
         dot = DOT.get(family, [])
-        host = [file for folder in ("api", "stages") for file in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+        host = [
+            file for folder in ("api", "stages", "lookup") for file in sorted((ROOT / "csrc" / folder).glob("*.cpp"))
+        ]
         units: list[tuple[str, str, list[str]]] = [(file.stem, f"{file.parent.name}/{file.name}", []) for file in host]
         for isa, flags in kernels.items():
             units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import needs_native
 
 from aquiline.backends.cpu import native
+from aquiline.spec.match_events import MatchEvents
 from aquiline.types import SAMPLING
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -30,6 +31,12 @@ def test_sampling_is_the_same_to_numpy_and_ctypes() -> None:
     fields = {name: SAMPLING.fields[name][1] for name in SAMPLING.names}
     assert fields == {name: getattr(native.AqSampling, name).offset for name, _ in native.AqSampling._fields_}
     assert SAMPLING.itemsize == sizeof(native.AqSampling)
+
+
+def test_cells_of_matches_are_as_many_to_both() -> None:
+    """The library writes to as many as it knows."""
+    found = re.search(r"AQ_MATCH_CELLS = (\d+)", (CSRC / "lookup" / "lookup.h").read_text())
+    assert found is not None and {int(found[1])} == {len(a) for a in vars(MatchEvents()).values()}
 
 
 @pytest.fixture

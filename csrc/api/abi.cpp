@@ -1,8 +1,10 @@
-// Version and struct sizes. A caller compares its mirror of aquiline.h and stages.h with them before any other call.
+// Version and struct sizes. A caller compares its mirror of aquiline.h, stages.h and lookup.h with them before any
+// other call.
 #include <string.h>
 
 #include "aquiline.h"
 #include "formats/formats.h"
+#include "lookup/lookup.h"
 #include "stages/stages.h"
 
 int64_t aq_abi(const char* name) {
@@ -15,9 +17,9 @@ int64_t aq_abi(const char* name) {
     const char* name;
     size_t size;
   } structs[] = {
-      AQ_SIZE(AqLinear), AQ_SIZE(AqAttention), AQ_SIZE(AqMlp),      AQ_SIZE(AqLayer),  AQ_SIZE(AqModel),
-      AQ_SIZE(AqKV),     AQ_SIZE(AqRows),      AQ_SIZE(AqSampling), AQ_SIZE(AqFusion), AQ_SIZE(AqBatchConfig),
-      AQ_SIZE(AqAdmit),  AQ_SIZE(AqShape),     AQ_SIZE(AqCut),
+      AQ_SIZE(AqLinear), AQ_SIZE(AqAttention), AQ_SIZE(AqMlp),      AQ_SIZE(AqLayer),       AQ_SIZE(AqModel),
+      AQ_SIZE(AqKV),     AQ_SIZE(AqRows),      AQ_SIZE(AqSampling), AQ_SIZE(AqFusion),      AQ_SIZE(AqBatchConfig),
+      AQ_SIZE(AqAdmit),  AQ_SIZE(AqShape),     AQ_SIZE(AqCut),      AQ_SIZE(AqMatchEvents), AQ_SIZE(AqCopy),
   };
 #undef AQ_SIZE
   for (const auto& entry : structs)

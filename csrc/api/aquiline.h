@@ -17,9 +17,9 @@
 extern "C" {
 #endif
 
-// Changes with every struct and signature, those of stages/stages.h too: backends/cpu/native.py computes it from its
-// mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0x797efa56u
+// Changes with every struct and signature, those of stages/stages.h and lookup/lookup.h too: backends/cpu/native.py
+// computes it from its mirror of them, and tests/test_abi.py says what it should be.
+#define AQ_ABI 0x8517e5a3u
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -86,8 +86,8 @@ typedef struct {
 } AqSampling;
 
 const char* aq_last_error(void);
-// The interface that the library was built with: AQ_ABI for NULL, the size in bytes of a struct of this file or of
-// stages.h for its name, -1 for any other name.
+// The interface that the library was built with: AQ_ABI for NULL, the size in bytes of a struct of this file, of
+// stages.h or of lookup.h for its name, -1 for any other name.
 int64_t aq_abi(const char* name);
 const char* aq_format_name(int32_t code);    // of a storage format (formats/); NULL where no format has that code
 const char* aq_isa(void);                    // the instruction set in use: one of api.cpp's `detect`

@@ -19,11 +19,13 @@ from tests.native.recorder import Recorder
 
 from aquiline.backends.cpu import calls, native
 from aquiline.backends.cpu.packed import library
+from aquiline.backends.cpu.text_index import NativeIndex
 from aquiline.blocks import BLOCK_TYPES
-from aquiline.config import Environment, SamplingParams
+from aquiline.config import MAX_DEPTH, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Static
+from aquiline.spec.lookup import Lookup
 from aquiline.types import ModelWeights, Rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
@@ -56,6 +58,7 @@ def record(path: Path) -> int:
         attention(recorder)
         forwards(recorder)
         steps(recorder)
+        lookups(recorder)
     return recorder.num_calls
 
 
@@ -214,6 +217,19 @@ def steps(recorder: Recorder) -> None:
             for name, wish in wishes.items():
                 recorder.label(f"steps, {dtype} in {arithmetic}, {spec}, {name}")
                 llm.run(prompts, wish, spec=spec)
+
+
+def lookups(recorder: Recorder) -> None:
+    """Two texts that repeat themselves, of which one is expected, and their common events."""
+    recorder.label("lookups")
+    draw, spec = np.random.default_rng(0), Lookup(1, MAX_DEPTH, 0.01)
+    shared = spec.shared(NativeIndex)
+    phrases = [draw.integers(0, 40, draw.integers(3, 30)).tolist() for _ in range(9)]
+    texts = [[token for i in draw.integers(0, 9, 20) for token in phrases[i]] for _ in range(2)]
+    proposers = [spec.proposer(texts[0][:50], texts[1][20:90], shared), spec.proposer(texts[1][:9], (), shared)]
+    for num in range(51, 250, 3):
+        for text, proposer in zip(texts, proposers, strict=True):
+            proposer.propose(text[:num], spec.max_draft)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a call of the native library reaches: how many bytes lie behind each pointer of a struct or an argument.
 
-csrc/api/aquiline.h and csrc/stages/stages.h give the shapes in words; here they are sizes, so that a call can be
-recorded with all that it reads and writes (recorder.py)."""
+csrc/api/aquiline.h, csrc/stages/stages.h and csrc/lookup/lookup.h give the shapes in words; here they are sizes, so
+that a call can be recorded with all that it reads and writes (recorder.py)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from aquiline.backends.cpu.native import (
     AqAdmit,
     AqAttention,
     AqBatchConfig,
+    AqCopy,
     AqFusion,
     AqKV,
     AqLayer,
     AqLinear,
+    AqMatchEvents,
     AqModel,
     AqRows,
     AqSampling,
     AqShape,
 )
 from aquiline.blocks import block_size
+from aquiline.spec.match_events import MatchEvents
 
 WORD = 4
+NUM_CELLS = len(MatchEvents().trials)
 ELEMENT_BYTES = {native.FLOAT32: 4, native.BFLOAT16: 2, native.FLOAT16: 2}
 
 
@@ -114,6 +118,10 @@ FIELDS: dict[type[ctypes.Structure], dict[str, Size]] = {
         "bad_words": lambda s, _: s.bad_words_size * WORD,
     },
     AqShape: {"parents": lambda s, _: s.num_nodes * WORD, "ranks": lambda s, _: s.num_nodes * WORD},
+    AqMatchEvents: {
+        **{name: lambda *_: NUM_CELLS * WORD for name in ("trials", "hits")},
+        "estimates": lambda *_: NUM_CELLS * 2 * WORD,
+    },
 }
 """Bytes behind each pointer, by the struct and the model that it belongs to; behind a pointer to structs, how many."""
 
@@ -185,6 +193,8 @@ ARGUMENTS: dict[str, dict[int, Callable[[list[Any]], int]]] = {
     },
     "aq_open_batch": {}, "aq_close_batch": {}, "aq_add_shape": {}, "aq_draft": {}, "aq_step": {}, "aq_keep": {},
     "aq_verify": {1: lambda a: a[2] * a[3] * WORD},
+    "aq_open_index": {}, "aq_close_index": {}, "aq_extend_index": {1: lambda a: a[2] * WORD},
+    "aq_propose": {1: lambda a: a[2] * WORD, 5: lambda _: ctypes.sizeof(AqCopy)},
 }  # fmt: skip
 """Bytes behind the arguments that are bare addresses. Structs and ctypes arrays know their own size."""
 

@@ -12,7 +12,7 @@ every number little-endian:
              changes u32, each like BYTES; compared u32, then that many regions
     END
 
-A handle is what aq_open_batch returns; like a region, it has a number."""
+A handle is what a function of OPENING returns; like a region, it has a number."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ PASSED = {"select_isa", "set_threads", "isa", "available_isas", "num_threads", "
 PASSED |= {"has_bf16_dot"}
 """Calls that are not recorded: what replay.cpp decides itself, and questions."""
 
+OPENING, CLOSING = {"aq_open_batch", "aq_open_index"}, {"aq_close_batch", "aq_close_index"}
+"""Calls between which the library keeps pointers into the memory that the first one reached."""
+
 TIMES = {"aq_keep": 2, "aq_step": 6}
 """Arguments that receive seconds, which differ from run to run."""
 
@@ -48,7 +51,7 @@ class Region:
     number: int
     range: Range
     known: NDArray[np.uint8]
-    users: set[int] = field(default_factory=set)  # open batches that keep pointers into it
+    users: set[int] = field(default_factory=set)  # open handles that keep pointers into it
 
     @property
     def end(self) -> int:
@@ -116,16 +119,14 @@ class Recorder:
             elif isinstance(value, int) and i in ARGUMENTS[name]:
                 ranges.append(Range(value, ARGUMENTS[name][i](arguments)))
         regions = self._place(ranges)
-        is_closing = (
-            name == "aq_close_batch"
-        )  # its memory may be gone: it is closed where nothing refers to it any more
+        is_closing = name in CLOSING  # its memory may be gone: it is closed where nothing refers to it any more
         kept = [] if is_closing else [r for r in self._regions if handle in r.users]
         used = list(dict.fromkeys(regions + kept))
         self._tell(used, ranges)
 
         result = function(*given)
 
-        if name == "aq_open_batch":
+        if name in OPENING:
             assert result, self._library.last_error()
             handle = self._handles[result] = self._next
             self._next += 1
@@ -189,7 +190,7 @@ class Recorder:
         self.num_calls += 1
         self._write("I", CALL)
         self._text(name)
-        self._write("II", len(arguments), handle if name == "aq_open_batch" else 0)
+        self._write("II", len(arguments), handle if name in OPENING else 0)
         for i, (value, kind) in enumerate(zip(arguments, self._kinds(name), strict=True)):
             self._argument(name, i, value, kind)
         untimed = [r for r in used if not r.range.is_input and not self._is_time(name, arguments, r)]
@@ -208,6 +209,8 @@ class Recorder:
             self._write("IQ", self._handles[value], 0)
         elif kind is ctypes.c_float:
             self._write("IfI", 0, value, 0)
+        elif kind is ctypes.c_double:
+            self._write("Id", 0, value)
         elif isinstance(value, int) and i not in ARGUMENTS[name]:
             self._write("IQ", 0, value & 0xFFFFFFFFFFFFFFFF)
         else:
@@ -217,7 +220,7 @@ class Recorder:
             self._write("IQ", region.number, address - region.range.address)
 
     def _kinds(self, name: str) -> list[Any]:
-        return list(getattr(self._library._dll, name).argtypes)
+        return list(getattr(self._library, name.removeprefix("aq_")).argtypes)
 
     @staticmethod
     def _is_time(name: str, arguments: list[Any], region: Region) -> bool:

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "api/aquiline.h"
+#include "lookup/lookup.h"
 #include "stages/stages.h"
 
 namespace {
@@ -83,13 +84,14 @@ uint64_t call(R (*function)(A...), const std::vector<Argument>& given) {
 using Function = uint64_t (*)(const std::vector<Argument>&);
 #define AQ_FUNCTION(name) {#name, [](const std::vector<Argument>& given) { return call(&name, given); }}
 const std::map<std::string, Function> kFunctions = {
-    AQ_FUNCTION(aq_pack),        AQ_FUNCTION(aq_forward),       AQ_FUNCTION(aq_head_logits), AQ_FUNCTION(aq_head_draw),
-    AQ_FUNCTION(aq_head_guess),  AQ_FUNCTION(aq_head_topk),     AQ_FUNCTION(aq_draw),        AQ_FUNCTION(aq_linear),
-    AQ_FUNCTION(aq_rms_norm),    AQ_FUNCTION(aq_swiglu),        AQ_FUNCTION(aq_rope),        AQ_FUNCTION(aq_write_kv),
-    AQ_FUNCTION(aq_attention),   AQ_FUNCTION(aq_exp_log),       AQ_FUNCTION(aq_gumbel),      AQ_FUNCTION(aq_fuse),
-    AQ_FUNCTION(aq_move_kv),     AQ_FUNCTION(aq_open_batch),    AQ_FUNCTION(aq_add_shape),   AQ_FUNCTION(aq_draft),
-    AQ_FUNCTION(aq_verify),      AQ_FUNCTION(aq_head_logprobs), AQ_FUNCTION(aq_keep),        AQ_FUNCTION(aq_step),
-    AQ_FUNCTION(aq_close_batch),
+    AQ_FUNCTION(aq_pack),        AQ_FUNCTION(aq_forward),       AQ_FUNCTION(aq_head_logits),  AQ_FUNCTION(aq_head_draw),
+    AQ_FUNCTION(aq_head_guess),  AQ_FUNCTION(aq_head_topk),     AQ_FUNCTION(aq_draw),         AQ_FUNCTION(aq_linear),
+    AQ_FUNCTION(aq_rms_norm),    AQ_FUNCTION(aq_swiglu),        AQ_FUNCTION(aq_rope),         AQ_FUNCTION(aq_write_kv),
+    AQ_FUNCTION(aq_attention),   AQ_FUNCTION(aq_exp_log),       AQ_FUNCTION(aq_gumbel),       AQ_FUNCTION(aq_fuse),
+    AQ_FUNCTION(aq_move_kv),     AQ_FUNCTION(aq_open_batch),    AQ_FUNCTION(aq_add_shape),    AQ_FUNCTION(aq_draft),
+    AQ_FUNCTION(aq_verify),      AQ_FUNCTION(aq_head_logprobs), AQ_FUNCTION(aq_keep),         AQ_FUNCTION(aq_step),
+    AQ_FUNCTION(aq_close_batch), AQ_FUNCTION(aq_open_index),    AQ_FUNCTION(aq_extend_index), AQ_FUNCTION(aq_propose),
+    AQ_FUNCTION(aq_close_index),
 };
 
 class Replay {

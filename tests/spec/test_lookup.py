@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from tests.spec.test_suffix_automaton import STREAMS, places, searched
 
 from aquiline.config import MAX_DEPTH
 from aquiline.spec.drafting import Match, Proposal
-from aquiline.spec.lookup import Lookup, LookupProposer
+from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
 from aquiline.spec.match_events import MAX_TRIALS, MatchEvents, cell_of
 from aquiline.spec.past_outputs import CONTEXT
 from aquiline.spec.suffix_automaton import MAX_SETTLED, SEPARATOR
@@ -26,7 +27,7 @@ SHORT = STREAMS.map(lambda text: text[:MAX_SETTLED])  # whose places and counts 
 def proposer(
     spec: Lookup, num_prompt: int = 0, prediction: Sequence[int] = (), events: MatchEvents | None = None
 ) -> LookupProposer:
-    return spec.proposer([0] * num_prompt, prediction, events or spec.shared())
+    return spec.proposer([0] * num_prompt, prediction, LookupShared(events or MatchEvents()))
 
 
 def proposed(spec: Lookup, text: list[int], events: MatchEvents | None = None) -> Proposal:
@@ -38,7 +39,7 @@ def told(chances: float | Sequence[float]) -> MatchEvents:
     """Events whose estimates are these."""
     events = MatchEvents()
     num = len(events.estimates)
-    events.estimates = [chances] * num if isinstance(chances, float) else [*chances][:num]
+    events.estimates[:] = array("d", [chances] * num if isinstance(chances, float) else [*chances][:num])
     return events
 
 
@@ -213,7 +214,7 @@ def test_of_a_long_text_the_latest_half_is_kept() -> None:
         for num in range(2001, 4001):
             drafts.propose(text[:num], 8)
             assert drafts.index is not None
-            held = drafts.index.text
+            held = drafts.index.automaton.text
             sizes.append(len(held))
             own = held[list(held).index(SEPARATOR) + 1 :] if expected else held
             kept.append(len(own))
@@ -230,8 +231,8 @@ def test_many_tokens_at_once_do_not_pass_the_window() -> None:
     text = list(range(5000))
     for num in (11, 200, 1200, 1300, 5000):
         drafts.propose(text[:num], 8)
-        assert drafts.index is not None and len(drafts.index.text) <= spec.window
-        assert drafts.index.text.tolist() == text[num - len(drafts.index.text) : num]
+        assert drafts.index is not None and drafts.index.num_tokens <= spec.window
+        assert drafts.index.automaton.text.tolist() == text[num - drafts.index.num_tokens : num]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from aquiline.spec import past_outputs
 from aquiline.spec.drafting import Match, Proposal
-from aquiline.spec.lookup import Lookup, LookupProposer
+from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
 from aquiline.spec.match_events import LONGEST, MatchEvents
 from aquiline.spec.past_outputs import BYTES, CONTEXT, LEAST, MAX_PLACES, NOWHERE, PastMatch, PastOutputs, PastSpace
 from aquiline.spec.suffix_automaton import SEPARATOR
@@ -165,12 +166,11 @@ def test_the_first_tokens_are_found_behind_the_prompt() -> None:
 
 
 def proposer(space: PastSpace | None, num_prompt: int, spec: Lookup = EAGER) -> LookupProposer:
-    return spec.proposer([0] * num_prompt, (), MatchEvents(), space)
+    return spec.proposer([0] * num_prompt, (), LookupShared(), space)
 
 
 def test_a_draft_goes_on_to_the_end_of_the_past_output() -> None:
     outputs = outputs_of(64, [1, 2, 3, 4, 5, 6, 7], [8, 9])
-    outputs.events.estimates = [0.5] * len(outputs.events.estimates)
     found = proposer(outputs.space(None), 4).propose([1, 2, 3, 4], 8)
     assert found == Proposal((5, 6, 7), (), (0.5, 0.25, 0.125), Match(4, 1))
     assert proposer(outputs.space(None), 4).propose([1, 2, 3, 4], 2).tokens == (5, 6)
@@ -197,7 +197,8 @@ def test_the_other_match_is_copied_where_the_first_is_not_likely() -> None:
     for text, own in (([1, 2, 3, 4, 5, 60, 1, 2, 3, 4, 5], 60), ([2, 3, 4, 5, 60, 1, 2, 3, 4, 5], 60)):
         for chances, token in (((0.1, 0.9), 50), ((0.9, 0.1), own)):
             drafts = proposer(outputs.space(None), len(text), spec)
-            drafts.events.estimates, outputs.events.estimates = ([c] * 64 for c in chances)
+            for events, chance in zip((drafts.shared.events, outputs.events), chances, strict=True):
+                events.estimates[:] = array("d", [chance]) * len(events.estimates)
             assert drafts.propose(text, 1).tokens == (token,)
 
 
@@ -210,5 +211,5 @@ def test_matches_of_past_outputs_have_events_of_their_own() -> None:
         text.append(token)
     drafts.propose([*text, 99], 8)
     assert sum(outputs.events.trials) == 36 and sum(outputs.events.hits) == 35
-    assert sum(drafts.events.trials) == 0, "nothing of the text itself stood before"
+    assert sum(drafts.shared.events.trials) == 0, "nothing of the text itself stood before"
     assert outputs.events.estimates != MatchEvents().estimates

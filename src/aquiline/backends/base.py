@@ -23,6 +23,8 @@ from aquiline.config import MAX_NODES, SamplingParams
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.spec.confidence import Cut, Guess
 from aquiline.spec.drafting import Drafting, Proposal
+from aquiline.spec.match_events import MatchEvents
+from aquiline.spec.text_index import TextIndex
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, TokenLogprobs
 
@@ -273,6 +275,10 @@ class Pair(Protocol):
 
     def open(self, sizes: Sizes) -> Backend:
         """Storage and buffers for an engine of that size."""
+        ...
+
+    def new_index(self, min_length: int, events: MatchEvents) -> TextIndex:
+        """The index of an empty text, for drafts on the host that are copied from it. min_length: of a match."""
         ...
 
     def kv_bytes_per_token(self) -> tuple[int, int]:

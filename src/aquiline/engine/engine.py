@@ -137,7 +137,7 @@ class Engine:
     def _proposer(self, request: Request) -> Proposer | None:
         kind = type(request.spec)
         if kind not in self._shared:
-            self._shared[kind] = request.spec.shared()
+            self._shared[kind] = request.spec.shared(self.models.pair.new_index)
         past = None if self.past is None else self.past.space(request.cache_salt)
         return request.spec.proposer(request.prompt_ids, request.prediction, self._shared[kind], past)
 

@@ -13,9 +13,9 @@ from aquiline.config import MAX_CHAIN, check
 from aquiline.settings import setting
 from aquiline.spec.confidence import most_nodes
 from aquiline.spec.drafting import DRAFTING, Chain, Drafting, Proposer
-from aquiline.spec.lookup import Lookup, LookupProposer
-from aquiline.spec.match_events import MatchEvents
+from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
 from aquiline.spec.past_outputs import PastSpace
+from aquiline.spec.text_index import NewIndex, SuffixIndex
 
 PLENTY = 16
 """Copied tokens of a step at most."""
@@ -72,11 +72,11 @@ class Adaptive(Drafting):
         """The chains of one level, of two, and so on."""
         return tuple(Chain(length) for length in range(1, self.max_spec_tokens + 1))
 
-    def shared(self) -> MatchEvents:  # noqa: D102
-        return MatchEvents()
+    def shared(self, new_index: NewIndex = SuffixIndex) -> LookupShared:  # noqa: D102
+        return LookupShared(new_index=new_index)
 
     def proposer(  # noqa: D102
-        self, prompt: Sequence[int], prediction: Sequence[int], shared: MatchEvents, past: PastSpace | None = None
+        self, prompt: Sequence[int], prediction: Sequence[int], shared: LookupShared, past: PastSpace | None = None
     ) -> Proposer | None:
         if not self.lookup:
             return None

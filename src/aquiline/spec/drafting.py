@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from aquiline.checks import check_fields
 from aquiline.config import MAX_CHAIN, MAX_DEPTH, MAX_NODES, check
 from aquiline.settings import setting
 from aquiline.spec.past_outputs import PastSpace
+
+if TYPE_CHECKING:
+    from aquiline.spec.text_index import NewIndex
 
 DRAFTING = "Drafting"
 """The heading under which fields of ways to draft are listed."""
@@ -44,8 +47,7 @@ class Match(NamedTuple):
     occurrences: int
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """Drafted tokens from the host. parents[i]: the entry that token i follows, -1 for the root; () means a chain.
     A parent stands before its children; children of one parent differ.
 
@@ -69,6 +71,9 @@ class Proposal:
             )
             levels.append(1 + (levels[parent] if parent >= 0 else 0))
         return max(levels, default=0)
+
+
+NOTHING = Proposal(())
 
 
 class Proposer(Protocol):
@@ -135,9 +140,9 @@ class Drafting(ABC):
         """Short name for tables and file names."""
         return self.name
 
-    def shared(self) -> Any:
+    def shared(self, new_index: NewIndex) -> Any:
         """What the proposers of this way to draft share within an engine, whatever their fields; made once by each
-        engine that runs one."""
+        engine that runs one. new_index: makes the index of a text that is copied from, as the engine's backend does."""
         return None
 
     def proposer(

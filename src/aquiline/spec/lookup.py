@@ -1,7 +1,7 @@
 """Prompt lookup: drafts are copied from where the latest tokens stood before, in the prompt, the output, or the text
 that the caller expects to come back. No draft model takes part.
 
-Each sequence has a suffix automaton of its tokens, which is freed with it. The sequences of an engine share
+Each sequence has an index of its tokens (text_index.py), which is freed with it. The sequences of an engine share
 MatchEvents: how often a match of a length and a count foretold the next token of the target. Where the engine keeps
 past outputs, drafts are copied from those of the sequence's space too; such matches have events of their own.
 """
@@ -9,21 +9,20 @@ past outputs, drafts are copied from those of the sequence's space too; such mat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from aquiline.checks import check_fields
 from aquiline.config import MAX_DEPTH, check
 from aquiline.settings import setting
-from aquiline.spec.drafting import DRAFTING, Drafting, Match, Proposal
+from aquiline.spec.drafting import DRAFTING, NOTHING, Drafting, Match, Proposal
 from aquiline.spec.match_events import MatchEvents, cell_of
 from aquiline.spec.past_outputs import CONTEXT, PastMatch, PastSpace
-from aquiline.spec.suffix_automaton import SEPARATOR, SuffixAutomaton
+from aquiline.spec.suffix_automaton import SEPARATOR
+from aquiline.spec.text_index import NewIndex, SuffixIndex, TextIndex
 
 LEAST = 0.02
 """Chance below which nothing is drafted where the engine weighs what is: no verified token is as cheap."""
-
-NOTHING = Proposal(())
 
 
 @dataclass(frozen=True)
@@ -72,74 +71,60 @@ class Lookup(Drafting):
     def label(self) -> str:  # noqa: D102
         return f"lookup-{self.max_draft}"
 
-    def shared(self) -> MatchEvents:  # noqa: D102
-        return MatchEvents()
+    def shared(self, new_index: NewIndex = SuffixIndex) -> LookupShared:  # noqa: D102
+        return LookupShared(new_index=new_index)
 
     def proposer(  # noqa: D102
-        self, prompt: Sequence[int], prediction: Sequence[int], shared: MatchEvents, past: PastSpace | None = None
+        self, prompt: Sequence[int], prediction: Sequence[int], shared: LookupShared, past: PastSpace | None = None
     ) -> LookupProposer:
         return LookupProposer(self, len(prompt), prediction, shared, past)
 
 
+@dataclass(frozen=True)
+class LookupShared:
+    """What the lookups of an engine share: `events` of all of them, and what makes the index of a text."""
+
+    events: MatchEvents = field(default_factory=MatchEvents)
+    new_index: NewIndex = SuffixIndex
+
+
 class LookupProposer:
-    """Drafts for one sequence. Its automaton is built by the first call of `propose`, so that a sequence that waits for
-    a slot has none, and keeps its tokens while the sequence is preempted."""
+    """Drafts for one sequence. Its index is built by the first call of `propose`, so that a sequence that waits for a
+    slot has none, and keeps its tokens while the sequence is preempted."""
 
     def __init__(
-        self, spec: Lookup, num_prompt: int, prediction: Sequence[int], events: MatchEvents, past: PastSpace | None
+        self, spec: Lookup, num_prompt: int, prediction: Sequence[int], shared: LookupShared, past: PastSpace | None
     ) -> None:
-        self.spec, self.num_prompt, self.prediction, self.events = spec, num_prompt, prediction, events
+        self.spec, self.num_prompt, self.prediction, self.shared = spec, num_prompt, prediction, shared
         self.past = None if past is None else PastMatch(past, spec.min_match)
-        self.index: SuffixAutomaton | None = None
+        self.index: TextIndex | None = None
         self.num_seen = 0  # tokens of the sequence that were indexed, or left out as too old
+        self.window = spec.window
+        self.least = LEAST if spec.min_confidence is None else spec.min_confidence
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
         """The tokens behind the longest match, as far as they are likely enough. If that is none, those behind the
         other match: the text's own, which goes first where both are as long, or the one in past outputs."""
-        index = self._followed(tokens)
-        state = index.match()
-        if self.past is None:
-            return self._copied(index, state, max_tokens)
-        if self.past.follow(tokens, self.num_prompt).length <= index.length[state]:
-            own = self._copied(index, state, max_tokens)
-            return own if own.tokens else self._from_past(self.past, max_tokens)
-        found = self._from_past(self.past, max_tokens)
-        return found if found.tokens else self._copied(index, state, max_tokens)
-
-    @property
-    def _least(self) -> float:
-        return LEAST if self.spec.min_confidence is None else self.spec.min_confidence
-
-    def _copied(self, index: SuffixAutomaton, state: int, max_tokens: int) -> Proposal:
-        """From the text itself. A copy that reaches its end goes on from the copy's beginning: such a text repeats
-        itself."""
-        if not state:
-            return NOTHING
-        estimates, text, least = self.events.estimates, index.text, self._least
-        match = Match(index.length[state], index.count[state])
-        matched, count = match
-        begin = place = index.end[state] + 1
-        chance = 1.0
-        drafted: list[int] = []
-        confidences: list[float] = []
-        for _ in range(max_tokens):
-            chance *= estimates[cell_of(matched, count)]
-            token = text[place]
-            if chance < least or token == SEPARATOR:
-                break
-            drafted.append(token)
-            confidences.append(chance)
-            # If the token is accepted, the match is a token longer, and stood in the text as often as that one did.
-            matched += 1
-            state = index.next(state, token) if state else 0
-            count = index.count[state] if state else count
-            place = place + 1 if place + 1 < len(text) else begin
-        return Proposal(tuple(drafted), (), tuple(confidences), match) if drafted else NOTHING
+        index = self.index
+        if index is None:
+            index = self._open(tokens, self.num_prompt)
+        if index.num_tokens + len(tokens) - self.num_seen > self.window:
+            index = self._open(tokens, len(tokens))
+        own = index.propose(tokens[self.num_seen :], max_tokens, self.least)
+        self.num_seen = len(tokens)
+        past = self.past
+        if past is None:
+            return own
+        is_longer = past.follow(tokens, self.num_prompt).length > index.match_length
+        if own.tokens and not is_longer:
+            return own
+        found = self._from_past(past, max_tokens)
+        return found if found.tokens else own
 
     def _from_past(self, past: PastMatch, max_tokens: int) -> Proposal:
         """From what earlier requests wrote, up to the end of that output."""
         outputs, (end, length, count) = past.space.outputs, past.place
-        estimates, least = outputs.events.estimates, self._least
+        estimates, least = outputs.events.estimates, self.least
         chance = 1.0
         drafted: list[int] = []
         confidences: list[float] = []
@@ -152,27 +137,16 @@ class LookupProposer:
             confidences.append(chance)
         return Proposal(tuple(drafted), (), tuple(confidences), Match(length, count)) if drafted else NOTHING
 
-    def _followed(self, tokens: Sequence[int]) -> SuffixAutomaton:
-        """The automaton with all tokens of the sequence."""
-        if self.index is None:
-            self.index = self._opened(tokens, self.num_prompt)
-        if len(self.index.text) + len(tokens) - self.num_seen > self.spec.window:
-            self.index = self._opened(tokens, len(tokens))
-        if len(tokens) > self.num_seen:
-            self.index.extend(tokens[self.num_seen :], self.events)
-            self.num_seen = len(tokens)
-        return self.index
-
-    def _opened(self, tokens: Sequence[int], end: int) -> SuffixAutomaton:
-        """A new automaton of the prediction, which gets half of the window at most, and the latest tokens before `end`,
+    def _open(self, tokens: Sequence[int], end: int) -> TextIndex:
+        """A new index of the prediction, which gets half of the window at most, and the latest tokens before `end`,
         which get half of the rest: the other half is for tokens to come.
 
         The prediction stands first: it is copied only from where prompt and output have no match as long."""
-        index = SuffixAutomaton(self.spec.min_match)
+        index = self.index = self.shared.new_index(self.spec.min_match, self.shared.events)
         if self.prediction:
             index.extend(tokens[max(0, self.num_prompt - CONTEXT) : self.num_prompt])
-            index.extend(self.prediction[: self.spec.window // 2 - CONTEXT - 1])
+            index.extend(self.prediction[: self.window // 2 - CONTEXT - 1])
             index.extend((SEPARATOR,))
-        index.extend(tokens[max(0, end - (self.spec.window - len(index.text)) // 2) : end])
+        index.extend(tokens[max(0, end - (self.window - index.num_tokens) // 2) : end])
         self.num_seen = end
         return index

@@ -6,6 +6,8 @@ drafted or not.
 
 from __future__ import annotations
 
+from array import array
+
 LONGEST, OFTENEST = 64, 8
 """Lengths and counts from which on all are one bucket; below, a bucket holds those of as many bits."""
 
@@ -26,12 +28,13 @@ def cell_of(length: int, count: int) -> int:
 class MatchEvents:
     """How often matches foretold the next token, by the buckets of their length and count.
 
-    estimates: the chance of a match in a cell to be right, (hits + 1) / (trials + 2): 1/2 before the first event."""
+    estimates: the chance of a match in a cell to be right, (hits + 1) / (trials + 2): 1/2 before the first event.
+    The arrays stay where they are: the native library reads and writes them too."""
 
     def __init__(self) -> None:
         num_cells = cell_of(LONGEST, OFTENEST) + 1
-        self.trials, self.hits = [0] * num_cells, [0] * num_cells
-        self.estimates = [0.5] * num_cells
+        self.trials, self.hits = array("i", [0]) * num_cells, array("i", [0]) * num_cells
+        self.estimates = array("d", [0.5]) * num_cells
 
     def add(self, length: int, count: int, is_hit: bool) -> None:
         """Count a token that the target wrote behind a match; is_hit: it was the foretold one."""

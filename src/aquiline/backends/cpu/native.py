@@ -1,5 +1,6 @@
-"""The ctypes mirror of csrc/api/aquiline.h and csrc/stages/stages.h: structs, signatures, loading. A library that was
-built from other structs or signatures is refused with the fix when it is loaded. Knows nothing of models or the engine.
+"""The ctypes mirror of csrc/api/aquiline.h, csrc/stages/stages.h and csrc/lookup/lookup.h: structs, signatures,
+loading. A library that was built from other structs or signatures is refused with the fix when it is loaded. Knows
+nothing of models or the engine.
 
 Every array crosses as a bare address, so a call costs about a microsecond. The code that fills a struct must keep the
 arrays alive that it points to.
@@ -10,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aquiline.config import MAX_DEPTH
 from aquiline.errors import NativeError
 from aquiline.spec.confidence import NUM_MARGINS
 
@@ -170,9 +172,25 @@ class AqCut(Structure):
     ]
 
 
+class AqMatchEvents(Structure):
+    """How often matches foretold the next token."""
+
+    _fields_ = [(n, c_void_p) for n in ("trials", "hits", "estimates")]
+
+
+class AqCopy(Structure):
+    """Tokens that followed a match."""
+
+    _fields_ = [
+        *((n, c_int32) for n in ("length", "occurrences", "num_tokens")),
+        ("tokens", c_int32 * MAX_DEPTH),
+        ("chances", c_double * MAX_DEPTH),
+    ]
+
+
 STRUCTS: tuple[type[Structure], ...] = (
     AqLinear, AqAttention, AqMlp, AqLayer, AqModel, AqKV, AqRows, AqSampling, AqFusion, AqBatchConfig, AqAdmit, AqShape,
-    AqCut,
+    AqCut, AqMatchEvents, AqCopy,
 )  # fmt: skip
 
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
@@ -203,6 +221,8 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_fuse": [POINTER(AqFusion), _P, _I, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],
     "aq_close_batch": [_P],
+    "aq_close_index": [_P],
+    "aq_extend_index": [_P, _P, _I],
 }
 """Functions that return 0 or -1; each becomes a method of Library without its prefix that raises NativeError."""
 
@@ -218,11 +238,15 @@ _STAGES: dict[str, list[Any]] = {
 }
 """Functions whose result the caller looks at: 0, -1 for refused input, -2 for a failure inside."""
 
+_BRIEF: dict[str, list[Any]] = {"aq_propose": [_P, _P, _I, _I, c_double, _P]}
+"""Functions of a microsecond, whose result the caller looks at. They keep the interpreter's lock: giving it up would
+cost as much, and another thread might keep it for milliseconds."""
+
 
 def abi() -> int:
     """A hash of this mirror, structs and signatures: AQ_ABI of the aquiline.h that it mirrors."""
     fields = [(struct.__name__, [(name, kind.__name__) for name, kind, *_ in struct._fields_]) for struct in STRUCTS]
-    signatures = [(name, [kind.__name__ for kind in kinds]) for name, kinds in (_CHECKED | _STAGES).items()]
+    signatures = [(name, [kind.__name__ for kind in kinds]) for name, kinds in (_CHECKED | _STAGES | _BRIEF).items()]
     return zlib.crc32(repr((fields, signatures)).encode())
 
 
@@ -251,6 +275,13 @@ class Library:
         dll.aq_packed_bytes.restype, dll.aq_packed_bytes.argtypes = c_int64, [_I, _I, _I]
         dll.aq_num_threads.restype = dll.aq_has_bf16_dot.restype = c_int32
         dll.aq_open_batch.restype, dll.aq_open_batch.argtypes = c_void_p, [_P]
+        dll.aq_open_index.restype, dll.aq_open_index.argtypes = c_void_p, [_I, _P]
+        dll.aq_index_bytes.restype, dll.aq_index_bytes.argtypes = c_int64, [_P]
+        brief = ctypes.PyDLL(dll._name, handle=dll._handle)
+        for name, argtypes in _BRIEF.items():
+            function = getattr(brief, name)
+            function.argtypes, function.restype = argtypes, c_int32
+            setattr(self, name.removeprefix("aq_"), function)
         for name, argtypes in _STAGES.items():
             function = getattr(dll, name)
             function.argtypes, function.restype = argtypes, c_int32

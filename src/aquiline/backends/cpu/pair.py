@@ -15,6 +15,7 @@ from aquiline.backends.cpu.buffers import address
 from aquiline.backends.cpu.calls import NativeModel
 from aquiline.backends.cpu.native import AqFusion
 from aquiline.backends.cpu.packed import Arena, PackedLinear
+from aquiline.backends.cpu.text_index import NativeIndex
 from aquiline.blocks import PACKED
 from aquiline.config import Environment
 from aquiline.models.config import DraftConfig, ModelConfig
@@ -22,6 +23,7 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops.quantise import QUANTISED
 from aquiline.ops.threads import usable_cores
+from aquiline.spec.match_events import MatchEvents
 from aquiline.types import Float32, Int32, storage_dtype
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -126,6 +128,10 @@ class CpuPair:
     def open(self, sizes: Sizes) -> CpuBackend:
         """Storage and buffers for an engine of that size."""
         return CpuBackend(self, sizes)
+
+    def new_index(self, min_length: int, events: MatchEvents) -> NativeIndex:
+        """The index of an empty text."""
+        return NativeIndex(min_length, events)
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
         """Bytes that one token takes in the pages: the target's; the draft's, its fused features included."""

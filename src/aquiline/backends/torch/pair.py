@@ -12,6 +12,8 @@ from aquiline.backends.torch.backend import TorchBackend
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops.quantise import LINEARS, QUANTISED, quantise
+from aquiline.spec.match_events import MatchEvents
+from aquiline.spec.text_index import SuffixIndex
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -53,6 +55,9 @@ class TorchPair:
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
         return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], sizes)
+
+    def new_index(self, min_length: int, events: MatchEvents) -> SuffixIndex:  # noqa: D102
+        return SuffixIndex(min_length, events)
 
     def kv_bytes_per_token(self) -> tuple[int, int]:  # noqa: D102
         itemsize = KV_DTYPES[self.kv_dtype].itemsize

@@ -209,7 +209,7 @@ class Controller:
     def _chosen(self, sequence: Sequence, choice: _Choice) -> Decode:
         proposer, slot = sequence.proposer, sequence.slot
         if proposer is not None and (choice.num_uncopied < PATIENCE or (self._num_steps + slot) % RARELY == 0):
-            proposal = proposer.propose(sequence.tokens, sequence.request.spec.max_depth)
+            proposal = proposer.propose(sequence.tokens, sequence.max_step - 1)
             worth, count = 0.0, 0
             for chance in proposal.confidences:  # they fall from token to token
                 if chance < choice.least_node:
