@@ -44,7 +44,7 @@ def chosen(
     record.pool.levels.hits[1] = share * record.pool.levels.trials[1]
     choice = _Choice(record, CUT if length else None, length, chain_worth, least)
     sequence: Any = SimpleNamespace(
-        proposer=Copies(chances), slot=0, tokens=[0], request=SimpleNamespace(spec=Adaptive())
+        proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(spec=Adaptive())
     )
     return controller._chosen(sequence, choice)
 
