@@ -35,6 +35,11 @@ def test_more_rows_never_cost_less(points: list[tuple[int, float]]) -> None:
     assert all(low <= high + 1e-9 for low, high in pairwise(values))
 
 
+def test_a_disturbed_point_does_not_raise_those_behind_it() -> None:
+    values = filled([(1, 2.0), (4, 9.0), (8, 3.0), (16, 5.0)])
+    assert values[1] == 2.0 and values[4] == values[8] == 3.0 and values[16] == 5.0
+
+
 def test_keys_cost_once_for_a_sequence_and_again_for_each_row() -> None:
     costs = StepCosts(TABLE)
     assert costs.verify(3, keys=1000, key_rows=3000) == pytest.approx(2.0 + 0.1 + 0.6)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aquiline.engine.control.costs import CostTable, StepCosts, filled
-from aquiline.engine.control.plan import Load, best_lengths
+from aquiline.engine.control.plan import Load, best_copies, best_lengths
 
 MOST = 3
 CHANCES = st.floats(0.02, 0.98)
@@ -91,3 +92,35 @@ def test_dear_rows_are_for_likely_tokens_alone() -> None:
 def test_without_a_draft_there_is_nothing_to_add() -> None:
     planned = best_lengths(costs_of(FREE_ROWS), Load(2, 2, 0.0, ()), [], [], 4)
     assert planned.lengths == () and planned.rate == planned.plain
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 1), max_size=4), min_size=1, max_size=3),
+    st.floats(0.01, 4),
+    st.integers(1, 6),
+    st.lists(st.floats(0, 2), min_size=20, max_size=20),
+)
+def test_copied_tokens_that_pay_together_are_found(
+    parts: list[list[float]], rate: float, rows: int, steps: list[float]
+) -> None:
+    """Against all prefixes of all copies, where every row may cost what it will."""
+    gains = [list(itertools.accumulate(own, lambda a, b: a * b)) for own in parts]
+    verify = filled([(1 + i, 1.0 + sum(steps[:i])) for i in range(20)])
+    costs = StepCosts(CostTable(verify, verify, verify))
+
+    def worth(kept: Sequence[int]) -> float:
+        brought = sum(sum(own[:count]) for own, count in zip(gains, kept, strict=True))
+        return brought - rate * (verify[rows + sum(kept)] - verify[rows])
+
+    found = best_copies(costs, rate, rows, gains)
+    best = max(map(worth, itertools.product(*(range(len(own) + 1) for own in gains))))
+    assert worth(found) == pytest.approx(best, abs=1e-9)
+
+
+def test_a_row_beyond_an_edge_is_not_bought_for_one_token() -> None:
+    """Four rows cost as one, the fifth costs as much as four more."""
+    verify = filled([(1, 1.0), (4, 1.0), (5, 2.0), (8, 2.0), (64, 20.0)])
+    costs = StepCosts(CostTable(verify, verify, verify))
+    assert best_copies(costs, 3.0, 4, [[0.9], [0.8]]) == [0, 0]
+    assert best_copies(costs, 3.0, 4, [[0.9, 0.8, 0.75], [0.85]]) == [3, 1]
+    assert best_copies(costs, 3.0, 2, [[0.9, 0.8, 0.75], []]) == [2, 0]

@@ -31,7 +31,7 @@ from aquiline.engine.control.acceptance import (
 )
 from aquiline.engine.control.chosen import PLAIN, UNVERIFIED, add_choice, passes_of, source_of
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.plan import Load, best_lengths
+from aquiline.engine.control.plan import Load, best_copies, best_lengths
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.engine.step import Step
@@ -97,6 +97,7 @@ class Controller:
         self._age = EVERY
         self._with_chunks = False
         self._rate = 0.0  # the price of time, tokens per millisecond
+        self._num_rows = 0  # of a step of this plan that drafts nothing
         self._planned_rate = 0.0  # of the plan, if it drafts
         self._correction = 1.0  # what drafting steps brought per millisecond, per planned
         self._probe_cost = self.costs.drafting((1,))
@@ -116,6 +117,7 @@ class Controller:
             self._replan(plan, mine)
         choices = self._choices
         found = {s: self._chosen(s, choices[s]) for s in mine}
+        self._fit_copies(mine, found)
         self._probe_ms += PROBING * self._expected_ms
         if self._probe_ms >= self._probe_cost:
             self._probe(mine, found)
@@ -163,6 +165,7 @@ class Controller:
             all_keys=float(sum(len(s.tokens) for s in plan.decoding)),
             keys=tuple(float(len(s.tokens)) for s, _ in drafting),
         )  # fmt: skip
+        self._num_rows = load.rows
         first, deeper = ([record.share(level) for _, record in drafting] for level in (0, 1))
         most = max((chain_of(s).num_spec_tokens for s, _ in drafting), default=1)
         planned = best_lengths(self.costs, load, first, deeper, most)
@@ -223,9 +226,7 @@ class Controller:
                 choice.num_uncopied = 0
                 return found
         choice.num_uncopied += 1
-        if choice.cut is not None:
-            return Decode(slot, chain_of(sequence), cut=choice.cut)
-        return Decode(slot, PLAIN)
+        return uncopied(sequence, choice)
 
     def _beside_chain(
         self, sequence: Sequence, choice: _Choice, proposal: Proposal, count: int, least_worth: float
@@ -246,6 +247,21 @@ class Controller:
             return None
         chain = chain_of(sequence, (room - count) // 2)
         return Decode(sequence.slot, chain, first_of(proposal, count), cut=choice.cut)
+
+    def _fit_copies(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
+        """Copies were chosen by a straight price of rows; of all of the step, keep the tokens that pay together."""
+        copies = [(s, proposal) for s in mine if (proposal := found[s].proposal) is not None]
+        if not copies:
+            return
+        key_price = self._rate * self.costs.keys_factor * self.costs.table.key_row_ms
+        gains = [[chance - key_price * len(s.tokens) for chance in proposal.confidences] for s, proposal in copies]
+        num_rows = self._num_rows + sum(self._choices[s].length for s in mine if found[s].cut is not None)
+        kept = best_copies(self.costs, self._rate, num_rows, gains)
+        for (sequence, proposal), count in zip(copies, kept, strict=True):
+            if not count:
+                found[sequence] = uncopied(sequence, self._choices[sequence])
+            elif count < len(proposal.tokens):
+                found[sequence] = found[sequence]._replace(proposal=first_of(proposal, count))
 
     def _probe(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
         """Let the draft guess for one of the sequences that do not draft, if there is time for it."""
@@ -291,6 +307,13 @@ def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
     spec = sequence.request.spec
     assert isinstance(spec, Adaptive)
     return spec.chains[min(most, spec.max_spec_tokens) - 1]
+
+
+def uncopied(sequence: Sequence, choice: _Choice) -> Decode:
+    """What a sequence takes where it copies nothing: its chain, or nothing."""
+    if choice.cut is None:
+        return Decode(sequence.slot, PLAIN)
+    return Decode(sequence.slot, chain_of(sequence), cut=choice.cut)
 
 
 def first_of(proposal: Proposal, count: int) -> Proposal:

@@ -45,18 +45,19 @@ class CostTable:
 
 def filled(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
     """A list by rows through measured points (rows, milliseconds) in ascending order: straight between them, and on
-    from the last two. A point that lies below the one before it is raised to it: more rows never cost less."""
-    raised: list[tuple[int, float]] = []
-    for rows, ms in points:
-        raised.append((rows, max(ms, raised[-1][1] if raised else 0.0)))
+    from the last two. A point that lies above one behind it is lowered to it: more rows never cost less, and what
+    disturbs a measurement only makes it longer."""
+    lowered: list[tuple[int, float]] = []
+    for rows, ms in reversed(points):
+        lowered.insert(0, (rows, min(ms, lowered[0][1] if lowered else ms)))
     values = [0.0] * (MOST_ROWS + 1)
-    for rows in range(1, raised[0][0] + 1):
-        values[rows] = raised[0][1]
-    for (low, low_ms), (high, high_ms) in pairwise(raised):
+    for rows in range(1, lowered[0][0] + 1):
+        values[rows] = lowered[0][1]
+    for (low, low_ms), (high, high_ms) in pairwise(lowered):
         for rows in range(low, min(high, MOST_ROWS) + 1):
             values[rows] = low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
-    last, last_ms = raised[-1]
-    slope = (last_ms - raised[-2][1]) / (last - raised[-2][0]) if len(raised) > 1 else last_ms / last
+    last, last_ms = lowered[-1]
+    slope = (last_ms - lowered[-2][1]) / (last - lowered[-2][0]) if len(lowered) > 1 else last_ms / last
     for rows in range(last + 1, MOST_ROWS + 1):
         values[rows] = last_ms + slope * (rows - last)
     return tuple(values)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aquiline.engine.control.costs import StepCosts
+from aquiline.engine.control.costs import StepCosts, at
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,28 @@ def best_lengths(costs: StepCosts, load: Load, first: Sequence[float], deeper: S
     for _, _, i in additions[:best_count]:
         lengths[i] += 1
     return Planned(tuple(lengths), best, plain, best_ms)
+
+
+def best_copies(costs: StepCosts, rate: float, rows: int, gains: Sequence[Sequence[float]]) -> list[int]:
+    """Of each of several copies, how many of its first tokens are verified, where a millisecond must bring `rate`
+    tokens and the step has so many rows without them. gains[i]: what each token of copy i should bring; they fall.
+
+    The likeliest tokens of all copies are added one after the other, and the number that is worth most is taken. A
+    straight price of rows would not do: a row costs nothing up to an edge, and a whole tile of rows behind it."""
+    additions = sorted(
+        ((gain, -place, i) for i, own in enumerate(gains) for place, gain in enumerate(own)), reverse=True
+    )
+    row_price, ms = rate * costs.rows_factor, costs.table.verify
+    value, most, count = 0.0, 0.0, 0
+    for number, (gain, _, _) in enumerate(additions, 1):
+        value += gain
+        worth = value - row_price * (at(ms, rows + number) - at(ms, rows))
+        if worth > most:
+            most, count = worth, number
+    kept = [0] * len(gains)
+    for _, _, i in additions[:count]:
+        kept[i] += 1
+    return kept
 
 
 def _falling(first: float, deeper: float, most: int) -> list[float]:
