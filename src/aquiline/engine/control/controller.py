@@ -43,7 +43,7 @@ from aquiline.spec.drafting import Chain, Proposal
 LEAST_NODE = 0.01
 """Tokens that a verified token should bring at least, where a row seems to cost nothing."""
 
-EVERY = 8
+EVERY = 16
 """Steps for which a plan holds while the same sequences decode; times are learnt once in as many, since both cost some
 tens of microseconds."""
 
@@ -59,7 +59,7 @@ FIRST_PROBES = 4
 PATIENCE, RARELY = 8, 4
 """Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone."""
 
-SETTLING = 1 / 16
+SETTLING = 1 / 8
 """Share of a step that was looked at in the correction of the planned rate."""
 
 ALIKE = 0.8
@@ -235,7 +235,7 @@ class Controller:
 
         A token that both have is one node, and counts once. The chain is taken to have a rightly copied token as often
         as it had the first one so far, and each further one as often as its own tokens are right at deeper levels."""
-        if choice.cut is None or choice.record is None:
+        if not count or choice.cut is None or choice.record is None:
             return None
         room = sequence.request.spec.max_nodes - 1
         count = min(count, room - 2 * choice.length)

@@ -77,9 +77,9 @@ def best_copies(costs: StepCosts, rate: float, rows: int, gains: Sequence[Sequen
 
     The likeliest tokens of all copies are added one after the other, and the number that is worth most is taken. A
     straight price of rows would not do: a row costs nothing up to an edge, and a whole tile of rows behind it."""
-    additions = sorted(
-        ((gain, -place, i) for i, own in enumerate(gains) for place, gain in enumerate(own)), reverse=True
-    )
+    additions = [(gain, -place, i) for i, own in enumerate(gains) for place, gain in enumerate(own)]
+    if len(gains) > 1:
+        additions.sort(reverse=True)
     row_price, ms = rate * costs.rows_factor, costs.table.verify
     value, most, count = 0.0, 0.0, 0
     for number, (gain, _, _) in enumerate(additions, 1):
