@@ -56,8 +56,9 @@ PROBING = 0.004
 FIRST_PROBES = 4
 """Probes that may be taken before any time has passed."""
 
-PATIENCE, RARELY = 8, 4
-"""Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone."""
+PATIENCE, RARELY = (8, 64), (4, 16)
+"""Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone: first of
+fewer, then of more."""
 
 SETTLING = 1 / 8
 """Share of a step that was looked at in the correction of the planned rate."""
@@ -80,6 +81,11 @@ class _Choice:
     least_node: float = 0.0
     last_probe: int = 0
     num_uncopied: int = 0
+
+    @property
+    def looks_every(self) -> int:
+        """Of how many steps it looks for a match in one."""
+        return 1 if self.num_uncopied < PATIENCE[0] else RARELY[self.num_uncopied >= PATIENCE[1]]
 
 
 @dataclass(eq=False)
@@ -211,7 +217,7 @@ class Controller:
 
     def _chosen(self, sequence: Sequence, choice: _Choice) -> Decode:
         proposer, slot = sequence.proposer, sequence.slot
-        if proposer is not None and (choice.num_uncopied < PATIENCE or (self._num_steps + slot) % RARELY == 0):
+        if proposer is not None and (self._num_steps + slot) % choice.looks_every == 0:
             proposal = proposer.propose(sequence.tokens, sequence.max_step - 1)
             worth, count = 0.0, 0
             for chance in proposal.confidences:  # they fall from token to token
