@@ -32,9 +32,9 @@ class Lookup(Drafting):
     Where the target wrote another token than the copied one, the next draft follows the suffix that ends with this
     token, a shorter match. min_confidence: a token is drafted if the estimated chance that it is accepted is at least
     that. None: at least what a verified token costs, as a share of the tokens that its time could bring; the engine
-    measures that. window: tokens of a sequence
-    and its prediction that are indexed at most, at about 150 bytes a token in ordinary text; once there are more, the
-    older half of the sequence's is dropped."""
+    measures that. window: tokens of a sequence and its prediction that are indexed at most, at 140 bytes a token or
+    less (without the native library about 150, in ordinary text); once there are more, the older half of the sequence's
+    is dropped."""
 
     name: ClassVar[str] = "lookup"
     needs_draft_model: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 A state is a set of substrings that end at the same places of the text. Its link leads to their longest suffix that ends
 at other places too. So the link of the state of the whole text is the longest suffix that stood in the text before, and
 the links behind it are shorter ones. Source: Blumer et al., The smallest automaton recognizing the subwords of a text,
-Theoretical Computer Science 40, 1985.
+Theoretical Computer Science 40, 1985. csrc/lookup/suffix_automaton.cpp is the same in the native library.
 
 Time: appending a token takes amortised constant time, whatever the text. Memory: at most 2 states a token, 24 bytes
 each, 4 bytes of text, and a dict for every state that more than one token follows. In all that is about 150 bytes a
