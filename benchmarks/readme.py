@@ -1,6 +1,6 @@
 """Measure what README's tables show, and write the tables into it. Run: python benchmarks/readme.py
 
-About 20 minutes on two quiet cores. The rules: every figure a median over six rounds or more with its 95 % interval; in
+About 40 minutes on two quiet cores. The rules: every figure a median over six rounds or more with its 95 % interval; in
 every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers swept over
 the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from uncommitted source.
 Which parts run can be named (--only); --smoke runs all of them for seconds, in a folder of its own, and writes nothing
@@ -45,13 +45,26 @@ RANDOM = (
     "transformers", "openvino", "openvino:int8", "openvino:lookup", "llamacpp", "llamacpp:noflash", "llamacpp:int8",
     "llamacpp:int4", "llamacpp:ngram-simple=3x8",
 )  # fmt: skip
+SAME_FILE = ("llamacpp:packed", "llamacpp:packed:noflash")
+SAME_FILE_DRAFTED = (
+    "llamacpp:packed:server", "llamacpp:packed:eagle", "llamacpp:packed:eagle:noflash",
+    "llamacpp:packed:ngram-simple=3x8", "llamacpp:packed:ngram-map-k=3x8", "llamacpp:packed:ngram-mod=3x8",
+    "llamacpp:packed:ngram-cache",
+)  # fmt: skip
+OTHER_WEIGHTS = ("openvino", "openvino:int8", "openvino:lookup", "openvino:int8:lookup", "openvino:eagle")
 COMPARISONS: dict[str, list[str]] = {
     "bundled": ["--num-spec-tokens", "3", "4", "5", "--peer", *PLAIN, *EAGLE, *LOOKUP, "transformers:lookup=10"],
     "bundled-t08": ["--temperature", "0.8", "--num-spec-tokens", "2", "3", "--peer", *PLAIN[1:3], *PLAIN[5:8], *EAGLE],
     "bundled-batch8": ["--batch", "8", "--num-spec-tokens", "1", "2", "--peer", *BATCHED],
+    "smollm2": ["--target", SMOLLM2, "--num-spec-tokens", "1", "2", "3", "--peer",
+                *SAME_FILE, *SAME_FILE_DRAFTED, *OTHER_WEIGHTS],
+    "smollm2-t08": ["--target", SMOLLM2, "--temperature", "0.8", "--num-spec-tokens", "1", "2", "--peer",
+                    *SAME_FILE, *SAME_FILE_DRAFTED[:3]],
+    "smollm2-batch8": ["--target", SMOLLM2, "--batch", "8", "--num-spec-tokens", "1", "2", "--peer",
+                       *SAME_FILE, "openvino:int8"],
     "random-230m": ["--random-weights", "llama-230m", "--new-tokens", "64", "--peer", *RANDOM],
     "random-32m": ["--random-weights", "llama-32m", "--peer", *RANDOM],
-}
+}  # fmt: skip
 SUITE = ["--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]
 LOADS = [
     ["--scenario", "baseline", "single", "batch", "large-context", "stress"],

@@ -165,8 +165,10 @@ def test_the_check_on_blocks_asks_for_the_token_behind_every_beginning_of_our_te
     found = {}
     for name, (target, dtype) in runs.items():
         peer = Mirror(spec, target, dtype)
-        monkeypatch.setattr(PeerSpec, "open", lambda self, place, peer=peer: peer)
-        found[name] = check(llm_of(file), spec, place, alone)
+        rooms: list[Place] = []
+        monkeypatch.setattr(PeerSpec, "open", lambda self, place, peer=peer, rooms=rooms: rooms.append(place) or peer)
+        found[name] = check(llm_of(file), spec, replace(place, max_context=50, batch=4), alone)
+        assert rooms == [replace(place, max_context=48 + CHECK_TOKENS + 1)]
         assert peer.asked == 3 * CHECK_TOKENS
     assert found["same"] == Checked((16, 16, 16), is_packed=True)
     assert not found["exact"].problems, str(found["exact"])

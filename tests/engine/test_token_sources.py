@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from aquiline.backends.base import Decode, Decoded
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.chat import pieces_of
+from aquiline.engine.commit import drafter_of
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.confidence import NUM_MARGINS, Cut
+from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 from aquiline.spec.lookup import Lookup
 
+CUT = Cut((0.5,) * NUM_MARGINS, (0.2,) * NUM_MARGINS, 0.1, 0.2)
 PROMPT = "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1, 2, 3]\nx = [1"
 
 
@@ -43,3 +47,21 @@ def test_every_token_has_its_writer(llm: LLM, spec: Drafting, writers: set[str])
     pieces = pieces_of(output, llm.models.tokenizer)
     assert "".join(piece.text for piece in pieces) == output.text
     assert [piece.source for piece in pieces] == output.sources, "each token of this text is one piece"
+
+
+@pytest.mark.parametrize(
+    ("decode", "kept", "source"),
+    [
+        (Decode(0, Chain(2), Proposal((5, 6)), cut=CUT), [5, 6, 1], "lookup"),
+        (Decode(0, Chain(2), Proposal((5, 6)), cut=CUT), [5, 1], "lookup"),
+        (Decode(0, Chain(2), Proposal((5, 6)), cut=CUT), [5, 7, 1], "draft"),
+        (Decode(0, Chain(3), Proposal((5, 6)), cut=CUT), [5, 6, 7, 1], "draft"),
+        (Decode(0, NoDraft(), Proposal((5, 6), (-1, -1))), [6, 1], "lookup"),
+        (Decode(0, Chain(2), cut=CUT), [5, 1], "draft"),
+        (Decode(0, Chain(2)), [5, 1], "draft"),
+    ],
+)
+def test_of_a_chain_and_a_copy_in_one_tree_the_copy_wrote_what_it_has(
+    decode: Decode, kept: list[int], source: str
+) -> None:
+    assert drafter_of(decode, Decoded(3, kept, 4, 4)) == source

@@ -7,7 +7,7 @@ behind each beginning of our text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aquiline.bench.peers.base import Peer, PeerSpec, Place
 from aquiline.bench.peers.results import agreement
@@ -44,11 +44,12 @@ class Checked:
 
 
 def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> Checked:
-    """Compare a kind of peer with `llm`, which runs the same weights."""
+    """Compare a kind of peer with `llm`, which runs the same weights, one prompt at a time."""
     sampling = SamplingParams(max_tokens=CHECK_TOKENS, ignore_eos=True)
     is_packed = spec.plain.dtype == PACKED
     count = _behind if is_packed else _leading
-    peer = spec.plain.open(place)
+    room = max(map(len, prompts)) + CHECK_TOKENS + 1
+    peer = spec.plain.open(replace(place, batch=1, max_context=max(place.max_context, room)))
     try:
         ours = [llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids for prompt in prompts]
         return Checked(tuple(count(peer, p, ids) for p, ids in zip(prompts, ours, strict=True)), is_packed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -125,7 +125,7 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
             exact = str(spec.plain.dtype)
             if exact not in references:
                 references[exact] = LLM(plan.target, dtype="float32", engine=config)
-            checks[spec.model] = check(references[exact], spec, replace(place, batch=1), alone)
+            checks[spec.model] = check(references[exact], spec, place, alone)
         own = list(_own(plan, llms))
         for ours in own:
             on_progress(f"warming up {ours.label}")
