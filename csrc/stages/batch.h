@@ -144,8 +144,8 @@ struct Message {
   std::vector<const AqCut*> cuts;  // of each decode; NULL: none
 };
 
-// draft.cpp: fuses the features that the slots hold, so that the draft can read those of all computed tokens. A step that
-// does not draft only holds the feature of its token: fused one by one, each would read all weights of the fusion.
+// draft.cpp: fuses the features that the slots hold, so that the draft can read those of all computed tokens. A step
+// that does not draft only holds the feature of its token: fused one by one, each would read all weights of the fusion.
 int fuse_held(AqBatch* batch, const std::vector<int>& slots);
 
 // draft.cpp: runs the draft rows of the spans in as few passes as max_rows allows. The last pass holds the last row of
