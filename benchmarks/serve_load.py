@@ -2,8 +2,9 @@
 
 Each client sends one request after the other, streamed, over the loopback interface; all clients of a number share out
 its requests. Beside it stands the engine alone on the same requests, in a process of its own without HTTP, so that the
-share of HTTP is seen; both run in turn in every round. Clients, HTTP and the engine share the machine's cores, so the
-load generator's own processor time is told too. --url measures another OpenAI-compatible server alone; prompt_tokens in
+share of HTTP is seen; both run in turn in every round. Before what is counted each answers the same requests once, so
+that neither meets memory for the first time. Clients, HTTP and the engine share the machine's cores, so the load
+generator's own processor time is told too. --url measures another OpenAI-compatible server alone; prompt_tokens in
 the JSON tell whether both read the same, and --body what a server needs beside OpenAI's fields. llama-server keeps
 prompts of earlier rounds unless it is told not to, and ignore_eos forbids end tokens there.
 
@@ -132,10 +133,10 @@ def run_engine_alone() -> None:
     work = json.load(sys.stdin)
     llm = open_llm(PairConfig(target=work["target"], draft=work["draft"]), EngineConfig(max_batch=work["max_batch"]))
     params = [sampling_of(SamplingParams, work, seed) for seed in range(len(work["prompts"]))]
-    llm.generate(work["prompts"][:2], params[:2])
-    began = time.perf_counter()
-    requests = (llm.request(i, prompt, params[i], cache_salt="a") for i, prompt in enumerate(work["prompts"]))
-    outputs = list(llm.outputs(requests))
+    for salt in ("warm", "a"):
+        began = time.perf_counter()
+        requests = (llm.request(i, prompt, params[i], cache_salt=salt) for i, prompt in enumerate(work["prompts"]))
+        outputs = list(llm.outputs(requests))
     print(sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - began))
 
 
@@ -191,7 +192,8 @@ def main() -> None:
     if settings.engine_alone:
         run_engine_alone()
         return
-    total = settings.requests * settings.rounds * len(settings.clients)
+    runs = settings.rounds * len(settings.clients)
+    total = settings.requests * (runs + 1 if settings.url else 2 * runs)
     if total > MAX_REQUESTS:
         parser.error(f"{total} requests; at most {MAX_REQUESTS} a run")
     rows = measure_url(settings) if settings.url else measure_ours(settings)
@@ -204,13 +206,13 @@ def measure_url(settings: argparse.Namespace) -> list[dict[str, Any]]:
     served, rows = Served(where.hostname or "", where.port or 80), list[dict[str, Any]]()
     prompts = read_prompts(settings, settings.requests)
 
-    def asked(number: int, salt: str) -> list[dict[str, Any]]:
-        return [body | settings.body for body in bodies_of(settings, prompts[:number], salt)]
+    def asked(salt: str) -> list[dict[str, Any]]:
+        return [body | settings.body for body in bodies_of(settings, prompts, salt)]
 
-    asyncio.run(run_clients(served, asked(2, "warm"), 2))
+    asyncio.run(run_clients(served, asked("warm"), max(settings.clients)))
     for round_ in range(settings.rounds):
         for num in settings.clients:
-            load = asyncio.run(run_clients(served, asked(len(prompts), f"{round_} {num}"), num))
+            load = asyncio.run(run_clients(served, asked(f"{round_} {num}"), num))
             rows.append({"clients": num, "round": round_, "served": load.figures()})
             show("served", num, rows[-1]["served"])
     return rows
@@ -224,7 +226,7 @@ def measure_ours(settings: argparse.Namespace) -> list[dict[str, Any]]:
         prompts = read_prompts(settings, settings.requests)
         for round_ in range(settings.rounds):
             with serving(*pair, "--max-num-seqs", str(num)) as served:
-                asyncio.run(run_clients(served, bodies_of(settings, prompts[:2], "warm"), 2))
+                asyncio.run(run_clients(served, bodies_of(settings, prompts, "warm"), num))
                 load = asyncio.run(run_clients(served, bodies_of(settings, prompts, "a"), num))
             alone = engine_alone(settings, prompts, num)
             rows.append({"clients": num, "round": round_, "served": load.figures(), "engine_tokens_per_s": alone})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aquiline.kv.pool import PagePool
+from aquiline.kv.pool import ROOM_TOKENS, PagePool
 
 SIZE = 16
+ROOM = ROOM_TOKENS // SIZE
 
 
 def num_extents(pool: PagePool, slot: int) -> int:
@@ -27,14 +28,13 @@ def test_a_lone_sequence_that_grows_is_one_extent(num_pages: int) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [1, 5, 20, 40])
-def test_a_newcomer_has_room_to_grow_and_leaves_as_much(num_pages: int) -> None:
-    """100 pages are free behind the first sequence: half for it, half for a newcomer, or what its prompt needs."""
+def test_a_newcomer_leaves_its_neighbour_room_and_has_the_rest(num_pages: int) -> None:
     pool = PagePool(120, SIZE, 2, 120)
     pool.reserve(0, 20 * SIZE)
     pool.reserve(1, num_pages * SIZE)
-    for end in range(num_pages, 51):
+    pool.reserve(0, (20 + ROOM) * SIZE)
+    for end in range(num_pages, 121 - 20 - ROOM):
         pool.reserve(1, end * SIZE)
-        pool.reserve(0, (20 + end) * SIZE)
     assert [num_extents(pool, slot) for slot in (0, 1)] == [1, 1]
 
 
@@ -46,25 +46,32 @@ def test_a_newcomer_that_needs_more_than_half_is_still_one_extent() -> None:
     assert [num_extents(pool, slot) for slot in (0, 1)] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("num_slots", "filled", "most"),
-    [
-        *((num_slots, 1.0, 1) for num_slots in (2, 4, 16)),
-        *((num_slots, 0.5, 1) for num_slots in (3, 7, 12)),
-        *((num_slots, 0.9, 2) for num_slots in (3, 7, 12)),
-        *((num_slots, 1.0, 4) for num_slots in (3, 7, 12)),
-    ],
-)
-def test_sequences_that_grow_side_by_side_stay_in_few_extents(num_slots: int, filled: float, most: int) -> None:
-    """Each newcomer starts in the middle of the longest free run. Powers of two share even a full pool without a cut,
-    other numbers one with room; where the last pages go, an extent per neighbour remains, not one per page (64)."""
-    per_slot = 64
+@pytest.mark.parametrize("per_slot", [64, 256])
+@pytest.mark.parametrize("filled", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("num_slots", [2, 3, 7, 16])
+def test_sequences_that_grow_side_by_side_stay_in_few_extents(num_slots: int, filled: float, per_slot: int) -> None:
+    """An extent per room that is outgrown, at most twice as many where the last pages of the pool go."""
     pool = PagePool(int(num_slots * per_slot / filled), SIZE, num_slots, per_slot)
     for end in range(1, per_slot + 1):
         for slot in range(num_slots):
             pool.reserve(slot, end * SIZE)
     pool.check()
+    most = 1 + per_slot // ROOM * (2 if filled == 1.0 else 1)
     assert max(num_extents(pool, slot) for slot in range(num_slots)) <= most
+
+
+def test_a_pool_is_not_written_before_it_is_needed() -> None:
+    """Memory is cleared when it is first written, two megabytes in every layer at a time: sequences come and go, and
+    none of them lies beyond what the most that ran at once needed."""
+    pool = PagePool(25_000, SIZE, 16, 512)
+    for round_ in range(20):
+        for slot in range(16):
+            pool.reserve(slot, (100 + 7 * round_) * SIZE // 8)
+        for slot in range(16):
+            pool.reserve(slot, (200 + 7 * round_) * SIZE // 8)
+        assert max(max(pages) for pages in pool.owned) < 16 * (ROOM + 44)
+        for slot in range(16):
+            pool.release(slot)
 
 
 def test_room_that_is_given_back_is_one_run_again() -> None:

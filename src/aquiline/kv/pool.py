@@ -17,6 +17,9 @@ import numpy as np
 from aquiline.errors import OutOfPages
 from aquiline.types import Bool, Int32
 
+ROOM_TOKENS = 512
+"""KV indices that are left free for a slot to grow into before another slot's pages begin, where the pool has them."""
+
 
 class PagePool:
     """Reference-counted pages and the per-slot tables that name them.
@@ -135,8 +138,9 @@ class PagePool:
         """A page for a slot that takes `count` more and whose last page is `last` (-1: it has none).
 
         The page behind `last` if it is free, so that a context is read as one stream of memory. Otherwise a page in
-        the longest free run, as far behind its beginning as leaves room to grow for the slot that ends there. Without a
-        free page, the least recently used idle page, which is evicted."""
+        the first free run that holds `count` behind some room for the slot that ends where the run begins, else in the
+        longest: memory that was never written costs its clearing, and a pool is not written before it is needed.
+        Without a free page, the least recently used idle page, which is evicted."""
         if self.num_free == 0:
             page = self.idle.popitem(last=False)[0]
             self.evicted(page)
@@ -146,10 +150,12 @@ class PagePool:
         if last < 0 or page >= self.num_pages or not self.is_free[page]:
             edges = np.flatnonzero(np.diff(self.is_free, prepend=False, append=False))
             starts, lengths = edges[::2], edges[1::2] - edges[::2]
-            longest = int(lengths.argmax())
-            page, room = int(starts[longest]), int(lengths[longest])
-            if page > 0 and room > count:
-                page += min(room // 2, room - count)
+            room = self.pages_for(ROOM_TOKENS)
+            is_enough = lengths >= count + room
+            run = int(is_enough.argmax() if is_enough.any() else lengths.argmax())
+            page, length = int(starts[run]), int(lengths[run])
+            if page > 0 and length > count:
+                page += min(room, length // 2, length - count)
         self.is_free[page] = False
         self.num_free -= 1
         return page

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from aquiline.serve.wire import Delta, EngineInfo, Stats, StepMessage
+from aquiline.serve.wire import EngineInfo, Stats, StepMessage
 
 if TYPE_CHECKING:
     from aquiline.serve.service import Job
@@ -30,7 +30,8 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._last = _NOTHING
+        self._told = self._now = _NOTHING  # what the figures say, and where the engine stands
+        self._drafts = Tally[tuple[int, int]]()  # by (drafted, confirmed), since the figures were told
         self._num_pages = 1
         self._engine()
         self._speculation()
@@ -99,48 +100,52 @@ class Metrics:
 
     def on_down(self) -> None:
         """An engine process has died: its sums begin at zero again."""
+        self._publish()
         self.restarts.inc()
-        self._last = _NOTHING
+        self._told = self._now = _NOTHING
         for gauge in (self.running, self.waiting, self.active, self.used_pages, self.usage):
             gauge.set(0)
 
     def on_step(self, message: StepMessage) -> None:
-        """The engine has run a step, or has carried out commands."""
-        now, last, self._last = message.stats, self._last, message.stats
+        """The engine has run a step, or has carried out commands. What it says is kept, and made figures when somebody
+        reads them: these take more time than a step leaves."""
+        before, self._now = self._now, message.stats
+        num_prefilled = self._now.sum_prefill_tokens - before.sum_prefill_tokens
+        num_tokens = num_prefilled + sum(len(delta.token_ids) for delta in message.deltas)
+        if num_tokens:
+            self.steps.inc()
+            self.iteration.observe(num_tokens)
+        for delta in message.deltas:
+            if delta.num_drafted:
+                self._drafts[delta.num_drafted, delta.num_confirmed] += 1
+
+    def _publish(self) -> None:
+        """Bring the figures to where the engine stands."""
+        now, told, self._told = self._now, self._told, self._now
         self.running.set(now.num_running)
         self.waiting.set(now.num_waiting)
         self.active.set(now.num_active)
         self.used_pages.set(now.num_used_pages)
         self.usage.set(now.num_used_pages / self._num_pages)
-        self.queries.inc(now.sum_prompt_tokens - last.sum_prompt_tokens)
-        self.hits.inc(now.sum_cached_tokens - last.sum_cached_tokens)
-        self.preemptions.inc(now.sum_preemptions - last.sum_preemptions)
-        num_prefilled = now.sum_prefill_tokens - last.sum_prefill_tokens
-        self.prefilled.inc(num_prefilled)
-        num_tokens = num_prefilled + sum(len(delta.token_ids) for delta in message.deltas)
-        if num_tokens:
-            self.steps.inc()
-            self.iteration.observe(num_tokens)
-        self._count_drafts([delta for delta in message.deltas if delta.num_drafted])
-
-    def _count_drafts(self, deltas: Sequence[Delta]) -> None:
-        """Count the drafts that a step verified, each counter once."""
-        if not deltas:
-            return
-        num_accepted = sum(delta.num_confirmed for delta in deltas)
-        self.drafts.inc(len(deltas))
-        self.drafted.inc(sum(delta.num_drafted for delta in deltas))
-        self.accepted.inc(num_accepted)
-        for length, count in Tally(delta.num_drafted for delta in deltas).items():
-            self.lengths.labels(self._model, str(length)).inc(count)
-        for position in range(max(delta.num_confirmed for delta in deltas)):
-            count = sum(delta.num_confirmed > position for delta in deltas)
-            self.accepted_at.labels(self._model, str(position)).inc(count)
-        self.sum_drafts += len(deltas)
-        self.sum_accepted += num_accepted
+        self.queries.inc(now.sum_prompt_tokens - told.sum_prompt_tokens)
+        self.hits.inc(now.sum_cached_tokens - told.sum_cached_tokens)
+        self.preemptions.inc(now.sum_preemptions - told.sum_preemptions)
+        self.prefilled.inc(now.sum_prefill_tokens - told.sum_prefill_tokens)
+        drafts, self._drafts = self._drafts, Tally()
+        for (num_drafted, num_confirmed), count in drafts.items():
+            self.drafts.inc(count)
+            self.drafted.inc(num_drafted * count)
+            self.accepted.inc(num_confirmed * count)
+            self.lengths.labels(self._model, str(num_drafted)).inc(count)
+            for position in range(num_confirmed):
+                self.accepted_at.labels(self._model, str(position)).inc(count)
+            self.sum_drafts += count
+            self.sum_accepted += num_confirmed * count
+        if self.sum_drafts:
+            self.tau.set(1 + self.sum_accepted / self.sum_drafts)
 
     def on_gap(self, seconds: float, num_tokens: int) -> None:
-        """So many tokens came together, so long after those before."""
+        """So many tokens came together, so long after the one before them."""
         for _ in range(num_tokens):
             self.inter_token.observe(seconds / num_tokens)
 
@@ -162,8 +167,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """The page that Prometheus reads."""
-        if self.sum_drafts:
-            self.tau.set(1 + self.sum_accepted / self.sum_drafts)
+        self._publish()
         return generate_latest(self.registry)
 
 

@@ -223,10 +223,10 @@ class Service:
             return
         metrics.new_tokens.inc(num_tokens)
         if not job.first_s:
-            job.first_s = now
+            job.first_s = job.last_s = now
             metrics.time_to_first_token.observe(now - job.began_s)
-        elif choice.num_tokens > num_tokens and len(job.choices) == 1:
-            metrics.on_gap(now - job.last_s, num_tokens)
+        if len(job.choices) == 1:  # those that come with the first token come no time after it
+            metrics.on_gap(now - job.last_s, num_tokens - (choice.num_tokens == num_tokens))
         job.last_s = now
 
     def end(self, job: Job) -> None:
