@@ -1,10 +1,11 @@
 """What copying drafts give where a text repeats its context, and what they cost where it does not.
 
-Prompts are made here, before anything is measured: files of the standard library to be repeated with a name changed
+Prompts are made here, before anything is measured: files of the standard library to be written again with a line more
 ("edit"), JSON to be written with another indentation ("json"), documents to be quoted ("quote"), and tasks with nothing
-to copy ("prose"). SmolLM2 gets them as chats; the bundled pair, which only continues source, gets the file and a
-heading that says that it stands there again, and for prose the file alone, at temperature 0.8. The copied share of an
-output is the share of its tokens that lie in a run of eight tokens that stands in the prompt as well.
+to copy ("prose"). SmolLM2 gets each as the second of a conversation whose first was answered rightly, since so small a
+model does not do as it is told otherwise; the bundled pair, which only continues source, gets the file twice and the
+beginning of a third time under a heading that says so, and for prose the file alone, at temperature 0.8. The copied
+share of an output is the share of its tokens that lie in a run of eight tokens that stands in the prompt as well.
 
 Every setting writes every prompt in every round, in an order that rotates; ratios are paired. Peers, with --peer, take
 part in the same rounds, each against our plain decoding; their copied shares tell whether their texts repeat as much as
@@ -63,23 +64,31 @@ def sources(llm: LLM, task: str, count: int) -> list[str]:
     return [tokenizer.decode(window.token_ids).partition("\n")[2] for window in windows]
 
 
-def chats(task: str, text: str, number: int) -> str:
-    """A task for SmolLM2."""
-    asked = {
-        "edit": f"```python\n{text}\n```\nWrite this code again, and change nothing but the first name in it.",
-        "json": f"{text}\nWrite the same JSON with an indentation of two spaces.",
-        "quote": f"{text}\n\nQuote this text word for word.",
-        "prose": QUESTIONS[number % len(QUESTIONS)],
-    }[task]
-    return chat(asked)
+def asked(task: str, text: str) -> tuple[str, str]:
+    """What is asked of a text, and the right answer."""
+    if task == "json":
+        return f"{text}\nWrite the same JSON with an indentation of two spaces.", json.dumps(json.loads(text), indent=2)
+    if task == "quote":
+        return f"{text}\n\nQuote this text word for word.", text
+    code = f"```python\n{text}\n```"
+    return f"{code}\nWrite this code again under a first line that says # edited", code.replace("\n", "\n# edited\n", 1)
 
 
-def continued(task: str, text: str, number: int) -> str:
-    """A task for the bundled pair."""
+def chats(task: str, texts: list[str], number: int) -> str:
+    """A task for SmolLM2: the second of a conversation, behind one like it that was answered rightly."""
+    if task == "prose":
+        return chat(QUESTIONS[number % len(QUESTIONS)])
+    (first, answer), (second, _) = asked(task, texts[number - 1]), asked(task, texts[number])
+    return chat(f"{first}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\n{second}")
+
+
+def continued(task: str, texts: list[str], number: int) -> str:
+    """A task for the bundled pair: a text that was written again once is begun a third time."""
+    text = texts[number]
     if task == "prose":
         return text
-    first = text.lstrip()[:40]
-    return f"{text}\n\n# The same text as above, written once more:\n\n{first}"
+    again = "\n\n# The same text as above, written once more:\n\n"
+    return f"{text}{again}{text}{again}{text.lstrip()[:40]}"
 
 
 def copied_share(prompt: list[int], output: list[int]) -> float:
@@ -125,7 +134,8 @@ def main() -> None:
         temperature = 0.8 if task == "prose" else 0.0
         shares: dict[str, list[float]] = {name: [] for name in ("plain", *peers)}
         write = continued if place.target == BUNDLED_TARGET else chats
-        prompts = [llm.encode(write(task, text, i)) for i, text in enumerate(sources(llm, task, args.count))]
+        texts = sources(llm, task, args.count)
+        prompts = [llm.encode(write(task, texts, i)) for i in range(args.count)]
         for round_ in range(args.rounds + 1):
             for number, prompt in enumerate(prompts):
                 expected: list[int] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.mutants.run import LISTED, Mutant, read, run
+from tests.mutants.run import LISTED, ROOT, Mutant, problems, read, run
 
 SOURCE = "def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n"
 TEST = "from thing import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
@@ -58,4 +58,5 @@ def test_tests_that_fail_anyway_kill_nothing(root: Path, capsys: pytest.CaptureF
 
 def test_the_list_can_be_read() -> None:
     mutants = read(LISTED)
+    assert problems(mutants, ROOT) == [], "code that changes takes its mutants along"
     assert len(mutants) >= 40 and {m.file.split("/")[0] for m in mutants} == {"src", "csrc"}
