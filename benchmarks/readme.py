@@ -63,6 +63,7 @@ COMPARISONS: dict[str, list[str]] = {
     "smollm2-batch8": ["--target", SMOLLM2, "--batch", "8", "--num-spec-tokens", "1", "2", "--peer",
                        *SAME_FILE, "openvino:int8"],
     "random-230m": ["--random-weights", "llama-230m", "--new-tokens", "64", "--peer", *RANDOM],
+    "random-494m": ["--random-weights", "llama-494m", "--new-tokens", "64", "--peer", *RANDOM],
     "random-32m": ["--random-weights", "llama-32m", "--peer", *RANDOM],
 }  # fmt: skip
 SUITE = ["--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]

@@ -17,7 +17,7 @@ class Contest:
         "of the three."
     )  # fmt: skip
     random_weights: str | None = setting(
-        None, "llama-230m, llama-32m or a config.json: a target of random weights, and no draft."
+        None, "llama-230m, llama-494m, llama-32m or a config.json: a target of random weights, and no draft."
     )
     bf16_arithmetic: bool = setting(False, "aquiline in bfloat16 arithmetic, too (AVX512_BF16).")
 
