@@ -244,7 +244,8 @@ def test_a_random_target_is_written_once_and_loads_strictly(tmp_path: Path, cach
     (place / "model.safetensors").unlink()
     place.rename(tmp_path / "gone")
     assert load_target(random_target(str(file))).embed.equal(first), "other weights from the same config"
-    with pytest.raises(ValueError, match=r"random_weights='llama-1b': must be llama-230m, llama-494m, llama-32m or a config\.json"):
+    told = r"random_weights='llama-1b': must be llama-230m, llama-494m, llama-32m or a config\.json"
+    with pytest.raises(ValueError, match=told):
         random_target("llama-1b")
 
 

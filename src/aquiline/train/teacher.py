@@ -1,9 +1,10 @@
 """The frozen target's side of training: what it computes at every position of a document.
 
-`Teacher` runs the target over whole documents. On a CPU it uses the native library, so that features are the vectors
-that serving computes; on a GPU, or without a library, it uses the torch decoder. The result for a document is a `View`,
-small enough to be kept on disk (`features.py`): features and the normed last hidden state in bfloat16, and the
-log-sum-exp of the whole vocabulary's logits, from which any part of the target's distribution can be computed.
+`Teacher` runs the target over whole documents, in bfloat16. On a CPU it uses the native library, so that features are
+the vectors that serving in bfloat16 computes (integer products of packed blocks differ by their rounding); on a GPU, or
+without a library, it uses the torch decoder. The result for a document is a `View`, small enough to be kept on disk
+(`features.py`): features and the normed last hidden state in bfloat16, and the log-sum-exp of the whole vocabulary's
+logits, from which any part of the target's distribution can be computed.
 """
 
 from __future__ import annotations
