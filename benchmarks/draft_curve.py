@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--questions", type=named, nargs="+", required=True, metavar="NAME=FILE")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--num-spec-tokens", type=int, default=3)
+    parser.add_argument("--draft-dtype", default="auto", help="how the engine stores the drafts")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--limit", type=int, help="questions of each set, the first ones")
@@ -97,7 +98,7 @@ def main() -> None:
     written: dict[tuple[str, float], list[list[int]]] = {}
     for name, draft in args.drafts:
         engine = EngineConfig(max_batch=args.max_batch, max_context=2048)
-        llm = LLM(args.target, draft, spec=spec, engine=engine)
+        llm = LLM(args.target, draft, draft_dtype=args.draft_dtype, spec=spec, engine=engine)
         template = ChatTemplate.load(resolve(args.target), llm.models.tokenizer)
         simulator = Simulator(Path(args.target), Path(draft), args.num_spec_tokens) if args.simulate else None
         for set_name, file in args.questions:
