@@ -251,7 +251,7 @@ def test_what_only_other_heads_have_changes_their_steps_there_as_here(tmp_path: 
         "input norm": edited(tmp_path / "d", {"norm_before_fc": True}, {"input_norm.weight": scales.bfloat16()}),
     }.items():
         ours, theirs = steps(draft)
-        assert apart(ours, plain) > 6 and sum(ours) < 4 * 63, (name, ours, plain)
+        assert apart(ours, plain) > 4 and sum(ours) < 4 * 63, (name, ours, plain)
         assert apart(ours, theirs) <= 2, (name, ours, theirs)
 
 

@@ -17,11 +17,12 @@ from tests.engine.test_stops import letters
 from aquiline.config import SamplingParams
 from aquiline.engine.bulk import BulkRun
 from aquiline.engine.llm import LLM
+from aquiline.spec.drafting import Chain
 
 
 def main() -> None:
     rows, out, moment = sys.argv[1:]
-    llm = LLM.from_models(dataclasses.replace(tiny_models(), tokenizer=letters()), engine_config(3))
+    llm = LLM.from_models(dataclasses.replace(tiny_models(), tokenizer=letters()), engine_config(3), Chain(3))
     step, num_steps = llm.engine.step, 0
 
     def dies() -> object:

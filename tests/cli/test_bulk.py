@@ -20,6 +20,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.bulk import BulkRun
 from aquiline.engine.llm import LLM
 from aquiline.models.families import read_model_config
+from aquiline.spec.drafting import Chain
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +44,8 @@ SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 def llm() -> LLM:
     import dataclasses
 
-    return LLM.from_models(dataclasses.replace(tiny_models(), tokenizer=letters()), engine_config(3))
+    models = dataclasses.replace(tiny_models(), tokenizer=letters())
+    return LLM.from_models(models, engine_config(3), Chain(3))  # adaptive drafting's tau depends on the time
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -139,10 +140,15 @@ class Terminal:
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, "chat", *args], env=environment | {"TERM": "xterm", "COLUMNS": "200"},
-            preexec_fn=lambda: os.login_tty(follower), pass_fds=[follower],
+            preexec_fn=lambda: self._begin(follower), pass_fds=[follower],
         )  # fmt: skip
         os.close(follower)
         self.shown = ""
+
+    @staticmethod
+    def _begin(follower: int) -> None:
+        os.login_tty(follower)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs in the background inherit that it is ignored
 
     def type(self, text: str) -> None:
         os.write(self.leader, text.encode())
