@@ -1,11 +1,11 @@
 """Measure what README's tables show, and write the tables into it. Run: python benchmarks/readme.py
 
-About 40 minutes on two quiet cores. The rules: every figure a median over six rounds or more with its 95 % interval; in
-every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers swept over
-the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from uncommitted source.
-Which parts run can be named (--only); --smoke runs all of them for seconds, in a folder of its own, and writes nothing
-into README. Needs the extra `peers`, llama.cpp's server (benchmarks/llama_server.py) and the weights of `smollm2`.
-Ends with one JSON line.
+About an hour and a half on two quiet cores. The rules: every figure a median over six rounds or more with its 95 %
+interval; in every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers
+swept over the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from
+uncommitted source. Which parts run can be named (--only), and which comparisons (--comparison); results of others stay.
+--smoke runs all of them for seconds, in a folder of its own, and writes nothing into README. Needs the extra `peers`,
+llama.cpp's server (benchmarks/llama_server.py) and the weights of `smollm2`. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from restored import STORED, restore
+
+from aquiline.bench.peers.converted import cached
 from aquiline.bench.peers.table import read_comparisons, short
 from aquiline.bench.results.result import DIRTY, commit, read_results
 from aquiline.bench.results.summary import summary
@@ -52,18 +55,29 @@ SAME_FILE_DRAFTED = (
     "llamacpp:packed:ngram-cache",
 )  # fmt: skip
 OTHER_WEIGHTS = ("openvino", "openvino:int8", "openvino:lookup", "openvino:int8:lookup", "openvino:eagle")
+PROMPTS = ("llamacpp:packed", "llamacpp:packed:noflash", "openvino:int8")
+SHORT = ["--new-tokens", "9", "--num-spec-tokens", "1"]
 COMPARISONS: dict[str, list[str]] = {
-    "bundled": ["--num-spec-tokens", "3", "4", "5", "--peer", *PLAIN, *EAGLE, *LOOKUP, "transformers:lookup=10"],
-    "bundled-t08": ["--temperature", "0.8", "--num-spec-tokens", "2", "3", "--peer", *PLAIN[1:3], *PLAIN[5:8], *EAGLE],
-    "bundled-batch8": ["--batch", "8", "--num-spec-tokens", "1", "2", "--peer", *BATCHED],
     "smollm2": ["--target", SMOLLM2, "--num-spec-tokens", "1", "2", "3", "--peer",
                 *SAME_FILE, *SAME_FILE_DRAFTED, *OTHER_WEIGHTS],
     "smollm2-t08": ["--target", SMOLLM2, "--temperature", "0.8", "--num-spec-tokens", "1", "2", "--peer",
                     *SAME_FILE, *SAME_FILE_DRAFTED[:3]],
-    "smollm2-batch8": ["--target", SMOLLM2, "--batch", "8", "--num-spec-tokens", "1", "2", "--peer",
-                       *SAME_FILE, "openvino:int8"],
-    "random-230m": ["--random-weights", "llama-230m", "--new-tokens", "64", "--peer", *RANDOM],
+    "smollm2-q8_0": ["--target", "q8_0", "--draft", SMOLLM2, "--num-spec-tokens", "1", "2", "3", "--peer",
+                     *SAME_FILE, *SAME_FILE_DRAFTED[:3]],
+    "smollm2-bf16": ["--target", "bf16", "--draft", SMOLLM2, "--num-spec-tokens", "1", "2", "3", "--peer",
+                     *SAME_FILE, *SAME_FILE_DRAFTED[:3]],
+    **{f"smollm2-batch{batch}": ["--target", SMOLLM2, "--batch", f"{batch}", "--num-spec-tokens", "1", "2", "--peer",
+                                 *SAME_FILE, "openvino:int8"] for batch in (4, 8, 16)},
+    **{f"smollm2-prompt{length}": ["--target", SMOLLM2, "--prompt-tokens", f"{length}", *SHORT, "--peer", *PROMPTS]
+       for length in (512, 2048, 8000)},
     "random-494m": ["--random-weights", "llama-494m", "--new-tokens", "64", "--peer", *RANDOM],
+    "bundled": ["--num-spec-tokens", "3", "4", "5", "--peer", *PLAIN, *EAGLE, *LOOKUP, "transformers:lookup=10"],
+    "bundled-t08": ["--temperature", "0.8", "--num-spec-tokens", "2", "3", "--peer", *PLAIN[1:3], *PLAIN[5:8], *EAGLE],
+    **{f"bundled-batch{batch}": ["--batch", f"{batch}", "--num-spec-tokens", "1", "2", "--peer", *BATCHED]
+       for batch in (4, 8, 16)},
+    **{f"bundled-prompt{length}": ["--prompt-tokens", f"{length}", *SHORT, "--peer", *PLAIN[1:7]]
+       for length in (512, 2048)},
+    "random-230m": ["--random-weights", "llama-230m", "--new-tokens", "64", "--peer", *RANDOM],
     "random-32m": ["--random-weights", "llama-32m", "--peer", *RANDOM],
 }  # fmt: skip
 SUITE = ["--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]
@@ -78,10 +92,11 @@ SMOKE_COMPARE = ["--repeats", "1", "--new-tokens", "9", "--prompt-tokens", "32"]
 
 @dataclass(frozen=True)
 class Job:
-    """Where results go, and whether this is a smoke run."""
+    """Where results go, whether this is a smoke run, and the comparisons that run."""
 
     results: Path
     smoke: bool
+    comparisons: list[str]
 
 
 def demo(job: Job) -> str:
@@ -124,8 +139,9 @@ def suite(job: Job) -> str:
 
 
 def peers(job: Job) -> str:
-    """Every comparison."""
-    for name, options in COMPARISONS.items():
+    """The comparisons."""
+    for name in job.comparisons:
+        options = [str(restored(option)) if option in STORED else option for option in COMPARISONS[name]]
         began = time.perf_counter()
         out = job.results / "peers" / name
         shutil.rmtree(out, ignore_errors=True)  # settings that are no longer run
@@ -136,6 +152,14 @@ def peers(job: Job) -> str:
         for label, reason in said["absent"].items():
             print(f"  not run: {label}: {reason}")
     return short(read_comparisons(job.results / "peers"))
+
+
+def restored(stored: str) -> Path:
+    """The file of SmolLM2 with its matrices stored so (restored.py), written if it is not there."""
+    name = f"smollm2-{stored}"
+    return (
+        cached(name, lambda folder: restore(SMOLLM2_WEIGHTS.find(), folder / f"{name}.gguf", stored)) / f"{name}.gguf"
+    )
 
 
 PARTS: dict[str, tuple[str, Callable[[Job], str]]] = {
@@ -166,11 +190,12 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--comparison", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
     parser.add_argument("--smoke", action="store_true", help="seconds each, into a folder of its own")
     args = parser.parse_args()
     if commit().endswith(DIRTY) or commit() == "unknown":
         raise SystemExit(f"commit {commit()}: commit the source first, or nobody can measure this again")
-    job = Job(Path(tempfile.mkdtemp()) if args.smoke else ROOT / "results", args.smoke)
+    job = Job(Path(tempfile.mkdtemp()) if args.smoke else ROOT / "results", args.smoke, args.comparison)
     seconds = {}
     for name in args.only:
         began = time.perf_counter()
