@@ -2,9 +2,9 @@
 
 One decoded token reads every weight once, so a linear of few rows is bound by memory: its time should be its bytes
 over the read bandwidth, measured first, and stay flat as rows are added until arithmetic takes over (what verifying a
-draft costs). int8 and int4 read a half and 0.28 of what bfloat16 does. Weights are rotated among copies larger than
-the caches. Attention at length is bound by the bytes of the keys and values in the same way. Figures hold for the
-machine and the minute they were taken in.
+draft costs). int8 and int4 read a half and 0.28 of what bfloat16 does; they and GGUF's blocks are multiplied as
+integers too. Weights are rotated among copies larger than the caches. Attention at length is bound by the bytes of the
+keys and values in the same way. Figures hold for the machine and the minute they were taken in.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from functools import partial
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType, quants
 
 from aquiline.backends.cpu import buffers, calls, native, packed
+from aquiline.blocks import BLOCK_TYPES, in_memory
 from aquiline.ops.quantise import QUANTISED
 from aquiline.types import (
     SAMPLING,
@@ -59,12 +61,21 @@ def read_bandwidth() -> float:
     return data.numel() * 4 / quick_seconds([data.sum], 2.0) / 1e9
 
 
-def bench_linear(n: int, k: int, dtype: str) -> dict[str, dict[str, float]]:
+def new_linear(n: int, k: int, dtype: str, arithmetic: str) -> calls.NativeLinear:
+    """A linear of random weights: of floats, quantised, or a type of GGUF's blocks."""
+    weight = torch.randn(n, k)
+    if dtype in BLOCK_TYPES:
+        blocks = torch.from_numpy(quants.quantize(weight.numpy(), GGMLQuantizationType[dtype]))
+        return calls.NativeLinear(in_memory(dtype, blocks), arithmetic=arithmetic)
+    quantised = dtype if dtype in QUANTISED else None
+    return calls.NativeLinear(weight.to(storage_dtype(dtype)), arithmetic=arithmetic, dtype=quantised)
+
+
+def bench_linear(n: int, k: int, dtype: str, arithmetic: str) -> dict[str, dict[str, float]]:
     """GB/s, GFLOP/s and microseconds of one linear stored as `dtype`, weights from memory."""
-    weight, quantised = torch.randn(n, k).to(storage_dtype(dtype)), dtype if dtype in QUANTISED else None
-    linears = [calls.NativeLinear(weight, dtype=quantised)]
+    linears = [new_linear(n, k, dtype, arithmetic)]
     num_bytes = linears[0].num_bytes
-    linears += [calls.NativeLinear(weight, dtype=quantised) for _ in range(max(1, CACHE_BYTES // num_bytes))]
+    linears += [new_linear(n, k, dtype, arithmetic) for _ in range(max(1, CACHE_BYTES // num_bytes))]
     results = {}
     for rows in ROW_COUNTS:
         x = np.random.default_rng(0).standard_normal((rows, k), np.float32)
@@ -234,15 +245,18 @@ def main() -> None:
     report: dict[str, object] = {"machine": platform.processor() or platform.machine(), **calls.system()}
     report["read_gb_s"] = read_bandwidth()
     print(f"{report}")
-    shapes = [(2816, 1024, dtype) for dtype in ("bfloat16", "int8", "int4")]
+    integer = [(dtype, "int8") for dtype in ("int8", "int4", "Q8_0", "Q4_0", "Q4_1")]
+    stored = [(dtype, "float32") for dtype in ("bfloat16", "int8", "int4")]
+    shapes = [(2816, 1024, *how) for how in (*integer, *stored)]
     if not args.quick:
-        shapes += [(11008, 4096, dtype) for dtype in ("bfloat16", "int8", "int4")]
-        shapes += [(1024, 2816, "bfloat16"), (2816, 1024, "float32"), (384, 384, "bfloat16"), (2048, 384, "bfloat16")]
+        shapes += [(11008, 4096, *how) for how in (*integer, *stored)]
+        for n, k, dtype in ((1024, 2816, "bfloat16"), (2816, 1024, "float32"), (384, 384, "bfloat16")):
+            shapes.append((n, k, dtype, "float32"))
     linears = {}
-    for n, k, dtype in shapes:
-        name = f"{n}x{k} {dtype}"
+    for n, k, dtype, arithmetic in shapes:
+        name = f"{n}x{k} {dtype}, {arithmetic} arithmetic"
         print(f"linear {name}")
-        linears[name] = bench_linear(n, k, dtype)
+        linears[name] = bench_linear(n, k, dtype, arithmetic)
     report["linear"] = linears
     if not args.quick:
         report["forward"] = bench_forwards()
