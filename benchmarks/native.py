@@ -119,8 +119,8 @@ def new_kv(weights: ModelWeights, length: int, page_size: int = 64) -> tuple[KVG
     """Pages for one slot of `length` keys, filled with small random values, and its table."""
     pages = -(-length // page_size) + 1
     layers, heads, dim = len(weights.layers), weights.num_kv_heads, weights.head_dim
-    v = torch.randn(layers, pages, heads, page_size, dim).bfloat16()
-    return KVGroup(v.clone().view(layers, pages, heads, page_size // 16, dim, 16), v), np.arange(pages, dtype=np.int32)[
+    v = torch.randn(pages, layers, heads, page_size, dim).bfloat16()
+    return KVGroup(v.clone().view(pages, layers, heads, page_size // 16, dim, 16), v), np.arange(pages, dtype=np.int32)[
         None
     ]
 
@@ -187,9 +187,9 @@ def bench_attention(context: int, arithmetic: str) -> dict[str, dict[str, float]
 
     Layers are visited in turn so that the keys come from memory."""
     heads, kv_heads, dim, layers = 16, 8, 64, max(2, CACHE_BYTES // (2 * context * 8 * 64 * 2))
-    v = torch.randn(layers, context // 64 + 2, kv_heads, 64, dim).bfloat16()
-    kv = KVGroup(v.clone().view(layers, -1, kv_heads, 4, dim, 16), v)
-    table = np.arange(v.shape[1], dtype=np.int32)[None].copy()
+    v = torch.randn(context // 64 + 2, layers, kv_heads, 64, dim).bfloat16()
+    kv = KVGroup(v.clone().view(-1, layers, kv_heads, 4, dim, 16), v)
+    table = np.arange(v.shape[0], dtype=np.int32)[None].copy()
     described = buffers.describe_kv(kv)
     num_bytes = 2 * context * kv_heads * dim * 2
     results = {}

@@ -266,7 +266,7 @@ template <class T>
 void move_keys(const AqKV& kv, const int32_t* table, int src, int dst) {
   const size_t page = (size_t)kv.page_size * kv.head_dim;
   const auto base = [&](int layer, int head, int index) {
-    return (((size_t)layer * kv.num_pages + table[index / kv.page_size]) * kv.num_kv_heads + head) * page;
+    return (((size_t)table[index / kv.page_size] * kv.num_layers + layer) * kv.num_kv_heads + head) * page;
   };
   const auto key = [&](int index) { return (size_t)(index % kv.page_size / 16) * 16 * kv.head_dim + index % 16; };
   const auto value = [&](int index) { return (size_t)(index % kv.page_size) * kv.head_dim; };

@@ -66,7 +66,7 @@ typedef struct {
   const int32_t* capture;          // ascending layer indices; features[r] = their outputs, concatenated
 } AqModel;
 
-// k [layer][page][kv_head][page_size / 16][head_dim][16], v [layer][page][kv_head][page_size][head_dim]
+// k [page][layer][kv_head][page_size / 16][head_dim][16], v [page][layer][kv_head][page_size][head_dim]
 typedef struct {
   void *k, *v;
   int32_t num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype;

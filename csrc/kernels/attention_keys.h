@@ -29,14 +29,14 @@ struct Pages {
   const S *k, *v;
   const int32_t* table;
   int page_size, dim;
-  size_t page_stride;
+  size_t page_stride;  // of all layers
 
   Pages(const AqKV& kv, int layer, int head, const int32_t* page_table)
       : table(page_table),
         page_size(kv.page_size),
         dim(kv.head_dim),
-        page_stride((size_t)kv.num_kv_heads * kv.page_size * kv.head_dim) {
-    const size_t base = (size_t)layer * kv.num_pages * page_stride + (size_t)head * page_size * dim;
+        page_stride((size_t)kv.num_layers * kv.num_kv_heads * kv.page_size * kv.head_dim) {
+    const size_t base = ((size_t)layer * kv.num_kv_heads + head) * page_size * dim;
     k = (const S*)kv.k + base, v = (const S*)kv.v + base;
   }
   size_t page(int index) const { return table[index / page_size] * page_stride; }

@@ -116,7 +116,8 @@ class ModelWeights:
 class KVGroup:
     """The storage of one model's keys and values, in pages.
 
-    k [L, P, Hkv, page_size / 16, Dh, 16]: transposed in groups of KEY_GROUP keys; v [L, P, Hkv, page_size, Dh].
+    k [P, L, Hkv, page_size / 16, Dh, 16]: transposed in groups of KEY_GROUP keys; v [P, L, Hkv, page_size, Dh]. All
+    layers of a page lie together, so that a short text touches little memory, however many layers and pages there are.
     Values outside the written indices are undefined and never read into a result."""
 
     k: Tensor
@@ -129,8 +130,8 @@ class KVGroup:
 
     @property
     def num_pages(self) -> int:
-        """Pages of every layer."""
-        return int(self.v.shape[1])
+        """Pages; each holds its keys of every layer."""
+        return int(self.v.shape[0])
 
 
 @dataclass(eq=False)

@@ -112,7 +112,7 @@ def test_behind_pages_without_draft_keys(name: str) -> None:
     assert second.tokens[: len(plain())] == plain()[: len(second.tokens)]
     used = player.pages[first.slot][:2]
     assert np.isnan(player.backend.fused[used]).all()
-    assert torch.isnan(player.backend.draft_kv.v[:, used]).all()
+    assert torch.isnan(player.backend.draft_kv.v[used]).all()
     assert max(step.num_drafted for step in second.steps) > 0
     tokens = [token for tree, _, _ in second.trees for token in tree]
     assert len(set(tokens)) > 10, "drafts from keys that are not numbers would all be one token"
@@ -128,13 +128,13 @@ def test_a_prompt_that_is_cached_whole(has_keys: bool) -> None:
     player.run(4)
     hit = player.pages[first.slot][:2]
     for first_key, drafted in ((1, 3),) if has_keys else ((33, 0), (32, 3)):
-        kept = player.backend.kv.v[:, hit].clone()
+        kept = player.backend.kv.v[hit].clone()
         text = player.add(prompt, Chain(3), hit=hit, first_draft_key=first_key, slot=1)
         player.run(12)
         assert text.output[:8] == first.output[:8] or len(first.output) < 8
         assert text.first[0].draft_end == (33 if first_key == 33 else 32)
         assert [step.num_drafted for step in text.steps[:2]] == [drafted, 3]
-        assert torch.equal(player.backend.kv.v[:, hit], kept)
+        assert torch.equal(player.backend.kv.v[hit], kept)
         player.drop(text)
 
 
@@ -145,10 +145,10 @@ def test_a_cached_page_is_never_written() -> None:
     player.add(prompt, NoDraft())
     player.run(1)
     page = player.pages[0][1]
-    kept = player.backend.kv.v[:, page, :, -1] = 7.0
+    kept = player.backend.kv.v[page, :, :, -1] = 7.0
     player.add(prompt, NoDraft(), hit=player.pages[0][:2], slot=1)
     player.run(1)
-    assert (player.backend.kv.v[:, page, :, -1] == kept).all()
+    assert (player.backend.kv.v[page, :, :, -1] == kept).all()
 
 
 @pytest.mark.parametrize("way", [*WAYS.values(), NoDraft()], ids=lambda way: way.name)
@@ -196,7 +196,7 @@ def test_extends_write_the_keys_that_are_missing() -> None:
 
 def key_at(player: Player, text: Text, index: int) -> torch.Tensor:
     page, place = player.pages[text.slot][index // 16], index % 16
-    return player.backend.draft_kv.v[0, page, :, place]
+    return player.backend.draft_kv.v[page, 0, :, place]
 
 
 def test_a_slot_goes_to_another_while_its_keys_are_completed() -> None:
@@ -211,7 +211,7 @@ def test_a_slot_goes_to_another_while_its_keys_are_completed() -> None:
     other = player.add(words(20, 3), Chain(3), slot=0)
     assert player.step().num_draft_rows > 48 - len(PROMPT)
     player.run(6)
-    assert not torch.isnan(player.backend.draft_kv.v[0, pages[2]]).any(), "keys up to 47"
+    assert not torch.isnan(player.backend.draft_kv.v[pages[2], 0]).any(), "keys up to 47"
     alone = Player(pair())
     same = alone.add(words(20, 3), Chain(3))
     alone.run(6)

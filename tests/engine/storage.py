@@ -22,8 +22,8 @@ def keys_and_values(kv: KVGroup, pages: list[int], first: int, end: int) -> list
     """Those of KV indices [first, end) of whoever has these pages."""
     index = np.arange(first, end)
     page, place = np.array(pages)[index // kv.page_size], index % kv.page_size
-    keys = kv.k[:, page, :, place // 16, :, place % 16]
-    return [t.float().numpy() for t in (keys, kv.v[:, page, :, place])]
+    keys = kv.k[page, :, :, place // 16, :, place % 16]
+    return [t.float().numpy() for t in (keys, kv.v[page, :, :, place])]
 
 
 def target_stored(engine: Engine, pages: list[int], end: int) -> list[np.ndarray]:

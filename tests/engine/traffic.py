@@ -190,7 +190,7 @@ class Traffic:
         def taken(last: int, count: int) -> int:
             page = take(last, count)
             for kv in (backend.kv, backend.draft_kv):
-                kv.k[:, page] = kv.v[:, page] = math.nan
+                kv.k[page] = kv.v[page] = math.nan
             backend.fused[page] = math.nan
             return page
 

@@ -129,8 +129,8 @@ class Cache:
     def new(capacity, kv_heads, dim, page_size=16, dtype=torch.bfloat16, slots=1, seed=0):
         per_slot = -(-capacity // page_size)
         pages = per_slot * slots + 3
-        k = torch.full((1, pages, kv_heads, page_size // 16, dim, 16), float("nan"), dtype=dtype)
-        v = torch.full((1, pages, kv_heads, page_size, dim), float("nan"), dtype=dtype)
+        k = torch.full((pages, 1, kv_heads, page_size // 16, dim, 16), float("nan"), dtype=dtype)
+        v = torch.full((pages, 1, kv_heads, page_size, dim), float("nan"), dtype=dtype)
         order = np.random.default_rng(seed).permutation(pages)[: per_slot * slots].astype(np.int32)
         return Cache(KVGroup(k, v), order.reshape(slots, per_slot).copy())
 

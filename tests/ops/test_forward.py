@@ -69,8 +69,8 @@ def random_weights(dtype=torch.bfloat16, layers=3, draft=False, extras=False):
 
 def new_kv(weights, pages=12, page_size=16, dtype=torch.bfloat16):
     layers = len(weights.layers)
-    k = torch.full((layers, pages, KV_HEADS, page_size // 16, DIM, 16), float("nan"), dtype=dtype)
-    v = torch.full((layers, pages, KV_HEADS, page_size, DIM), float("nan"), dtype=dtype)
+    k = torch.full((pages, layers, KV_HEADS, page_size // 16, DIM, 16), float("nan"), dtype=dtype)
+    v = torch.full((pages, layers, KV_HEADS, page_size, DIM), float("nan"), dtype=dtype)
     return KVGroup(k, v), np.random.default_rng(0).permutation(pages).astype(np.int32)[None].copy()
 
 

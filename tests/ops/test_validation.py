@@ -87,7 +87,7 @@ def test_kv_of_another_shape_or_dtype():
     with pytest.raises(ValueError, match="stores keys and values in float32 or bfloat16"):
         run(calls.NativeModel(w), replace(kv, k=kv.k.half(), v=kv.v.half()), rows)
     with pytest.raises(NativeError, match=r"kv\.num_layers=2: the model has 3"):
-        run(calls.NativeModel(w), replace(kv, k=kv.k[:2].contiguous(), v=kv.v[:2].contiguous()), rows)
+        run(calls.NativeModel(w), replace(kv, k=kv.k[:, :2].contiguous(), v=kv.v[:, :2].contiguous()), rows)
     with pytest.raises(ValueError, match=r"KVGroup\.k is"):
         run(calls.NativeModel(w), replace(kv, k=kv.v), rows)
 

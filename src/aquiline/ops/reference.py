@@ -49,14 +49,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def write_kv(group: KVGroup, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """Store k, v [R, Hkv, Dh] at (page, offset within the page) of each row, rounding to the group's dtype."""
-    group.k[layer, pages, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP] = k.to(group.k.dtype)
-    group.v[layer, pages, :, offsets] = v.to(group.v.dtype)
+    group.k[pages, layer, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP] = k.to(group.k.dtype)
+    group.v[pages, layer, :, offsets] = v.to(group.v.dtype)
 
 
 def read_kv(group: KVGroup, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """k, v [T, Hkv, Dh] in float32 at (page, offset) of each of T keys."""
-    k = group.k[layer, pages, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP]
-    return k.float(), group.v[layer, pages, :, offsets].float()
+    k = group.k[pages, layer, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP]
+    return k.float(), group.v[pages, layer, :, offsets].float()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:

@@ -33,8 +33,8 @@ def pointer(array: NDArray[Any]) -> int:
 
 def describe_kv(kv: KVGroup) -> AqKV:
     """A KVGroup as the library sees it. Raises ValueError for tensors that do not belong together."""
-    num_layers, num_pages, heads, page_size, dim = kv.v.shape
-    expected = (num_layers, num_pages, heads, page_size // KEY_GROUP, dim, KEY_GROUP)
+    num_pages, num_layers, heads, page_size, dim = kv.v.shape
+    expected = (num_pages, num_layers, heads, page_size // KEY_GROUP, dim, KEY_GROUP)
     if tuple(kv.k.shape) != expected:
         raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected} beside v {tuple(kv.v.shape)}")
     if not (kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype):

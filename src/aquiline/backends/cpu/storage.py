@@ -16,8 +16,8 @@ def new_group(config: ModelConfig, num_pages: int, page_size: int, kv_dtype: str
     """Uninitialised storage for a model's keys and values: memory is touched only when a page is first written."""
     L, Hkv, Dh, dtype = config.num_layers, config.num_kv_heads, config.head_dim, getattr(torch, kv_dtype)
     return KVGroup(
-        k=_uninitialised((L, num_pages, Hkv, page_size // KEY_GROUP, Dh, KEY_GROUP), dtype),
-        v=_uninitialised((L, num_pages, Hkv, page_size, Dh), dtype),
+        k=_uninitialised((num_pages, L, Hkv, page_size // KEY_GROUP, Dh, KEY_GROUP), dtype),
+        v=_uninitialised((num_pages, L, Hkv, page_size, Dh), dtype),
     )
 
 
