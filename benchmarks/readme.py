@@ -4,8 +4,9 @@ About an hour and a half on two quiet cores. The rules: every figure a median ov
 interval; in every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers
 swept over the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from
 uncommitted source. Which parts run can be named (--only), and which comparisons (--comparison); results of others stay.
---smoke runs all of them for seconds, in a folder of its own, and writes nothing into README. Needs the extra `peers`,
-llama.cpp's server (benchmarks/llama_server.py) and the weights of `smollm2`. Ends with one JSON line.
+The part `eval` needs a file of questions with categories (--questions), which is not in the repository. --smoke runs
+all of them for seconds, in a folder of its own, and writes nothing into README. Needs the extra `peers`, llama.cpp's
+server (benchmarks/llama_server.py) and the weights of `smollm2`. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ COMPARISONS: dict[str, list[str]] = {
                      *SAME_FILE, *SAME_FILE_DRAFTED[:3]],
     **{f"smollm2-batch{batch}": ["--target", SMOLLM2, "--batch", f"{batch}", "--num-spec-tokens", "1", "2", "--peer",
                                  *SAME_FILE, "openvino:int8"] for batch in (4, 8, 16)},
-    **{f"smollm2-prompt{length}": ["--target", SMOLLM2, "--prompt-tokens", f"{length}", *SHORT, "--peer", *PROMPTS]
-       for length in (512, 2048, 8000)},
+    **{f"smollm2-prompt{length}": ["--target", SMOLLM2, "--prompt-tokens", f"{length}", *SHORT, "--peer", *PROMPTS,
+                                  *(["--repeats", "3"] if length > 4096 else [])] for length in (512, 2048, 8000)},
     "random-494m": ["--random-weights", "llama-494m", "--new-tokens", "64", "--peer", *RANDOM],
     "bundled": ["--num-spec-tokens", "3", "4", "5", "--peer", *PLAIN, *EAGLE, *LOOKUP, "transformers:lookup=10"],
     "bundled-t08": ["--temperature", "0.8", "--num-spec-tokens", "2", "3", "--peer", *PLAIN[1:3], *PLAIN[5:8], *EAGLE],
@@ -80,6 +81,10 @@ COMPARISONS: dict[str, list[str]] = {
     "random-230m": ["--random-weights", "llama-230m", "--new-tokens", "64", "--peer", *RANDOM],
     "random-32m": ["--random-weights", "llama-32m", "--peer", *RANDOM],
 }  # fmt: skip
+EVALUATION = ["--target", SMOLLM2, "--lengths", "128", "--temperature", "0", "1", "--adaptive", "--no-teacher-forced"]
+FIXED = {1: ["--num-spec-tokens", "1", "2", "3", "--trees", "2x2x6"], 4: ["--num-spec-tokens", "1", "2"]}
+"""By questions that are answered together, from which number on: the fixed settings beside adaptive drafting."""
+BATCHES = (1, 4, 8, 16)
 SUITE = ["--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]
 LOADS = [
     ["--scenario", "baseline", "single", "batch", "large-context", "stress"],
@@ -92,11 +97,12 @@ SMOKE_COMPARE = ["--repeats", "1", "--new-tokens", "9", "--prompt-tokens", "32"]
 
 @dataclass(frozen=True)
 class Job:
-    """Where results go, whether this is a smoke run, and the comparisons that run."""
+    """Where results go, whether this is a smoke run, the comparisons that run, and the questions of the evaluation."""
 
     results: Path
     smoke: bool
     comparisons: list[str]
+    questions: Path | None
 
 
 def demo(job: Job) -> str:
@@ -126,6 +132,88 @@ def _demo_table(found: dict[str, Any]) -> str:
         ))  # fmt: skip
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"{table}\nEvery token identical to its baseline's: {'yes' if found['identical'] else 'NO'}.\n"
+
+
+def evaluation(job: Job) -> str:
+    """SmolLM2's answers by kind of question and by how many are answered together."""
+    if job.questions is None:
+        raise SystemExit("eval: needs questions with categories; --questions FILE")
+    out = job.results / "eval"
+    out.mkdir(parents=True, exist_ok=True)
+    for batch in BATCHES:
+        with tempfile.TemporaryDirectory() as folder:
+            fixed = FIXED[max(least for least in FIXED if least <= batch)]
+            count = ["--count", "2"] if job.smoke else []
+            _run(["eval", *EVALUATION, *fixed, "--dataset", str(job.questions), "--batch", f"{batch}", *count,
+                  "--out", folder])  # fmt: skip
+            keep_evaluation(Path(folder) / "eval.json", out / f"batch{batch}.json")
+    return evaluation_tables(out)
+
+
+def keep_evaluation(found: Path, to: Path) -> None:
+    """Write an eval.json without its rows, one of which stands for every text and setting."""
+    document = json.loads(found.read_text(encoding="utf-8"))
+    del document["rows"]
+    to.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def evaluation_tables(folder: Path) -> str:
+    """The two tables, from the files that keep_evaluation wrote."""
+    found = {batch: json.loads((folder / f"batch{batch}.json").read_text(encoding="utf-8")) for batch in BATCHES}
+    columns = (
+        "plain tok/s",
+        "adaptive tok/s",
+        "speedup",
+        "tau",
+        "accepted by position",
+        "fastest fixed",
+        "its speedup",
+    )
+    tables = found[BATCHES[0]]["tables"]
+    kinds = _grouped(tables["by_category"]) | {
+        ("all", t): group for (_, t), group in _grouped(tables["by_length"]).items()
+    }
+    together = {
+        (f"{batch}", t): group
+        for batch, document in found.items()
+        for (_, t), group in _grouped(document["tables"]["by_length"]).items()
+    }
+    return "\n".join(
+        "".join(
+            f"| {' | '.join(line)} |\n"
+            for line in (
+                (name, "temperature", *columns),
+                ["---"] * (2 + len(columns)),
+                *((kind, f"{temperature:g}", *_evaluated(group)) for (kind, temperature), group in groups.items()),
+            )
+        )
+        for name, groups in (("questions, one at a time", kinds), ("together", together))
+    )
+
+
+def _grouped(figures: list[dict[str, Any]]) -> dict[tuple[str, float], list[dict[str, Any]]]:
+    """Figures of settings by category and temperature; the category of all questions is None."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for each in figures:
+        groups.setdefault((each["category"], each["temperature"]), []).append(each)
+    return groups
+
+
+def _evaluated(group: list[dict[str, Any]]) -> list[str]:
+    """The cells of a group of settings: the baseline, adaptive drafting and the fastest of the others."""
+    named = {each["setting"]: each for each in group}
+    plain, adaptive = named.pop("baseline"), named.pop("adaptive")
+    best = max(named.values(), key=lambda each: each["speedup"]["value"])
+
+    def speedup(each: dict[str, Any]) -> str:
+        ratio = each["speedup"]
+        return f"{ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+
+    return [
+        f"{plain['decode_tokens_per_s']:.0f}", f"{adaptive['decode_tokens_per_s']:.0f}", speedup(adaptive),
+        f"{adaptive['tau']:.2f}", " ".join(f"{share:.2f}" for share in adaptive["per_position"][:5]), best["setting"],
+        speedup(best),
+    ]  # fmt: skip
 
 
 def suite(job: Job) -> str:
@@ -164,6 +252,7 @@ def restored(stored: str) -> Path:
 
 PARTS: dict[str, tuple[str, Callable[[Job], str]]] = {
     "demo": ("<!-- aquiline demo -->", demo),
+    "eval": ("<!-- aquiline eval --target smollm2 -->", evaluation),
     "bundled": ("<!-- aquiline demo --bundled -->", bundled_demo),
     "suite": ("<!-- aquiline bench table results --short -->", suite),
     "peers": ("<!-- aquiline compare -->", peers),
@@ -189,13 +278,14 @@ def _run(arguments: list[str]) -> str:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=[name for name in PARTS if name != "eval"])
+    parser.add_argument("--questions", type=Path)
     parser.add_argument("--comparison", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
     parser.add_argument("--smoke", action="store_true", help="seconds each, into a folder of its own")
     args = parser.parse_args()
     if commit().endswith(DIRTY) or commit() == "unknown":
         raise SystemExit(f"commit {commit()}: commit the source first, or nobody can measure this again")
-    job = Job(Path(tempfile.mkdtemp()) if args.smoke else ROOT / "results", args.smoke, args.comparison)
+    job = Job(Path(tempfile.mkdtemp()) if args.smoke else ROOT / "results", args.smoke, args.comparison, args.questions)
     seconds = {}
     for name in args.only:
         began = time.perf_counter()
