@@ -147,6 +147,8 @@ def evaluation(job: Job) -> str:
             _run(["eval", *EVALUATION, *fixed, "--dataset", str(job.questions), "--batch", f"{batch}", *count,
                   "--out", folder])  # fmt: skip
             keep_evaluation(Path(folder) / "eval.json", out / f"batch{batch}.json")
+            if batch == 1 and not job.smoke:
+                shutil.copy(Path(folder) / "eval.png", ROOT / "docs" / "evaluation.png")
     return evaluation_tables(out)
 
 
