@@ -80,7 +80,7 @@ $(VENV)/torch:
 	touch $@
 
 $(VENV)/run: $(VENV)/torch pyproject.toml setup.py $(CPP)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[serve]'
 	touch $@
 
 $(VENV)/dev: $(VENV)/run
