@@ -45,6 +45,7 @@ class Committer:
             if sequence.slot == message.slot:
                 sequence.num_cached += num_kept
                 sequence.draft_end = decoded.draft_end
+                sequence.num_rows = 1 + decoded.num_drafted
         for chunk, prefilled in zip(plan.chunks, output.chunks, strict=True):
             sequence = chunk.sequence
             sequence.in_flight -= chunk.draws

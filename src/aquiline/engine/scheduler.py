@@ -195,7 +195,7 @@ class Scheduler:
         return True
 
     def _chunks(self, prefilling: list[Sequence], decoding: tuple[Sequence, ...]) -> tuple[PlannedChunk, ...]:
-        num_decode_rows = sum(s.request.spec.max_nodes for s in decoding)
+        num_decode_rows = sum(s.num_rows for s in decoding)
         budget = max(self.row_budget - num_decode_rows, min(self.row_budget, MIN_CHUNK))
         chunks = []
         for sequence in sorted(prefilling, key=lambda s: s.urgency):
