@@ -127,7 +127,7 @@ namespace aq {
 struct Message;
 
 // message.cpp
-int read_message(const AqBatch& batch, const int32_t* message, const AqCut* cuts, Message* out);
+int read_message(const AqBatch& batch, const int32_t* message, const AqConfidence* confidence, Message* out);
 int check_step(const AqBatch& batch, const Message& message, const AqAdmit* admits, int num_admits);
 
 // batch.cpp
@@ -142,6 +142,8 @@ struct Message {
   std::vector<const AqPages*> pages;  // each with its pages behind it
   std::vector<const int32_t*> proposals;  // of each decode: tokens, then parents; NULL: none
   std::vector<const AqCut*> cuts;  // of each decode; NULL: none
+  const float* row_costs;
+  int num_row_costs;
 };
 
 // draft.cpp: fuses the features that the slots hold, so that the draft can read those of all computed tokens. A step

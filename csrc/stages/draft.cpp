@@ -116,10 +116,11 @@ int draft(AqBatch* batch, const Message& message, const AqAdmit* admits, int num
 
 using namespace aq;
 
-int aq_draft(AqBatch* batch, const int32_t* message, const AqCut* cuts, const AqAdmit* admits, int32_t num_admits) {
+int aq_draft(AqBatch* batch, const int32_t* message, const AqConfidence* confidence, const AqAdmit* admits,
+             int32_t num_admits) {
   AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
   Message m;
-  AQ_TRY(read_message(*batch, message, cuts, &m));
+  AQ_TRY(read_message(*batch, message, confidence, &m));
   AQ_TRY(check_step(*batch, m, admits, num_admits));
   batch->stage = Stage::idle;
   batch->extends.assign(m.extends, m.extends + m.num_extends);

@@ -214,6 +214,7 @@ int grow(AqBatch* batch, const Message& message) {
   AQ_TRY(extend(batch, spans, &last));
   for (size_t i = 0; i < growing.size(); i++) growing[i].sources.assign(1, last[i]);
   AQ_TRY(grow_levels(batch, &growing));
+  choose_cut_nodes(message, &growing);
   Trees& trees = batch->trees;
   trees.clear();
   size_t grown = 0;

@@ -10,20 +10,21 @@ namespace aq {
 // candidates in a dynamic tree, where a parent is a candidate (-1: the root) and scores are cumulative
 // log-probabilities. sources: the rows of the last pass whose children are chosen next. base: the KV index behind the
 // root's, where the tree's own draft rows begin. cut: what ends a chain by confidence, or NULL. Such a chain has only
-// the nodes that will be verified; chance: that the last of them is accepted; leaves: runners-up, with their parents.
+// the nodes that may be verified; chances: that each of them is accepted; leaves: runners-up, with their parents and
+// chances.
 struct Growing {
   const Shape* shape;
   const AqCut* cut;
   int decode, slot, base;
   std::vector<int32_t> tokens, parents, sources, beam, leaves, leaf_parents;
-  std::vector<float> scores;
+  std::vector<float> scores, chances, leaf_chances;
   std::vector<std::vector<int32_t>> beam_paths;
-  int level_begin = 0, num_rows = 0;
-  float chance = 1.0f;
+  std::vector<uint8_t> keeps_leaf;
+  int level_begin = 0, num_rows = 0, num_kept = 0;
 
   Growing(const Shape* own, const AqCut* own_cut, int b, int number, int root)
       : shape(own), cut(own_cut), decode(b), slot(number), base(root + 1) {
-    if (cut != nullptr) tokens.resize(1);
+    if (cut != nullptr) tokens.resize(1), chances.assign(1, 1.0f);
     else if (shape->kind != AQ_DYNAMIC) tokens.resize(shape->num_nodes), parents = shape->parents;
   }
 };
@@ -53,6 +54,7 @@ struct NextPass {
 // chains.cpp
 void grow_chain(const AqBatch& batch, Growing* tree, int level, const Children& children, NextPass* next);
 void grow_cut_chain(AqBatch* batch, Growing* tree, int level, const Children& children, NextPass* next);
+void choose_cut_nodes(const Message& message, std::vector<Growing>* trees);
 void finish_cut_chain(Growing* tree, const int32_t* copied, int num_copied);
 
 }  // namespace aq

@@ -185,9 +185,9 @@ int aq_keep(AqBatch* batch, int32_t* out, double* times) {
   return 0;
 }
 
-int aq_step(AqBatch* batch, const int32_t* message, const AqCut* cuts, const AqAdmit* admits, int32_t num_admits,
-            int32_t* out, double* times) {
-  if (const int failed = aq_draft(batch, message, cuts, admits, num_admits)) return failed;
+int aq_step(AqBatch* batch, const int32_t* message, const AqConfidence* confidence, const AqAdmit* admits,
+            int32_t num_admits, int32_t* out, double* times) {
+  if (const int failed = aq_draft(batch, message, confidence, admits, num_admits)) return failed;
   if (const int failed = aq_verify(batch, nullptr, 0, 0)) return failed;
   return aq_keep(batch, out, times);
 }

@@ -1,5 +1,6 @@
 // Reads a step from one array of int32 and checks it as a whole, before anything changes.
 #include <algorithm>
+#include <cmath>
 
 #include "batch.h"
 
@@ -124,8 +125,15 @@ int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* pr
 
 }  // namespace
 
-int read_message(const AqBatch& batch, const int32_t* message, const AqCut* cuts, Message* out) {
+int read_message(const AqBatch& batch, const int32_t* message, const AqConfidence* confidence, Message* out) {
   AQ_TRY(check_pointer("message", message, sizeof(int32_t)));
+  AQ_TRY(check_pointer("confidence", confidence, alignof(AqConfidence)));
+  const AqCut* cuts = confidence->cuts;
+  out->row_costs = confidence->row_costs, out->num_row_costs = confidence->num_row_costs;
+  AQ_REQUIRE(out->num_row_costs >= 0, "num_row_costs=%d: must be at least 0", out->num_row_costs);
+  if (out->num_row_costs > 0) AQ_TRY(check_pointer("row_costs", out->row_costs, sizeof(float)));
+  for (int i = 0; i < out->num_row_costs; i++)
+    AQ_REQUIRE(std::isfinite(out->row_costs[i]), "row_costs[%d]=%g: must be a finite number", i, out->row_costs[i]);
   const int num_slots = batch.config.num_slots, *counts = message;
   for (int i = 0; i < 3; i++)
     AQ_REQUIRE(counts[i] >= 0 && counts[i] <= num_slots, "a step with %d parts of a kind: there are %d slots",

@@ -82,14 +82,21 @@ typedef struct {
   float chances[AQ_MARGINS], seconds[AQ_MARGINS], least_node, least_pass;
 } AqCut;
 
+// What the confidence of a step's drafts decides: one cut for each decode that has one, in order; and row_costs [num]
+// of a StepInput (backends/base.py), num = 0: every node that a cut lets through is verified.
+typedef struct {
+  const AqCut* cuts;
+  const float* row_costs;
+  int32_t num_row_costs;
+} AqConfidence;
+
 AqBatch* aq_open_batch(const AqBatchConfig*);  // NULL on failure
 int aq_close_batch(AqBatch*);
 int aq_add_shape(AqBatch*, const AqShape*, int32_t* number);
 
-// Writes missing draft keys, applies admissions and pages, and grows the trees of the step's decodes. cuts: one for
-// each decode that has one, in order. Here begin the times that aq_keep reports as seconds [5]: draft, binding, verify,
-// draw and accept, keep.
-int aq_draft(AqBatch*, const int32_t* message, const AqCut* cuts, const AqAdmit* admits, int32_t num_admits);
+// Writes missing draft keys, applies admissions and pages, and grows the trees of the step's decodes. Here begin the
+// times that aq_keep reports as seconds [5]: draft, binding, verify, draw and accept, keep.
+int aq_draft(AqBatch*, const int32_t* message, const AqConfidence*, const AqAdmit* admits, int32_t num_admits);
 
 // The grown trees: out holds offsets [decodes + 1], then tokens and parents (slot-local nodes) of all nodes.
 int aq_read_trees(AqBatch*, int32_t* out);
@@ -108,7 +115,7 @@ int aq_verify(AqBatch*, const uint32_t* masks, int32_t num_rows, int32_t num_wor
 int aq_keep(AqBatch*, int32_t* out, double* seconds);
 
 // The three stages one after the other.
-int aq_step(AqBatch*, const int32_t* message, const AqCut* cuts, const AqAdmit* admits, int32_t num_admits,
+int aq_step(AqBatch*, const int32_t* message, const AqConfidence*, const AqAdmit* admits, int32_t num_admits,
             int32_t* out, double* seconds);
 
 // Single parts of the stages, for tests. aq_accept finds the accepted path of one tree, root first: path

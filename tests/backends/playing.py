@@ -79,7 +79,7 @@ class Text:
 
 
 class Player:
-    """Plays texts. order: how pages are dealt out, from the first slot's first on."""
+    """Plays texts. order: how pages are dealt out, from the first slot's first on; row_costs: of each step."""
 
     def __init__(self, pair: Any, num_slots: int = 4, page_size: int = 16, row_budget: int = 48) -> None:
         per_slot = 480 // page_size
@@ -94,6 +94,7 @@ class Player:
         self.admits: list[Admit] = []
         self.news: list[Pages] = []
         self.extends: list[Extend] = []
+        self.row_costs: Callable[[], tuple[float, ...]] = lambda: ()
 
     def add(
         self,
@@ -141,7 +142,7 @@ class Player:
                 chunks.append(self._chunk(text))
         told = tuple(self.admits), tuple(self.news), tuple(self.extends)
         self.admits, self.news, self.extends = [], [], []
-        return StepInput(tuple(decodes), tuple(chunks), *told)
+        return StepInput(tuple(decodes), tuple(chunks), *told, self.row_costs() if decodes else ())
 
     def _chunk(self, text: Text) -> Chunk:
         end = max(text.num_prompt, len(text.tokens) - 1)

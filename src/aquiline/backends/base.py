@@ -145,13 +145,21 @@ class Extend(NamedTuple):
 class StepInput(NamedTuple):
     """One step. Its parts take effect in this order: extends (under the pages the slots had), admits, pages, then
     chunks and decodes in one target forward. At most one of chunk and decode names a slot. No callables and no
-    references to sequences: a step may be sent to another process or rank."""
+    references to sequences: a step may be sent to another process or rank.
+
+    row_costs chooses among the nodes that cuts let through. A row costs a step more or less by how many there are, so
+    the nodes of all decodes are chosen together, the likeliest first: node n of them makes row_costs[c + n] of
+    row_costs[c + n - 1], where the step's proposals have c tokens. Costs are in tokens. The number of nodes is taken
+    for which the chances added up less row_costs[c + n] are the most, the smallest such number, and no more than
+    row_costs has. The order of equal chances is that of the decodes, then of levels, a token before its runner-up;
+    chances are added up in float64. Empty: all nodes that cuts let through are verified."""
 
     decodes: tuple[Decode, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     admits: tuple[Admit, ...] = ()
     pages: tuple[Pages, ...] = ()
     extends: tuple[Extend, ...] = ()
+    row_costs: tuple[float, ...] = ()
 
 
 class Decoded(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, c_double, c_float, c_int32
+from ctypes import addressof, byref, c_double, c_float, c_int32
 from itertools import chain
 from typing import Any
 from weakref import finalize
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
 from aquiline.backends.cpu.buffers import address, pointer
-from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqSampling, AqShape
+from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqSampling, AqShape
 from aquiline.backends.cpu.packed import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
@@ -43,6 +43,9 @@ class NativeBatch:
         self._shapes: dict[Drafting, int] = {}
         self._message = (c_int32 * 1024)()
         self._cuts = (c_float * 1024)()  # AqCuts, one after the other
+        self._row_costs = (c_float * 1)()
+        self._packed: tuple[float, ...] = ()  # what is in _row_costs
+        self._confidence = AqConfidence(addressof(self._cuts), addressof(self._row_costs), 0)
         self.out = (c_int32 * (2 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)))()
         self.seconds = (c_double * 5)()
         self._handle = lib.open_batch(byref(config))
@@ -58,7 +61,8 @@ class NativeBatch:
     def draft(self, step: StepInput) -> None:
         """Apply extends, admissions and pages, and grow the trees."""
         admits, kept = self._admits(step)
-        self._check(self._library.draft(self._handle, self._pack(step), self._cuts, admits, len(step.admits)))
+        message, confidence = self._pack(step), byref(self._confidence)
+        self._check(self._library.draft(self._handle, message, confidence, admits, len(step.admits)))
         del kept
 
     def verify(self, masks: TokenMasks | None) -> None:
@@ -76,10 +80,9 @@ class NativeBatch:
     def step(self, step: StepInput) -> None:
         """The three stages in one call."""
         admits, kept = self._admits(step) if step.admits else (None, None)
+        message, confidence = self._pack(step), byref(self._confidence)
         self._check(
-            self._library.step(
-                self._handle, self._pack(step), self._cuts, admits, len(step.admits), self.out, self.seconds
-            )
+            self._library.step(self._handle, message, confidence, admits, len(step.admits), self.out, self.seconds)
         )
         del kept
 
@@ -106,7 +109,8 @@ class NativeBatch:
             raise (ValueError if result == REFUSED else NativeError)(self._library.last_error())
 
     def _pack(self, step: StepInput) -> Any:
-        """The step as the library reads it (stages.h, "A step is one array of int32"); its cuts go into `_cuts`."""
+        """The step as the library reads it (stages.h, "A step is one array of int32"); its cuts and
+        row_costs go into `_confidence`."""
         decodes, shapes = step.decodes, self._shapes
         message = [len(step.extends), len(step.chunks), len(decodes), len(step.pages)]
         if step.extends:
@@ -134,8 +138,13 @@ class NativeBatch:
             message += proposals(decodes)
         if len(cuts) > len(self._cuts):
             self._cuts = (c_float * (2 * len(cuts)))()
+            self._confidence.cuts = addressof(self._cuts)
         if cuts:
             self._cuts[: len(cuts)] = cuts  # type: ignore[assignment]
+        if step.row_costs is not self._packed:
+            self._row_costs = (c_float * max(1, len(step.row_costs)))(*step.row_costs)
+            self._confidence.row_costs = addressof(self._row_costs)
+            self._confidence.num_row_costs, self._packed = len(step.row_costs), step.row_costs
         if len(message) > len(self._message):
             self._message = (c_int32 * (2 * len(message)))()
         self._message[: len(message)] = message  # type: ignore[assignment]

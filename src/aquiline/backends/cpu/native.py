@@ -172,6 +172,12 @@ class AqCut(Structure):
     ]
 
 
+class AqConfidence(Structure):
+    """What the confidence of a step's drafts decides."""
+
+    _fields_ = [("cuts", c_void_p), ("row_costs", c_void_p), ("num_row_costs", c_int32)]
+
+
 class AqMatchEvents(Structure):
     """How often matches foretold the next token."""
 
@@ -190,7 +196,7 @@ class AqCopy(Structure):
 
 STRUCTS: tuple[type[Structure], ...] = (
     AqLinear, AqAttention, AqMlp, AqLayer, AqModel, AqKV, AqRows, AqSampling, AqFusion, AqBatchConfig, AqAdmit, AqShape,
-    AqCut, AqMatchEvents, AqCopy,
+    AqCut, AqConfidence, AqMatchEvents, AqCopy,
 )  # fmt: skip
 
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
-from aquiline.backends.torch.chains import Cuts, Guesses, check_cut, padded_copies
+from aquiline.backends.torch.chains import CutChains, Cuts, Guesses, check_cut, check_row_costs, choose_nodes, padded_copies
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
@@ -52,13 +52,14 @@ class TorchBackend:
             self._draft.num_rows = 0
         for decode in step.decodes:
             check_cut(decode)
+        check_row_costs(step.row_costs)
         for extend in step.extends:
             self._extend(extend)
         for admit in step.admits:
             self.state.admit(admit, self.decoder.config.vocab_size)
         for pages in step.pages:
             self.state.set_pages(pages)
-        return DraftedTrees(self._grow(step.decodes))
+        return DraftedTrees(self._grow(step))
 
     def step(self, step: StepInput) -> IssuedStep:  # noqa: D102
         return self.verify(step, self.draft(step))
@@ -131,22 +132,24 @@ class TorchBackend:
 
     # Draft
 
-    def _grow(self, decodes: tuple[Decode, ...]) -> Trees:
+    def _grow(self, step: StepInput) -> Trees:
         """A tree for every Decode, padded to the largest."""
+        decodes = step.decodes
         parts: list[tuple[list[int], Trees]] = []
         self._guesses = []
         drafted = [
             i for i, d in enumerate(decodes) if d.cut is not None or (d.proposal is None and d.drafting.is_speculative)
         ]
         if drafted:
-            parts += self._draft_trees(decodes, drafted)
+            parts += self._draft_trees(step, drafted)
         for i in sorted(set(range(len(decodes))) - set(drafted)):
             parts.append(([i], self._given_tree(decodes[i])))
         for i in drafted:
             self.state.hosts[decodes[i].slot].max_lag = 0  # its keys now reach its root
         return joined(parts, len(decodes), self.device)
 
-    def _draft_trees(self, decodes: tuple[Decode, ...], drafted: list[int]) -> list[tuple[list[int], Trees]]:
+    def _draft_trees(self, step: StepInput, drafted: list[int]) -> list[tuple[list[int], Trees]]:
+        decodes = step.decodes
         assert self._draft is not None, "a draft model was asked for and none is loaded"
         hosts = [self.state.hosts[decodes[i].slot] for i in drafted]
         numbers = [decodes[i].slot for i in drafted]
@@ -157,18 +160,23 @@ class TorchBackend:
         root = self.state.root[slots]
         tokens = self.state.history[slots, root]
         output = self._draft.catch_up(slots, root + 1, max(host.max_lag for host in hosts), longest)
-        parts = []
+        parts, cut = list[tuple[list[int], Trees]](), list[tuple[list[int], Tensor, CutChains]]()
         for (drafting, has_cut), group in groups_of([decodes[i] for i in drafted]).items():
             roots = Roots([numbers[g] for g in group], slots[group], root[group], tokens[group], output[group])
             places = [drafted[g] for g in group]
             if has_cut:
-                cuts = Cuts.of([cut for i in places if (cut := decodes[i].cut)], drafting.max_depth, self.device)
+                cuts = Cuts.of([own for i in places if (own := decodes[i].cut)], drafting.max_depth, self.device)
                 chains = self._draft.grow_cut_chains(cuts, roots, longest)
                 self._guesses.append((places, chains.guesses()))
-                copied = padded_copies([decodes[i].proposal for i in places], self.device)
-                parts.append((places, chains.trees(roots.tokens, copied)))
+                cut.append((places, roots.tokens, chains))
             else:
                 parts.append((places, self._draft.grow(drafting, roots, longest)))
+        if step.row_costs and cut:
+            num_copied = sum(len(d.proposal.tokens) for d in decodes if d.proposal is not None)
+            choose_nodes([(places, chains) for places, _, chains in cut], step.row_costs[num_copied:])
+        for places, tokens, chains in cut:
+            copied = padded_copies([decodes[i].proposal for i in places], self.device)
+            parts.append((places, chains.trees(tokens, copied)))
         return parts
 
     def _given_tree(self, decode: Decode) -> Trees:

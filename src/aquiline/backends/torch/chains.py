@@ -6,6 +6,7 @@ any of them could reach, and levels below a chain's end are masked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,13 @@ def check_cut(decode: Decode) -> None:
             raise ValueError(f"proposal: entry {i} follows entry {parent}, beside a cut it must be a chain")
     if most_nodes(drafting.num_spec_tokens) + len(copied) > MAX_NODES:
         raise ValueError(f"a proposal of {len(copied)} tokens beside a cut: trees have at most {MAX_NODES} nodes")
+
+
+def check_row_costs(row_costs: Sequence[float]) -> None:
+    """Raises ValueError for costs that are no numbers."""
+    for i, cost in enumerate(row_costs):
+        if not math.isfinite(cost):
+            raise ValueError(f"row_costs[{i}]={cost:g}: must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -106,12 +114,13 @@ class CutChains:
     levels: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # token, runner-up, margin, whether the level is drafted
     nodes: list[Tensor]  # whether the token is verified
     leaves: list[Tensor]  # whether the runner-up is
+    chances: list[tuple[Tensor, Tensor]]  # of the token and of the runner-up
 
     @staticmethod
     def begin(cuts: Cuts) -> CutChains:
         """Chains of no level yet."""
         ones = torch.ones_like(cuts.least_node)
-        return CutChains(cuts, ones, ones.bool(), [], [], [])
+        return CutChains(cuts, ones, ones.bool(), [], [], [], [])
 
     def add(self, token: Tensor, runner_up: Tensor, margin: Tensor) -> None:
         """One more level, guessed by the draft; each [b]."""
@@ -122,11 +131,23 @@ class CutChains:
         self.chance = self.chance * cuts.chances.gather(1, bucket)[:, 0]
         is_node = self.is_drafted & (self.chance >= cuts.least_node)
         self.nodes.append(is_node)
+        self.chances.append((self.chance, as_second))
         self.is_drafted = is_node & (self.chance >= cuts.least_pass)
 
     def guesses(self) -> Guesses:
         """All that the draft said."""
         return Guesses(*(torch.stack(column, 1) for column in zip(*self.levels, strict=True)))
+
+    def candidates(self) -> tuple[Tensor, Tensor]:
+        """The nodes that the cuts let through, and their chances; both [b, 2 n], the runner-up of a level behind its
+        token."""
+        let = [kind for level in zip(self.nodes, self.leaves, strict=True) for kind in level]
+        return torch.stack(let, 1), torch.stack([chance for level in self.chances for chance in level], 1)
+
+    def keep(self, is_kept: Tensor) -> None:
+        """Of the nodes that the cuts let through only these, laid out as `candidates`, are verified."""
+        kept = is_kept.unbind(1)
+        self.nodes, self.leaves = list(kept[::2]), list(kept[1::2])
 
     def trees(self, roots: Tensor, copied: Tensor) -> Trees:
         """The nodes below root tokens [b]: those of the chain, which are numbered by their levels, then the leaves,
@@ -162,6 +183,29 @@ class CutChains:
         on_leaf = on_leaf & pad(on_chain, (1, 0), value=True)[:, :m]
         level = torch.arange(1, m + 1, device=copied.device)
         return torch.where(on_chain, level, torch.where(on_leaf, n + level, 2 * n + level))
+
+
+def choose_nodes(groups: Sequence[tuple[Sequence[int], CutChains]], row_costs: Sequence[float]) -> None:
+    """Choose among the nodes of all chains as StepInput.row_costs says. groups: chains, and the places of their decodes
+    in the step; row_costs: of no node, one node and so on beside the step's proposals."""
+    both = [chains.candidates() for _, chains in groups]
+    widest = max(let.shape[1] for let, _ in both)
+    let, chances = (torch.cat([pad(part, (0, widest - part.shape[1])) for part in kind]) for kind in zip(*both, strict=True))
+    places = torch.tensor([place for own, _ in groups for place in own], device=let.device)
+    order = places.argsort()
+    flat = torch.where(let, chances, -1.0)[order].flatten().double()  # no chance is below 0
+    found, ranked = flat.sort(descending=True, stable=True)
+    most = min(len(found), max(0, len(row_costs) - 1))
+    costs = torch.tensor(row_costs[: most + 1], dtype=torch.float32, device=let.device).double()
+    worth = (found[:most] * (found[:most] >= 0)).cumsum(0) - (costs[1:] - costs[:1])
+    worth = torch.where(found[:most] >= 0, worth, -math.inf)
+    count = torch.cat((worth.new_zeros(1), worth)).argmax()
+    is_kept = torch.zeros_like(flat, dtype=torch.bool)
+    is_kept[ranked] = torch.arange(len(flat), device=let.device) < count
+    rows = torch.empty_like(let)
+    rows[order] = is_kept.view(len(order), widest)
+    for (_, chains), own in zip(groups, rows.split([len(own) for own, _ in groups]), strict=True):
+        chains.keep(own[:, : 2 * len(chains.levels)])
 
 
 def padded_copies(proposals: Sequence[Proposal | None], device: torch.device) -> Tensor:
