@@ -12,7 +12,7 @@
 namespace aq {
 
 // Rows of features that a slot holds at most before they are fused together: see fuse_held.
-constexpr int kMostHeld = 32;
+constexpr int kMostHeld = 128;
 
 // What a sequence leaves in its slot between steps.
 struct Slot {

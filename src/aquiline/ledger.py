@@ -22,8 +22,9 @@ class Ledger:
     were verified, and those of them that were accepted. choosing_ms: what choosing took in num_chosen steps.
 
     Of the steps that were looked at, one in several. foretold, verified, right: by tenths of the foretold chance, the
-    sum of these chances, tokens that were verified, and those that were accepted. expected_ms, measured_ms, error_ms:
-    the foretold and the true time of num_timed steps, and the sum of the differences, each taken positive."""
+    sum of these chances, tokens that the target judged (all of a copy, the draft's as far as those before were right),
+    and those that were right. expected_ms, measured_ms, error_ms: the foretold and the true time of num_timed steps,
+    and the sum of the differences, each taken positive."""
 
     steps: dict[str, int] = field(default_factory=_by_source)
     nodes: dict[str, int] = field(default_factory=_by_source)
@@ -39,7 +40,7 @@ class Ledger:
     error_ms: float = 0.0
 
     def add_token(self, chance: float, is_right: bool) -> None:
-        """A token with that foretold chance was verified."""
+        """The target judged a token with that foretold chance."""
         place = min(BINS - 1, int(chance * BINS))
         self.foretold[place] += chance
         self.verified[place] += 1

@@ -112,9 +112,7 @@ def test_the_likeliest_nodes_that_pay_together_are_verified(name: str, sampling:
         played = together(name, sampling, seed, copies)
         for step in range(15):
             expected = chosen(played, step, 3 if copies else 0)
-            for text, length, (tokens, parents), cuts in zip(
-                played.texts, LENGTHS, expected, played.cuts, strict=True
-            ):
+            for text, length, (tokens, parents), cuts in zip(played.texts, LENGTHS, expected, played.cuts, strict=True):
                 if not length:
                     continue
                 tree = text.trees[step]

@@ -154,7 +154,8 @@ class Engine:
             return None
         extends, pages = self.committer.take_extends(), self.pool.take_changes()
         chosen = {} if self.controller is None else self.controller.decodes(plan)
-        message = message_of(plan, chosen, pages, extends, self.models.simulated)
+        row_costs = self.controller.row_costs if chosen and self.controller is not None else ()
+        message = message_of(plan, chosen, pages, extends, self.models.simulated, row_costs)
         self.last = Step(plan, message, self.backend.step(message))
         return self.last
 

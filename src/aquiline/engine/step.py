@@ -57,17 +57,18 @@ class Step:
 
 def message_of(
     plan: StepPlan, chosen: Mapping[Sequence, Decode], pages: Iterable[tuple[int, int, int]], extends: Iterable[Extend],
-    simulated: SimulatedAcceptance | None,
+    simulated: SimulatedAcceptance | None, row_costs: tuple[float, ...] = (),
 ) -> StepInput:  # fmt: skip
     """The plan as a StepInput, with the changed entries of page tables and the draft keys that published pages lack.
 
-    chosen: how the sequences draft whose way is chosen anew at each step."""
+    chosen: how the sequences draft whose way is chosen anew at each step, and row_costs what their nodes cost."""
     return StepInput(
         decodes=tuple(chosen.get(sequence) or _decode(sequence, simulated) for sequence in plan.decoding),
         chunks=tuple(Chunk(c.slot, c.start, c.end, c.is_last, c.draws) for c in plan.chunks),
         admits=tuple(_admit(sequence) for sequence in plan.admitted),
         pages=tuple(Pages(slot, index, (page,)) for slot, index, page in pages),
         extends=tuple(extends),
+        row_costs=row_costs,
     )
 
 

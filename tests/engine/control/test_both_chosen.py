@@ -15,6 +15,7 @@ from aquiline.engine.control.calibrate import estimated_table
 from aquiline.engine.control.chosen import PLAIN, add_choice, source_of
 from aquiline.engine.control.controller import Controller, _Choice
 from aquiline.engine.control.costs import StepCosts
+from aquiline.engine.control.planner import Terms
 from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess, most_nodes
@@ -42,7 +43,7 @@ def chosen(
     controller._alike.hits[0] = alike * controller._alike.trials[0]
     record = Record(Pool())
     record.pool.levels.hits[1] = share * record.pool.levels.trials[1]
-    choice = _Choice(record, CUT if length else None, length, chain_worth, least)
+    choice = _Choice(record, Terms(CUT, length, chain_worth) if length else None, least)
     sequence: Any = SimpleNamespace(
         proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(spec=Adaptive())
     )
@@ -113,6 +114,6 @@ def test_tokens_of_both_are_counted_by_their_own_chances() -> None:
     guesses = [Guess(5, -1, 0), Guess(8, 6, 0), Guess(9, -1, 0)]
     add_choice(ledger, decode, Decoded(10, [5, 6, 1], 6, 11, None, guesses), True)
     assert (ledger.steps["both"], ledger.nodes["both"], ledger.accepted["both"]) == (1, 6, 2)
-    assert ledger.foretold == pytest.approx([0, 0.125, 0.25, 0, 0.45, 0.5, 0, 0.7, 0, 0.9])
-    assert ledger.verified == [0, 1, 1, 0, 1, 1, 0, 1, 0, 1]
+    assert ledger.foretold == pytest.approx([0, 0, 0, 0, 0.45, 1.0, 0, 0.7, 0, 0.9])
+    assert ledger.verified == [0, 0, 0, 0, 1, 2, 0, 1, 0, 1], "the third guess was never judged"
     assert ledger.right == [0, 0, 0, 0, 0, 1, 0, 1, 0, 1]

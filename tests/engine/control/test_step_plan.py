@@ -1,19 +1,33 @@
-"""The plan of a step against a search over everything there is."""
+"""The plan of a step against a search over everything there is, and against drafts that are played."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aquiline.engine.control.costs import CostTable, StepCosts, filled
-from aquiline.engine.control.plan import Load, best_copies, best_lengths
+from aquiline.engine.control.plan import (
+    CHANCES,
+    NUM_BINS,
+    Load,
+    Margins,
+    Outlook,
+    Price,
+    best_copies,
+    best_drafting,
+    least_pass_of,
+    outlook_of,
+)
+from aquiline.spec.confidence import NUM_MARGINS
 
-MOST = 3
-CHANCES = st.floats(0.02, 0.98)
+SURE = Margins((0, 0, 0, 0, 0, 0, 0, 1.0), (0, 0, 0, 0, 0, 0, 0, 1.0), (0.5,) * 7 + (1.0,), (0.0,) * NUM_MARGINS)
+"""Every token has the widest margin, and is right."""
 
 
 def costs_of(verify: list[tuple[int, float]], first: float = 0.2, deeper: float = 0.1, host: float = 0.0) -> StepCosts:
@@ -34,64 +48,125 @@ FREE_ROWS = [(1, 2.0), (16, 2.1), (17, 4.0), (32, 4.2)]
 DEAR_ROWS = [(1, 1.0), (32, 32.0)]
 
 
-def rate(costs: StepCosts, load: Load, first: list[float], deeper: list[float], lengths: tuple[int, ...]) -> float:
-    tokens = load.tokens + sum(
-        first[i] * deeper[i] ** level for i, length in enumerate(lengths) for level in range(length)
-    )
-    passes = [sum(length > level for length in lengths) for level in range(max(lengths, default=0))]
-    key_rows = load.all_keys + sum(load.keys[i] * length for i, length in enumerate(lengths))
-    keys = [sum(load.keys[i] for i, length in enumerate(lengths) if length > level) for level in range(len(passes))]
-    drafting = costs.drafting(passes) + sum(map(costs.draft_keys, keys))
-    return tokens / (costs.verify(load.rows + sum(lengths), load.all_keys, key_rows) + drafting + costs.host_ms)
+def margins_from(rng: np.random.Generator) -> Margins:
+    first, deeper = rng.dirichlet(np.ones(NUM_MARGINS), 2).tolist()
+    chances = np.sort(rng.uniform(0.05, 0.99, NUM_MARGINS)).tolist()
+    return Margins(first, deeper, chances, (0.5 * (1 - np.array(chances))).tolist())
 
 
-@settings(max_examples=200)
+def load_of(count: int, chunk_rows: int = 0, keys: float = 0.0) -> Load:
+    return Load(count + chunk_rows, chunk_rows, count, count * keys, (keys,) * count)
+
+
+def outlook(*nodes: float) -> Outlook:
+    """Single nodes of these chances, from a single pass."""
+    found = [0.0] * NUM_BINS
+    for chance in nodes:
+        found[round(-4 * math.log2(chance))] += 1.0
+    return Outlook(found, [1.0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_outlook_is_what_drafts_have_on_average(seed: int) -> None:
+    """Played: a margin is drawn at each level, and the chain goes on while its chance is no less than the limit."""
+    rng = np.random.default_rng(seed)
+    margins, most = margins_from(rng), 5
+    least_pass = float(rng.choice([0.05, 0.3, 0.6, math.inf]))
+    found = outlook_of(margins, least_pass, most)
+    plays, nodes, passes = 20_000, np.zeros(NUM_BINS), np.zeros(most)
+    bins = [[round(-4 * math.log2(chance)) for chance in own] for own in (margins.chances, margins.seconds)]
+    last = round(-4 * math.log2(least_pass)) if least_pass <= 1 else -1
+    first, deeper = (rng.choice(NUM_MARGINS, (plays, most), p=shares) for shares in (margins.first, margins.deeper))
+    for play in range(plays):
+        above = 0
+        for level in range(most):
+            passes[level] += 1
+            margin = (deeper if level else first)[play, level]
+            for own in bins:
+                if above + own[margin] < NUM_BINS:
+                    nodes[above + own[margin]] += 1
+            above += bins[0][margin]
+            if above > last:
+                break
+    assert found.nodes == pytest.approx((nodes / plays).tolist(), abs=0.02)
+    assert found.passes == pytest.approx((passes[: len(found.passes)] / plays).tolist(), abs=0.02)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.floats(0.01, 5), st.floats(0, 0.9), st.floats(0.01, 2))
+def test_the_next_level_is_drafted_where_it_pays(seed: int, rate: float, threshold: float, pass_ms: float) -> None:
+    margins = margins_from(np.random.default_rng(seed))
+
+    def pays(chance: float) -> bool:
+        brought = sum(
+            share * (max(0.0, chance * token - threshold) + max(0.0, chance * second - threshold))
+            for share, token, second in zip(margins.deeper, margins.chances, margins.seconds, strict=True)
+        )
+        return brought >= rate * pass_ms
+
+    least = least_pass_of(margins, Price(rate, threshold, pass_ms))
+    assert [pays(chance) for chance in CHANCES] == [chance >= least for chance in CHANCES]
+
+
+@settings(max_examples=100)
 @given(
-    st.lists(st.tuples(CHANCES, CHANCES, st.floats(0, 3000)), min_size=1, max_size=3),
-    st.sampled_from((FREE_ROWS, DEAR_ROWS)), st.integers(0, 40),
-)  # fmt: skip
-def test_its_rate_is_what_it_says_and_near_the_best_of_all(
-    sequences: list[tuple[float, float, float]], verify: list[tuple[int, float]], more_rows: int
+    st.lists(st.lists(st.integers(0, 24), max_size=4), min_size=1, max_size=3),
+    st.sampled_from((FREE_ROWS, DEAR_ROWS)),
+    st.integers(0, 40),
+    st.floats(0, 3000),
+)
+def test_it_is_the_best_of_all_ways(
+    bins: list[list[int]], verify: list[tuple[int, float]], chunk_rows: int, keys: float
 ) -> None:
-    first, deeper, keys = (list(values) for values in zip(*sequences, strict=True))
-    costs = costs_of(verify, host=0.05)
-    load = Load(len(first) + more_rows, len(first), sum(keys), tuple(keys))
-    planned = best_lengths(costs, load, first, deeper, MOST)
-    assert planned.rate == pytest.approx(rate(costs, load, first, deeper, planned.lengths))
-    assert planned.plain == pytest.approx(rate(costs, load, first, deeper, (0,) * len(first)))
-    assert planned.rate >= planned.plain
-    everything = itertools.product(range(MOST + 1), repeat=len(first))
-    best = max(rate(costs, load, first, deeper, lengths) for lengths in everything)
-    assert planned.rate >= 0.93 * best, "likeliest first is not always the best order, and nearly always close"
+    """Against every number of sequences and every set of nodes, where each sequence has single nodes."""
+    costs, load = costs_of(verify, host=0.05), load_of(len(bins), chunk_rows, keys)
+    outlooks = [outlook(*(CHANCES[i] for i in own)) for own in bins]
+    planned = best_drafting(costs, load, outlooks, 16)
+
+    def rate(chosen: Sequence[float], num_drafting: int) -> float:
+        rows = load.rows + len(chosen)
+        ms = costs.verify(rows, load.all_keys, load.all_keys + len(chosen) * keys) + costs.host_ms
+        ms -= costs.verify(load.rows) - costs.verify(load.rows - chunk_rows)
+        ms += costs.drafting((num_drafting,), num_drafting * keys) if num_drafting else 0.0
+        return (load.tokens + sum(chosen)) / ms
+
+    best = rate((), 0)
+    assert planned.plain == pytest.approx(best)
+    for count in range(1, len(bins) + 1):
+        nodes = [CHANCES[i] for own in bins[:count] for i in own]
+        for size in range(1, len(nodes) + 1):
+            best = max(best, *(rate(chosen, count) for chosen in itertools.combinations(nodes, size)))
+    assert planned.price.rate == pytest.approx(best)
+    assert planned.ms == pytest.approx(planned.row_ms[planned.num_nodes] + planned.draft_ms)
 
 
-@given(CHANCES, CHANCES)
-def test_one_sequence_gets_the_best_length(first: float, deeper: float) -> None:
-    for verify in (FREE_ROWS, DEAR_ROWS):
-        costs = costs_of(verify)
-        load = Load(1, 1, 100.0, (100.0,))
-        planned = best_lengths(costs, load, [first], [deeper], 8)
-        assert planned.rate == pytest.approx(max(rate(costs, load, [first], [deeper], (k,)) for k in range(9)))
-
-
-def test_edges_are_seen_past_additions_that_lose() -> None:
+def test_edges_are_seen_past_nodes_that_lose() -> None:
     """Rows 2 to 8 cost the same: the first of them loses, all of them gain."""
     costs = costs_of([(1, 1.0), (2, 2.0), (8, 2.0), (9, 9.0)], first=0.01, deeper=0.01)
-    planned = best_lengths(costs, Load(1, 1, 0.0, (0.0,)), [0.9], [0.95], 8)
-    assert planned.lengths == (7,)
+    planned = best_drafting(costs, load_of(1), [outlook_of(SURE, 0.5, 7)], 12)
+    assert (planned.num_drafting, planned.num_nodes) == (1, 7)
 
 
 def test_dear_rows_are_for_likely_tokens_alone() -> None:
-    costs = costs_of(DEAR_ROWS, first=0.05, deeper=0.02)
-    planned = best_lengths(costs, Load(3, 3, 0.0, (0.0, 0.0, 0.0)), [0.2, 0.97, 0.5], [0.5, 0.97, 0.5], 4)
-    assert planned.lengths[0] == planned.lengths[2] == 0
-    planned = best_lengths(costs_of(FREE_ROWS), Load(3, 3, 0.0, (0.0, 0.0, 0.0)), [0.5, 0.97, 0.5], [0.5, 0.97, 0.5], 4)
-    assert planned.lengths[1] == 4 and min(planned.lengths) >= 1
+    unsure, sure = outlook(0.25, 0.25), outlook(1.0, 1.0)
+    assert best_drafting(costs_of(DEAR_ROWS), load_of(2), [unsure, unsure], 8).num_drafting == 0
+    planned = best_drafting(costs_of(DEAR_ROWS, first=0.05), load_of(2), [sure, unsure], 8)
+    assert (planned.num_drafting, planned.num_nodes) == (0, 0), "a row costs what a token of the plain step does"
+    planned = best_drafting(costs_of(FREE_ROWS), load_of(2), [sure, unsure], 8)
+    assert (planned.num_drafting, planned.num_nodes) == (2, 4)
+
+
+def test_rows_of_prompts_lend_no_time() -> None:
+    """Beside 200 prompt rows a node costs what it costs there, and is worth what it is worth without them."""
+    linear = [(1, 2.0), (8, 2.2), (256, 70.0)]
+    assert best_drafting(costs_of(linear), load_of(4), [outlook(0.5)] * 4, 8).num_nodes > 0
+    planned = best_drafting(costs_of(linear), load_of(4, chunk_rows=200), [outlook(0.5)] * 4, 8)
+    assert planned.num_drafting == 0 and planned.plain == pytest.approx(4 / costs_of(linear).verify(4))
 
 
 def test_without_a_draft_there_is_nothing_to_add() -> None:
-    planned = best_lengths(costs_of(FREE_ROWS), Load(2, 2, 0.0, ()), [], [], 4)
-    assert planned.lengths == () and planned.rate == planned.plain
+    planned = best_drafting(costs_of(FREE_ROWS), Load(2, 0, 2, 0.0, ()), [], 0)
+    assert planned.num_drafting == 0 and planned.price.rate == planned.plain
 
 
 @given(

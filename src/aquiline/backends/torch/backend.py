@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
-from aquiline.backends.torch.chains import CutChains, Cuts, Guesses, check_cut, check_row_costs, choose_nodes, padded_copies
+from aquiline.backends.torch.chains import (
+    CutChains,
+    Cuts,
+    Guesses,
+    check_cut,
+    check_row_costs,
+    choose_nodes,
+    padded_copies,
+)
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of

@@ -190,7 +190,9 @@ def choose_nodes(groups: Sequence[tuple[Sequence[int], CutChains]], row_costs: S
     in the step; row_costs: of no node, one node and so on beside the step's proposals."""
     both = [chains.candidates() for _, chains in groups]
     widest = max(let.shape[1] for let, _ in both)
-    let, chances = (torch.cat([pad(part, (0, widest - part.shape[1])) for part in kind]) for kind in zip(*both, strict=True))
+    let, chances = (
+        torch.cat([pad(part, (0, widest - part.shape[1])) for part in kind]) for kind in zip(*both, strict=True)
+    )
     places = torch.tensor([place for own, _ in groups for place in own], device=let.device)
     order = places.argsort()
     flat = torch.where(let, chances, -1.0)[order].flatten().double()  # no chance is below 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aquiline.engine.control.plan import Margins
 from aquiline.spec.confidence import NUM_MARGINS, Guess
 
 _CHANCES = (0.35, 0.4, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
@@ -53,13 +54,33 @@ class Rates:
         return self.hits[kind] / self.trials[kind]
 
 
+class Counts:
+    """How often each bucket of margins came. They forget: once there are `memory` events, half of them go."""
+
+    def __init__(self, memory: float) -> None:
+        self.counts, self.total, self.memory = [1.0] * NUM_MARGINS, float(NUM_MARGINS), memory
+
+    def add(self, margin: int) -> None:
+        """Count an event."""
+        self.counts[margin] += 1.0
+        self.total += 1.0
+        if self.total >= self.memory:
+            self.counts, self.total = [0.5 * count for count in self.counts], 0.5 * self.total
+
+    def shares(self) -> list[float]:
+        """Of each bucket."""
+        return [count / self.total for count in self.counts]
+
+
 class Pool:
     """The events of all sequences of one range of temperatures.
 
     chances, seconds: by the bucket of the margin, the shares of tokens and of runners-up that were right; levels: the
-    share of right tokens at the first level, and at all deeper ones that were reached."""
+    share of right tokens at the first level, and at all deeper ones that were reached; margins: how often these had
+    which margin."""
 
     def __init__(self) -> None:
+        self.margins = Counts(POOL_MEMORY), Counts(POOL_MEMORY)
         self.chances, self.seconds = Rates(_CHANCES, PRIOR, POOL_MEMORY), Rates(_SECONDS, PRIOR, POOL_MEMORY)
         self.levels = Rates((0.5, 0.5), PRIOR, POOL_MEMORY)
 
@@ -96,6 +117,7 @@ class Record:
             pool.seconds.add(margin, runner_up == token)
             pool.levels.add(level, is_right)
             self.levels.add(level, is_right)
+            pool.margins[level].add(margin)
             if not is_right:
                 break
             level = 1
@@ -113,6 +135,14 @@ def seconds_of(record: Record) -> tuple[float, ...]:
     """The chance of a runner-up by the bucket of the margin."""
     rates = record.pool.seconds
     return tuple([hits / trials for hits, trials in zip(rates.hits, rates.trials, strict=True)])
+
+
+def margins_of(pool: Pool, share: float) -> Margins:
+    """How a draft's tokens come by their margins, for a text whose first tokens are right as often as `share` says."""
+    first, deeper = (counts.shares() for counts in pool.margins)
+    chances, seconds = ([r.share(margin) for margin in range(NUM_MARGINS)] for r in (pool.chances, pool.seconds))
+    lean = share / sum(often * chance for often, chance in zip(first, chances, strict=True))
+    return Margins(first, deeper, [min(0.99, chance * lean) for chance in chances], seconds)
 
 
 assert len(_CHANCES) == len(_SECONDS) == NUM_MARGINS

@@ -37,12 +37,10 @@ def add_choice(ledger: Ledger, decode: Decode, decoded: Decoded, with_chances: b
         for end, chance in enumerate(decode.proposal.confidences, 1):
             ledger.add_token(chance, copied[:end] == decoded.kept[:end])
     if decode.cut is not None:
-        guessed, chance = [guess.token for guess in decoded.guesses], 1.0
-        for end, guess in enumerate(decoded.guesses, 1):
-            chance *= decode.cut.chances[guess.margin]
-            if chance < decode.cut.least_node:  # it was not verified, and ended the chain
+        for guess, token in zip(decoded.guesses, decoded.kept, strict=False):
+            ledger.add_token(decode.cut.chances[guess.margin], guess.token == token)
+            if guess.token != token:
                 return
-            ledger.add_token(chance, guessed[:end] == decoded.kept[:end])
 
 
 def passes_of(decodes: Sequence[Decode], outcomes: Sequence[Decoded], keys: Sequence[int]) -> tuple[list[int], float]:

@@ -1,10 +1,9 @@
 """The choice: for each sequence at each step, whether to draft, from where, and how far.
 
-Every few steps `best_lengths` says what the whole step is worth with each sequence's chances. Its rate, tokens per
-millisecond, is the price of time until the next such plan: a node or a pass pays if the tokens it should bring are at
-least rate * milliseconds. At each step a sequence takes what is worth most at this price: a copy of earlier text, the
-draft model's chain, both in one tree, or nothing. The backend ends the chain by the same price where the draft itself
-is unsure (Cut).
+Every few steps the Planner says which sequences draft, and what a millisecond is worth: a node or a pass pays if the
+tokens it should bring are at least rate * milliseconds. At each step a sequence takes what is worth most at this price:
+a copy of earlier text, the draft model's chain, both in one tree, or nothing. The backend ends chains by the same price
+where the draft itself is unsure (Cut), and then chooses among the nodes of all chains together (row_costs).
 
 A sequence that does not draft is asked now and then what the draft would have guessed (a probe), within a budget of
 time. The target draws its token anyway, so a probe verifies nothing. The text never depends on any of this.
@@ -25,30 +24,22 @@ from aquiline.engine.control.acceptance import (
     Pool,
     Rates,
     Record,
-    chances_of,
     pool_number,
-    seconds_of,
 )
 from aquiline.engine.control.chosen import PLAIN, UNVERIFIED, add_choice, passes_of, source_of
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.plan import Load, best_copies, best_lengths
+from aquiline.engine.control.plan import Load, best_copies
+from aquiline.engine.control.planner import LEAST_NODE, Plan, Planner, Terms
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.engine.step import Step
 from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.confidence import Cut
 from aquiline.spec.drafting import Chain, Proposal
 
-LEAST_NODE = 0.01
-"""Tokens that a verified token should bring at least, where a row seems to cost nothing."""
-
-EVERY = 16
-"""Steps for which a plan holds while the same sequences decode; times are learnt once in as many, since both cost some
-tens of microseconds."""
-
-MIN_GAIN = 1.01
-"""By how much a plan that drafts must be faster than one that does not."""
+EVERY, LOOKED_AT = 16, 4
+"""Steps for which a plan holds while the same sequences decode, and of how many steps the times of one are learnt: both
+cost some tens of microseconds."""
 
 PROBING = 0.004
 """Share of the time that probes may take."""
@@ -60,24 +51,18 @@ PATIENCE, RARELY = (8, 64), (4, 16)
 """Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone: first of
 fewer, then of more."""
 
-SETTLING = 1 / 8
-"""Share of a step that was looked at in the correction of the planned rate."""
-
 ALIKE = 0.8
 """Share of rightly copied tokens that the draft's chain has too, before the first event."""
 
 
 @dataclass(eq=False)
 class _Choice:
-    """What is known and chosen of one sequence. cut: of its chain, None while it does not draft; length: levels of the
-    chain as planned; worth: tokens that they should bring beyond what their time could bring otherwise; least_node:
-    what a verified token must bring; last_probe: number of the step that asked the draft without need; num_uncopied:
-    steps since it copied text."""
+    """What is known and chosen of one sequence. terms: on which it drafts, None while it does not; least_node: what a
+    copied token must bring; last_probe: number of the step that asked the draft without need; num_uncopied: steps since
+    it copied text."""
 
     record: Record | None  # None without a draft model
-    cut: Cut | None = None
-    length: int = 0
-    worth: float = 0.0
+    terms: Terms | None = None
     least_node: float = 0.0
     last_probe: int = 0
     num_uncopied: int = 0
@@ -102,14 +87,17 @@ class Controller:
         self._planned: tuple[Sequence, ...] = ()
         self._age = EVERY
         self._with_chunks = False
-        self._rate = 0.0  # the price of time, tokens per millisecond
-        self._num_rows = 0  # of a step of this plan that drafts nothing
-        self._planned_rate = 0.0  # of the plan, if it drafts
-        self._correction = 1.0  # what drafting steps brought per millisecond, per planned
+        self._planner = Planner(self.costs)
+        self._plan = Plan(0.0, 0.0, 0, (), [])
         self._probe_cost = self.costs.drafting((1,))
         self._probe_ms = FIRST_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = self._backend_ms = 0.0  # of the last step: as foretold; inside the backend
+
+    @property
+    def row_costs(self) -> tuple[float, ...]:
+        """What the nodes of a step cost: see StepInput."""
+        return self._plan.row_costs
 
     def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
         """How each adaptive sequence that decodes in this step drafts."""
@@ -133,7 +121,7 @@ class Controller:
 
     def learn(self, step: Step, output: StepOutput) -> None:
         """Take what a step showed: which guesses were right, and how long its parts took."""
-        is_mine, is_looked_at = False, self._age == 0
+        is_mine, is_looked_at = False, self._age % LOOKED_AT == 0
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             choice = self._choices.get(sequence)
             if choice is None:
@@ -163,48 +151,23 @@ class Controller:
 
     def _replan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
         self._planned, self._age, self._with_chunks = mine, 0, bool(plan.chunks)
-        choices = [self._choice_of(s) for s in mine]
-        drafting = [(s, c.record) for s, c in zip(mine, choices, strict=True) if c.record is not None]
+        drafting = [(s, record) for s in mine if (record := self._choice_of(s).record) is not None]
+        drafting.sort(key=lambda pair: -pair[1].share(0))
         fixed_rows = sum(s.request.spec.max_nodes for s in plan.decoding if not s.is_adaptive)
         load = Load(
-            rows=len(mine) + fixed_rows + plan.num_chunk_rows, tokens=len(plan.decoding),
-            all_keys=float(sum(len(s.tokens) for s in plan.decoding)),
+            rows=len(mine) + fixed_rows + plan.num_chunk_rows, chunk_rows=plan.num_chunk_rows,
+            tokens=len(plan.decoding), all_keys=float(sum(len(s.tokens) for s in plan.decoding)),
             keys=tuple(float(len(s.tokens)) for s, _ in drafting),
         )  # fmt: skip
-        self._num_rows = load.rows
-        first, deeper = ([record.share(level) for _, record in drafting] for level in (0, 1))
-        most = max((chain_of(s).num_spec_tokens for s, _ in drafting), default=1)
-        planned = best_lengths(self.costs, load, first, deeper, most)
-        rate = planned.rate * self._correction
-        pays = any(planned.lengths) and rate > planned.plain * MIN_GAIN
-        self._rate, self._planned_rate = (rate, planned.rate) if pays else (planned.plain, 0.0)
-        if not pays:
-            self._correction += (1 - self._correction) * SETTLING
-        lengths = dict(zip((s for s, _ in drafting), planned.lengths, strict=True)) if pays else {}
-        row_ms = self.costs.row(load.rows + sum(lengths.values()), max(2, len(mine)))
-        together = max(1, sum(length > 0 for length in lengths.values()))
-        for sequence, choice in zip(mine, choices, strict=True):
-            self._price(sequence, choice, lengths.get(sequence, 0), row_ms, together)
-
-    def _price(self, sequence: Sequence, choice: _Choice, length: int, row_ms: float, together: int) -> None:
-        """What nodes and passes of one sequence must bring, where `together` sequences share a pass."""
-        costs, rate, keys = self.costs, self._rate, float(len(sequence.tokens))
-        node = max(LEAST_NODE, rate * (row_ms + costs.keys_factor * costs.table.key_row_ms * keys))
-        choice.least_node, choice.cut, choice.length, choice.worth = node, None, length, 0.0
-        record = choice.record
-        if length == 0 or record is None:
-            return
-        key_ms = costs.draft_keys(keys)
-        first_ms = costs.drafting((together,)) / together + key_ms
-        deeper_ms = (costs.drafting((together, together)) - costs.drafting((together,))) / together + key_ms
-        first, deeper = record.share(0), record.share(1)
-        chance = first
-        for _ in range(length):
-            choice.worth += chance - node
-            chance *= deeper
-        choice.worth -= rate * (first_ms + (length - 1) * deeper_ms)
-        least_pass = (rate * deeper_ms + node) / max(deeper, 1e-3)
-        choice.cut = Cut(chances_of(record), seconds_of(record), node, max(node, least_pass))
+        most = max((chain_of(s).num_spec_tokens for s, _ in drafting), default=0)
+        self._plan = self._planner.plan(load, [record for _, record in drafting], most)
+        row_ms = self.costs.row(self._plan.num_rows, max(2, len(mine)))
+        for sequence in mine:
+            choice, key_ms = self._choices[sequence], self.costs.row_keys(float(len(sequence.tokens)))
+            choice.least_node = max(LEAST_NODE, self._plan.rate * (row_ms + key_ms))
+            choice.terms = None
+        for (sequence, _), terms in zip(drafting, self._plan.terms, strict=False):
+            self._choices[sequence].terms = terms
 
     def _choice_of(self, sequence: Sequence) -> _Choice:
         found = self._choices.get(sequence)
@@ -225,8 +188,9 @@ class Controller:
                     break
                 worth += chance - choice.least_node
                 count += 1
-            found = self._beside_chain(sequence, choice, proposal, count, max(worth, choice.worth))
-            if found is None and count and worth > choice.worth:
+            chain_worth = 0.0 if choice.terms is None else choice.terms.worth
+            found = self._beside_chain(sequence, choice, proposal, count, max(worth, chain_worth))
+            if found is None and count and worth > chain_worth:
                 found = Decode(slot, PLAIN, first_of(proposal, count))
             if found is not None:
                 choice.num_uncopied = 0
@@ -241,28 +205,28 @@ class Controller:
 
         A token that both have is one node, and counts once. The chain is taken to have a rightly copied token as often
         as it had the first one so far, and each further one as often as its own tokens are right at deeper levels."""
-        if not count or choice.cut is None or choice.record is None:
+        terms = choice.terms
+        if not count or terms is None or choice.record is None:
             return None
         room = sequence.request.spec.max_nodes - 1
-        count = min(count, room - 2 * choice.length)
-        node, deeper, alike, worth = choice.least_node, choice.record.share(1), self._alike.share(0), choice.worth
+        count = min(count, room - 2 * terms.length)
+        node, deeper, alike, worth = choice.least_node, choice.record.share(1), self._alike.share(0), terms.worth
         for chance in proposal.confidences[: max(0, count)]:
             worth += chance - node - chance * alike * (1 - node)
             alike *= deeper
         if count < 1 or worth <= least_worth:
             return None
         chain = chain_of(sequence, (room - count) // 2)
-        return Decode(sequence.slot, chain, first_of(proposal, count), cut=choice.cut)
+        return Decode(sequence.slot, chain, first_of(proposal, count), cut=terms.cut)
 
     def _fit_copies(self, mine: Items[Sequence], found: dict[Sequence, Decode]) -> None:
         """Copies were chosen by a straight price of rows; of all of the step, keep the tokens that pay together."""
         copies = [(s, proposal) for s in mine if (proposal := found[s].proposal) is not None]
         if not copies:
             return
-        key_price = self._rate * self.costs.keys_factor * self.costs.table.key_row_ms
+        plan, key_price = self._plan, self._plan.rate * self.costs.row_keys(1.0)
         gains = [[chance - key_price * len(s.tokens) for chance in proposal.confidences] for s, proposal in copies]
-        num_rows = self._num_rows + sum(self._choices[s].length for s in mine if found[s].cut is not None)
-        kept = best_copies(self.costs, self._rate, num_rows, gains)
+        kept = best_copies(self.costs, plan.rate, plan.num_rows, gains)
         for (sequence, proposal), count in zip(copies, kept, strict=True):
             if not count:
                 found[sequence] = uncopied(sequence, self._choices[sequence])
@@ -303,9 +267,9 @@ class Controller:
             costs.learn_verify(all_rows, all_keys, key_rows, verify_ms)
             if expected_drafting > 0.0 and not step.message.extends:
                 costs.learn_draft(expected_drafting, drafting_ms)
-        if self._planned_rate > 0.0:
-            ratio = sum(len(decoded.kept) for decoded in output.decodes) / self._expected_ms / self._planned_rate
-            self._correction += (min(2.0, max(0.5, ratio)) - self._correction) * SETTLING
+        if self._plan.planned_rate > 0.0:
+            rate = sum(len(decoded.kept) for decoded in output.decodes) / self._expected_ms
+            self._planner.came(rate, self._plan.planned_rate)
 
 
 def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
@@ -317,9 +281,9 @@ def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
 
 def uncopied(sequence: Sequence, choice: _Choice) -> Decode:
     """What a sequence takes where it copies nothing: its chain, or nothing."""
-    if choice.cut is None:
+    if choice.terms is None:
         return Decode(sequence.slot, PLAIN)
-    return Decode(sequence.slot, chain_of(sequence), cut=choice.cut)
+    return Decode(sequence.slot, chain_of(sequence), cut=choice.terms.cut)
 
 
 def first_of(proposal: Proposal, count: int) -> Proposal:

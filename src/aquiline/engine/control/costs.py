@@ -2,8 +2,8 @@
 
 A CostTable is measured once for a pair on a machine (calibrate.py) or estimated. StepCosts corrects it by what real
 steps take: a forward of one row, the further rows, the keys, and drafting have a factor each, which follows the machine
-within some tens of steps. Rows and their base are told apart since neighbours on the machine delay every step and make
-no row dearer. Each number of rows has its own place beside the factors: steps have edges that no formula knows.
+within some tens of steps. Each number of rows has its own place beside the factors: steps have edges that no formula
+knows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ MOST_ROWS = 256
 PACE, PLACE_PACE = 1 / 8, 1 / 32
 """Share of a new measurement in the correction of a stage, and in that of one number of rows: what all numbers of rows
 share goes to the stage."""
+
+DRIFT, DOUBT, NOISE, MOST_ERROR = (0.05, 0.02, 0.02), (0.3, 0.12, 0.3), 0.1, 0.15
+"""Of the factors of the base, the rows and the keys: by how much each is expected to change between two measurements,
+and how little may be known of it at most. Of a measured step: its relative noise, and the error that is believed."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class StepCosts:
         self.table = table
         self.base_factor = self.rows_factor = self.keys_factor = self.draft_factor = 1.0
         self.host_ms = 0.0
+        self._doubts = [[DOUBT[i] ** 2 * (i == j) for j in range(3)] for i in range(3)]
         self._places = [1.0] * (MOST_ROWS + 1)  # of each number of rows, beside the factors
 
     def verify(self, rows: int, keys: float = 0.0, key_rows: float = 0.0) -> float:
@@ -119,22 +124,34 @@ class StepCosts:
 
     def row(self, rows: int, more: int, keys: float = 0.0) -> float:
         """A verified row more where there are about `rows`: the mean over the next `more`; keys: its sequence's."""
-        span = self.verify(rows + more) - self.verify(rows)
-        return span / more + self.keys_factor * self.table.key_row_ms * keys
+        return (self.verify(rows + more) - self.verify(rows)) / more + self.row_keys(keys)
+
+    def row_keys(self, keys: float) -> float:
+        """What a sequence of so many keys adds to each of its rows."""
+        return self.keys_factor * self.table.key_row_ms * keys
 
     def learn_verify(self, rows: int, keys: float, key_rows: float, measured_ms: float) -> None:
         """A forward of so many rows and keys took so long, with all that a step does beside it but drafting.
 
-        The parts share the error by their squares, as a normalised least-mean-squares filter does."""
-        parts = self._parts(rows, keys, key_rows)
-        expected, squares = sum(parts), sum(part * part for part in parts)
-        error = min(2.0, max(0.5, measured_ms / expected)) - 1
-        base, further, of_keys = (PACE * error * expected * part / squares for part in parts)
-        self.base_factor = _within(self.base_factor * (1 + base), 0.05, 20.0)
-        self.rows_factor = _within(self.rows_factor * (1 + further), 0.05, 20.0)
-        self.keys_factor = _within(self.keys_factor * (1 + of_keys), 0.05, 20.0)
+        The three factors are followed by a Kalman filter. Steps of different rows tell the base and the rows apart:
+        where the memory is slow, the base is dear and rows hide behind it."""
+        base, further, of_keys = self._parts(rows, keys, key_rows)
+        expected = base + further + of_keys
+        error = min(MOST_ERROR, max(-MOST_ERROR, measured_ms / expected - 1)) * expected
+        factors, doubts = [self.base_factor, self.rows_factor, self.keys_factor], self._doubts
+        parts = [part / factor for part, factor in zip((base, further, of_keys), factors, strict=True)]
+        for i in range(3):
+            doubts[i][i] = min(DOUBT[i] ** 2, doubts[i][i] + DRIFT[i] ** 2)
+        spread = [sum(doubt * part for doubt, part in zip(row, parts, strict=True)) for row in doubts]
+        total = sum(part * each for part, each in zip(parts, spread, strict=True)) + (NOISE * expected) ** 2
+        for i in range(3):
+            factors[i] = _within(factors[i] + spread[i] / total * error, 0.05, 20.0)
+            for j in range(3):
+                doubts[i][j] -= spread[i] * spread[j] / total
+        self.base_factor, self.rows_factor, self.keys_factor = factors
         if rows <= MOST_ROWS:
-            self._places[rows] = _within(self._places[rows] * (1 + PLACE_PACE * error), 0.5, 2.0)
+            step = PLACE_PACE * error / expected
+            self._places[rows] = _within(self._places[rows] * (1 + step), 0.5, 2.0)
 
     def learn_draft(self, expected_ms: float, measured_ms: float) -> None:
         """Drafting took so long."""
