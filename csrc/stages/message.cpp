@@ -129,6 +129,7 @@ int read_message(const AqBatch& batch, const int32_t* message, const AqConfidenc
   AQ_TRY(check_pointer("message", message, sizeof(int32_t)));
   AQ_TRY(check_pointer("confidence", confidence, alignof(AqConfidence)));
   const AqCut* cuts = confidence->cuts;
+  int num_cuts = 0;
   out->row_costs = confidence->row_costs, out->num_row_costs = confidence->num_row_costs;
   AQ_REQUIRE(out->num_row_costs >= 0, "num_row_costs=%d: must be at least 0", out->num_row_costs);
   if (out->num_row_costs > 0) AQ_TRY(check_pointer("row_costs", out->row_costs, sizeof(float)));
@@ -161,6 +162,7 @@ int read_message(const AqBatch& batch, const int32_t* message, const AqConfidenc
     at += count < 0 ? 0 : 2 * count;
     const bool has_cut = out->decodes[i].has_cut != 0;
     if (has_cut) AQ_TRY(check_pointer("cuts", cuts, alignof(AqCut)));
+    if (has_cut) AQ_REQUIRE(++num_cuts <= confidence->num_cuts, "num_cuts=%d: decodes have more", confidence->num_cuts);
     out->cuts.push_back(has_cut ? cuts++ : nullptr);
   }
   return 0;

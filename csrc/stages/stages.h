@@ -82,12 +82,12 @@ typedef struct {
   float chances[AQ_MARGINS], seconds[AQ_MARGINS], least_node, least_pass;
 } AqCut;
 
-// What the confidence of a step's drafts decides: one cut for each decode that has one, in order; and row_costs [num]
-// of a StepInput (backends/base.py), num = 0: every node that a cut lets through is verified.
+// What the confidence of a step's drafts decides: one cut for each decode that has one, in order; and row_costs of a
+// StepInput (backends/base.py). Without any, every node that a cut lets through is verified.
 typedef struct {
   const AqCut* cuts;
   const float* row_costs;
-  int32_t num_row_costs;
+  int32_t num_cuts, num_row_costs;
 } AqConfidence;
 
 AqBatch* aq_open_batch(const AqBatchConfig*);  // NULL on failure

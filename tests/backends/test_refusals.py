@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
+from ctypes import byref
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.backends.playing import SAMPLED, WAYS, Player, new_pair, words
 from tests.conftest import needs_native, tiny_pair
 
 from aquiline.backends.base import Admit, Chunk, Decode, Extend, Pages, Sizes, StepInput
+from aquiline.backends.cpu.native import AqConfidence
 from aquiline.backends.cpu.packed import library
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.backends.torch.pair import TorchPair
@@ -275,7 +277,7 @@ def test_a_message_of_impossible_length_is_refused(num_pages: int) -> None:
     player = seated()
     batch = player.backend._batch  # type: ignore[attr-defined]
     batch._message[:4] = (0, 0, 0, num_pages)
-    assert batch._library.draft(batch._handle, batch._message, None, None, 0) == -1
+    assert batch._library.draft(batch._handle, batch._message, byref(AqConfidence()), None, 0) == -1
     assert f"a step with {num_pages} runs of pages" in str(batch._library.last_error())
 
 

@@ -16,7 +16,9 @@ from aquiline.backends.cpu.native import (
     AqAdmit,
     AqAttention,
     AqBatchConfig,
+    AqConfidence,
     AqCopy,
+    AqCut,
     AqFusion,
     AqKV,
     AqLayer,
@@ -116,6 +118,10 @@ FIELDS: dict[type[ctypes.Structure], dict[str, Size]] = {
         "biases": lambda s, _: s.num_biases * WORD,
         "end_tokens": lambda s, _: s.num_end_tokens * WORD,
         "bad_words": lambda s, _: s.bad_words_size * WORD,
+    },
+    AqConfidence: {
+        "cuts": lambda s, _: s.num_cuts * ctypes.sizeof(AqCut),
+        "row_costs": lambda s, _: s.num_row_costs * WORD,
     },
     AqShape: {"parents": lambda s, _: s.num_nodes * WORD, "ranks": lambda s, _: s.num_nodes * WORD},
     AqMatchEvents: {

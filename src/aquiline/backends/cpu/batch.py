@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_double, c_float, c_int32
+from ctypes import addressof, byref, c_double, c_float, c_int32, sizeof
 from itertools import chain
 from typing import Any
 from weakref import finalize
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
 from aquiline.backends.cpu.buffers import address, pointer
-from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqSampling, AqShape
+from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqCut, AqSampling, AqShape
 from aquiline.backends.cpu.packed import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
@@ -26,6 +26,8 @@ REFUSED = -1
 """What a stage returns where it refuses its input, and has changed nothing."""
 
 CHAIN, STATIC, DYNAMIC = range(3)
+
+FLOATS = sizeof(AqCut) // sizeof(c_float)
 
 
 class NativeBatch:
@@ -45,7 +47,7 @@ class NativeBatch:
         self._cuts = (c_float * 1024)()  # AqCuts, one after the other
         self._row_costs = (c_float * 1)()
         self._packed: tuple[float, ...] = ()  # what is in _row_costs
-        self._confidence = AqConfidence(addressof(self._cuts), addressof(self._row_costs), 0)
+        self._confidence = AqConfidence()
         self.out = (c_int32 * (2 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)))()
         self.seconds = (c_double * 5)()
         self._handle = lib.open_batch(byref(config))
@@ -138,13 +140,14 @@ class NativeBatch:
             message += proposals(decodes)
         if len(cuts) > len(self._cuts):
             self._cuts = (c_float * (2 * len(cuts)))()
-            self._confidence.cuts = addressof(self._cuts)
         if cuts:
             self._cuts[: len(cuts)] = cuts  # type: ignore[assignment]
-        if step.row_costs is not self._packed:
-            self._row_costs = (c_float * max(1, len(step.row_costs)))(*step.row_costs)
-            self._confidence.row_costs = addressof(self._row_costs)
-            self._confidence.num_row_costs, self._packed = len(step.row_costs), step.row_costs
+        confidence, row_costs = self._confidence, step.row_costs
+        confidence.cuts, confidence.num_cuts = addressof(self._cuts) if cuts else None, len(cuts) // FLOATS
+        if row_costs is not self._packed:
+            self._row_costs, self._packed = (c_float * len(row_costs))(*row_costs), row_costs
+            confidence.row_costs = addressof(self._row_costs) if row_costs else None
+            confidence.num_row_costs = len(row_costs)
         if len(message) > len(self._message):
             self._message = (c_int32 * (2 * len(message)))()
         self._message[: len(message)] = message  # type: ignore[assignment]

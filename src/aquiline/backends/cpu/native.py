@@ -175,7 +175,7 @@ class AqCut(Structure):
 class AqConfidence(Structure):
     """What the confidence of a step's drafts decides."""
 
-    _fields_ = [("cuts", c_void_p), ("row_costs", c_void_p), ("num_row_costs", c_int32)]
+    _fields_ = [*((n, c_void_p) for n in ("cuts", "row_costs")), *((n, c_int32) for n in ("num_cuts", "num_row_costs"))]
 
 
 class AqMatchEvents(Structure):
