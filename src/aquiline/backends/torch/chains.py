@@ -206,7 +206,7 @@ def choose_nodes(groups: Sequence[tuple[Sequence[int], CutChains]], row_costs: S
     is_kept[ranked] = torch.arange(len(flat), device=let.device) < count
     rows = torch.empty_like(let)
     rows[order] = is_kept.view(len(order), widest)
-    for (_, chains), own in zip(groups, rows.split([len(own) for own, _ in groups]), strict=True):
+    for (_, chains), own in zip(groups, rows.split_with_sizes([len(own) for own, _ in groups]), strict=True):
         chains.keep(own[:, : 2 * len(chains.levels)])
 
 
