@@ -37,7 +37,7 @@ from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Proposal
 
-EVERY, LOOKED_AT = 16, 4
+EVERY, LOOKED_AT = 16, 8
 """Steps for which a plan holds while the same sequences decode, and of how many steps the times of one are learnt: both
 cost some tens of microseconds."""
 

@@ -34,6 +34,9 @@ MOST_NODES, NODES_BESIDE, NODES_EACH = 48, 10, 4
 FINE = 10
 """Sequences whose first tokens are right about as often, to a part of so many, have the same outlook."""
 
+KNOWN = 4
+"""Plans for which an outlook holds: chances and the price change slowly."""
+
 MIN_GAIN = 1.01
 """By how much a plan that drafts must be faster than one that does not."""
 
@@ -68,15 +71,20 @@ class Planner:
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self._price: Price | None = None  # of the last plan
+        self._known: dict[tuple[Pool, float, int], tuple[float, Outlook]] = {}  # by what _outlooks knows a draft by
+        self._num_plans = 0
         self._correction = 1.0  # what drafting steps brought per millisecond, per planned
 
     def plan(self, load: Load, records: Sequence[Record], most_levels: int) -> Plan:
         """The best for these sequences, those first that are most often right. load: what their steps carry beside."""
         most_nodes = min(MOST_NODES, NODES_BESIDE + NODES_EACH * len(records)) if records else 0
         for _ in range(2 if self._price is None else 1):
+            if self._num_plans % KNOWN == 0:
+                self._known.clear()
             limits, outlooks = self._outlooks(records, most_levels)
             planned = best_drafting(self.costs, load, outlooks, most_nodes)
             self._price = planned.price
+        self._num_plans += 1
         rate = planned.price.rate * self._correction
         if not planned.num_drafting or rate <= planned.plain * MIN_GAIN:
             self._correction += (1 - self._correction) * SETTLING
@@ -97,12 +105,11 @@ class Planner:
 
     def _outlooks(self, records: Sequence[Record], most: int) -> tuple[list[float], list[Outlook]]:
         """Of each sequence: from which chance on it drafts the next level, and what its draft should have."""
-        known: dict[tuple[Pool, float], tuple[float, Outlook]] = {}
-        found = []
+        known, found = self._known, []
         for record in records:
-            kind = record.pool, round(record.share(0) * FINE) / FINE
+            kind = record.pool, round(record.share(0) * FINE) / FINE, most
             if kind not in known:
-                margins = margins_of(*kind)
+                margins = margins_of(*kind[:2])
                 least = math.inf if self._price is None else least_pass_of(margins, self._price)
                 known[kind] = least, outlook_of(margins, least, most)
             found.append(known[kind])
