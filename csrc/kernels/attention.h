@@ -6,8 +6,8 @@
 // fixed by absolute positions, a row gets the same bits as a tree node, a decoded token or part of a prompt, and spans
 // may be computed by different workers.
 //
-// A block that lies wholly in the shared context is read once for all rows and heads of a tile. Any other block, at an
-// edge of a row's range or in its tail, is gathered row by row (attention_keys.h).
+// A block in the context is read in place, and once for all rows and heads of a tile that see the same of its
+// positions. A block that reaches into tails is gathered row by row (attention_keys.h).
 #pragma once
 #include "attention_block.h"
 #include "attention_keys.h"
@@ -87,24 +87,40 @@ struct TileWork {
   Path path(int r) const { return Path(*job.rows, tile.row + r, job.window); }
 
   void run_block(int block) {
+    for (int r = 0; r < tile.num_rows;) {
+      int end = r;
+      while (end < tile.num_rows && path(end).is_in_place(block)) end++;
+      if (end > r) run_in_place(block, r, end);
+      else run_gathered(block, end++);
+      r = end;
+    }
+  }
+
+  void run_gathered(int block, int row) {
+    const Path own = path(row);
+    if (own.from(block) >= own.to(block)) return;
     Keys<S> keys;
-    int shared = 0;  // consecutive rows, ending before r, that share the block
-    for (int r = 0; r <= tile.num_rows; r++) {
-      if (r < tile.num_rows && path(r).shares(block)) {
-        shared++;
-        continue;
-      }
-      if (shared > 0) {
-        const bool more = path(r - 1).shares(block + AQ_BLOCK);
-        share_block(pages, block, more ? block + AQ_BLOCK : block, &keys);
-        update(r - shared, shared, keys);
-        shared = 0;
-      }
-      if (r == tile.num_rows) break;
+    gather(pages, own, block, gathered, &keys);
+    update(row, 1, keys);
+  }
+
+  // Rows [first, end) read the block in place. Rows that see the same positions are computed together.
+  void run_in_place(int block, int first, int end) {
+    Keys<S> keys;
+    int from = AQ_BLOCK, to = 0;
+    for (int r = first; r < end; r++) {
       const Path own = path(r);
-      if (own.high <= block || own.low >= block + AQ_BLOCK) continue;
-      gather(pages, own, block, gathered, &keys);
-      update(r, 1, keys);
+      from = own.from(block) < from ? own.from(block) : from, to = own.to(block) > to ? own.to(block) : to;
+    }
+    const Path last = path(end - 1);
+    const bool more = last.is_in_place(block + AQ_BLOCK) && last.sees_all(block + AQ_BLOCK);
+    read_in_place(pages, block, from, to, more ? block + AQ_BLOCK : block, &keys);
+    for (int r = first; r < end;) {
+      keys.from = path(r).from(block), keys.to = path(r).to(block);
+      int rows = 1;
+      while (r + rows < end && path(r + rows).from(block) == keys.from && path(r + rows).to(block) == keys.to) rows++;
+      if (keys.from < keys.to) update(r, rows, keys);
+      r += rows;
     }
   }
 

@@ -20,7 +20,12 @@ struct Path {
     if (window > 0 && low < high - window) low = high - window;
   }
   int index(int position) const { return position < context_len ? position : tail[position - context_len]; }
-  bool shares(int block) const { return low <= block && block + AQ_BLOCK <= context_len; }
+  // The positions of a block that the row sees are [from, to) of it, none if from >= to.
+  int from(int block) const { return low > block ? low - block : 0; }
+  int to(int block) const { return high < block + AQ_BLOCK ? high - block : AQ_BLOCK; }
+  bool sees_all(int block) const { return low <= block && block + AQ_BLOCK <= high; }
+  // Whether what the row sees of a block lies in the context.
+  bool is_in_place(int block) const { return block + AQ_BLOCK <= context_len || high == context_len; }
 };
 
 // Where the keys of one layer and head lie.
@@ -54,12 +59,11 @@ struct Pages {
   }
 };
 
-// Gathers the block of a row at an edge of its range or in its tail. A group of keys is read in place if every visible
-// position in it equals its KV index; otherwise it is copied to `gathered` [kGroups][dim][16].
+// Gathers a block that reaches into the tail of a row. A group of keys is read in place if every visible position in it
+// equals its KV index; otherwise it is copied to `gathered` [kGroups][dim][16].
 template <class S>
 static void gather(const Pages<S>& pages, const Path& path, int block, S* gathered, Keys<S>* keys) {
-  keys->from = path.low > block ? path.low - block : 0;
-  keys->to = path.high < block + AQ_BLOCK ? path.high - block : AQ_BLOCK;
+  keys->from = path.from(block), keys->to = path.to(block);
   const int dim = pages.dim;
   for (int g = 0; g < kGroups; g++) keys->next_k[g] = pages.k, keys->next_v[g] = pages.v;  // nothing worth fetching
   for (int g = keys->from / 16; g * 16 < keys->to; g++) {
@@ -86,11 +90,10 @@ static void gather(const Pages<S>& pages, const Path& path, int block, S* gather
   }
 }
 
-// A block of the shared context; `next` is the block that will be read after it.
+// Positions [from, to) of a block in the context; `next` is the block that will be read after it.
 template <class S>
-static void share_block(const Pages<S>& pages, int block, int next, Keys<S>* keys) {
-  keys->from = 0, keys->to = AQ_BLOCK;
-  for (int g = 0; g < kGroups; g++) {
+static void read_in_place(const Pages<S>& pages, int block, int from, int to, int next, Keys<S>* keys) {
+  for (int g = from / 16; g * 16 < to; g++) {
     keys->k[g] = pages.key_group(block + g * 16);
     keys->next_k[g] = pages.key_group(next + g * 16), keys->next_v[g] = pages.value(next + g * 16);
     const S* v = pages.value(block + g * 16);

@@ -133,6 +133,38 @@ def test_bits_do_not_depend_on_chunks_threads_pages_or_isa(group, storage):
             assert np.array_equal(bits(np.concatenate(got)), expected), (window, page_size, isa, threads, chunk)
 
 
+@pytest.mark.parametrize("storage", STORED)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_row_in_a_chunk_equals_the_row_alone(data, storage):
+    """A chunk of a prompt that begins anywhere in a block, with nodes of a tree behind some of its rows. Later keys are
+    NaN, and rows that do not see them keep their bits."""
+    draw, (dtype, arithmetic) = data.draw, stored(storage)
+    calls.select_isa(draw(st.sampled_from([isa for isa in ISAS if isa != "portable"] or ISAS)))
+    calls.set_threads(draw(st.sampled_from([1, 2])))
+    group, dim, length = draw(st.sampled_from([1, 2, 3, 8])), draw(st.sampled_from([16, 64, 80])), 200
+    cache = Cache.new(length, 2, dim, draw(st.sampled_from([16, 32, 64])), dtype)
+    k, v = fill(cache, length)
+    begin, num = draw(st.integers(0, length - 1)), draw(st.integers(1, 70))
+    start = draw(st.integers(0, begin))
+    tails = draw(st.dictionaries(st.integers(0, num - 1), st.lists(st.integers(0, length - 1), max_size=3), max_size=4))
+    specs = [Row(i + 1, tuple(tails.get(i - begin, ())), start) for i in range(begin, min(begin + num, length))]
+    q = queries(len(specs), 2 * group, dim)
+    how = {
+        "window": draw(st.sampled_from([0, 1, 20, 100])),
+        "sinks": draw(st.sampled_from([None, np.linspace(-2, 2, 2 * group).astype(np.float32)])),
+        "arithmetic": arithmetic,
+    }
+    chunk = bits(attention(cache, specs, q, 0.2, **how))
+    for i, spec in enumerate(specs):
+        assert np.array_equal(chunk[i : i + 1], bits(attention(cache, [spec], q[i : i + 1], 0.2, **how))), i
+    later = np.arange(begin + len(specs) // 2 + 1, length)
+    cache.write(0, later, np.full_like(k[later], np.nan), np.full_like(v[later], np.nan))
+    spoiled = bits(attention(cache, specs, q, 0.2, **how))
+    kept = [i for i, spec in enumerate(specs) if not set(spec.path(how["window"])) & set(later)]
+    assert np.array_equal(spoiled[kept], chunk[kept])
+
+
 @pytest.mark.parametrize("storage", ["bfloat16", "dot"])
 def test_spans_computed_by_several_threads_fold_to_the_same_bits(storage):
     """One kv head on 2 and 3 threads makes each span of 512 keys an item of its own."""
