@@ -17,25 +17,34 @@ namespace AQ_NAMESPACE {
 
 using aq::kTileQueries;
 
-static void reset(State s, int queries, int dim) {
+static void reset(const State& s, int queries, int dim) {
   for (int i = 0; i < queries; i++) s.maximum[i] = -kInfinity, s.sum[i] = 0.0f;
   memset(s.accumulator, 0, (size_t)queries * dim * sizeof(float));
 }
 
-// Folds one query's (maximum, sum, accumulator) of later positions into `s`. From an empty state this copies exactly:
-// the weights are 0 and 1. A part without keys (sum 0) changes nothing.
-static void fold(State s, State later, int dim) {
-  if (*later.sum == 0.0f) return;
-  const float top = *s.maximum > *later.maximum ? *s.maximum : *later.maximum;
-  const float a = exp1(*s.maximum - top), b = exp1(*later.maximum - top);
-  *s.maximum = top;
-  *s.sum = *s.sum * a + *later.sum * b;
-  for (int d = 0; d < dim; d += 16)
-    store(s.accumulator + d, fma(load(s.accumulator + d), set1(a), mul(load(later.accumulator + d), set1(b))));
+// Folds (maximum, sum, accumulator) of later positions into `s`. From an empty state this copies exactly: the weights
+// are 0 and 1. A part without keys (sum 0) changes nothing. Maxima are read 16 at a time.
+static void fold(const State& s, const State& later, int queries, int dim) {
+  for (int first = 0; first < queries; first += 16) {
+    const Vec old_top = load(s.maximum + first), later_top = load(later.maximum + first);
+    const Vec new_top = max(old_top, later_top);
+    float top[16], a[16], b[16];
+    store(top, new_top);
+    store(a, exp(sub(old_top, new_top)));
+    store(b, exp(sub(later_top, new_top)));
+    for (int i = first; i < queries && i < first + 16; i++) {
+      if (later.sum[i] == 0.0f) continue;
+      s.maximum[i] = top[i - first];
+      s.sum[i] = s.sum[i] * a[i - first] + later.sum[i] * b[i - first];
+      float *to = s.accumulator + (size_t)i * dim, *from = later.accumulator + (size_t)i * dim;
+      const Vec weight = set1(a[i - first]), later_weight = set1(b[i - first]);
+      for (int d = 0; d < dim; d += 16) store(to + d, fma(load(to + d), weight, mul(load(from + d), later_weight)));
+    }
+  }
 }
 
 // Writes one query's result at element `at` of the output.
-static void finish(const AttentionJob& job, State s, int dim, const float* sink, size_t at) {
+static void finish(const AttentionJob& job, const State& s, int dim, const float* sink, size_t at) {
   if (sink != nullptr) {  // a logit without a value
     const float top = *sink > *s.maximum ? *sink : *s.maximum;
     const float a = exp1(*s.maximum - top);
@@ -157,7 +166,7 @@ struct TileWork {
     reset(total, queries, dim);
     for (int span = low / kSpan; span * kSpan < high; span++) {
       run_span(span, low, high);
-      for (int i = 0; i < queries; i++) fold(offset(total, i, dim), offset(span_state, i, dim), dim);
+      fold(total, span_state, queries, dim);
     }
     for (int i = 0; i < queries; i++) {
       const int h = head * group + i % group;
@@ -177,14 +186,14 @@ struct TileWork {
 
 static void merge_deferred(const AttentionJob& job, int row, int head, float* accumulator) {
   const int dim = job.kv->head_dim;
-  float maximum, sum;
-  const State total{&maximum, &sum, accumulator};
+  float maximum[16], sum[16];
+  const State total{maximum, sum, accumulator};
   reset(total, 1, dim);
   const Path own(*job.rows, row, job.window);
   const size_t row_head = (size_t)row * job.num_heads + head;
   for (int span = own.low / kSpan; span * kSpan < own.high; span++) {
     float* from = job.partials + (row_head * job.num_spans + span) * (16 + dim);
-    fold(total, State{from, from + 1, from + 16}, dim);
+    fold(total, State{from, from + 1, from + 16}, 1, dim);
   }
   finish(job, total, dim, job.sinks == nullptr ? nullptr : job.sinks + head, row_head * dim);
 }

@@ -38,7 +38,7 @@ struct State {
   float *maximum, *sum, *accumulator;
 };
 
-AQ_INLINE State offset(State s, int query, int dim) {
+AQ_INLINE State offset(const State& s, int query, int dim) {
   return State{s.maximum + query, s.sum + query, s.accumulator + (size_t)query * dim};
 }
 
@@ -138,7 +138,7 @@ AQ_INLINE float weigh_scores(float* p, float maximum, float, float* weights) {
 // Folds one block into the state of QUERIES queries q [QUERIES][dim] that see the same keys.
 template <class S, int QUERIES>
 static __attribute__((noinline)) void block_tile(const FactorOf<S>* q, int dim, const Keys<S>& keys, float scale,
-                                                 State s) {
+                                                 const State& s) {
   constexpr int kWide = blocks_for(QUERIES);
   alignas(64) float p[QUERIES * AQ_BLOCK];
   const int steps = dim / Factor<S>::kCount;
@@ -177,7 +177,7 @@ static __attribute__((noinline)) void block_tile(const FactorOf<S>* q, int dim, 
 }
 
 template <class S>
-static void block_update(const FactorOf<S>* q, int queries, int dim, const Keys<S>& keys, float scale, State s) {
+static void block_update(const FactorOf<S>* q, int queries, int dim, const Keys<S>& keys, float scale, const State& s) {
   const int num_tiles = (queries + kTileRows - 1) / kTileRows;
   for (int t = 0; t < num_tiles; t++) {
     const int first = queries * t / num_tiles, last = queries * (t + 1) / num_tiles;
