@@ -119,12 +119,17 @@ def test_text_streams_to_a_terminal(pair: Path) -> None:
     assert done.returncode == 0 and shown == generate(pair, "--prompt", "abc", "--drafter", "none").stdout
 
 
-def test_whoever_stops_reading_is_told_nothing(pair: Path) -> None:
-    """As with `| head`: the output's end is closed before anything is written."""
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_whoever_stops_reading_is_told_nothing(pair: Path, options: tuple[str, ...], unbuffered: str) -> None:
+    """As with `| head`: the output's end is closed before anything is written. Python buffers output or does not."""
+    command = [sys.executable, "-c", RUN, "generate", "--target", str(pair / "target"), "--prompt", "abc", *options]
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-c", RUN, "generate", "--target", str(pair / "target"), "--prompt", "abc"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=60)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=60,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
     os.close(writer)
     assert done.returncode == 1 and done.stderr == b""
 

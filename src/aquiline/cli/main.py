@@ -31,7 +31,9 @@ class Group(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> object:
         """Run a command; ValueError, AquilineError and OSError carry their own explanation."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # what stays in the buffer would fail when Python ends, which prints a traceback
+            return result
         except BrokenPipeError:  # whoever read the output has enough of it, as `head` does; click ends silently
             raise
         except (ValueError, AquilineError, OSError) as error:

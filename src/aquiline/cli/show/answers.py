@@ -24,7 +24,7 @@ def show_continuation(
         result = replace(result, outputs=[replace(output, prompt=prompt) for output in result.outputs])
         print(json.dumps(as_dict(result, llm)))
         return
-    print("" if streams else result.outputs[0].text)
+    print("" if streams else result.outputs[0].text, flush=True)
     s = result.summary
     print(
         f"{len(result.outputs[0].token_ids)} tokens, {s.decode_tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}, "
