@@ -20,7 +20,7 @@ from aquiline.bench.data.prompts import text_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.control.calibrate import cost_table
 from aquiline.engine.control.chosen import PLAIN
-from aquiline.engine.control.controller import Controller, _Choice
+from aquiline.engine.control.controller import EVERY, Controller, _Choice
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.llm import LLM
 from aquiline.engine.scheduler import StepPlan
@@ -68,6 +68,15 @@ class Turns(Controller):
         if not spec.is_speculative:
             return {s: Decode(s.slot, PLAIN) for s in plan.decoding}
         return {s: Decode(s.slot, spec) for s in plan.decoding}
+
+    def most_repeats(self, found: dict[Sequence, Decode]) -> int:
+        """A fixed way needs no choice."""
+        return super().most_repeats(found) if self.setting == ADAPTIVE else EVERY
+
+    def repeated(self, found: dict[Sequence, Decode], num_steps: int) -> None:
+        """Of the adaptive turns."""
+        if self.setting == ADAPTIVE:
+            super().repeated(found, num_steps)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ends, or goes back and is a new one."""
@@ -162,7 +171,8 @@ class Texts:
 
 
 def take_turn(llm: LLM, setting: str, num_steps: int = STEPS) -> Turn:
-    """Run a step that is not timed and num_steps that are. What the proposers have not seen is indexed before."""
+    """Run a step that is not timed and num_steps that are, and those that were computed together with them. What the
+    proposers have not seen is indexed before."""
     engine = llm.engine
     assert isinstance(engine.controller, Turns)
     engine.controller.setting = setting
@@ -170,8 +180,11 @@ def take_turn(llm: LLM, setting: str, num_steps: int = STEPS) -> Turn:
         if sequence.proposer is not None:
             sequence.proposer.propose(sequence.tokens, 1)
     engine.step()
-    tokens, began = 0, time.perf_counter()
-    for _ in range(num_steps):
+    while engine.is_ahead:
+        engine.step()
+    tokens, num_done, began = 0, 0, time.perf_counter()
+    while num_done < num_steps or engine.is_ahead:
+        num_done += 1
         for delta in engine.step():
             tokens += len(delta.token_ids)
     return Turn(tokens, time.perf_counter() - began)

@@ -83,8 +83,9 @@ def tiny_models(
 def engine_config(max_batch: int = 8, row_budget: int = 48, page_size: int = 16, **settings: Any) -> EngineConfig:
     """Small pages and chunks, so that short texts cross many of either, and conservation checked at every step. What a
     run leaves in the prefix cache must not help the next, unless a test is about that. What steps cost is estimated:
-    nothing is measured and written to the user's cache."""
-    settings = {"prefix_cache": False, "check": True, "calibration": False} | settings
+    nothing is measured and written to the user's cache. Steps are issued one by one: how many are repeated in one call
+    depends on their time, and tests look at what happens in between."""
+    settings = {"prefix_cache": False, "check": True, "calibration": False, "num_continuous_decode_steps": 1} | settings
     return EngineConfig(max_batch=max_batch, page_size=page_size, row_budget=row_budget, **settings)
 
 

@@ -117,7 +117,8 @@ int plan_static(Shape* shape, const AqShape& source) {
 void admit(AqBatch* batch, const AqAdmit& a) {
   Slot& slot = batch->slots[a.slot];
   slot.is_admitted = true, slot.decodes = false, slot.drafts = a.drafts != 0;
-  slot.num_prompt = a.num_prompt, slot.num_hit = slot.num_computed = a.num_hit;
+  slot.num_prompt = a.num_prompt, slot.max_tokens = a.max_tokens;
+  slot.num_hit = slot.num_computed = a.num_hit;
   slot.first_draft_key = a.first_draft_key;
   slot.draft_end = a.first_draft_key > a.num_hit ? a.first_draft_key : a.num_hit;
   slot.sampling = a.sampling;

@@ -17,7 +17,7 @@ constexpr int kMostHeld = 128;
 // What a sequence leaves in its slot between steps.
 struct Slot {
   bool is_admitted = false, decodes = false, drafts = false;
-  int num_prompt = 0;
+  int num_prompt = 0, max_tokens = 0;
   int num_computed = 0;  // tokens that have keys and, if the slot drafts, features; the root's index while it decodes
   int first_draft_key = 1, draft_end = 1;  // draft keys exist for the KV indices [first_draft_key, draft_end)
   int num_hit = 0;

@@ -1,5 +1,6 @@
 // The keep stage moves the keys of accepted paths together, fuses features for the draft or holds them until it drafts,
-// and moves every slot to its next root. Everything that can fail comes before the first change to a slot.
+// and moves every slot to its next root. Everything that can fail comes before the first change to a slot. Here also:
+// the three stages in one call, once or several times.
 #include <string.h>
 
 #include <algorithm>
@@ -152,6 +153,13 @@ void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* ou
   }
 }
 
+// Where the report of the step that was kept last ends.
+int32_t* end_of_report(const AqBatch& batch, int32_t* out) {
+  size_t size = 2 + out[0] + 2 * batch.trees.tokens.size();
+  for (const std::vector<int32_t>& path : batch.paths) size += path.size();
+  return out + size;
+}
+
 int keep(AqBatch* batch, int32_t* out) {
   AQ_TRY(move_paths(batch));
   batch->lap(kKeepTime);
@@ -165,6 +173,43 @@ int keep(AqBatch* batch, int32_t* out) {
   advance(batch);
   report(*batch, roots, out);
   batch->lap(kKeepTime);
+  return 0;
+}
+
+int one_step(AqBatch* batch, const int32_t* message, const AqConfidence* confidence, const AqAdmit* admits,
+             int num_admits, int32_t* out, double* times) {
+  if (const int failed = aq_draft(batch, message, confidence, admits, num_admits)) return failed;
+  if (const int failed = aq_verify(batch, nullptr, 0, 0)) return failed;
+  return aq_keep(batch, out, times);
+}
+
+// A message of the last step's decodes and nothing else.
+std::vector<int32_t> decodes_alone(const AqBatch& batch) {
+  std::vector<int32_t> message{0, 0, (int32_t)batch.decodes.size(), 0};
+  const int32_t* decodes = (const int32_t*)batch.decodes.data();
+  message.insert(message.end(), decodes, decodes + batch.decodes.size() * (sizeof(AqDecode) / sizeof(int32_t)));
+  return message;
+}
+
+// Whether a sequence of the last step has come to its end, or its logits were no numbers.
+bool has_end(const AqBatch& batch) {
+  for (size_t b = 0; b < batch.decodes.size(); b++) {
+    const Slot& slot = batch.slots[batch.decodes[b].slot];
+    if ((int)slot.history.size() - slot.num_prompt >= slot.max_tokens) return true;
+    for (const int32_t token : batch.kept[b])
+      if (token < 0 || slot.rules.ends(token)) return true;
+  }
+  return false;
+}
+
+// Whether the decodes of a message may run again without another.
+int check_repeats(const AqBatch& batch, const int32_t* message, const AqConfidence* confidence) {
+  Message m;
+  AQ_TRY(read_message(batch, message, confidence, &m));
+  AQ_REQUIRE(m.num_chunks == 0, "num_steps above 1 beside %d chunks: a step with chunks runs once", m.num_chunks);
+  for (int i = 0; i < m.num_decodes; i++)
+    AQ_REQUIRE(m.proposals[i] == nullptr && m.decodes[i].num_forced < 0,
+               "num_steps above 1 and decode %d with a proposal or num_forced: such a step runs once", i);
   return 0;
 }
 
@@ -186,8 +231,18 @@ int aq_keep(AqBatch* batch, int32_t* out, double* times) {
 }
 
 int aq_step(AqBatch* batch, const int32_t* message, const AqConfidence* confidence, const AqAdmit* admits,
-            int32_t num_admits, int32_t* out, double* times) {
-  if (const int failed = aq_draft(batch, message, confidence, admits, num_admits)) return failed;
-  if (const int failed = aq_verify(batch, nullptr, 0, 0)) return failed;
-  return aq_keep(batch, out, times);
+            int32_t num_admits, int32_t num_steps, int32_t* out, double* times, int32_t* num_done) {
+  AQ_TRY(check_pointer("num_done", num_done, sizeof(int32_t)));
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  *num_done = 0;
+  AQ_REQUIRE(num_steps >= 1, "num_steps=%d: must be at least 1", num_steps);
+  if (num_steps > 1) AQ_TRY(check_repeats(*batch, message, confidence));
+  if (const int failed = one_step(batch, message, confidence, admits, num_admits, out, times)) return failed;
+  const std::vector<int32_t> again = decodes_alone(*batch);
+  while (++*num_done < num_steps && !has_end(*batch)) {
+    out = end_of_report(*batch, out);
+    times += kNumTimes;
+    if (one_step(batch, again.data(), confidence, nullptr, 0, out, times) != 0) return -2;
+  }
+  return 0;
 }

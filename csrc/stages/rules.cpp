@@ -2,6 +2,8 @@
 
 #include <math.h>
 
+#include <algorithm>
+
 namespace aq {
 
 void Rules::start(const AqAdmit& admit, int vocab) {
@@ -30,6 +32,10 @@ void Rules::count(int token) {
   if (!has_penalties_) return;
   touch(token);
   counts_[token]++;
+}
+
+bool Rules::ends(int token) const {
+  return std::find(end_tokens_.begin(), end_tokens_.end(), token) != end_tokens_.end();
 }
 
 // Applies the penalties in this order: repetition, presence, frequency, each as a float32 operation of its own. A token

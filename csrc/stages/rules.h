@@ -25,6 +25,7 @@ class Rules {
   void start(const AqAdmit& admit, int vocab);
   bool any() const { return has_penalties_ || min_tokens_ > 0 || !biases_.empty() || !bad_words_.empty(); }
   void count(int token);  // adds an output token
+  bool ends(int token) const;  // whether a sequence ends with this token wherever it stands
   void apply(const Before& before, float* logits);
 
  private:

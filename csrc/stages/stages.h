@@ -38,7 +38,7 @@ typedef struct {
 // A sequence takes a slot: see Admit in backends/base.py. bad_words: for each word its length, then its tokens.
 typedef struct {
   int32_t slot, num_tokens, num_prompt, num_hit, drafts, first_draft_key;
-  int32_t min_tokens, num_biases, num_end_tokens, bad_words_size;
+  int32_t min_tokens, max_tokens, num_biases, num_end_tokens, bad_words_size;
   float repetition_penalty, presence_penalty, frequency_penalty;
   AqSampling sampling;  // position apart
   const int32_t *tokens, *bias_tokens;
@@ -114,9 +114,12 @@ int aq_verify(AqBatch*, const uint32_t* masks, int32_t num_rows, int32_t num_wor
 // draft_end. Then follow for each decode its tree's tokens, parents, and the nodes of the kept path.
 int aq_keep(AqBatch*, int32_t* out, double* seconds);
 
-// The three stages one after the other.
+// The three stages one after the other; then the same decodes again from where they stand, num_steps times in all, or
+// until a sequence has max_tokens of output or draws one of its end tokens, or its logits are not numbers. The reports
+// of the steps stand in out one behind the other, their times in seconds [num_steps, 5]; num_done says how many there
+// are. More than one step: the message has no chunks and no proposals, and no decode's acceptance is forced.
 int aq_step(AqBatch*, const int32_t* message, const AqConfidence*, const AqAdmit* admits, int32_t num_admits,
-            int32_t* out, double* seconds);
+            int32_t num_steps, int32_t* out, double* seconds, int32_t* num_done);
 
 // Single parts of the stages, for tests. aq_accept finds the accepted path of one tree, root first: path
 // [AQ_MAX_DEPTH + 1]; num_forced as in AqDecode. aq_select chooses the best num_nodes - 1 of a dynamic tree's

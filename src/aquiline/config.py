@@ -203,6 +203,10 @@ class EngineConfig:
         0, "Memory for what ended requests wrote, 20 bytes a token: lookups copy from it too. 0: each request copies "
         "from its own text alone.", BATCH,
     )  # fmt: skip
+    num_continuous_decode_steps: int = setting(
+        8, "Decode steps that run one after the other before the host takes part again, as far as they take 16 ms "
+        "together.", BATCH,
+    )  # fmt: skip
     late_reads: bool | None = setting(
         None, "Read a step's outcome when the next one is out. Default: where the backend waits less.", BATCH
     )
@@ -224,6 +228,8 @@ class EngineConfig:
         fix = "must be 0, which switches it off, or between 2^16 and 2^34 bytes"
         check(ok, "shared_lookup_bytes", self.shared_lookup_bytes, fix)
         check(self.row_budget >= 1, "row_budget", self.row_budget, "must be at least 1")
+        steps = self.num_continuous_decode_steps
+        check(1 <= steps <= 64, "num_continuous_decode_steps", steps, "must be from 1, which lets none run on, to 64")
 
 
 ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portable")

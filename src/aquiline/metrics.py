@@ -230,9 +230,10 @@ class Meter:
         self._last = time.perf_counter()
         self._share = 1.0  # decode rows of the last step / all its rows
 
-    def begin(self) -> None:
-        """The engine begins a step. The time since the last step ended is not counted."""
-        self._last = time.perf_counter()
+    def begin(self, began_s: float) -> None:
+        """The engine's step began at that value of time.perf_counter. The time since the last step ended is not
+        counted."""
+        self._last = began_s
 
     def add_step(
         self, seconds: dict[str, float], parts: dict[str, float], num_decode_rows: int, num_chunk_rows: int

@@ -17,11 +17,9 @@ CHAIN = Chain(1)
 
 
 def unread_sequences(engine: Engine) -> set[Sequence]:
-    """Those that ran in the last step, where its outcome has not been read yet."""
-    last = engine.last
-    if last is None or not engine.config.late_reads:
-        return set()
-    return {*last.plan.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
+    """Those that ran in steps whose outcomes are still to be committed."""
+    plans = [step.plan for step in engine.unread]
+    return {s for plan in plans for s in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks))}
 
 
 def check_sequences(engine: Engine) -> None:
@@ -32,10 +30,10 @@ def check_sequences(engine: Engine) -> None:
     assert len(waiting) + len(running) == len(engine.sequences)
     assert {*waiting, *running} == {*engine.sequences.values()}
     assert all(s.slot == -1 and not s.nodes and s.finish_reason is None for s in waiting)
-    last, in_flight = engine.last, Counter[Sequence]()
-    if last is not None and engine.config.late_reads:
-        in_flight.update({s: s.request.spec.max_depth + 1 for s in last.plan.decoding})
-        in_flight.update({chunk.sequence: 1 for chunk in last.plan.chunks if chunk.draws})
+    in_flight = Counter[Sequence]()
+    for plan in (step.plan for step in engine.unread):
+        in_flight.update({s: s.request.spec.max_depth + 1 for s in plan.decoding})
+        in_flight.update({chunk.sequence: 1 for chunk in plan.chunks if chunk.draws})
     for slot, sequence in enumerate(scheduler.running):
         pages = pool.owned[slot]
         if sequence is None:

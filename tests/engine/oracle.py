@@ -101,6 +101,9 @@ class Taught:
             self.roots[chunk.slot] = chunk.end
         return pending
 
+    def repeat(self, step: StepInput, most: int) -> list[Pending]:
+        return [self.step(step)]
+
     def taught(self, step: StepInput, tree: DraftTree) -> DraftTree:
         shape, tokens = tree.topology, tree.tokens.copy()
         for b, decode in enumerate(step.decodes):

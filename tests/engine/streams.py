@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from tests.conftest import engine_config, tiny_models
@@ -51,17 +51,17 @@ def gated_llm(gate: Gate, max_batch: int = 2, fatal_token: int = -1, **settings:
     loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     llm = LLM.from_models(loaded, engine_config(max_batch, **settings))
     engine = llm.engine
-    step = engine.backend.step
+    repeat = engine.backend.repeat
 
-    def gated(message: StepInput) -> Pending:
+    def gated(message: StepInput, most: int) -> Sequence[Pending]:
         if message.decodes:
             gate.hold()
             running = [engine.scheduler.running[decode.slot] for decode in message.decodes]
             if any(sequence is not None and sequence.tokens[-1] == fatal_token for sequence in running):
                 raise ZeroDivisionError("broken on purpose")
-        return step(message)
+        return repeat(message, most)
 
-    engine.backend.step = gated  # type: ignore[method-assign]
+    engine.backend.repeat = gated  # type: ignore[method-assign]
     return llm
 
 

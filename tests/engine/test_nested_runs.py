@@ -160,7 +160,7 @@ def test_what_somebody_else_ends_is_an_output_too(ends: str) -> None:
 
 def test_a_step_that_fails_in_the_inner_run_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = patient_llm(max_batch=3)
-    outputs, step = [], llm.engine.backend.step
+    outputs, repeat = [], llm.engine.backend.repeat
 
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("broken on purpose")
@@ -168,10 +168,10 @@ def test_a_step_that_fails_in_the_inner_run_leaves_nobody_waiting(monkeypatch: p
     for output in llm.outputs(requests(llm, 4)):
         outputs.append(output)
         if len(outputs) == 1:
-            monkeypatch.setattr(llm.engine.backend, "step", broken)
+            monkeypatch.setattr(llm.engine.backend, "repeat", broken)
             with pytest.raises(ZeroDivisionError, match="broken on purpose"):
                 llm.generate([words(4)], PARAMS)
-            monkeypatch.setattr(llm.engine.backend, "step", step)
+            monkeypatch.setattr(llm.engine.backend, "repeat", repeat)
     assert [output.finish_reason for output in outputs] == ["length", "abort", "abort", "abort"]
     assert_idle(llm)
     assert_outputs(list(llm.outputs(requests(llm, 4))), 4)

@@ -66,6 +66,14 @@ def test_a_long_run_meets_everything_there_is(prefix_cache: bool, late_reads: bo
     assert not [what for what in wanted if seen[what] == 0], f"never happened: {dict(seen)}"
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_long_run_with_repeated_steps_meets_everything(prefix_cache: bool) -> None:
+    setup = Setup(prefix_cache=prefix_cache, is_taught=False, num_continuous=8)
+    seen = walk(setup, seed=7, num_steps=1500).seen
+    wanted = ALWAYS + CACHED * prefix_cache + ("aborted ahead",)
+    assert not [what for what in wanted if seen[what] == 0], f"never happened: {dict(seen)}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_engines_of_many_sizes_run_for_long(seed: int, run_seed: int) -> None:
@@ -77,7 +85,8 @@ def test_engines_of_many_sizes_run_for_long(seed: int, run_seed: int) -> None:
             row_budget=int(rng.choice((1, 5, 16, ROW_BUDGET))),
             prefix_cache=bool(rng.random() < 0.8),
             late_reads=bool(rng.integers(2)),
-            is_taught=bool(rng.random() < 0.8),
+            is_taught=bool(rng.random() < 0.6),
+            num_continuous=int(rng.choice((1, 8))),
         )
         walk(setup, [run_seed, seed, number], num_steps=500)
 
@@ -118,6 +127,7 @@ SETUPS = st.builds(
     prefix_cache=st.booleans(),
     late_reads=st.booleans(),
     is_taught=st.booleans(),
+    num_continuous=st.sampled_from((1, 8)),
 )
 
 

@@ -33,6 +33,7 @@ class Setup:
     late_reads: bool = False
     is_taught: bool = True
     is_fickle: bool = True  # what adaptive sequences draft is chosen at random
+    num_continuous: int = 1  # steps that may be repeated in one call; drafts that are taught are not
 
 
 class Traffic:
@@ -41,7 +42,7 @@ class Traffic:
     def __init__(self, setup: Setup) -> None:
         config = engine_config(
             setup.max_batch, setup.row_budget, PAGE, num_pages=setup.num_pages, prefix_cache=setup.prefix_cache,
-            late_reads=setup.late_reads, shared_lookup_bytes=2**16,
+            late_reads=setup.late_reads, shared_lookup_bytes=2**16, num_continuous_decode_steps=setup.num_continuous,
         )  # fmt: skip
         self.engine = LLM.from_models(models(), config).engine
         if setup.is_fickle:
@@ -92,6 +93,7 @@ class Traffic:
         self.seen["aborted running"] += sequence.slot >= 0
         self.seen["aborted waiting"] += sequence.slot < 0
         self.seen["aborted unread"] += sequence in unread_sequences(self.engine)
+        self.seen["aborted ahead"] += sum(sequence in step.plan.decoding for step in self.engine.unread) > 1
         delta = self.engine.abort(number)
         assert (delta.request_id, delta.token_ids, delta.finish_reason) == (number, [], "abort")
         self._end(sequence)

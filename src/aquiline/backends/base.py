@@ -74,11 +74,11 @@ class Admit:
 
     tokens: all that are known, prompt and, after a preemption, output; the first num_prompt are the prompt. sampling:
     how its tokens are drawn, the seed resolved; its penalties, bias, min_tokens and log-probabilities are the
-    backend's to apply. end_token_ids: what min_tokens forbids. bad_words: token sequences that must not be completed.
-    num_hit: KV indices whose pages come from the prefix cache; they are read and never written. drafts: whether the
-    sequence may ever ask for the draft model: only then are features and draft keys kept. first_draft_key: the first
-    KV index that holds, or will hold, a draft key; draft keys exist from there to num_hit - 1.
-    num_prompt_logprobs: prompt log-probabilities that an earlier stay has already returned."""
+    backend's to apply. end_token_ids: what min_tokens forbids, and where Backend.repeat stops. bad_words: sequences of
+    tokens that must not be completed. num_hit: KV indices whose pages come from the prefix cache; they are read and
+    never written. drafts: whether the sequence may ever ask for the draft model: only then are features and draft keys
+    kept. first_draft_key: the first KV index that holds, or will hold, a draft key; draft keys exist from there to
+    num_hit - 1. num_prompt_logprobs: prompt log-probabilities that an earlier stay has already returned."""
 
     slot: int
     tokens: Sequence[int]
@@ -253,6 +253,14 @@ class Backend(Protocol):
 
     def step(self, step: StepInput) -> Pending:
         """Both, with nothing in between."""
+        ...
+
+    def repeat(self, step: StepInput, most: int) -> Sequence[Pending]:
+        """The step, then its decodes again and again from where they stand: at most `most` steps in one call, and at
+        least one. It spares the host's work between them. A step in which a sequence draws one of its end tokens
+        (Admit.end_token_ids) or the last of its sampling's max_tokens, or has no numbers to draw from, is the last one;
+        a backend may stop before. Where `most` is above 1, the step has no chunks and no proposals, num_forced is None,
+        and the slots' pages reach as far as all the steps may go."""
         ...
 
     def score(self, documents: Sequence[Int32]) -> Scored:

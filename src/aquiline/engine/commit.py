@@ -15,17 +15,17 @@ from aquiline.types import Source, TokenLogprobs
 
 
 class Committer:
-    """Commits outcomes to sequences. `extends` collects the draft keys that published pages still lack; the next step
-    has the backend write them."""
+    """Commits outcomes to sequences. `extends` collects by slot the draft keys that published pages still lack; the
+    next step that is issued has the backend write them."""
 
     def __init__(self, pool: PagePool, prefix: PrefixCache | None) -> None:
         self.pool, self.prefix = pool, prefix
-        self.extends: list[Extend] = []
+        self.extends: dict[int, Extend] = {}
 
     def take_extends(self) -> list[Extend]:
         """The Extends collected since the last call."""
-        extends, self.extends = self.extends, []
-        return extends
+        extends, self.extends = self.extends, {}
+        return [*extends.values()]
 
     def commit(self, step: Step) -> tuple[list[TokenDelta], list[Sequence]]:
         """Append what a step decided. Returns the deltas, and the sequences that have new tokens in their pages."""
@@ -73,9 +73,9 @@ class Committer:
             if sequence.finish_reason is None:
                 end = sequence.draft_end  # its next drafting step writes them
                 if sequence.num_cached - end >= size:  # it does not draft at present
-                    self.extends.append(Extend(sequence.slot, sequence.num_cached // size * size))
+                    self._extend(sequence.slot, sequence.num_cached // size * size)
             else:
-                self.extends.append(Extend(sequence.slot, end // size * size))
+                self._extend(sequence.slot, end // size * size)
         for index in range(len(sequence.nodes), end // size):
             parent = sequence.nodes[-1] if sequence.nodes else None
             tokens = sequence.tokens[index * size : (index + 1) * size]
@@ -86,6 +86,9 @@ class Committer:
                 sequence.is_published = False
                 return
             sequence.nodes.append(node)
+
+    def _extend(self, slot: int, until: int) -> None:
+        self.extends[slot] = Extend(slot, until)
 
 
 def drafter_of(message: Decode, decoded: Decoded) -> Source:

@@ -1,17 +1,20 @@
 """The engine: requests in, deltas out. Plans a step, issues it to the backend, commits its outcome.
 
-If the backend is asynchronous, an outcome is read after the next step was issued, so that the device never waits for
-the host. The next step does not need that outcome from the host: the backend keeps each slot's tokens itself. If the
-outcome shows that a sequence has ended, the next step's tokens for that sequence are ignored.
+The backend keeps each slot's tokens itself, so that a step does not need the last one's outcome from the host. Two
+things follow. If the backend is asynchronous, an outcome is read after the next step was issued, so that the device
+never waits for the host. If it is not, decode steps that are short are repeated by the backend, a few in one call, and
+their outcomes are then committed one at a time: Python that runs between the kernels of a small model finds nothing of
+its own in the caches. Tokens that were computed for a sequence behind its end are ignored.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from typing import Any
 
-from aquiline.backends.base import Sizes
+from aquiline.backends.base import Decode, Sizes
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
 from aquiline.engine.commit import Committer
 from aquiline.engine.control.calibrate import cost_table
@@ -19,9 +22,9 @@ from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
-from aquiline.engine.scheduler import Scheduler
+from aquiline.engine.scheduler import Scheduler, StepPlan
 from aquiline.engine.sequence import Request, Sequence, TokenDelta
-from aquiline.engine.step import Step, message_of
+from aquiline.engine.step import Step, message_of, repeats
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
 from aquiline.metrics import Meter
@@ -29,6 +32,10 @@ from aquiline.spec.drafting import Drafting, Proposer
 from aquiline.spec.past_outputs import PastOutputs
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason
+
+MOST_AHEAD_S = 0.016
+"""Seconds that repeated steps take together, about: a frame of a screen, so that nobody who reads along sees it. A
+request that comes meanwhile waits for their end."""
 
 
 class Engine:
@@ -52,14 +59,20 @@ class Engine:
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
         self.past = PastOutputs(config.shared_lookup_bytes) if config.shared_lookup_bytes else None
         self.controller: Controller | None = None  # made when the first adaptive request comes
-        self.last: Step | None = None  # the last step that was issued
-        self._unread: Step | None = None
+        self.last: Step | None = None  # whose outcome was read last or, where outcomes are read late, issued last
+        self.unread: deque[Step] = deque()  # issued; outcomes that are still to be committed
+        self._step_s = 0.0  # of the last step that only decoded
         self._orders = itertools.count()
 
     @property
     def is_busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.sequences) or self._unread is not None
+        return bool(self.sequences or self.unread)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step has been computed already."""
+        return bool(self.unread) and not self.reads_late
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises ValueError naming what cannot work, OutOfPages if it could never fit."""
@@ -95,17 +108,29 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
-        while an outcome is read late."""
+        while an outcome is read late. The step may have been computed before, together with others."""
         began = time.perf_counter()
-        self.meter.begin()
+        self.meter.begin(began)
         deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
-        if self._unread is not None and not self._can_issue_blindly():
-            deltas += self._read()
-        unread, self._unread = self._unread, self._issue()
-        if unread is not None:
-            deltas += self._commit(unread)
-        if self._unread is not None and not self.reads_late:
-            deltas += self._read()
+        unread = self.unread
+        if self.reads_late:
+            if unread and not self._can_issue_blindly():
+                deltas += self._commit(unread.popleft())
+            is_due = bool(unread)
+            self._issue()
+            self.last = unread[-1] if unread else self.last
+            if is_due:
+                deltas += self._commit(unread.popleft())
+        else:
+            if unread:
+                began -= unread[0].seconds
+            else:
+                self._issue()
+                began += sum(step.seconds for step in itertools.islice(unread, 1, None))
+            self.meter.begin(began)
+            if unread:
+                self.last = unread.popleft()
+                deltas += self._commit(self.last)
         if self.config.check:
             self._check_pages()
         self.meter.end_step()
@@ -124,9 +149,8 @@ class Engine:
         """Drop every request, waiting or running, and free its pages."""
         for sequence in list(self.sequences.values()):
             self._end(sequence, "abort")
-        if self._unread is not None:
-            self._unread.read()
-        self._unread = None
+        while self.unread:
+            self.unread.popleft().read()
 
     def close(self) -> None:
         """Drop every request and give the storage back; the engine cannot be used afterwards."""
@@ -146,26 +170,41 @@ class Engine:
         its proposer needs the tokens of that outcome."""
         return all(s is None or s.proposer is None for s in self.scheduler.running)
 
-    def _issue(self) -> Step | None:
+    def _issue(self) -> None:
         preempted = self.scheduler.num_preemptions
         plan = self.scheduler.next_plan()
         self.meter.num_preemptions += self.scheduler.num_preemptions - preempted
         if plan is None:
-            return None
-        extends, pages = self.committer.take_extends(), self.pool.take_changes()
+            return
+        extends = self.committer.take_extends()
         chosen = {} if self.controller is None else self.controller.decodes(plan)
         row_costs = self.controller.row_costs if chosen and self.controller is not None else ()
-        message = message_of(plan, chosen, pages, extends, self.models.simulated, row_costs)
-        self.last = Step(plan, message, self.backend.step(message))
-        return self.last
+        most = self._most_repeats(plan, chosen)
+        message = message_of(plan, chosen, self.pool.take_changes(), extends, self.models.simulated, row_costs)
+        outcomes = self.backend.repeat(message, most)
+        self.unread.extend(repeats(plan, message, outcomes))
+        if len(outcomes) > 1:
+            self.scheduler.repeated(plan, len(outcomes))
+            if chosen and self.controller is not None:
+                self.controller.repeated(chosen, len(outcomes))
 
-    def _read(self) -> list[TokenDelta]:
-        unread, self._unread = self._unread, None
-        assert unread is not None
-        return self._commit(unread)
+    def _most_repeats(self, plan: StepPlan, chosen: dict[Sequence, Decode]) -> int:
+        """How often the backend may run this plan before the host is needed: for a prompt, a text that may end, a copy,
+        or a choice."""
+        most = self.config.num_continuous_decode_steps
+        if most == 1 or self.reads_late or plan.chunks or self.models.simulated is not None:
+            return 1
+        most = min(most, round(MOST_AHEAD_S / self._step_s) if self._step_s > 0.0 else 1)
+        if most <= 1 or not all(s.is_repeatable for s in plan.decoding):
+            return 1
+        if chosen and self.controller is not None:
+            most = min(most, self.controller.most_repeats(chosen))
+        return most if most > 1 and self.scheduler.find_pages_ahead(plan, most) else 1
 
     def _commit(self, step: Step) -> list[TokenDelta]:
         output = step.read()
+        if not step.plan.chunks:
+            self._step_s = step.seconds
         if self.controller is not None:
             self.controller.learn(step, output)
         deltas, touched = self.committer.commit(step)

@@ -114,6 +114,22 @@ class Scheduler:
             chunk.sequence.in_flight += chunk.draws
         return plan
 
+    def find_pages_ahead(self, plan: StepPlan, num_steps: int) -> bool:
+        """Reserve the pages that so many steps like this one may reach, the last of which begins before a sequence's
+        end. False if they are not there."""
+        try:
+            for s in plan.decoding:
+                last = min(len(s.tokens) + (num_steps - 1) * s.max_step, s.request.max_tokens_total - 1)
+                self.pool.reserve(s.slot, last + s.lookahead)
+        except OutOfPages:
+            return False
+        return True
+
+    def repeated(self, plan: StepPlan, num_steps: int) -> None:
+        """The plan ran so often: its outcomes will be read one by one."""
+        for sequence in plan.decoding:
+            sequence.in_flight += (num_steps - 1) * sequence.max_step
+
     def remove(self, sequence: Sequence) -> None:
         """Free the slot and pages of a sequence, or take it out of the queue."""
         self.due.pop(sequence, None)

@@ -159,11 +159,13 @@ class Sequence:
     lookahead: int = field(init=False)  # the request's spec's; read in every step
     max_step: int = field(init=False)  # tokens that a step adds at most
     is_adaptive: bool = field(init=False)
+    is_repeatable: bool = field(init=False)  # its steps may follow one another without the host reading its tokens
     num_rows: int = field(init=False)  # that its last step verified; the next one is expected to take as many
 
     def __post_init__(self) -> None:
         spec = self.request.spec
         self.lookahead, self.max_step, self.is_adaptive = spec.lookahead, spec.max_depth + 1, spec.is_adaptive
+        self.is_repeatable = not self.request.sampling.stop and (self.is_adaptive or self.proposer is None)
         self.num_rows = 1 if spec.is_adaptive else spec.max_nodes
 
     @property

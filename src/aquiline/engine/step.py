@@ -5,7 +5,7 @@ Knows both sides of the seam and computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,11 @@ class Step:
         if self.output is None:
             self.output = self.pending.read()
         return self.output
+
+    @property
+    def seconds(self) -> float:
+        """How long the backend took for it, as far as it can tell."""
+        return sum(self.read().seconds.values())
 
     @property
     def decodes(self) -> list[Decoded]:
@@ -70,6 +75,14 @@ def message_of(
         extends=tuple(extends),
         row_costs=row_costs,
     )
+
+
+def repeats(plan: StepPlan, message: StepInput, outcomes: Iterable[Pending]) -> Iterator[Step]:
+    """A plan whose decodes the backend ran several times, as so many steps. What came before the decodes, admissions,
+    pages and extends, belongs to the first."""
+    for outcome in outcomes:
+        yield Step(plan, message, outcome)
+        plan, message = plan._replace(admitted=()), StepInput(decodes=message.decodes, row_costs=message.row_costs)
 
 
 def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode:

@@ -60,10 +60,13 @@ class _Host:
         """Step while there is work, wait for commands while there is none, until Quit comes. Raises EOFError if the
         HTTP process is gone."""
         while self._obey():
-            deltas = self.engine.step() if self.engine.is_busy else []
+            deltas, num_steps = list[Delta](), 0
+            while self.engine.is_ahead or (self.engine.is_busy and not num_steps):
+                deltas += [self._told(delta) for delta in self.engine.step()]
+                num_steps += 1
             added, self.added = self.added, []
             refused, self.refused = self.refused, []
-            self.connection.send(StepMessage(added, refused, [self._told(delta) for delta in deltas], self._stats()))
+            self.connection.send(StepMessage(added, refused, deltas, self._stats(), num_steps))
 
     def _obey(self) -> bool:
         """Carry out the commands that have come; wait for some while the engine has nothing to do. False for Quit."""

@@ -107,14 +107,15 @@ class Metrics:
             gauge.set(0)
 
     def on_step(self, message: StepMessage) -> None:
-        """The engine has run a step, or has carried out commands. What it says is kept, and made figures when somebody
+        """The engine has run steps, or has carried out commands. What it says is kept, and made figures when somebody
         reads them: these take more time than a step leaves."""
         before, self._now = self._now, message.stats
         num_prefilled = self._now.sum_prefill_tokens - before.sum_prefill_tokens
         num_tokens = num_prefilled + sum(len(delta.token_ids) for delta in message.deltas)
         if num_tokens:
-            self.steps.inc()
-            self.iteration.observe(num_tokens)
+            self.steps.inc(message.num_steps)
+            for _ in range(message.num_steps):
+                self.iteration.observe(num_tokens / message.num_steps)
         for delta in message.deltas:
             if delta.num_drafted:
                 self._drafts[delta.num_drafted, delta.num_confirmed] += 1

@@ -1,7 +1,8 @@
 """What the HTTP process and the engine process tell each other: plain values over one pipe, a message each way.
 
 The HTTP process sends a list of commands whenever it has some. The engine process sends one `StepMessage` per step of
-the engine, whatever number of requests the step served; while no request runs it answers commands alone.
+the engine, or for steps that were computed together, whatever number of requests they served; while no request runs it
+answers commands alone.
 """
 
 from __future__ import annotations
@@ -103,10 +104,11 @@ class Stats(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """One step of the engine: the requests that joined since the last message, those that were refused, and what was
-    added to each."""
+    """num_steps steps of the engine: the requests that joined since the last message, those that were refused, and what
+    was added to each."""
 
     added: list[int]
     refused: list[Refused]
     deltas: list[Delta]
     stats: Stats
+    num_steps: int

@@ -26,7 +26,7 @@ from aquiline.backends.base import (
     StepOutput,
     TokenMasks,
 )
-from aquiline.backends.cpu.batch import NativeBatch, new_tree
+from aquiline.backends.cpu.batch import NUM_TIMES, NativeBatch, new_tree
 from aquiline.backends.cpu.buffers import address, describe_kv, pointer
 from aquiline.backends.cpu.logprobs import LogprobReader
 from aquiline.backends.cpu.native import AqBatchConfig
@@ -94,7 +94,6 @@ class CpuBackend:
         if pair.draft_model is not None:
             kept += self._add_draft(config)
         self._batch = NativeBatch(config, kept)
-        self._out_at = addressof(self._batch.out)
         self._drafts: CpuDrafts | None = None  # of the step that waits for its verify
         self._reader = LogprobReader(pair.target_model, self._hidden)
         self._parts: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
@@ -138,15 +137,19 @@ class CpuBackend:
             self._batch.verify(masks)
             self._drafts = None
             self._batch.keep()
-        return self._finish(step)
+        return self._finish(step, 1)[0]
 
     def step(self, step: StepInput) -> CpuPending:
         """Both, with nothing in between."""
+        return self.repeat(step, 1)[0]
+
+    def repeat(self, step: StepInput, most: int) -> list[CpuPending]:
+        """The step, then its decodes again: see Backend. Log-probabilities and times of parts need each step by
+        itself."""
         if step.admits or self._parts is not None:
-            return self.verify(step, self.draft(step))
+            return [self.verify(step, self.draft(step))]
         self._drafts = None
-        self._batch.step(step)
-        return self._finish(step)
+        return self._finish(step, self._batch.step(step, 1 if self._reader.is_wanted else most))
 
     def score(self, documents: Sequence[Int32]) -> Scored:
         """Run whole documents, each from position 0, over the pages of all slots.
@@ -195,11 +198,21 @@ class CpuBackend:
         finally:
             library().time_parts(None)
 
-    def _finish(self, step: StepInput) -> CpuPending:
-        """The step's outcome as the library reported it, with the log-probabilities that its sequences ask for."""
+    def _finish(self, step: StepInput, num_steps: int) -> list[CpuPending]:
+        """The outcomes of steps as the library reported them, one behind the other."""
+        found, at = list[CpuPending](), 0
+        for number in range(num_steps):
+            times = self._batch.seconds[number * NUM_TIMES : (number + 1) * NUM_TIMES]
+            outcome, at = self._outcome(step, at, dict(zip(STAGE_NAMES, times, strict=True)))
+            found.append(outcome)
+        return found
+
+    def _outcome(self, step: StepInput, begin: int, seconds: dict[str, float]) -> tuple[CpuPending, int]:
+        """The outcome whose report begins at that place, with the log-probabilities that its sequences ask for; and
+        where the report ends."""
         out, decodes, chunks = self._batch.out, [], []
-        size = out[0]
-        found = out[2 : 2 + size]
+        size, num_draft_rows = out[begin : begin + 2]
+        found = out[begin + 2 : begin + 2 + size]
         at = tree_size = 0
         for decode in step.decodes:
             root, num_drafted, draft_end, num_kept = found[at : at + 4]
@@ -216,15 +229,16 @@ class CpuBackend:
             token, draft_end = found[at : at + 2]
             at += 2
             chunks.append(Prefilled(None if token == -2 else token, draft_end))
-        raw = string_at(self._out_at + 4 * (2 + size), 4 * tree_size)
-        seconds = dict(zip(STAGE_NAMES, self._batch.seconds, strict=True))
+        begin += 2 + size
+        raw = string_at(addressof(out) + 4 * begin, 4 * tree_size)
         trees = partial(read_trees, raw, decodes)
         if self._reader.is_wanted:
             began = time.perf_counter()
             decodes, chunks = self._reader.read(step, decodes, chunks, trees)
             seconds["accept"] += time.perf_counter() - began
         parts = {} if self._parts is None else dict(zip(PARTS, self._parts.tolist(), strict=True))
-        return CpuPending(StepOutput(decodes, chunks, out[1], seconds, trees, parts))
+        output = StepOutput(decodes, chunks, num_draft_rows, seconds, trees, parts)
+        return CpuPending(output), begin + tree_size
 
 
 def read_trees(raw: bytes, decodes: list[Decoded]) -> tuple[DraftTree, AcceptResult]:

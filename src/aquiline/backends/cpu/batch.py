@@ -27,6 +27,9 @@ REFUSED = -1
 
 CHAIN, STATIC, DYNAMIC = range(3)
 
+NUM_TIMES = 5
+"""Stages whose times a step reports (csrc/stages/batch.h, StageTime)."""
+
 FLOATS = sizeof(AqCut) // sizeof(c_float)
 
 
@@ -34,8 +37,8 @@ class NativeBatch:
     """The slots of one engine inside the library. `kept` keeps alive the arrays that the config points to.
 
     Each method that runs a stage raises ValueError if the library refuses its input; nothing has changed then. It
-    raises NativeError if the stage fails inside. `out` holds the report of the last stage, `seconds` [5] the time of
-    the last step's stages."""
+    raises NativeError if the stage fails inside. `out` holds the report of the last stage, or those of the last steps
+    one behind the other; `seconds` [steps, 5] the times of their stages."""
 
     def __init__(self, config: AqBatchConfig, kept: object) -> None:
         self._kept = config, kept
@@ -48,8 +51,8 @@ class NativeBatch:
         self._row_costs = (c_float * 1)()
         self._packed: tuple[float, ...] = ()  # what is in _row_costs
         self._confidence = AqConfidence()
-        self.out = (c_int32 * (2 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)))()
-        self.seconds = (c_double * 5)()
+        self._num_done = c_int32()
+        self._make_room(1)
         self._handle = lib.open_batch(byref(config))
         if not self._handle:
             raise NativeError(f"aq_open_batch: {lib.last_error()}")
@@ -79,14 +82,20 @@ class NativeBatch:
         """Move every slot of the verified step to its next root."""
         self._check(self._library.keep(self._handle, self.out, self.seconds))
 
-    def step(self, step: StepInput) -> None:
-        """The three stages in one call."""
+    def step(self, step: StepInput, most: int = 1) -> int:
+        """The three stages in one call, up to `most` times (Backend.repeat). Returns how often."""
+        if most > self._room:
+            self._make_room(most)
         admits, kept = self._admits(step) if step.admits else (None, None)
-        message, confidence = self._pack(step), byref(self._confidence)
+        message, confidence, num_done = self._pack(step), byref(self._confidence), self._num_done
         self._check(
-            self._library.step(self._handle, message, confidence, admits, len(step.admits), self.out, self.seconds)
-        )
+            self._library.step(
+                self._handle, message, confidence, admits, len(step.admits), most, self.out, self.seconds,
+                byref(num_done),
+            )
+        )  # fmt: skip
         del kept
+        return num_done.value
 
     def read_trees(self, count: int) -> DraftTree:
         """The trees of `count` decodes that were drafted and have not been verified yet."""
@@ -105,6 +114,12 @@ class NativeBatch:
             )
         flat = np.concatenate((shape.offsets, tree.tokens, shape.parents)).astype(np.int32)
         self._check(self._library.replace_trees(self._handle, pointer(flat)))
+
+    def _make_room(self, num_steps: int) -> None:
+        self._room = num_steps
+        report = 2 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)
+        self.out = (c_int32 * (num_steps * report))()
+        self.seconds = (c_double * (num_steps * NUM_TIMES))()
 
     def _check(self, result: int) -> None:
         if result != 0:
@@ -199,7 +214,7 @@ def admission(admit: Admit, kept: list[object]) -> AqAdmit:
     words = [number for word in admit.bad_words for number in (len(word), *word)]
     return AqAdmit(
         slot=admit.slot, num_tokens=len(admit.tokens), num_prompt=admit.num_prompt, num_hit=admit.num_hit,
-        drafts=admit.drafts, first_draft_key=admit.first_draft_key, min_tokens=s.min_tokens,
+        drafts=admit.drafts, first_draft_key=admit.first_draft_key, min_tokens=s.min_tokens, max_tokens=s.max_tokens,
         num_biases=len(s.logit_bias), num_end_tokens=len(admit.end_token_ids), bad_words_size=len(words),
         repetition_penalty=s.repetition_penalty, presence_penalty=s.presence_penalty,
         frequency_penalty=s.frequency_penalty,

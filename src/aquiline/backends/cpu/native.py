@@ -146,7 +146,7 @@ class AqAdmit(Structure):
 
     _fields_ = [
         *((n, c_int32) for n in ("slot", "num_tokens", "num_prompt", "num_hit", "drafts", "first_draft_key")),
-        *((n, c_int32) for n in ("min_tokens", "num_biases", "num_end_tokens", "bad_words_size")),
+        *((n, c_int32) for n in ("min_tokens", "max_tokens", "num_biases", "num_end_tokens", "bad_words_size")),
         *((n, c_float) for n in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         ("sampling", AqSampling),
         *((n, c_void_p) for n in ("tokens", "bias_tokens", "biases", "end_tokens", "bad_words")),
@@ -240,7 +240,7 @@ _STAGES: dict[str, list[Any]] = {
     "aq_replace_trees": [_P, _P],
     "aq_verify": [_P, _P, _I, _I],
     "aq_keep": [_P, _P, _P],
-    "aq_step": [_P, _P, _P, _P, _I, _P, _P],
+    "aq_step": [_P, _P, _P, _P, _I, _I, _P, _P, _P],
 }
 """Functions whose result the caller looks at: 0, -1 for refused input, -2 for a failure inside."""
 

@@ -72,6 +72,9 @@ class TorchBackend:
     def step(self, step: StepInput) -> IssuedStep:  # noqa: D102
         return self.verify(step, self.draft(step))
 
+    def repeat(self, step: StepInput, most: int) -> list[IssuedStep]:  # noqa: D102
+        return [self.step(step)]
+
     @torch.inference_mode()
     def verify(  # noqa: D102
         self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None

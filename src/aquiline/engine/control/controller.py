@@ -47,7 +47,7 @@ PROBING = 0.004
 FIRST_PROBES = 4
 """Probes that may be taken before any time has passed."""
 
-PATIENCE, RARELY = (8, 64), (4, 16)
+PATIENCE, RARELY = (4, 64), (4, 16)
 """Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone: first of
 fewer, then of more."""
 
@@ -58,13 +58,14 @@ ALIKE = 0.8
 @dataclass(eq=False)
 class _Choice:
     """What is known and chosen of one sequence. terms: on which it drafts, None while it does not; least_node: what a
-    copied token must bring; last_probe: number of the step that asked the draft without need; num_uncopied: steps since
-    it copied text."""
+    copied token must bring; last_probe: number of the step that asked the draft without need; last_look: of that which
+    looked for a match; num_uncopied: steps since it copied text."""
 
     record: Record | None  # None without a draft model
     terms: Terms | None = None
     least_node: float = 0.0
     last_probe: int = 0
+    last_look: int = -1
     num_uncopied: int = 0
 
     @property
@@ -86,6 +87,7 @@ class Controller:
         self._alike = Rates((ALIKE,), PRIOR, POOL_MEMORY)  # of rightly copied first tokens, those that the chain had
         self._planned: tuple[Sequence, ...] = ()
         self._age = EVERY
+        self._unlooked = LOOKED_AT  # steps since the times of one were learnt
         self._with_chunks = False
         self._planner = Planner(self.costs)
         self._plan = Plan(0.0, 0.0, 0, (), [])
@@ -119,9 +121,30 @@ class Controller:
         self.ledger.choosing_ms += (time.perf_counter() - began) * 1e3
         return found
 
+    def most_repeats(self, found: dict[Sequence, Decode]) -> int:
+        """For how many steps the choice may stand: until a plan is due, and not for more than a sequence may pass
+        without a look for a match. A copy or a probe is for one step."""
+        most = EVERY - self._age
+        for sequence, decode in found.items():
+            if decode.proposal is not None or decode.cut is UNVERIFIED:
+                return 1
+            if sequence.proposer is not None:
+                most = min(most, self._choices[sequence].looks_every)
+        return max(1, most)
+
+    def repeated(self, found: dict[Sequence, Decode], num_steps: int) -> None:
+        """The choice stood for so many steps."""
+        more = num_steps - 1
+        self._num_steps += more
+        self._age += more
+        self._probe_ms += more * PROBING * self._expected_ms
+        for sequence in found:
+            self._choices[sequence].num_uncopied += more
+
     def learn(self, step: Step, output: StepOutput) -> None:
         """Take what a step showed: which guesses were right, and how long its parts took."""
-        is_mine, is_looked_at = False, self._age % LOOKED_AT == 0
+        self._unlooked += 1
+        is_mine, is_looked_at = False, self._unlooked >= LOOKED_AT
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             choice = self._choices.get(sequence)
             if choice is None:
@@ -134,6 +157,7 @@ class Controller:
             if decoded.guesses and choice.record is not None:
                 choice.record.observe(decoded.guesses, decoded.kept)
         if is_mine and is_looked_at:
+            self._unlooked = 0
             self._learn_time(step, output)
 
     def end_step(self, seconds: float) -> None:
@@ -180,7 +204,9 @@ class Controller:
 
     def _chosen(self, sequence: Sequence, choice: _Choice) -> Decode:
         proposer, slot = sequence.proposer, sequence.slot
-        if proposer is not None and (self._num_steps + slot) % choice.looks_every == 0:
+        every = choice.looks_every
+        if proposer is not None and self._num_steps // every > choice.last_look // every:
+            choice.last_look = self._num_steps
             proposal = proposer.propose(sequence.tokens, sequence.max_step - 1)
             worth, count = 0.0, 0
             for chance in proposal.confidences:  # they fall from token to token
