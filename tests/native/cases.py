@@ -212,11 +212,12 @@ def steps(recorder: Recorder) -> None:
         for module in (decoder, head):
             round_to(module, torch.bfloat16)
         models = from_modules(decoder, head, None, Loading(dtype, arithmetic), Environment(None, 1))
-        llm = LLM.from_models(models, engine_config(4, num_pages=24))
-        for spec in ways:
-            for name, wish in wishes.items():
-                recorder.label(f"steps, {dtype} in {arithmetic}, {spec}, {name}")
-                llm.run(prompts, wish, spec=spec)
+        for most in (1, 8):
+            llm = LLM.from_models(models, engine_config(4, num_pages=24, num_continuous_decode_steps=most))
+            for spec in ways if most == 1 else ways[:2]:
+                for name, wish in wishes.items():
+                    recorder.label(f"steps, up to {most} in one call, {dtype} in {arithmetic}, {spec}, {name}")
+                    llm.run(prompts, wish, spec=spec)
 
 
 def lookups(recorder: Recorder) -> None:

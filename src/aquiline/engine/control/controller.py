@@ -47,7 +47,7 @@ PROBING = 0.004
 FIRST_PROBES = 4
 """Probes that may be taken before any time has passed."""
 
-PATIENCE, RARELY = (4, 64), (4, 16)
+PATIENCE, RARELY = (2, 64), (4, 16)
 """Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone: first of
 fewer, then of more."""
 
@@ -94,7 +94,8 @@ class Controller:
         self._probe_cost = self.costs.drafting((1,))
         self._probe_ms = FIRST_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
-        self._expected_ms = self._backend_ms = 0.0  # of the last step: as foretold; inside the backend
+        self._expected_ms = 0.0  # that the last step whose times were learnt was to take
+        self._inside_ms = 0.0  # that the step took inside the backend
 
     @property
     def row_costs(self) -> tuple[float, ...]:
@@ -156,16 +157,16 @@ class Controller:
                 self._alike.add(0, decoded.guesses[0].token == first)
             if decoded.guesses and choice.record is not None:
                 choice.record.observe(decoded.guesses, decoded.kept)
+        self._inside_ms = step.seconds * 1e3 if is_mine and not step.plan.chunks else 0.0
         if is_mine and is_looked_at:
             self._unlooked = 0
             self._learn_time(step, output)
 
     def end_step(self, seconds: float) -> None:
-        """The engine's step took so long in all."""
-        if self._backend_ms > 0.0:
-            self.costs.learn_host(seconds * 1e3 - self._backend_ms)
-            self.ledger.add_time(self._expected_ms, seconds * 1e3)
-            self._backend_ms = 0.0
+        """The engine's step took so long in all. Of steps that were computed together the first has the host's work."""
+        if self._inside_ms > 0.0:
+            self.costs.learn_host(seconds * 1e3 - self._inside_ms)
+            self._inside_ms = 0.0
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
@@ -288,7 +289,7 @@ class Controller:
         passes, draft_keys = passes_of(step.message.decodes, output.decodes, keys)
         expected_drafting = costs.drafting(passes, draft_keys)
         self._expected_ms = expected + expected_drafting + costs.host_ms
-        self._backend_ms = verify_ms + drafting_ms
+        self.ledger.add_time(self._expected_ms, verify_ms + drafting_ms + costs.host_ms)
         if not step.message.admits:  # these take time of their own
             costs.learn_verify(all_rows, all_keys, key_rows, verify_ms)
             if expected_drafting > 0.0 and not step.message.extends:
