@@ -110,17 +110,11 @@ class Engine:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
         while an outcome is read late. The step may have been computed before, together with others."""
         began = time.perf_counter()
-        self.meter.begin(began)
         deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
         unread = self.unread
         if self.reads_late:
-            if unread and not self._can_issue_blindly():
-                deltas += self._commit(unread.popleft())
-            is_due = bool(unread)
-            self._issue()
-            self.last = unread[-1] if unread else self.last
-            if is_due:
-                deltas += self._commit(unread.popleft())
+            self.meter.begin(began)
+            deltas += self._step_late()
         else:
             if unread:
                 began -= unread[0].seconds
@@ -136,6 +130,18 @@ class Engine:
         self.meter.end_step()
         if self.controller is not None:
             self.controller.end_step(time.perf_counter() - began)
+        return deltas
+
+    def _step_late(self) -> list[TokenDelta]:
+        """Issue a step, then commit the one before; or first that one, if the next needs its outcome."""
+        unread, deltas = self.unread, list[TokenDelta]()
+        if unread and not self._can_issue_blindly():
+            deltas += self._commit(unread.popleft())
+        is_due = bool(unread)
+        self._issue()
+        self.last = unread[-1] if unread else self.last
+        if is_due:
+            deltas += self._commit(unread.popleft())
         return deltas
 
     def abort(self, request_id: int | str) -> TokenDelta:
