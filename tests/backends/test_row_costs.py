@@ -35,8 +35,11 @@ class Played(NamedTuple):
     costs: list[tuple[float, ...]]  # of each step
 
 
-def together(name: str, sampling: str, seed: int, copies: bool = False, in_stages: bool = False) -> Played:
-    """Chains with cuts of their own at every step, and a text that drafts nothing or copies three tokens."""
+def together(
+    name: str, sampling: str, seed: int, copies: bool = False, in_stages: bool = False, equal: bool = False
+) -> Played:
+    """Chains with cuts of their own at every step, and a text that drafts nothing or copies three tokens. equal: all
+    nodes are equally likely."""
     player, costs, told = Player(pair(name), num_slots=len(LENGTHS)), list[tuple[float, ...]](), list[list[Cut]]()
 
     def next_costs() -> tuple[float, ...]:
@@ -45,7 +48,7 @@ def together(name: str, sampling: str, seed: int, copies: bool = False, in_stage
 
     player.row_costs = next_costs
     for i, length in enumerate(LENGTHS):
-        draw, own = random_cuts(100 * seed + i), list[Cut]()
+        draw, own = (lambda: ALL) if equal else random_cuts(100 * seed + i), list[Cut]()
 
         def cut(draw: Any = draw, own: list[Cut] = own) -> Cut:
             own.append(draw())
@@ -120,6 +123,21 @@ def test_the_likeliest_nodes_that_pay_together_are_verified(name: str, sampling:
                 dropped += len(grown(text, step, cuts[step], length)[0]) - len(tokens)
                 kept += len(tokens)
     assert dropped > 50 and kept > 50
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_of_equally_likely_nodes_the_first_are_verified(name: str) -> None:
+    """By decodes, then levels, a token before its runner-up, whichever chains the backend grows together."""
+    dropped = kept = 0
+    for seed in range(3):
+        played = together(name, "sampled", seed, equal=True)
+        for step in range(15):
+            for text, length, (tokens, parents) in zip(played.texts, LENGTHS, chosen(played, step, 0), strict=True):
+                if length:
+                    assert (text.trees[step][0][1:], text.trees[step][1][1:]) == (tokens, parents)
+                    dropped += not tokens
+                    kept += len(tokens)
+    assert dropped > 20 and kept > 50
 
 
 @pytest.mark.parametrize("name", BACKENDS)

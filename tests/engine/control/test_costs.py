@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 from itertools import pairwise
 
 import pytest
@@ -81,6 +83,20 @@ def test_keys_that_cost_more_leave_rows_their_price() -> None:
     assert costs.verify(4, 3000.0, 3000.0) == pytest.approx(truth.verify(4, 3000.0, 3000.0), rel=0.03)
     assert costs.row(8, 8) == pytest.approx(truth.row(8, 8), rel=0.15)
     assert costs.keys_factor == pytest.approx(3.0, rel=0.15)
+
+
+def test_noise_moves_little_and_rows_are_told_from_their_base() -> None:
+    """The memory is slow, and rows hide behind it: the base is dear and rows are cheap. Steps take 5 % more or less."""
+    for seed in range(4):
+        draw, costs, truth = random.Random(seed), StepCosts(TABLE), StepCosts(TABLE)
+        truth.base_factor, truth.rows_factor, ratios = 1.4, 0.6, []
+        for _ in range(600):
+            rows = draw.choice((4, 5, 6, 8))
+            costs.learn_verify(rows, 0.0, 0.0, truth.verify(rows) * draw.gauss(1.0, 0.05))
+            ratios.append(costs.verify(4) / truth.verify(4))
+        assert statistics.mean(ratios[300:]) == pytest.approx(1.0, rel=0.03)
+        assert statistics.pstdev(ratios[300:]) < 0.035, "less than the noise"
+        assert costs.rows_factor < 0.78 and costs.base_factor > 1.3
 
 
 def test_one_long_pause_moves_little() -> None:

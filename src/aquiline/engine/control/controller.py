@@ -12,6 +12,7 @@ time. The target draws its token anyway, so a probe verifies nothing. The text n
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -47,9 +48,9 @@ PROBING = 0.004
 FIRST_PROBES = 4
 """Probes that may be taken before any time has passed."""
 
-PATIENCE, RARELY = (2, 64), (4, 16)
-"""Steps in a row after which a sequence that copied nothing looks for a match in one step of RARELY alone: first of
-fewer, then of more."""
+PATIENCE, RARELY = (1, 4, 64), (1, 2, 4, 16)
+"""A sequence that copied nothing for fewer steps in a row than one of PATIENCE looks for a match in one step of that
+many, as RARELY has it at the same place."""
 
 ALIKE = 0.8
 """Share of rightly copied tokens that the draft's chain has too, before the first event."""
@@ -71,7 +72,7 @@ class _Choice:
     @property
     def looks_every(self) -> int:
         """Of how many steps it looks for a match in one."""
-        return 1 if self.num_uncopied < PATIENCE[0] else RARELY[self.num_uncopied >= PATIENCE[1]]
+        return RARELY[bisect_right(PATIENCE, self.num_uncopied)]
 
 
 @dataclass(eq=False)
