@@ -163,8 +163,9 @@ class Terminal:
         self.shown = self.shown[found.end() :]
 
     def interrupt_until(self, pattern: str) -> None:
-        """Press Ctrl-C until the pattern comes: one that is pressed between the prompt and the read behind it goes
-        unseen until the next key, as in any program that reads with readline."""
+        """Press Ctrl-C until the pattern comes: one that is pressed between two waits of readline goes unseen until the
+        next. All typed text must have been shown by then: Ctrl-C drops what a terminal still holds, and a readline
+        that was told of a key waits for one, whatever else is pressed."""
         for _ in range(20):
             self.type("\x03")
             with contextlib.suppress(AssertionError):
@@ -188,6 +189,7 @@ def test_a_conversation_in_a_terminal() -> None:
         terminal.wait_for(r"tokens, \d+ tok/s, tau [\d.]+, \d+% by the draft; stopped")
         terminal.wait_for("> ")
         terminal.type("half a li")
+        terminal.wait_for("half a li")
         terminal.interrupt_until("> ")
         terminal.type("a b " * 1200 + "\n")
         terminal.wait_for("begin anew with /reset")

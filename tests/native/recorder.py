@@ -193,7 +193,8 @@ class Recorder:
         self._write("II", len(arguments), handle if name in OPENING else 0)
         for i, (value, kind) in enumerate(zip(arguments, self._kinds(name), strict=True)):
             self._argument(name, i, value, kind)
-        untimed = [r for r in used if not r.range.is_input and not self._is_time(name, arguments, r)]
+        timed = [r for r in used if self._is_time(name, arguments, r)]
+        untimed = [r for r in used if not r.range.is_input and r not in timed]
         changed = [(r, offset, content) for r in untimed for offset, content in self._changes(r)]
         self._write("I", len(changed))
         for region, offset, content in changed:
@@ -201,6 +202,9 @@ class Recorder:
             self._file.write(content)
             region.known = memory(region.range)
         self._write(f"I{len(untimed)}I", len(untimed), *(r.number for r in untimed))
+        for region in timed:  # what it holds from here on differs: nothing else may come to lie in it
+            self._regions.remove(region)
+            self._write("II", FREE, region.number)
 
     def _argument(self, name: str, i: int, value: Any, kind: Any) -> None:
         if value is None:

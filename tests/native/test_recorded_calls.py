@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from ctypes import addressof, byref, memset, sizeof
 from pathlib import Path
 
 import pytest
-from tests.conftest import needs_native
-from tests.native import build
+from tests.conftest import engine_config, needs_native, tiny_pair
+from tests.native import build, cases
 
 from aquiline.backends.cpu import native
+from aquiline.config import Environment, SamplingParams
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import Loading, from_modules
+from aquiline.spec.match_events import MatchEvents
 
 HOST_COMPILER = os.environ.get("CXX", "c++")
 
@@ -53,6 +58,23 @@ def test_another_bit_is_noticed(recorded: tuple[Path, int], program: str, tmp_pa
     (tmp_path / "calls.bin").write_bytes(content)
     done = subprocess.run([program, str(tmp_path / "calls.bin")], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "elementwise, call" in done.stderr and "aq_gumbel: byte 0 of" in done.stderr
+
+
+def test_times_leave_nothing_where_other_memory_comes_to_lie(program: str, tmp_path: Path) -> None:
+    """An index's estimates, all zero, where steps had left their times; a replay's times are others."""
+    with cases.recording(tmp_path / "calls.bin") as recorder:
+        models = from_modules(*tiny_pair(), None, Loading("int4", "int8"), Environment(None, 1))
+        llm = LLM.from_models(models, engine_config(num_continuous_decode_steps=8))
+        batch, events = llm.engine.backend._batch, MatchEvents()  # type: ignore[attr-defined]
+        batch._make_room(8)
+        llm.run([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+        times = batch.seconds
+        assert sizeof(times) == 8 * len(events.estimates) and any(times)
+        llm.close()
+        memset(times, 0, sizeof(times))
+        counts = (each.buffer_info()[0] for each in (events.trials, events.hits))
+        recorder.close_index(recorder.open_index(1, byref(native.AqMatchEvents(*counts, addressof(times)))))
+    assert set(build.replay([program], tmp_path / "calls.bin").values()) == {recorder.num_calls}
 
 
 @pytest.mark.slow
