@@ -18,6 +18,7 @@ from tests.engine.test_golden import restored_isa
 from tests.gguf_files import write_gguf_target
 
 from aquiline.backends.cpu import native
+from aquiline.backends.cpu.pair import CpuPair
 from aquiline.blocks import BLOCK_TYPES, block_size
 from aquiline.config import ISAS, Environment
 from aquiline.engine.llm import LLM
@@ -126,6 +127,24 @@ def test_the_draft_is_stored_by_itself(draft_dtype: str, tmp_path: Path) -> None
     system = llm.models.system()
     assert (system["dtype"], system["draft_dtype"], system["arithmetic"]) == ("q8_0", draft_dtype, "int8")
     assert system["draft_arithmetic"] == ("float32" if draft_dtype == "float32" else "int8")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arithmetic", ["int8", "float32"])
+@pytest.mark.parametrize("draft_dtype", ["int4", "bfloat16", "float32"])
+def test_an_embedding_in_blocks_is_in_memory_once(
+    draft_dtype: str, arithmetic: str, tied: bool, tmp_path: Path
+) -> None:
+    """The target's, the draft's and, where it is tied, the target's head, whatever either multiplies in."""
+    file, draft = write_pair(tmp_path, "Q4_1", tie_word_embeddings=tied)
+    llm = LLM(file, draft, draft_dtype=draft_dtype, arithmetic=arithmetic, engine=engine_config(2))
+    pair = llm.models.pair
+    assert isinstance(pair, CpuPair) and pair.draft_model is not None
+    own, drafts = pair.target_model.struct, pair.draft_model.model.struct
+    assert own.embed == drafts.embed and (own.head.weight == own.embed) == tied
+    assert native.FORMATS[own.head.dtype] == ("q4_1_dot" if arithmetic == "int8" else "q4_1")
+    expected = llm.run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE)
+    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"])) == tokens(expected)
 
 
 def test_weights_are_counted_as_the_file_has_them(tmp_path: Path) -> None:

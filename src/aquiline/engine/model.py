@@ -25,6 +25,7 @@ from aquiline.models.files import is_gguf
 from aquiline.models.formats import load_draft
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
 from aquiline.models.named import draft_of
+from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP, weight_bytes
 from aquiline.spec.drafting import Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
@@ -171,7 +172,11 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
             norm_feedback=how.overrides.norm_feedback,
         )  # fmt: skip
     models = from_modules(decoder, head, None, how, environment)
-    return replace(models, tokenizer=load_tokenizer(target_dir))
+    del decoder, head  # they are packed
+    give_back()
+    models = replace(models, tokenizer=load_tokenizer(target_dir))
+    give_back()
+    return models
 
 
 def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:

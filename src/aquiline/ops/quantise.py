@@ -19,7 +19,7 @@ LINEARS = ("qkv", "o", "gate_up", "down", "head", "fc")
 GROUP = 32
 """Inputs that share one int4 scale."""
 
-_CHUNK = 1 << 20  # values rounded at once, few enough that the float32 values in between stay in the cache
+_CHUNK = 1 << 18  # values rounded at once, few enough that the float32 values in between stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,12 @@ def quantise(name: str, weight: Tensor, dtype: str) -> QuantisedWeight:
     if not torch.isfinite(torch.stack(weight.aminmax())).all():
         raise ValueError(f"{name} holds values that are not finite: dtype={dtype!r} cannot store them; use 'bfloat16'")
     step = max(1, _CHUNK // k)
-    parts = [_round(weight[i : i + step].detach().float(), dtype) for i in range(0, n, step)]
-    return QuantisedWeight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
+    codes = torch.empty(n, k, dtype=torch.int8)
+    scales = torch.empty(n, 1) if dtype == "int8" else torch.empty(n, k // GROUP, dtype=torch.bfloat16)
+    for i in range(0, n, step):
+        part = _round(weight[i : i + step].detach().float(), dtype)
+        codes[i : i + step], scales[i : i + step] = part.codes, part.scales
+    return QuantisedWeight(codes, scales)
 
 
 def stored_bytes(weight: Tensor, dtype: str) -> int:

@@ -75,8 +75,8 @@ def gguf_tokenizer(file: Path) -> Tokenizer | None:
     if model not in builders:
         raise CheckpointError(f"{file}: tokenizer.ggml.model={model!r}; supported are {', '.join(builders)}, none")
     tokens = gguf.strings("tokenizer.ggml.tokens")
-    [(common, times)] = Counter(tokens).most_common(1) or [("", 1)]
-    if times > 1:
+    if len(set(tokens)) < len(tokens):
+        [(common, times)] = Counter(tokens).most_common(1)
         raise CheckpointError(f"{file}: tokenizer.ggml.tokens has {common!r} {times} times; convert the model again")
     try:
         tokenizer = builders[model](gguf, tokens)

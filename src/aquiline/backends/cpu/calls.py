@@ -18,8 +18,9 @@ from torch import Tensor
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
 from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
-from aquiline.backends.cpu.packed import Arena, PackedLinear, alternating, interleave, library, weight_code
+from aquiline.backends.cpu.packed import Arena, PackedLinear, alternating, block_code, interleave, library, weight_code
 from aquiline.blocks import BlockWeight, Parts
+from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP
 from aquiline.types import (
     KEY_GROUP,
@@ -104,8 +105,8 @@ class NativeModel:
                 raise ValueError(f"{name}={getattr(weights, name)}: the native path needs a multiple of {KEY_GROUP}")
 
     def _describe(self, weights: ModelWeights) -> AqModel:
+        head = self._pack("head", weights.head)  # the largest comes first, where little is in memory yet
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
-        head = self._pack("head", weights.head)
         embed_at, embed_dtype, vocab = self._embedding(weights.embed)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, capture]
@@ -134,7 +135,9 @@ class NativeModel:
 
     def _layer(self, weights: LayerWeights) -> AqLayer:
         norms = {name: self._floats(getattr(weights, name)) for name in ("input_norm", "post_norm", "hidden_norm")}
-        return AqLayer(self._attention(weights.attention), self._mlp(weights.mlp), **norms)
+        layer = AqLayer(self._attention(weights.attention), self._mlp(weights.mlp), **norms)
+        give_back()  # what was read to be packed
+        return layer
 
     def _attention(self, weights: AttentionWeights) -> AqAttention:
         qkv, o = self._pack("qkv", weights.qkv, weights.qkv_bias), self._pack("o", weights.o, weights.o_bias)
@@ -148,12 +151,14 @@ class NativeModel:
         return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), native.DENSE)
 
     def _pack(self, name: str, weight: Tensor | Parts, bias: Tensor | None = None) -> AqLinear:
-        """A linear; the parts of a fused weight are linked. A tied head in blocks is found again as the embedding."""
+        """A linear; the parts of a fused weight are linked. A tied head in blocks is packed once, embedding and all."""
         if isinstance(weight, Tensor):
             return self._pack_part(name, weight, bias)
         known = self._arena.tables.get(weight[0]) if len(weight) == 1 else None
         if known is not None and bias is None:
-            return known
+            return AqLinear(
+                known.weight, None, known.n, known.k, block_code(name, weight[0], self._arithmetic, self._dtype)
+            )
         rest, end = None, sum(part.shape[0] for part in weight)
         for part in reversed(weight):
             start = end - part.shape[0]
@@ -177,7 +182,11 @@ class NativeModel:
             embed = weight.detach().contiguous()
             self._kept.append(embed)
             return embed.data_ptr(), weight_code("embed", embed), embed.shape[0]
-        struct = self._pack("embed", weight)
+        [table] = weight
+        struct = self._arena.tables.get(table)
+        if struct is None:
+            packed = PackedLinear("embed", table, None, "float32", self._arena)
+            struct = self._arena.tables[table] = packed.struct
         return struct.weight, struct.dtype, struct.n
 
     def _floats(self, tensor: Tensor | None) -> int | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -62,14 +60,6 @@ def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> 
         raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
 
 
-def give_back() -> None:
-    """Give the memory that was freed while weights were read and packed back to the system. glibc keeps it otherwise,
-    as much as the weights themselves; other C libraries are left alone."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
-    if trim is not None:
-        trim(0)
-
-
 class Arena:
     """Memory for packed weights, in chunks so large that numpy asks for huge pages: reading a model through 4 KB pages
     takes about 5 % longer, for address translation. Memory that was never written is not resident."""
@@ -110,14 +100,14 @@ class PackedLinear:
         n, k = weight.shape
         if k % KEY_GROUP != 0:
             raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
-        source = _source(name, weight, arithmetic, dtype)
+        values, scales, code = _source(name, weight, arithmetic, dtype)
         self._arena = arena
-        self.num_bytes = library().packed_bytes(n, k, source.code)
+        self.num_bytes = library().packed_bytes(n, k, code)
         address = arena.take(self.num_bytes)
-        scales = None if source.scales is None else source.scales.data_ptr()
-        library().pack(source.values.data_ptr(), scales, n, k, source.code, address)
+        scales_at = None if scales is None else scales.data_ptr()
+        library().pack(values.data_ptr(), scales_at, n, k, code, address)
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, source.code)
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, code)
 
 
 class _Source(NamedTuple):
@@ -128,14 +118,19 @@ class _Source(NamedTuple):
     code: int
 
 
+def block_code(name: str, weight: BlockWeight, arithmetic: str, dtype: str | None = None) -> int:
+    """The library's code of a weight in blocks. Codes of one type that differ by arithmetic stand for one layout."""
+    if dtype is not None:
+        raise ValueError(f"dtype={dtype!r}: {name} is in {weight.kind} blocks, which are not rounded again")
+    if arithmetic == "bfloat16":
+        raise ValueError(f"arithmetic='bfloat16': {name} is in {weight.kind} blocks; use 'int8' or 'float32'")
+    return native.FORMATS.index(weight.kind.lower() + ("_dot" if arithmetic == "int8" else ""))
+
+
 def _source(name: str, weight: Tensor | BlockWeight, arithmetic: str, dtype: str | None) -> _Source:
-    on_codes = "_dot" if arithmetic == "int8" and weight.shape[1] % GROUP == 0 else ""
     if isinstance(weight, BlockWeight):
-        if dtype is not None:
-            raise ValueError(f"dtype={dtype!r}: {name} is in {weight.kind} blocks, which are not rounded again")
-        if arithmetic == "bfloat16":
-            raise ValueError(f"arithmetic='bfloat16': {name} is in {weight.kind} blocks; use 'int8' or 'float32'")
-        return _Source(weight.blocks.contiguous(), None, native.FORMATS.index(weight.kind.lower() + on_codes))
+        return _Source(weight.blocks.contiguous(), None, block_code(name, weight, arithmetic, dtype))
+    on_codes = "_dot" if arithmetic == "int8" and weight.shape[1] % GROUP == 0 else ""
     code, values = weight_code(name, weight), weight.detach().contiguous()
     if dtype is not None and arithmetic in ("float32", "int8"):
         quantised = quantise(name, values, dtype)

@@ -118,12 +118,10 @@ class CpuPair:
         self.target: ModelConfig = decoder.config
         self.draft: DraftConfig | None = None if head is None else head.config
         arena = Arena()
-        self.target_model = NativeModel(decoder.weights(), self.arithmetic, quantised(dtype), arena)
-        packed.give_back()
-        self.draft_model: NativeDraft | None = None
+        self.draft_model: NativeDraft | None = None  # packed first, while the blocks of a target are still in its file
         if head is not None:
             self.draft_model = pack_draft(head, self.draft_arithmetic, quantised(draft_dtype), arena)
-            packed.give_back()
+        self.target_model = NativeModel(decoder.weights(), self.arithmetic, quantised(dtype), arena)
 
     def open(self, sizes: Sizes) -> CpuBackend:
         """Storage and buffers for an engine of that size."""
@@ -155,12 +153,13 @@ def quantised(dtype: str) -> str | None:
 
 def pack_draft(head: DraftHead, arithmetic: str, dtype: str | None, arena: Arena) -> NativeDraft:
     """A draft head in the library's layout."""
+    model = NativeModel(head.weights(), arithmetic, dtype, arena)
     fc = PackedLinear("fc", head.fc.data, None, arithmetic, arena, dtype)
     norms = [floats(head.input_norm), floats(head.fc_norm)]
     at = [None if norm is None else address("norm", norm, np.float32) for norm in norms]
     num_parts = 0 if head.fc_norm is None else len(head.fc_norm)
     return NativeDraft(
-        model=NativeModel(head.weights(), arithmetic, dtype, arena),
+        model=model,
         fusion=AqFusion(fc.struct, *at, num_parts, head.config.model.rms_norm_eps),
         d2t=head.d2t.numpy().astype(np.int32),
         config=head.config,
