@@ -16,6 +16,9 @@ PARALLEL_NAMES = ("ddp", "fsdp")
 ATTENTION_NAMES = ("fused", "sdpa", "eager", "flex")
 LOG_NAMES = ("tensorboard", "wandb")
 
+STORAGES = ("bfloat16", "int8", "int4")
+"""bfloat16 and ops.quantise.QUANTISED, named here for the same reason."""
+
 LOSS_ON = ("answers", "all")
 """Which tokens of conversations and masked rows count: those the model itself wrote, or prompts too."""
 
@@ -63,6 +66,10 @@ class TrainConfig:
     draft_window: int | None = setting(
         None, "Positions that the draft attends to, 0 for all; default: as --init has it, else all. A window keeps a "
         "draft good beyond the contexts it was trained on.", SHAPE,
+    )  # fmt: skip
+    draft_dtype: str = setting(
+        "bfloat16", f"How the draft is stored where it serves: one of {', '.join(STORAGES)}. For int8 and int4 its "
+        "linears are rounded so in every step, and it learns to do well with that.", SHAPE,
     )  # fmt: skip
     rope_scaling: str | None = setting(
         None, "yarn:FACTOR stretches the draft's rotary embedding from the positions it was built for; "
@@ -154,7 +161,7 @@ class TrainConfig:
             told = f"rope_scaling={self.rope_scaling!r}: must be yarn:FACTOR, or yarn:FACTOR:ORIGINAL positions"
             checks.append((yarn_of(self.rope_scaling) is not None, told))
         chosen = [("parallel", self.parallel, PARALLEL_NAMES), ("attention", self.attention, ATTENTION_NAMES)]
-        chosen += [("log", name, LOG_NAMES) for name in self.log]
+        chosen += [("draft_dtype", self.draft_dtype, STORAGES), *(("log", name, LOG_NAMES) for name in self.log)]
         checks += [
             (value is None or value in names, f"{field}={value!r}: must be one of {', '.join(names)}")
             for field, value, names in chosen

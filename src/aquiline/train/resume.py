@@ -15,7 +15,7 @@ from aquiline.train.data import Corpus
 
 COMPARED = (
     "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "loss_on", "replay", "decay", "optimizer",
-    "warmup", "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens",
+    "warmup", "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens", "draft_dtype",
 )  # fmt: skip
 """Fields stored as they are."""
 DERIVED = (
@@ -25,14 +25,14 @@ DERIVED = (
 """Fields for which a derived value is stored: the rate used, digests of weights and data, the draft's shape."""
 CHANGEABLE = (
     "data", "held_out", "eval_rows", "eval_tokens", "lr", "batch_size", "accumulate", "context", "ttt_steps",
-    "late_share", "loss", "loss_on", "replay", "decay", "warmup", "clip", "seed",
+    "late_share", "loss", "loss_on", "replay", "decay", "warmup", "clip", "seed", "draft_dtype",
 )  # fmt: skip
 """Fields that --may-differ can name: weights and optimizer state stay valid under another value."""
-JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps")
+JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps", "draft_dtype")
 """Fields that change how drafts are judged: scores from before and after a change cannot be compared."""
 BUDGET = ("steps", "tokens", "minutes", "epochs")
 """A changed budget is announced, not refused: the learning rate follows the new budget from the present step on."""
-UNSTORED = {"replay": 1.0}
+UNSTORED = {"replay": 1.0, "draft_dtype": "bfloat16"}
 """Fields that older checkpoints lack, with the value that their runs had."""
 FREE = (
     "out", "init", "norm_feedback", "resume", "may_differ", "log_every", "eval_every", "features", "keep",

@@ -56,7 +56,9 @@ class Trainer:
             LOSSES[config.loss], config.ttt_steps, config.decay, config.loss not in TAKES_ALL_ROWS, config.attention,
             config.replay,
         )  # fmt: skip
-        self.weights = Weights(self.run.head, self.objective, config, self.run.settings["lr"], world)
+        self.weights = Weights(
+            self.run.head, self.objective, config, self.run.settings["lr"], self.run.scale, world
+        )  # fmt: skip
         self.budget = Budget(config, self.run.batches.steps_in_first_epoch)
         self.held_out: HeldOut | None = None
         self.progress = Progress()
@@ -171,7 +173,7 @@ class Trainer:
             if self.held_out is None:
                 self.held_out = self.run.held_out(self.config)
             with autocast(self.run.device):
-                judgement = self.held_out.judge(served)
+                judgement = self.held_out.judge(self.weights.as_stored(served))
             is_best = judgement.score > p.best_score
             if is_best:
                 p.best_score, p.best_step = judgement.score, p.step

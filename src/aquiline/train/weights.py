@@ -6,7 +6,8 @@ served, and the state of a checkpoint. So all ranks must call the methods in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from aquiline.models.eagle import DraftHead
+from aquiline.ops.quantise import LINEARS, QUANTISED, quantise
 from aquiline.train.batches import Batch
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World, gathered, split_like
@@ -37,25 +39,64 @@ class BatchLoss(nn.Module):
         return result.total, result
 
 
+class Rounding:
+    """The linears as `dtype` stores them where the draft serves: rounded from bfloat16, in which drafts are saved. A
+    step computes with rounded weights, and its gradients update those that are not rounded, as if rounding were the
+    identity: the straight-through estimator of Bengio et al., arXiv 1308.3432.
+
+    scale: what a saved fc is multiplied by (prepare.py). Raises ValueError for a linear that `dtype` cannot hold."""
+
+    def __init__(self, dtype: str, scale: Tensor, named: Mapping[str, nn.Parameter]) -> None:
+        self.dtype, self.scale = dtype, scale
+        self.linears = {n: p for n, p in named.items() if dtype in QUANTISED and n.rpartition(".")[2] in LINEARS}
+        for name, parameter in self.linears.items():
+            self.of(name, parameter.data)
+
+    def of(self, name: str, weight: Tensor) -> Tensor:
+        """One of the linears, rounded."""
+        if name != "fc":
+            return quantise(name, weight.bfloat16(), self.dtype).dequantised()
+        return quantise(name, (weight * self.scale).bfloat16(), self.dtype).dequantised() / self.scale
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the linears have their rounded values."""
+        whole = {name: parameter.data for name, parameter in self.linears.items()}
+        try:
+            for name, parameter in self.linears.items():
+                parameter.data = self.of(name, parameter.data)
+            yield
+        finally:
+            for name, parameter in self.linears.items():
+                parameter.data = whole[name]
+
+
 class Weights:
     """A head in training. With fsdp `head` is split over the ranks and must not be used directly any more."""
 
-    def __init__(self, head: DraftHead, objective: Objective, config: TrainConfig, lr: float, world: World) -> None:
-        if config.optimizer == "muon" and world.parallel == "fsdp":
-            raise ValueError("optimizer='muon': needs whole matrices; take adamw, or parallel='ddp'")
+    def __init__(
+        self, head: DraftHead, objective: Objective, config: TrainConfig, lr: float, scale: Tensor, world: World
+    ) -> None:
+        if world.parallel == "fsdp":
+            if config.optimizer == "muon":
+                raise ValueError("optimizer='muon': needs whole matrices; take adamw, or parallel='ddp'")
+            if config.draft_dtype in QUANTISED:
+                raise ValueError(f"draft_dtype={config.draft_dtype!r}: needs whole matrices; take parallel='ddp'")
         self.head, self.world = head, world
         self.loss = BatchLoss(head, objective)
         world.shard(self.loss, {head.embed})
         self.named = {n: p for n, p in head.named_parameters() if p.requires_grad}
         self.trained = list(self.named.values())
+        self.rounding = Rounding(config.draft_dtype, scale, self.named)
         self.optimizers = build_optimizers(head, config.optimizer, lr, config.weight_decay)
         self.average = Average(self.trained, config.ema) if config.ema else None
 
     def backward(self, batch: Batch, planned: Sequence[PassRows], totals: Sequence[float], measure: bool) -> TTTResult:
         """Add the gradients of one part of a batch. totals: per pass, the weight of the rows of all parts and ranks."""
-        with autocast(self.world.device):
-            total, result = self.loss(batch, planned, totals, measure)
-        total.backward()
+        with self.rounding.applied():
+            with autocast(self.world.device):
+                total, result = self.loss(batch, planned, totals, measure)
+            total.backward()
         assert isinstance(result, TTTResult)
         return result
 
@@ -77,8 +118,8 @@ class Weights:
             optimizer.zero_grad(set_to_none=False)
 
     def served(self) -> DraftHead:
-        """The head as it would be served, with averaged weights if an average is kept. Shares memory with the weights
-        in training."""
+        """The head as it would be saved, with averaged weights if an average is kept. Shares memory with the weights in
+        training."""
         weights = self.trained if self.average is None else self.average.weights
         state = {name: gathered(w.detach()) for name, w in zip(self.named, weights, strict=True)}
         with torch.no_grad():
@@ -86,6 +127,17 @@ class Weights:
         state |= {"embed": self.head.embed.detach(), "d2t": self.head.d2t}
         served.load_state_dict(state, assign=True)
         return served.requires_grad_(False).to(self.world.device)
+
+    def as_stored(self, served: DraftHead) -> DraftHead:
+        """That head with its linears rounded as they will be stored; itself if they are not."""
+        if not self.rounding.linears:
+            return served
+        state = dict(served.named_parameters()) | {"d2t": served.d2t}
+        state |= {name: self.rounding.of(name, state[name]) for name in self.rounding.linears}
+        with torch.no_grad():
+            stored = DraftHead(served.config)
+        stored.load_state_dict(state, assign=True)
+        return stored.requires_grad_(False)
 
     def state(self) -> dict[str, Any]:
         """The state that `restore` takes: whole tensors on the CPU."""
