@@ -181,5 +181,5 @@ def test_what_cannot_be_is_a_value_error(tmp_path: Path) -> None:
     write_target(tmp_path)
     with pytest.raises(ValueError, match=r"dtype='int3': must be one of float32, bfloat16, float16, int8, int4"):
         LLM(tmp_path, dtype="int3")
-    with pytest.raises(ValueError, match=r"qkv is \[128, 48\]: dtype='int4' needs a width .* of 32; use 'int8'"):
+    with pytest.raises(ValueError, match=r"head is \[160, 48\]: dtype='int4' needs a width .* of 32; use 'int8'"):
         LLM(tmp_path, dtype="int4", engine=engine_config(1))
