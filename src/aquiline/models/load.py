@@ -29,7 +29,6 @@ from aquiline.models.files import (
 )
 from aquiline.models.gguf.packed import keep_blocks
 from aquiline.models.gguf.tensors import GGUFTensors
-from aquiline.ops.allocator import give_back
 from aquiline.types import storage_dtype
 
 __all__ = [
@@ -124,7 +123,6 @@ def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int
     if dtype == PACKED:
         entries = keep_blocks(target, tensors, entries)
     fill(target, tensors, entries)
-    give_back()
     return target.eval()
 
 
