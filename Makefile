@@ -1,4 +1,5 @@
 # make demo   a chat model, plain and with its draft  make test   the tests
+# make test-all  the rare tests too
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
 # make format  Python and C++ in the format that lint checks
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -22,7 +23,7 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 CPP_TESTS := $(wildcard tests/native/*.cpp)
 
-.PHONY: demo test format lint bench sanitize arm nightly chaos mutants clean
+.PHONY: demo test test-all format lint bench sanitize arm nightly chaos mutants clean
 
 # Without a network the weights cannot be fetched; the demo then says so and runs the bundled pair.
 demo: $(VENV)/run
@@ -31,6 +32,9 @@ demo: $(VENV)/run
 
 test: $(VENV)/dev
 	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-all: $(VENV)/dev
+	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and not gpu' $(ARGS)
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

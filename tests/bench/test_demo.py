@@ -95,6 +95,7 @@ def test_the_fixed_chain_is_the_fastest_on_other_prompts() -> None:
     assert next(ticks) == 3 * 2 * 4
 
 
+@pytest.mark.rare
 @needs_native
 def test_the_command_prints_json_and_exits_with_0() -> None:
     command = [sys.executable, "-c", "from aquiline.cli.main import app; app()", "demo", "--bundled", "--json"]

@@ -216,6 +216,7 @@ def test_results_say_what_a_file_stores_and_its_bytes(file: Path) -> None:
     assert result["setting"]["name"] == "llamacpp packed noflash" and result["memory"]["kv_bytes_per_token"] == 0
 
 
+@pytest.mark.rare
 def test_a_file_is_compared_as_it_is_and_peers_are_checked_each_on_its_own_weights(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

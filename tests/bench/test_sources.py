@@ -127,6 +127,7 @@ def test_what_cannot_be_reached_says_so_and_what_to_do(
     assert last.endswith("download it where the network allows and pass its path")
 
 
+@pytest.mark.rare
 def test_a_transfer_cut_short(web: Web, tmp_path: Path) -> None:
     web.files |= {"/q.jsonl": ROW, "/datasets/own/set/resolve/main/q.jsonl": ROW}
     web.cuts_short = True

@@ -63,6 +63,7 @@ def test_help_waits_for_nothing_heavy() -> None:
     assert "aquiline compare --random-weights llama-230m" in " ".join(done.stdout.replace("│", " ").split())
 
 
+@pytest.mark.rare
 def test_a_pair_against_transformers(pair: Path, tmp_path: Path) -> None:
     pair_options = ("--target", pair / "target", "--draft", pair / "draft", "--num-spec-tokens", 2, 3)
     peers = ("--peer", "transformers:f32", "transformers:f32:lookup", CLOSED)
@@ -112,6 +113,7 @@ def test_random_weights_run_without_a_draft(pair: Path) -> None:
     assert data["rows"][1]["agreed"] >= 8 and data["rows"][0]["weights"] == "bfloat16"
 
 
+@pytest.mark.rare
 def test_drawn_text_is_compared_among_ours_only(pair: Path) -> None:
     options = ("--target", pair / "target", "--draft", pair / "draft", "--temperature", 1, "--peer", "transformers:f32")
     options += ("--num-spec-tokens", 3)

@@ -33,7 +33,13 @@ def texts(batch: list[list[int]], truth: Result) -> list[list[int]]:
     return [[*p, *o.token_ids] for p, o in zip(batch, truth.outputs, strict=True)]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(sampling, id=name, marks=[pytest.mark.rare] if name in ("greedy", "penalised") else [])
+        for name, sampling in SAMPLINGS.items()
+    ],
+)
 def test_every_drafter_gives_the_texts_that_are_read_at_once(sampling: SamplingParams) -> None:
     at_once, late = tiny_llm(max_batch=3), tiny_llm(max_batch=3, prefix_cache=True, late_reads=True)
     batch = prompts(8)

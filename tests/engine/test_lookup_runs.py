@@ -59,7 +59,14 @@ def logprobs(result: Result) -> list[object]:
     return [(o.logprobs, o.prompt_logprobs) for o in result.outputs]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "ruled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SAMPLINGS[0], id="greedy", marks=pytest.mark.rare),
+        pytest.param(SAMPLINGS[1], id="sampled", marks=pytest.mark.rare),
+        pytest.param(SAMPLINGS[2], id="ruled"),
+    ],
+)
 def test_the_text_is_that_of_plain_decoding(llm: LLM, sampling: SamplingParams) -> None:
     """More prompts than slots, with predictions that are right, changed in places, and wrong."""
     plain = llm.run(repeating(), sampling, spec=BASELINE)

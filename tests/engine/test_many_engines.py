@@ -34,6 +34,7 @@ def live_caches() -> list[KVGroup]:
     return [each for each in gc.get_objects() if type(each) is KVGroup]
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("no_collector")
 def test_an_engine_that_is_dropped_frees_its_caches() -> None:
     """Whole cycles (chains) and single calls (trees) by turns; 5 MB for both models' caches."""

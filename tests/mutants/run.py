@@ -111,7 +111,8 @@ def build(tree: Path) -> None:
 
 def passes(tree: Path, tests: list[str]) -> tuple[bool, str]:
     """Whether the tests pass in a tree, and the last line of their output. Raises CannotJudge if they do not run."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+    marks = ["-m", "not slow and not gpu"]  # rare ones too
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *marks, *tests]
     own = {"PYTHONPATH": str(tree / "src"), "AQUILINE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

@@ -22,6 +22,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rare
 def test_the_dead_the_living_and_the_broken_are_told_apart(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([DEAD, ALIVE], root, jobs=2) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -22,6 +22,7 @@ HOST_COMPILER = os.environ.get("CXX", "c++")
 
 pytestmark = [
     needs_native,
+    pytest.mark.rare,
     pytest.mark.skipif(shutil.which(HOST_COMPILER.split()[0]) is None, reason="native library: no compiler for tests"),
 ]
 

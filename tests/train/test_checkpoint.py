@@ -151,7 +151,7 @@ def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
     return {**state["head"], **{f"average {i}": w for i, w in enumerate(average)}}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.rare)])
 def test_a_run_killed_and_resumed_ends_with_the_bits_of_the_unbroken_one(config: TrainConfig, optimizer: str) -> None:
     """A real SIGKILL, somewhere between checkpoints; budgets in steps, tokens and epochs."""
     budget: dict[str, Any] = (

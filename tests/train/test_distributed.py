@@ -61,6 +61,7 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance
         assert difference <= tolerance, (name, difference)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_compute_what_one_does(
     config: TrainConfig, alone: dict[str, dict[str, torch.Tensor]], parallel: str

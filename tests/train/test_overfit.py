@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tiny
 
 from aquiline.config import SamplingParams
@@ -17,6 +18,7 @@ from aquiline.train.trainer import train
 NUM_SPEC_TOKENS, NUM_NEW = 3, 49
 
 
+@pytest.mark.rare
 def test_served_tau_reaches_its_maximum_on_the_text_learnt(tmp_path: Path) -> None:
     target = tiny.write_target(tmp_path / "target")
     prompt = np.random.default_rng(0).integers(1, 48, 8).tolist()

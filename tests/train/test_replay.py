@@ -147,6 +147,7 @@ def state_of(folder: Path) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.rare
 def test_a_resumed_run_replays_as_before(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     train(config)
     assert "tokens (35% of those counted) weigh 3" in capsys.readouterr().err

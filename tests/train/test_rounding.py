@@ -74,6 +74,7 @@ def test_a_draft_is_judged_by_what_its_file_rounds_to(dtype: str, config: TrainC
             assert torch.equal(own, quantise(name, file, dtype).dequantised()), name
 
 
+@pytest.mark.rare
 def test_rounding_pays_where_the_draft_is_stored_so(config: TrainConfig) -> None:
     """The same steps with and without, both judged as int4 stores them."""
     losses = {}
