@@ -92,7 +92,8 @@ def _handle_errors(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message, headers = str(error.detail), dict(error.headers or {})
+        message = str(error.detail)
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:
             headers["allow"] = ", ".join(_methods_at(request))
             message = f"{request.method} {request.url.path[:200]}: takes {headers['allow']} alone"

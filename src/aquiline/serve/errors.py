@@ -73,10 +73,11 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
+        message, param = error.message, error.param
         for ours, theirs in names.items():
-            error.message = re.sub(rf"\b{ours}(\.\d+)?(?=[=:.])", theirs, error.message)
-            error.param = theirs if error.param == ours else error.param
-        raise
+            message = re.sub(rf"\b{ours}(\.\d+)?(?=[=:.])", theirs, message)
+            param = theirs if param == ours else param
+        raise ApiError(error.status, message, param, error.code, error.headers) from None
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -56,14 +56,10 @@ def serve(service: Service) -> None:
     config = service.config
     set_up(config.log_level)
     listener = _listen(config.host, config.port)
-    settings = uvicorn.Config(
-        make_app(service), log_config=None, access_log=False, server_header=False, lifespan="on",
-        timeout_graceful_shutdown=round(config.drain_s) + LAST_S, timeout_keep_alive=30,
-    )  # fmt: skip
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"aquiline: http://{shown}:{port}; the engine is loading; Ctrl-C ends the server", file=sys.stderr)
-    server = _Server(settings, service)
+    server = Server(service)
     service.on_failure = lambda: setattr(server, "should_exit", True)
     gc.freeze()  # what was imported stays; collections need not walk over it
     try:
@@ -74,18 +70,27 @@ def serve(service: Service) -> None:
         raise ValueError(service.failure)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with signals as above: its own second SIGTERM would wait too."""
+class Server(uvicorn.Server):
+    """uvicorn with signals as `serve` has them. Its own second SIGTERM would wait too, and when time is up it would tell
+    clients nothing."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            make_app(service), log_config=None, access_log=False, server_header=False, lifespan="on",
+            timeout_graceful_shutdown=round(service.config.drain_s) + LAST_S, timeout_keep_alive=30,
+        )  # fmt: skip
         super().__init__(config)
         self.service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests go on for drain_s seconds; those that still run then end with an error that says so."""
+        """Let requests go on for drain_s seconds; those that still run then end with an error that says so. At a second
+        signal they do at once."""
         limit = asyncio.create_task(self._end_late())
         await super().shutdown(sockets)
         limit.cancel()
+        if self.force_exit:
+            self.service.client.kill()
+            await self.lifespan.shutdown()
 
     async def _end_late(self) -> None:
         await asyncio.sleep(self.service.config.drain_s)
