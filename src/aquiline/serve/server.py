@@ -71,8 +71,8 @@ def serve(service: Service) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with signals as `serve` has them. Its own second SIGTERM would wait too, and when time is up it would tell
-    clients nothing."""
+    """uvicorn with signals as `serve` has them. Its own second SIGTERM would wait too, and once time is up it would cut
+    replies without a word."""
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
