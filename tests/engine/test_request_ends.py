@@ -147,6 +147,8 @@ def test_a_text_may_fill_all_pages_however_it_is_drafted(late_reads: bool, prefi
     for spec in (BASELINE, *SPECS.values(), Adaptive(), Lookup(min_match=1, max_draft=16, min_confidence=0)):
         result = llm.run([prompt, prompt], sampling, spec=spec)
         assert tokens(result) == [expected, expected], spec
+        few = dataclasses.replace(PARAMS, max_tokens=4)  # behind a prompt that leaves no page for drafts
+        assert tokens(llm.run([words(90)], few, spec=spec)) == [alone(words(90), few)], spec
     assert llm.engine.meter.num_preemptions > 3, "some of them at the same time"
     assert llm.engine.max_length == 20 + 74 and llm.engine.pool.num_available == 6
 
