@@ -16,9 +16,18 @@ MAX_LEVELS = 100
 """Lists and objects of JSON that may stand in one another: what reads, shows or writes them by recursion gets that far.
 Python's own limit depends on its version and on what called the parser."""
 
+LONGEST_SHOWN = 120
+"""Characters of a value that an error shows; what is wrong with it comes behind."""
+
 _NAMES = {
     int: "a whole number", float: "a number", bool: "True or False", str: "a text", NoneType: "None", Path: "a path",
 }  # fmt: skip
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: cut where it is long, so that what is said of it can be read."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -54,7 +63,7 @@ def check_fields(settings: object) -> None:
     for name, declared in _declared(type(settings)).items():
         value = getattr(settings, name)
         if not _is_of(value, declared):
-            raise ValueError(f"{name}={value!r}: must be {_described(declared)}")
+            raise ValueError(f"{name}={shown(value)}: must be {_described(declared)}")
 
 
 @lru_cache

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from aquiline.checks import check_fields, is_unicode, parse_json
+from aquiline.checks import check_fields, is_unicode, parse_json, shown
 from aquiline.settings import about, setting
 
 MODEL, SAMPLING, BATCH = "Model", "Sampling", "Batch and memory"
@@ -29,7 +29,7 @@ LARGEST = 1e6
 def check(ok: bool, field_name: str, value: object, fix: str) -> None:
     """Raises ValueError naming the field, its value and the fix, unless ok."""
     if not ok:
-        raise ValueError(f"{field_name}={value!r}: {fix}")
+        raise ValueError(f"{field_name}={shown(value)}: {fix}")
 
 
 def parse_bias(text: str) -> tuple[int, float]:

@@ -13,7 +13,19 @@ import pytest
 from tests.conftest import needs_native, tiny_llm
 from tests.engine import test_bad_logits as bad_logits
 from tests.engine.driving import words
-from tests.engine.streams import LONG, PARAMS, Gate, asked, gated_llm, nothing_left, read, run, said, until
+from tests.engine.streams import (
+    LONG,
+    PARAMS,
+    PATIENCE_S,
+    Gate,
+    asked,
+    gated_llm,
+    nothing_left,
+    read,
+    run,
+    said,
+    until,
+)
 from tests.engine.test_exact import BASELINE, tokens
 from tokenizers import decoders
 
@@ -176,7 +188,7 @@ def test_a_failure_that_comes_again_while_requests_are_dropped_reaches_everybody
         waiting.append(asyncio.create_task(read(engine.generate(words(9), fatal, priority=-1))))
         await asked(engine, 4)
         gate.let()
-        done, _ = await asyncio.wait(waiting, timeout=5)
+        done, _ = await asyncio.wait(waiting, timeout=PATIENCE_S / 2)
         assert len(done) == 4, f"{4 - len(done)} of 4 callers wait for ever"
         for task in waiting:
             with pytest.raises(EngineStopped, match="broken on purpose"):
@@ -226,7 +238,7 @@ def test_a_caller_who_leaves_behind_the_end_keeps_nobody_from_hearing_of_it() ->
         waiting.pop(0).cancel()
         await asked(engine, 5)
         gate.let()
-        done, _ = await asyncio.wait(waiting, timeout=5)
+        done, _ = await asyncio.wait(waiting, timeout=PATIENCE_S / 2)
         assert len(done) == 2, f"{2 - len(done)} of 2 callers wait for ever"
         for task in waiting:
             with pytest.raises(EngineStopped, match="the engine was closed"):

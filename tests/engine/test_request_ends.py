@@ -15,7 +15,9 @@ from tests.engine.test_exact import BASELINE, SPECS, tokens
 
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Drafting
+from aquiline.spec.lookup import Lookup
 
 pytestmark = needs_native
 
@@ -122,20 +124,33 @@ def test_reset_drops_all_and_the_engine_goes_on() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
-    llm = tiny_llm(max_batch=2, num_pages=4)
-    spec = SPECS["chain4"]
-    # 30 + 24 tokens, and 5 + 5 KV indices that a step behind the last token may write
-    reach = 30 + 24 + spec.max_depth + 1 + spec.lookahead
-    assert reach == 64
-    fits = add(llm, "fits", words(30), dataclasses.replace(PARAMS, max_tokens=24), spec)
-    numbers = (
-        r"request big: prompt 30 \+ max_tokens 25 \+ 10 drafted need 5 pages of 16 tokens, 4 are there; shorten it"
-    )
+    """30 + 32 tokens, and 2 KV indices that a plain step behind the last token may reach, fill four pages."""
+    llm, longest = tiny_llm(max_batch=2, num_pages=4), dataclasses.replace(PARAMS, max_tokens=32)
+    assert llm.engine.max_length == 62
+    fits = add(llm, "fits", words(30), longest, SPECS["chain4"])
+    numbers = r"request big: prompt 30 \+ max_tokens 33 \+ 2 spare need 5 pages of 16 tokens, 4 are there; shorten it"
     with pytest.raises(OutOfPages, match=numbers):
-        add(llm, "big", words(30), dataclasses.replace(PARAMS, max_tokens=25), spec)
+        add(llm, "big", words(30), dataclasses.replace(PARAMS, max_tokens=33), SPECS["chain4"])
     assert llm.engine.scheduler.num_waiting == 1
     finish(llm)
-    assert fits.output_ids == alone(words(30), dataclasses.replace(PARAMS, max_tokens=24))
+    assert fits.output_ids == alone(words(30), longest)
+
+
+@pytest.mark.parametrize("late_reads", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_text_may_fill_all_pages_however_it_is_drafted(late_reads: bool, prefix_cache: bool) -> None:
+    """Drafts reach behind the text. Where no page is left for them the last tokens are written without; two such texts
+    at once have to give way to each other in between."""
+    llm = tiny_llm(max_batch=2, num_pages=6, late_reads=late_reads, prefix_cache=prefix_cache)
+    prompt, sampling = words(20), dataclasses.replace(PARAMS, max_tokens=74)
+    expected = alone(prompt, sampling)
+    for spec in (BASELINE, *SPECS.values(), Adaptive(), Lookup(min_match=1, max_draft=16, min_confidence=0)):
+        result = llm.run([prompt, prompt], sampling, spec=spec)
+        assert tokens(result) == [expected, expected], spec
+        few = dataclasses.replace(PARAMS, max_tokens=4)  # behind a prompt that leaves no page for drafts
+        assert tokens(llm.run([words(90)], few, spec=spec)) == [alone(words(90), few)], spec
+    assert llm.engine.meter.num_preemptions > 3, "some of them at the same time"
+    assert llm.engine.max_length == 20 + 74 and llm.engine.pool.num_available == 6
 
 
 def test_a_run_refuses_before_it_computes() -> None:

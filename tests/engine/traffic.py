@@ -63,7 +63,7 @@ class Traffic:
         """Submit a request under a number that nobody has at this moment; what can never fit must be refused."""
         number = next(n for n in itertools.count() if n not in self.live)
         request = Request(number, wish.prompt, wish.params, wish.spec, wish.priority)
-        if self.engine.pool.pages_for(request.reach) > self.engine.pool.num_pages:
+        if request.max_tokens_total > self.engine.max_length:
             with pytest.raises(OutOfPages):
                 self.engine.add(request)
             self.seen["refused"] += 1

@@ -6,10 +6,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
+import psutil
 import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
@@ -17,6 +18,7 @@ from aquiline.serve.app import make_app
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.server import open_service
 from aquiline.serve.service import Service
+from aquiline.serve.wire import StepMessage
 from aquiline.spec.drafting import Chain
 
 KEY = "a key for tests"
@@ -77,6 +79,27 @@ class Server:
         """Wait until no request is left: in the engine, in a page, in the gate."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "aquiline:pages_used")
         until(lambda: not self.service.gate.num_inside and not any(map(self.figure, names)), "requests are left")
+
+
+@contextmanager
+def held(server: Server) -> Iterator[None]:
+    """The engine process is stopped by the first tokens that it tells of, up to the end of the block. So it does not
+    come to the end of a text before the test has done what it does inside, however busy the machine is."""
+    client = server.service.client
+    engine, on_step = psutil.Process(client.pid), client.on_step
+
+    def stop(message: StepMessage) -> None:
+        on_step(message)
+        if message.deltas:
+            engine.suspend()
+
+    client.on_step = stop
+    try:
+        yield
+    finally:
+        client.on_step = on_step
+        with suppress(psutil.NoSuchProcess):
+            engine.resume()
 
 
 @contextmanager

@@ -15,17 +15,27 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "use n"),
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "structured output is not supported yet"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a" * 5000}}},
+        "response_format",
+        "yet; leave",
+    ),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported yet"),
     ({"guided_choice": ["a"]}, "guided_choice", "not supported yet"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "always left out"),
     ({"temperature": -1}, "temperature", "must be 0"),
+    ({"temperature": 2.1}, "temperature", "between 0 and 2"),
     ({"temperature": "hot"}, "temperature", "number"),
     ({"top_p": 0}, "top_p", "(0, 1]"),
     ({"top_k": -2}, "top_k", ">= 0"),
     ({"min_p": 2}, "min_p", "[0, 1]"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
-    ({"max_tokens": 5000}, None, "exceeds the 1024 positions"),
+    (
+        {"max_tokens": 5000},
+        "max_tokens",
+        "This model's maximum context length is 1024 tokens. However, you requested 5010",
+    ),
     ({"min_tokens": 99, "max_tokens": 9}, "min_tokens", "max_tokens=9"),
     ({"n": 0}, "n", "between 1 and 16"),
     ({"n": 17}, "n", "between 1 and 16"),
@@ -38,17 +48,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
     ({"stop": "a" * 300}, "stop", "at most 256"),
     ({"stop": ""}, "stop", "must not be empty"),
+    ({"stop": ["a" * 250] * 15 + [""]}, "stop", "must not be empty"),
     ({"bad_words": ["a"] * 17}, "bad_words", "at most 16"),
+    ({"prompt": {"a": 1}}, "prompt", "prompt: Input should be"),
     ({"prompt": ""}, "prompt", "is empty"),
     ({"prompt": []}, "prompt", "is empty"),
     ({"prompt": [[1], []]}, "prompt", "is empty"),
     ({"prompt": [99999]}, "prompt", "must be in [0, 4096)"),
     ({"prompt": [4095, -1]}, "prompt", "must be in [0, 4096)"),
     ({"prompt": [2**70]}, "prompt", "must be in [0, 4096)"),
-    ({"prompt": "a" * 60_000}, "prompt", "shorten it"),
+    ({"prompt": "a" * 60_000}, "prompt", "maximum context length is 1024 tokens"),
     ({"speculative": {"proposer": "magic"}}, "speculative", "must be one of none, adaptive"),
     ({"speculative": {"num_tokens": 99}}, "speculative", "num_spec_tokens=99"),
-    ({"speculative": {"speed": 2}}, "speculative.speed", "Extra inputs"),
+    ({"speculative": {"speed": 2}}, "speculative", "speculative.speed: Extra inputs"),
     ({"echo": True, "logprobs": 1}, "echo", "not supported with logprobs"),
     ({"priority": "high"}, "priority", "integer"),
 ]
@@ -61,12 +73,18 @@ NAMES = [f"{i}-{next(iter(body))}" for i, (body, _, _) in enumerate(BAD)]
 def test_by_name(server: Server, body: dict[str, Any], param: str | None, message: str) -> None:
     error = server.error("/v1/completions", **{"prompt": PROMPT} | body)
     assert message in error["message"] and error["type"] == "invalid_request_error", error
-    assert (error["param"] or "").split(".")[0] == (param or "").split(".")[0], error
+    assert error["param"] == param and len(error["message"]) < 500, error
 
 
 CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+    ({"messages": [{"role": "user"}, {"content": "a"}]}, "messages"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 9, "min_tokens": 10}, "min_tokens"),
+    ({"tool_choice": {"type": "function", "function": {"name": "a" * 5000}}}, "tool_choice"),
+    ({"temperature": 3}, "temperature"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -80,6 +98,40 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 def test_chats_by_name(server: Server, body: dict[str, Any], param: str) -> None:
     error = server.error("/v1/chat/completions", **{"messages": [{"role": "user", "content": "a"}]} | body)
     assert error["param"] in (param, None) and (error["param"] or param == "chat_template_kwargs"), error
+    assert len(error["message"]) < 500
+
+
+def test_a_context_that_is_too_short_is_told_in_the_words_that_clients_know(server: Server) -> None:
+    """litellm and LangChain look for the first words of the message and for the code."""
+    chat = {"messages": [{"role": "user", "content": PROMPT}]}
+    long_chat = {"messages": [{"role": "user", "content": "a" * 60_000}]}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        ("completions", {"prompt": PROMPT, "max_tokens": 1015}, "max_tokens"),
+        ("completions", {"prompt": "a" * 60_000}, "prompt"),
+        ("chat/completions", chat | {"max_tokens": 1015}, "max_tokens"),
+        ("chat/completions", chat | {"max_completion_tokens": 1015}, "max_completion_tokens"),
+        ("chat/completions", long_chat, "messages"),
+        ("responses", {"input": PROMPT, "max_output_tokens": 1015}, "max_output_tokens"),
+        ("responses", {"input": "a" * 60_000}, "input"),
+    ]
+    for path, body, param in asked:
+        error = server.error(f"/v1/{path}", **body)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
+        assert error["message"].startswith("This model's maximum context length is 1024 tokens. However, you requested")
+    server.complete(max_tokens=1014, stop="\n")
+
+
+def test_a_body_is_json_whatever_it_is_called(server: Server) -> None:
+    body = b'{"prompt": "def", "max_tokens": 1}'
+    for kind in (None, "text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"):
+        headers = {} if kind is None else {"content-type": kind}
+        reply = server.client.post("/v1/completions", content=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        refused = server.client.post("/v1/completions", content=b"prompt=def", headers=headers)
+        assert refused.status_code == 400 and "is not JSON" in refused.json()["error"]["message"]
+    headers = {"content-type": "text/plain", "origin": "http://evil.test"}
+    reply = server.client.post("/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 415 and "content-type" in reply.json()["error"]["message"]
 
 
 def test_harmless_values_pass(server: Server) -> None:
@@ -112,10 +164,11 @@ def test_models(server: Server) -> None:
 def test_keys(server: Server) -> None:
     for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "a key for tests"}):
         client = httpx.Client(base_url=server.url, headers=given)
-        for path in ("/v1/models", "/v1/completions"):
-            reply = client.request("GET" if path.endswith("models") else "POST", path)
+        for path in ("/v1/models", "/openapi.json", "/v1/completions"):
+            reply = client.request("POST" if path.endswith("completions") else "GET", path)
             assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
         assert all(client.get(path).status_code == 200 for path in ("/health", "/ready", "/version", "/metrics", "/"))
+    assert server.client.get("/openapi.json").json()["info"]["title"] == "aquiline"
 
 
 def test_bodies_that_are_too_long(server: Server) -> None:
@@ -129,10 +182,28 @@ def test_bodies_that_are_too_long(server: Server) -> None:
     assert reply.status_code == 413 and "at most 100000" in reply.json()["error"]["message"]
 
 
+UNSERVED = (
+    "POST /v1/embeddings", "POST /v1/moderations", "POST /v1/images/generations", "POST /v1/audio/speech",
+    "POST /v1/rerank", "POST /score", "GET /nothing", "GET /v1/nothing", "DELETE /v1/nothing", "PUT /page.js/x",
+)  # fmt: skip
+WRONG_METHODS = {
+    "PUT /v1/models": "GET", "GET /v1/completions": "POST", "PUT /v1/responses/x": "DELETE, GET", "POST /": "GET, HEAD",
+    "DELETE /page.js": "GET, HEAD", "POST /health": "GET",
+}  # fmt: skip
+
+
 def test_unknown_paths_and_methods(server: Server) -> None:
-    for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/nothing", 404), ("PUT", "/v1/models", 405)):
-        reply = server.client.request(method, path)
-        assert reply.status_code == status and reply.json()["error"]["message"]
+    for asked in UNSERVED:
+        reply = server.client.request(*asked.split())
+        error = reply.json()["error"]
+        assert reply.status_code == 404 and error["code"] == "unknown_url" and error["type"] == "not_found_error", asked
+        assert error["message"].startswith(f"{asked}: is not served; there is /, ")
+        assert "/v1/chat/completions" in error["message"] and "{" not in error["message"]
+    for asked, methods in WRONG_METHODS.items():
+        reply = server.client.request(*asked.split())
+        assert reply.status_code == 405 and reply.headers["allow"] == methods, asked
+        assert reply.json()["error"]["message"] == f"{asked}: takes {methods} alone"
+    assert server.client.head("/").status_code == 200
 
 
 def test_request_ids_and_origins(server: Server) -> None:

@@ -15,9 +15,10 @@ from aquiline.engine.sequence import Request
 from aquiline.models.named import BUNDLED_TARGET
 from aquiline.serve.choices import Choice, Gain
 from aquiline.serve.parsers import Parsing, Part, Text
+from aquiline.serve.reply import drafting_so_far
 from aquiline.serve.sampling import Wanted
 from aquiline.serve.service import Job
-from aquiline.serve.wire import Delta
+from aquiline.serve.wire import Begin, Delta
 from aquiline.spec.drafting import Chain
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.types import TokenLogprobs
@@ -72,7 +73,7 @@ def recorded_job(name: str, size: int) -> tuple[Job, list[Gain]]:
     """A job whose only choice is the recorded output, in chunks of one size, and its gains."""
     choice, found = gains(name, [size] * 99, by_token=True)
     sampling = SamplingParams(seed=0)
-    return Job("id", "m", Wanted(sampling, Chain(K), 1, 0, None, None, 0, None), [[5]], [choice]), found
+    return Job("id", "m", Wanted(sampling, Chain(K), 1, 0, None, 16, 0, None), [[5]], [choice]), found
 
 
 def told(gains: list[Gain]) -> list[Part]:
@@ -147,4 +148,22 @@ def test_who_wrote_what() -> None:
     assert "".join(part.text for piece in pieces for part in piece.parts if isinstance(part, Text)) == RECORDED["plain"]
     choice, _ = gains("plain", [4] * 99, by_token=True)
     assert choice.speculation.num_drafted == K * choice.speculation.num_steps
+    assert choice.speculation.num_committed == choice.num_tokens
     assert choice.speculation.num_accepted == sum(confirmed for _, confirmed in choice.speculation.steps or ())
+
+
+def test_tau_is_of_all_steps() -> None:
+    """A prompt's first token is no step's; a step that drafts nothing is one as any other. What stands behind a stop
+    string does not count."""
+    choice, ids = choice_of(), ids_of("a stop")
+    first, drafted, plain = ids[:1], ids[1:3], ids[3:4]
+    choice.take(Delta(0, first, 0, "target", 0, 0, None, None, None, Begin(0, None)))
+    choice.take(Delta(0, drafted, 1, "draft", K, 1, None, None, None, None))
+    choice.take(Delta(0, plain, 0, "target", 0, 0, None, None, None, None))
+    told = choice.speculation
+    assert (told.num_steps, told.num_committed, told.num_drafts) == (2, 3, 1)
+    choice.take(Delta(0, ids[4:], len(ids) - 5, "draft", 64, len(ids) - 5, None, None, None, None))
+    assert choice.finish_reason == "stop" and (told.num_steps, told.num_committed) == (3, choice.num_tokens - 1)
+    assert drafting_so_far(choice) == {
+        "num_steps": 3, "num_committed": choice.num_tokens - 1, "num_drafted": K + 64, "num_accepted": len(ids) - 4,
+    }  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 from starlette.types import Message
 from tests.serve.test_choices import CALL, K, recorded_job, tokenizer
 
+from aquiline.config import Environment
 from aquiline.serve.chat import ChatReply
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.errors import ApiError, bad_request
@@ -18,6 +19,7 @@ from aquiline.serve.http import ClientGone, EventStream, Front, disconnect, erro
 from aquiline.serve.limits import Gate, has_key
 from aquiline.serve.prompts import Prompts
 from aquiline.serve.protocol import ChatMessage, ChatRequest, Tool
+from aquiline.serve.server import with_environment
 from aquiline.text.chat import ChatTemplate
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -114,6 +116,40 @@ def test_keys_are_whole_words() -> None:
     for given in (None, "", "Bearer", "Bearer ", "Basic a", "Bearer ab", "a"):
         assert not has_key(given, ("a", "b"))
     assert not has_key("Bearer a", ())
+
+
+def test_keys_that_nobody_can_send_are_refused_at_the_start() -> None:
+    for key in ("", " a", "a ", "a\n", "a\tb", "schlüssel", "鍵", "\x7f"):
+        with pytest.raises(ValueError, match=r"^api_key='key 2 of 2': can never be sent in a header; use"):
+            ServerConfig(api_key=("ok", key))
+    with pytest.raises(ValueError, match="api_key"):
+        with_environment(ServerConfig(), Environment(None, None, api_key="a b "))
+    ServerConfig(api_key=("a key of words", "sk-1/2+3=="))
+
+
+def test_origins_that_no_browser_sends_are_refused_at_the_start() -> None:
+    for origin in ("page.test", "http://page.test/", "http://page.test/a", "http://Page.test", "http://", ""):
+        with pytest.raises(ValueError, match="allowed_origins"):
+            ServerConfig(allowed_origins=(origin,))
+    ServerConfig(allowed_origins=("*", "http://page.test", "https://page.test:8443", "chrome-extension://abc"))
+
+
+@pytest.mark.parametrize(
+    ("path", "level"), [("/ready", "DEBUG"), ("/metrics", "DEBUG"), ("/health", "DEBUG"), ("/v1/models", "WARNING")]
+)
+def test_what_is_polled_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, path: str, level: str) -> None:
+    """A load balancer asks for /ready once a second while models load."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await error_response(ApiError(503, "the engine is starting"))(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        pass
+
+    with caplog.at_level("DEBUG", logger="aquiline.serve"):
+        front = Front(app, (), LIMITS, lambda status: None)
+        asyncio.run(front(SCOPE | {"path": path}, never, send))
+    assert [record.levelname for record in caplog.records if record.message == "served"] == [level]
 
 
 def test_the_gate() -> None:

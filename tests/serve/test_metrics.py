@@ -10,6 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import needs_native
 from tests.serve.serving import Server
 
+from aquiline.serve.metrics import Metrics
+from aquiline.serve.wire import Begin, Delta, Stats, StepMessage
+
 pytestmark = needs_native
 
 NAMES = [
@@ -67,3 +70,12 @@ def test_the_dashboard_shows_figures_that_exist(server: Server) -> None:
     names = {name for expression in expressions for name in re.findall(r"(?:vllm|aquiline):\w+", expression)}
     assert len(names) > 15
     assert [name for name in sorted(names) if f"\n{name}{{" not in text] == []
+
+
+def test_tau_is_of_all_steps() -> None:
+    """The prompt gives the first token; a step that drafts gives four, two that draft nothing give one each."""
+    metrics, stats = Metrics("m"), Stats(1, 0, 1, 1, 9, 0, 9, 0)
+    for number, drafted, begin in ((1, 0, Begin(0, None)), (4, 5, None), (1, 0, None), (1, 0, None)):
+        delta = Delta(0, [5] * number, number - 1, "draft", drafted, number - 1, None, None, None, begin)
+        metrics.on_step(StepMessage([], [], [delta], stats, 1))
+    assert 'aquiline:tau{model_name="m"} 2.0' in metrics.text().decode()

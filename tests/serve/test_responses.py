@@ -75,14 +75,15 @@ def test_what_is_not_to_be_kept(server: Server) -> None:
 def test_refusals(server: Server) -> None:
     for more, param in (
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"input": [{"type": "image"}]}, "input.0"),
-        ({"input": [{"type": "message", "content": "a"}]}, "messages.0.role"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": [{"type": "image"}]}, "input"),
+        ({"input": [{"type": "message", "content": "a"}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
     ):
-        assert server.error("/v1/responses", **ASKED | more)["param"] == param
+        error = server.error("/v1/responses", **ASKED | more)
+        assert error["param"] == param and error["message"].startswith(param), error
 
 
 def test_items_become_messages() -> None:

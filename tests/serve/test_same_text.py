@@ -132,6 +132,7 @@ def test_sources_say_who_wrote_what(server: Server, llm: LLM) -> None:
     assert all("".join(entry["text"] for entry in each["sources"]) == each["text"] for each in told)
     final = told[-1]["drafting"]
     assert final["num_accepted"] <= final["num_drafted"] == 3 * final["num_steps"] > 0
+    assert final["num_committed"] == 39, "the first token is the prompt's"
 
 
 def test_logprobs_of_completions(server: Server, llm: LLM) -> None:

@@ -93,11 +93,11 @@ class ChatSession:
         asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = self.template.encode([*system, *asked])
-        room = self.llm.engine.max_context - len(prompt)
+        longest = self.llm.engine.max_length
+        room = longest - len(prompt)
         if room < 1:
             raise ValueError(
-                f"the conversation has {len(prompt)} tokens and the model takes {self.llm.engine.max_context}; begin "
-                "anew with /reset"
+                f"the conversation has {len(prompt)} tokens and the model takes {longest}; begin anew with /reset"
             )
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
         answer = self._run(prompt, sampling, on_piece, is_stopped)

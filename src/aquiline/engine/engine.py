@@ -23,7 +23,7 @@ from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
 from aquiline.engine.scheduler import Scheduler, StepPlan
-from aquiline.engine.sequence import Request, Sequence, TokenDelta
+from aquiline.engine.sequence import MARGIN, Request, Sequence, TokenDelta
 from aquiline.engine.step import Step, message_of, repeats
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
@@ -63,6 +63,11 @@ class Engine:
         self.unread: deque[Step] = deque()  # issued; outcomes that are still to be committed
         self._step_s = 0.0  # of the last step that only decoded
         self._orders = itertools.count()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence, prompt and output, that positions and pages hold; drafting takes none."""
+        return min(self.max_context, self.scheduler.capacity - MARGIN)
 
     @property
     def is_busy(self) -> bool:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from aquiline.engine.sequence import Request, Sequence
+from aquiline.engine.sequence import MARGIN, Request, Sequence
 from aquiline.errors import OutOfPages
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
@@ -64,6 +64,7 @@ class Scheduler:
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
         self.due: dict[Sequence, float] = {}  # time.monotonic at which sequences with a deadline must end
         self.num_preemptions = 0
+        self.capacity = min(pool.num_pages, pool.pages_per_slot) * pool.page_size  # KV indices of one sequence at most
 
     @property
     def num_waiting(self) -> int:
@@ -72,13 +73,13 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises OutOfPages if the pool could never hold the request."""
-        need = self.pool.pages_for(request.reach)
-        limit = min(self.pool.num_pages, self.pool.pages_per_slot)
-        if need > limit:
+        need = request.max_tokens_total + MARGIN
+        if need > self.capacity:
+            size = self.pool.page_size
             raise OutOfPages(
                 f"request {request.id}: prompt {len(request.prompt_ids)} + max_tokens {request.sampling.max_tokens} + "
-                f"{request.reach - request.max_tokens_total} drafted need {need} pages of {self.pool.page_size} "
-                f"tokens, {limit} are there; shorten it or raise num_pages or max_context"
+                f"{MARGIN} spare need {self.pool.pages_for(need)} pages of {size} tokens, {self.capacity // size} are "
+                "there; shorten it or raise num_pages or max_context"
             )
 
     def add(self, sequence: Sequence) -> None:
@@ -109,6 +110,8 @@ class Scheduler:
         plan = StepPlan(admitted, decoding, chunks, len(prefilling), len(self.running) - len(active))
         for sequence in decoding:
             sequence.in_flight += sequence.max_step
+            # Even if all drafts that are in flight are right, the step after this one must find room to draft nothing.
+            sequence.may_draft = len(sequence.tokens) + sequence.in_flight + sequence.lookahead <= self.capacity
         for chunk in plan.chunks:
             chunk.sequence.num_planned = chunk.end
             chunk.sequence.in_flight += chunk.draws
@@ -160,7 +163,8 @@ class Scheduler:
 
     def _need(self, sequence: Sequence) -> int:
         """KV indices that the next step may reach at most, with all tokens that unread outcomes may have added."""
-        return min(len(sequence.tokens) + sequence.in_flight + sequence.lookahead, sequence.request.reach)
+        wanted = len(sequence.tokens) + sequence.in_flight + sequence.lookahead
+        return min(wanted, sequence.request.reach, self.capacity)
 
     def _admit(self) -> None:
         while self.waiting and self._seat(self.waiting[0][2]):
@@ -184,7 +188,7 @@ class Scheduler:
             return False
         pool, slot = self.pool, self.running.index(None)
         end = max(sequence.num_prompt, len(sequence.tokens) - 1)
-        wanted = end + sequence.lookahead
+        wanted = min(end + sequence.lookahead, self.capacity)
         nodes = []
         if self.prefix is not None and sequence.request.sampling.prompt_logprobs is None:
             nodes = self.prefix.match(sequence.request.cache_salt, sequence.tokens[:end])

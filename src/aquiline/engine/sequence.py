@@ -17,6 +17,10 @@ from aquiline.spec.drafting import Drafting, Proposer
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason, Source, TokenLogprobs
 
+MARGIN = 2
+"""KV indices behind its longest text that a sequence must be able to have, however it drafts: of a step that drafts
+nothing, and of one more that was issued before the last outcome was read. Where pages end, nothing is drafted."""
+
 MAX_DEADLINE_S = 1e9
 """Thirty years; a longer deadline, NaN and infinity are taken for mistakes."""
 
@@ -81,8 +85,8 @@ class Request:
 
     @cached_property
     def reach(self) -> int:
-        """KV indices that the sequence can ever need. A step issued before the last outcome was read may start behind
-        the last token, hence one step more than max_tokens_total."""
+        """KV indices that the sequence uses at most where there are pages for them. A step issued before the last
+        outcome was read may start behind the last token, hence one step more than max_tokens_total."""
         return self.max_tokens_total + self.spec.max_depth + 1 + self.spec.lookahead
 
 
@@ -161,6 +165,7 @@ class Sequence:
     is_adaptive: bool = field(init=False)
     is_repeatable: bool = field(init=False)  # its steps may follow one another without the host reading its tokens
     num_rows: int = field(init=False)  # that its last step verified; the next one is expected to take as many
+    may_draft: bool = True  # in the step that was planned last: near the end of all pages there is no room for drafts
 
     def __post_init__(self) -> None:
         spec = self.request.spec

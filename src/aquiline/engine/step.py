@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from aquiline.backends.base import Admit, Chunk, Decode, Decoded, Extend, Pages, Pending, StepInput, StepOutput
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
+from aquiline.spec.drafting import NoDraft
 from aquiline.spec.simulate import SimulatedAcceptance
 
 
@@ -87,6 +88,8 @@ def repeats(plan: StepPlan, message: StepInput, outcomes: Iterable[Pending]) -> 
 
 def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode:
     spec, proposal = sequence.request.spec, None
+    if not sequence.may_draft:
+        return Decode(sequence.slot, NoDraft())
     if sequence.proposer is not None:
         proposal = sequence.proposer.propose(sequence.tokens, spec.max_nodes - 1)
         if len(proposal.tokens) >= spec.max_nodes or proposal.depth > spec.max_depth:

@@ -13,16 +13,18 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from fastapi.staticfiles import StaticFiles
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from aquiline.serve.chat import ChatReply
 from aquiline.serve.completions import CompletionReply
-from aquiline.serve.errors import ApiError, bad_request, validation_error
+from aquiline.serve.errors import ApiError, bad_request, in_words_of, validation_error
 from aquiline.serve.http import (
     ClientGone,
     EventStream,
     Front,
+    Page,
     disconnect,
     error_response,
     json_response,
@@ -38,7 +40,7 @@ from aquiline.serve.protocol import (
 )
 from aquiline.serve.reply import Reply
 from aquiline.serve.response_events import ResponseReply
-from aquiline.serve.responses import ResponseStore, as_chat, conversation_of
+from aquiline.serve.responses import CHAT_FIELDS, ResponseStore, as_chat, conversation_of
 from aquiline.serve.service import Job, Run, Service, explained
 
 PAGE = Path(__file__).resolve().parent / "page"
@@ -65,7 +67,8 @@ def make_app(service: Service) -> FastAPI:
     _add_tokens(app, service)
     _add_generation(app, service)
     _add_responses(app, service)
-    app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False), name="page")
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path]
+    app.router.default = Page(PAGE, ["/", *dict.fromkeys(paths)])
     config = service.config
     app.add_middleware(Front, keys=config.api_key, limits=service.limits, refused=service.metrics.on_refused)
     if config.allowed_origins:  # outermost, so that refusals can be read by the page too
@@ -89,7 +92,12 @@ def _handle_errors(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+        message = str(error.detail)
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+        if error.status_code == 405:
+            headers["allow"] = ", ".join(_methods_at(request))
+            message = f"{request.method} {request.url.path[:200]}: takes {headers['allow']} alone"
+        return error_response(ApiError(error.status_code, message, headers=headers))
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
@@ -102,6 +110,13 @@ def _handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(Exception, unknown)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """The methods that the path of a request takes; those of a file of the page where no route has it."""
+    routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+    found = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for methods in found for method in methods}) or ["GET", "HEAD"]
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
@@ -142,7 +157,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
-    length = None if info is None else info.max_context
+    length = None if info is None else info.max_length
     told = {"id": name, "object": "model", "created": service.began, "owned_by": "aquiline", "root": service.names[0]}
     return told | {"max_model_len": length, "speculation": service.spec.as_dict()}
 
@@ -164,7 +179,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 options = body.chat_template_kwargs
                 _, ids = prompts.chat(body.messages, body.tools, options, body.add_generation_prompt)
         told: dict[str, Any] = {"tokens": ids, "count": len(ids)}
-        told["max_model_len"] = None if service.client.info is None else service.client.info.max_context
+        told["max_model_len"] = None if service.client.info is None else service.client.info.max_length
         if body.return_token_strs:
             told["token_strs"] = [token_text(prompts.tokenizer, token) for token in ids]
         return json_response(told)
@@ -204,8 +219,9 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation of items; keep the answer unless `store` is false."""
-        items = conversation_of(body, store)
-        job = await service.chat(as_chat(body, items), "resp")
+        with in_words_of(CHAT_FIELDS):
+            items = conversation_of(body, store)
+            job = await service.chat(as_chat(body, items), "resp")
         reply = ResponseReply(job, body, items, store, tokenizer)
         return await answer(service, job, reply, request, bool(body.stream))
 

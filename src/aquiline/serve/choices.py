@@ -29,20 +29,25 @@ class Piece(NamedTuple):
 @dataclass
 class Speculation:
     """What drafting did for one answer. accepted_of[d][a]: steps that drafted d tokens and confirmed a of them; steps:
-    the same pairs in order, where somebody wants them."""
+    the same pairs in order, where somebody wants them. num_steps: all decode steps, those that drafted nothing too, and
+    num_committed the tokens that they added: tau is the one by the other (metrics.Counters)."""
 
+    num_steps: int = 0
+    num_committed: int = 0
     accepted_of: dict[int, Counter[int]] = field(default_factory=dict)
     steps: list[tuple[int, int]] | None = None
 
-    def add(self, num_drafted: int, num_confirmed: int) -> None:
-        """Count a step; one that drafted nothing is none of speculation's."""
+    def add(self, num_drafted: int, num_confirmed: int, num_committed: int) -> None:
+        """Count a decode step."""
+        self.num_steps += 1
+        self.num_committed += num_committed
         if num_drafted:
             self.accepted_of.setdefault(num_drafted, Counter())[num_confirmed] += 1
             if self.steps is not None:
                 self.steps.append((num_drafted, num_confirmed))
 
     @property
-    def num_steps(self) -> int:
+    def num_drafts(self) -> int:
         """Steps that drafted."""
         return sum(counts.total() for counts in self.accepted_of.values())
 
@@ -97,7 +102,6 @@ class Choice:
     def take(self, delta: Delta) -> Gain:
         """The next delta of the answer. After one with a finish_reason no more may come."""
         assert self.finish_reason is None, "the answer has ended"
-        self.speculation.add(delta.num_drafted, delta.num_confirmed)
         self.begin = delta.begin or self.begin
         ids, pieces, reason, num = delta.token_ids, list[Piece](), delta.finish_reason, 0
         if not self.by_token or len(ids) < 2:
@@ -111,6 +115,8 @@ class Choice:
                 pieces.append(self._piece(text, 1, self._source(delta, num), reason))
                 num += 1
         self.num_tokens += num
+        if delta.is_decoded:
+            self.speculation.add(delta.num_drafted, delta.num_confirmed, num)
         self.finish_reason = reason
         logprobs = None if delta.logprobs is None else delta.logprobs[:num]
         return Gain(pieces, ids[:num], logprobs, reason)

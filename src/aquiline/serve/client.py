@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
-import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Literal
 
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError, NumericalError
-from aquiline.serve.engine_process import run_engine
+from aquiline.serve.life import Life, unstarted
 from aquiline.serve.logs import log
-from aquiline.serve.wire import Abort, Command, Delta, EngineInfo, Opening, Quit, StepMessage, Submit
+from aquiline.serve.wire import Abort, Delta, EngineInfo, Opening, Quit, StepMessage, Submit
 
 State = Literal["starting", "ready", "down", "closed"]
 
@@ -37,6 +33,10 @@ STREAMS_PER_TOKEN = 4
 
 class EngineDown(AquilineError):
     """The engine process has died or is not up yet; the same request may be sent again soon."""
+
+
+class ServerEnding(EngineDown):
+    """The server is told to end, and has no more time for the request."""
 
 
 class Stream:
@@ -111,22 +111,12 @@ class Stream:
             self.accepted.set_exception(error)
 
 
-@dataclass(eq=False)
-class _Life:
-    """One engine process from its start to its end."""
-
-    process: Any
-    connection: Connection
-    commands: queue.SimpleQueue[Command] = field(default_factory=queue.SimpleQueue)
-    streams: dict[int, Stream] = field(default_factory=dict)
-    began_s: float = field(default_factory=time.monotonic)
-
-
 class EngineClient:
     """The engine behind the server. on_step sees every message of the engine; on_down is called when an engine process
     has died; info is the latest EngineInfo.
 
-    `start` waits for the first process; one that cannot load its models is an error of the user's, not restarted."""
+    `start` waits for the first process; one that cannot start or load its models is not tried again. One that is to
+    replace another is, after longer and longer pauses."""
 
     def __init__(self, opening: Opening, stream_interval: int | None = None) -> None:
         self.opening, self.stream_interval = opening, stream_interval
@@ -136,7 +126,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.num_restarts = 0
         self._ids = itertools.count()
-        self._life: _Life | None = None
+        self._life: Life | None = None
         self._pause_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
 
@@ -161,13 +151,15 @@ class EngineClient:
         return next(self._ids)
 
     async def start(self) -> None:
-        """Start the engine and wait until it is ready. Raises ValueError with its reason if it cannot load."""
+        """Start the engine and wait until it is ready. Raises ValueError with the reason if it cannot start or load."""
         await self._start(asyncio.get_running_loop())
 
     async def submit(self, requests: Sequence[Request]) -> Stream:
         """Hand requests over that belong together. Returns once the engine has taken all of them; raises ValueError
         where it refuses one, EngineDown while there is no engine."""
         life = self._life
+        if self.state == "closed":
+            raise ServerEnding
         if self.state != "ready" or life is None:
             raise EngineDown("the engine is starting; send the request again")
         stream = Stream(self, requests)
@@ -189,7 +181,7 @@ class EngineClient:
             life.commands.put(Abort(request_id))
 
     async def close(self) -> None:
-        """End the engine process; streams that still run end with EngineDown."""
+        """End the engine process; streams that still run end with ServerEnding."""
         is_loading, self.state = self.state != "ready", "closed"
         if self._restarting is not None:
             self._restarting.cancel()
@@ -197,10 +189,10 @@ class EngineClient:
         if life is None:
             return
         for stream in set(life.streams.values()):
-            stream.fail(EngineDown("the server is ending"))
+            stream.fail(ServerEnding())
         if is_loading:
             life.process.kill()  # it reads no commands yet
-        await asyncio.to_thread(_end, life)
+        await asyncio.to_thread(life.end)
 
     def kill(self) -> None:
         """Kill the engine process if it still runs; for when the event loop has ended."""
@@ -208,30 +200,27 @@ class EngineClient:
             self._life.process.kill()
 
     async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_engine, args=(theirs, self.opening), name="aquiline-engine", daemon=True)
-        await asyncio.to_thread(process.start)
-        theirs.close()
-        self._life = life = _Life(process, ours)
+        self._life = life = await asyncio.to_thread(Life.begun, self.opening)
         if self.state == "closed":  # meanwhile
-            process.kill()
-        try:
-            first = await asyncio.to_thread(ours.recv)
-        except (EOFError, OSError):
-            first = f"the engine process ended while it was loading (exit code {process.exitcode}); see its output"
+            life.process.kill()
+        first = await asyncio.to_thread(life.first)
         if not isinstance(first, EngineInfo):
             self._life = None
-            await asyncio.to_thread(_end, life)
+            await asyncio.to_thread(life.end)
             raise ValueError(first)
         if self.state == "closed":
             return
+        try:
+            threading.Thread(target=self._read, args=(life, loop), name="engine-reader", daemon=True).start()
+            threading.Thread(target=life.write, name="engine-writer", daemon=True).start()
+        except RuntimeError as error:
+            self._life = None
+            life.process.kill()
+            raise unstarted(error) from error
         self.info, self.state = first, "ready"
-        threading.Thread(target=self._read, args=(life, loop), name="engine-reader", daemon=True).start()
-        threading.Thread(target=_write, args=(life,), name="engine-writer", daemon=True).start()
-        log("engine ready", pid=process.pid, memory=first.memory)
+        log("engine ready", pid=life.process.pid, memory=first.memory)
 
-    def _read(self, life: _Life, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, life: Life, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited with it
             try:
                 while True:
@@ -240,7 +229,7 @@ class EngineClient:
             except (EOFError, OSError):
                 loop.call_soon_threadsafe(self._died, life)
 
-    def _arrived(self, life: _Life, message: StepMessage) -> None:
+    def _arrived(self, life: Life, message: StepMessage) -> None:
         streams = life.streams
         for name in message.added:
             if (stream := streams.get(name)) is not None:
@@ -255,7 +244,7 @@ class EngineClient:
                     del streams[delta.request_id]
         self.on_step(message)
 
-    def _died(self, life: _Life) -> None:
+    def _died(self, life: Life) -> None:
         if self._life is not life or self.state == "closed":
             return
         life.process.join(1.0)
@@ -277,28 +266,8 @@ class EngineClient:
             await asyncio.sleep(self._pause_s)
             try:
                 await self._start(asyncio.get_running_loop())
-            except (ValueError, OSError) as error:
-                log("engine cannot start again", level="error", error=str(error))
+            except Exception as error:  # whatever it is: without another try nobody would be served any more
+                log("engine cannot start again", level="error", error=str(error) or repr(error))
                 self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s + 0.1)
             else:
                 return
-
-
-def _write(life: _Life) -> None:
-    """Send commands, those that wait together in one message, up to Quit or until the process has died."""
-    commands: list[Command] = []
-    with contextlib.suppress(OSError):
-        while not (commands and isinstance(commands[-1], Quit)):
-            commands = [life.commands.get()]
-            while not life.commands.empty():
-                commands.append(life.commands.get())
-            life.connection.send(commands)
-
-
-def _end(life: _Life) -> None:
-    """Have the process end after its step; kill it if it does not."""
-    life.commands.put(Quit())
-    life.process.join(5.0)
-    if life.process.is_alive():
-        life.process.kill()
-        life.process.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,9 @@ from aquiline.settings import setting
 SERVER, LIMITS, OUTPUT = "Server", "Limits", "What replies hold"
 """Headings under which settings are listed."""
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
+"""What browsers send as Origin."""
+
 Detail = Literal["none", "summary", "detailed"]
 
 
@@ -21,7 +25,10 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen at; 0.0.0.0 is every one of this machine.", SERVER)
     port: int = setting(8000, "Port to listen at; 0: a free one.", SERVER)
-    api_key: tuple[str, ...] = setting((), "Key that clients must send; repeatable. Also: AQUILINE_API_KEY.", SERVER)
+    api_key: tuple[str, ...] = setting(
+        (), "Key that clients must send; repeatable. Also: AQUILINE_API_KEY. The page, /health, /ready, /version and "
+        "/metrics need none.", SERVER,
+    )  # fmt: skip
     allowed_origins: tuple[str, ...] = setting(
         (), "Origin whose pages may call from a browser (CORS); repeatable. Default: none.", SERVER
     )
@@ -51,7 +58,15 @@ class ServerConfig:
         ok = self.stream_interval is None or self.stream_interval >= 1
         check(ok, "stream_interval", self.stream_interval, "must be at least 1 token")
         check(self.drain_s >= 0, "drain_s", self.drain_s, "must be at least 0 seconds")
-        check(all(self.api_key), "api_key", "", "a key must not be empty")
+        for place, key in enumerate(self.api_key, 1):  # which one, for a key is not to be shown
+            ok = key != "" and key.isascii() and key.isprintable() and key == key.strip()
+            fix = "can never be sent in a header; use printable ASCII without white space at its ends"
+            check(ok, "api_key", f"key {place} of {len(self.api_key)}", fix)
+        for origin in self.allowed_origins:
+            fix = (
+                "no browser sends that; use scheme://host or scheme://host:port in small letters, without a path, or *"
+            )
+            check(origin == "*" or ORIGIN.fullmatch(origin) is not None, "allowed_origins", origin, fix)
         check(all(self.served_model_name), "served_model_name", "", "a name must not be empty")
 
 
@@ -64,6 +79,9 @@ class Limits:
     max_request_s: float = setting(600.0, "Seconds that a request may take; it then ends with what it has.", LIMITS)
     max_body_bytes: int = setting(4 * 2**20, "Bytes of a request's body at most.", LIMITS)
     max_output_tokens: int | None = setting(None, "New tokens of a choice at most. Default: the context.", LIMITS)
+    default_output_tokens: int = setting(
+        1024, "New tokens of a chat or response that names no number; a completion has 16, as OpenAI's.", LIMITS
+    )
     max_choices: int = setting(16, "Choices of a request at most: its prompts times n.", LIMITS)
     max_stop: int = setting(16, "Stop strings, stop tokens and bad words of a request at most, each.", LIMITS)
     max_stop_length: int = setting(256, "Characters of a stop string or bad word at most.", LIMITS)
@@ -73,7 +91,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("max_body_bytes", "max_choices", "max_stop_length"):
+        for name in ("max_body_bytes", "default_output_tokens", "max_choices", "max_stop_length"):
             check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         for name in ("max_waiting", "max_stop", "max_logit_bias", "max_stored_bytes"):
             check(getattr(self, name) >= 0, name, getattr(self, name), "must be at least 0")

@@ -121,6 +121,6 @@ class _Host:
 def _info(llm: LLM) -> EngineInfo:
     engine, models = llm.engine, llm.models
     return EngineInfo(
-        engine.max_context, models.vocab_size, engine.config.max_batch, engine.pool.num_pages, engine.pool.page_size,
+        engine.max_length, models.vocab_size, engine.config.max_batch, engine.pool.num_pages,
         models.draft_config is not None, str(engine.memory), models.system(),
     )  # fmt: skip

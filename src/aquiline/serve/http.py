@@ -6,24 +6,30 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError
+from aquiline.serve.errors import ApiError, draining
 from aquiline.serve.limits import has_key
 from aquiline.serve.logs import REQUEST_ID, log
 from aquiline.serve.prompts import dumps
 
 T = TypeVar("T")
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Paths that need a key where the server has keys; health and figures do not, as at vLLM."""
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/openapi.json")
+"""Paths that need a key where the server has keys; the page, health and figures do not, as at vLLM."""
+
+POLLED = ("/health", "/ready", "/version", "/metrics")
+"""Paths that machines ask for again and again: no line of the log is theirs unless it is to have all, whatever they
+are answered."""
 
 MAX_ID = 128
 
@@ -60,21 +66,31 @@ class Front:
         try:
             error = self._error(scope["path"], headers)
             if error is None:
+                MutableHeaders(scope=scope)["content-type"] = "application/json"  # nothing else is read here
                 await self.app(scope, self._bounded(receive), answer)
             else:
                 await error_response(error)(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends, and this request took longer than it had time for
+            if not status:
+                await error_response(draining())(scope, receive, answer)
         finally:
             if status >= 400:
                 self.refused(status)
-            level = "warning" if status >= 500 else "info" if scope["path"].startswith(GUARDED) else "debug"
-            seconds = round(time.monotonic() - began_s, 4)
-            log("served", level=level, method=scope["method"], path=scope["path"], status=status, seconds=seconds)
+            path, seconds = scope["path"], round(time.monotonic() - began_s, 4)
+            level = "info" if path.startswith(GUARDED) else "debug"
+            level = "warning" if status >= 500 and path not in POLLED else level
+            log("served", level=level, method=scope["method"], path=path, status=status, seconds=seconds)
             REQUEST_ID.reset(token)
 
     def _error(self, path: str, headers: Headers) -> ApiError | None:
         if self.keys and path.startswith(GUARDED) and not has_key(headers.get("authorization"), self.keys):
             said = {"www-authenticate": "Bearer"}
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=said)
+        if "origin" in headers and "json" not in headers.get("content-type", "json"):
+            # A browser sends other types to any server without asking it, for whatever page the user has open.
+            return ApiError(
+                415, "content-type: must be application/json where a page sends the request", "content-type"
+            )
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.limits.max_body_bytes:
             return ApiError(413, f"the body has {length[:20]} bytes; {self._allowed}", code="body_too_large")
@@ -144,6 +160,26 @@ class EventStream(Response):
                 await asyncio.wait((left,), timeout=self.max_stalled_s / 4)
         finally:
             left.cancel()
+
+
+class Page(StaticFiles):
+    """The page's files, and the answer to what is neither one of them nor a route."""
+
+    def __init__(self, directory: Path, served: Sequence[str]) -> None:
+        super().__init__(directory=directory, html=True, check_dir=False)
+        self.served = ", ".join(served)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """A file. Raises ApiError where there is none of that name, whatever the method, and HTTPException for a method
+        that files do not have."""
+        try:
+            found = await super().get_response(path, {**scope, "method": "GET"})
+        except (HTTPException, OSError, ValueError):
+            message = f"{scope['method']} {scope['path'][:200]}: is not served; there is {self.served}"
+            raise ApiError(404, message, code="unknown_url") from None
+        if scope["method"] not in ("GET", "HEAD"):
+            raise HTTPException(405)
+        return found
 
 
 async def while_connected(gone: Awaitable[None], work: Awaitable[T]) -> T:

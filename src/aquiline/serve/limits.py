@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError, bad_request
+from aquiline.serve.errors import ApiError, bad_request, draining
 from aquiline.serve.protocol import Sampling
 
 
@@ -41,7 +41,7 @@ class Gate:
     def enter(self, num_choices: int) -> None:
         """Take the room of a request. Raises ApiError: 429 while there is not enough, 503 while the server drains."""
         if self.is_closed:
-            raise ApiError(503, "the server is ending; send the request to another", code="draining")
+            raise draining()
         if self.num_inside + num_choices > self.limit:
             seconds = min(60, math.ceil(self._mean_s * max(1, self.num_inside - self.num_slots) / self.num_slots))
             raise ApiError(

@@ -71,8 +71,8 @@ class Metrics:
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the draft.", "position"
         )
         self.lengths = self._counter("aquiline:draft_lengths", "Drafts by how many tokens they had.", "num_tokens")
-        self.tau = self._gauge("aquiline:tau", "Tokens that a draft's verification gave on average, since the start.")
-        self.sum_drafts = self.sum_accepted = 0
+        self.tau = self._gauge("aquiline:tau", "Tokens that a decode step gave a request on average, since the start.")
+        self.sum_decoded = self.sum_committed = 0  # steps that decoded, for each of their requests; tokens of these
 
     def _requests(self) -> None:
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
@@ -117,6 +117,9 @@ class Metrics:
             for _ in range(message.num_steps):
                 self.iteration.observe(num_tokens / message.num_steps)
         for delta in message.deltas:
+            if delta.is_decoded:
+                self.sum_decoded += 1
+                self.sum_committed += len(delta.token_ids)
             if delta.num_drafted:
                 self._drafts[delta.num_drafted, delta.num_confirmed] += 1
 
@@ -140,10 +143,8 @@ class Metrics:
             self.lengths.labels(self._model, str(num_drafted)).inc(count)
             for position in range(num_confirmed):
                 self.accepted_at.labels(self._model, str(position)).inc(count)
-            self.sum_drafts += count
-            self.sum_accepted += num_confirmed * count
-        if self.sum_drafts:
-            self.tau.set(1 + self.sum_accepted / self.sum_drafts)
+        if self.sum_decoded:
+            self.tau.set(self.sum_committed / self.sum_decoded)
 
     def on_gap(self, seconds: float, num_tokens: int) -> None:
         """So many tokens came together, so long after the one before them."""

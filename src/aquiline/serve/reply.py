@@ -99,7 +99,7 @@ class ChunkedReply:
 
 def record(speculation: Speculation, num_spec_tokens: int) -> dict[str, Any]:
     """What speculation did for one answer, in vLLM's words: histograms count steps by their accepted tokens."""
-    steps, drafted, accepted = speculation.num_steps, speculation.num_drafted, speculation.num_accepted
+    steps, drafted, accepted = speculation.num_drafts, speculation.num_drafted, speculation.num_accepted
     by_length = {
         length: [counts[n] for n in range(length + 1)] for length, counts in sorted(speculation.accepted_of.items())
     }
@@ -133,9 +133,9 @@ def sources(gain: Gain) -> list[dict[str, str]]:
 
 
 def drafting_so_far(choice: Choice) -> dict[str, int]:
-    """Steps of an answer that drafted, its drafted tokens and those of them that were accepted."""
-    told = choice.speculation
-    return {"num_steps": told.num_steps, "num_drafted": told.num_drafted, "num_accepted": told.num_accepted}
+    """Decode steps of an answer and the tokens that these added, its drafted tokens and those that were accepted."""
+    names = ("num_steps", "num_committed", "num_drafted", "num_accepted")
+    return {name: getattr(choice.speculation, name) for name in names}
 
 
 def texts(gain: Gain, channel: str) -> Iterator[str]:

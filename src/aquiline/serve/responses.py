@@ -33,6 +33,10 @@ PASSED_ON = (
 """Fields that mean in a response what they mean in a chat."""
 
 
+CHAT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
+"""Fields of the chat that a response is made by, and what they are called in the request."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """A response and the conversation up to it: input items, and those of the responses before."""

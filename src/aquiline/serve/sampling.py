@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
+from aquiline.checks import shown
 from aquiline.config import SamplingParams
 from aquiline.serve.config import Limits
 from aquiline.serve.errors import ApiError, bad_request
@@ -18,6 +19,9 @@ from aquiline.spec.named import drafting
 
 COMPLETION_TOKENS = 16
 """New tokens of a completion that names no number, as OpenAI has it."""
+
+MAX_TEMPERATURE = 2.0
+"""OpenAI's bound. The engine draws at any temperature; what clients send beyond it is a mistake."""
 
 STRUCTURED = "structured output is not supported yet; leave it out"
 UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -57,23 +61,21 @@ PASSED_ON = (
 @dataclass(frozen=True)
 class Wanted:
     """What a request asks of the engine for each of its prompts. max_tokens None: whatever room there is, and `most` at
-    most where that is not None."""
+    most."""
 
     sampling: SamplingParams
     spec: Drafting
     n: int
     seed: int
     max_tokens: int | None
-    most: int | None
+    most: int
     priority: int
     cache_salt: str | None
 
     def choice(self, index: int, room: int) -> SamplingParams:
         """The sampling of one choice of a prompt behind which `room` tokens fit. Choice i has the seed + i, so each
         choice is the text of a request with n=1 and that seed."""
-        max_tokens = self.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, room if self.most is None else min(room, self.most))
+        max_tokens = min(room, self.most) if self.max_tokens is None else self.max_tokens
         return replace(self.sampling, seed=(self.seed + index) % 2**64, max_tokens=max_tokens)
 
 
@@ -82,7 +84,7 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     for name, (harmless, why) in UNSUPPORTED.items():
         value = body.get(name)
         if value is not None and value not in harmless:
-            raise bad_request(f"{name}={value!r}: {why}"[:500], name)
+            raise bad_request(f"{name}={shown(value)}: {why}", name)
 
 
 def wanted(request: CompletionRequest | ChatRequest, limits: Limits, default: Drafting) -> Wanted:
@@ -101,7 +103,12 @@ def wanted(request: CompletionRequest | ChatRequest, limits: Limits, default: Dr
         if request.stream:
             raise bad_request("prompt_logprobs: cannot be streamed; drop stream or prompt_logprobs", "prompt_logprobs")
         _check_logprobs("prompt_logprobs", request.prompt_logprobs)
-    max_tokens = num_new_tokens(request)
+    if request.temperature is not None and request.temperature > MAX_TEMPERATURE:
+        message = f"temperature={request.temperature}: must be between 0 and {MAX_TEMPERATURE:g}"
+        raise bad_request(message, "temperature")
+    max_tokens, most = num_new_tokens(request), max(limits.default_output_tokens, request.min_tokens or 0)
+    if limits.max_output_tokens is not None:
+        most = min(most, limits.max_output_tokens)
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
         if limits.max_output_tokens is not None and max_tokens > limits.max_output_tokens:
@@ -109,8 +116,8 @@ def wanted(request: CompletionRequest | ChatRequest, limits: Limits, default: Dr
     seed = secrets.randbits(63) if request.seed is None else request.seed
     sampling = SamplingParams(**given, seed=seed)
     return Wanted(
-        sampling, chosen_spec(request, default), _num_choices(request, limits), seed, max_tokens,
-        limits.max_output_tokens, request.priority or 0, request.cache_salt,
+        sampling, chosen_spec(request, default), _num_choices(request, limits), seed, max_tokens, most,
+        request.priority or 0, request.cache_salt,
     )  # fmt: skip
 
 

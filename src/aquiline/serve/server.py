@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import socket
@@ -25,6 +26,9 @@ from aquiline.serve.wire import Opening
 from aquiline.spec.drafting import Drafting
 from aquiline.text.chat import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
+
+LAST_S = 5
+"""Seconds in which clients can still be told that their requests took too long for a server that ends."""
 
 
 def open_service(
@@ -52,14 +56,10 @@ def serve(service: Service) -> None:
     config = service.config
     set_up(config.log_level)
     listener = _listen(config.host, config.port)
-    settings = uvicorn.Config(
-        make_app(service), log_config=None, access_log=False, server_header=False, lifespan="on",
-        timeout_graceful_shutdown=max(1, round(config.drain_s)), timeout_keep_alive=30,
-    )  # fmt: skip
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"aquiline: http://{shown}:{port}; the engine is loading; Ctrl-C ends the server", file=sys.stderr)
-    server = _Server(settings, service)
+    server = Server(service)
     service.on_failure = lambda: setattr(server, "should_exit", True)
     gc.freeze()  # what was imported stays; collections need not walk over it
     try:
@@ -70,12 +70,32 @@ def serve(service: Service) -> None:
         raise ValueError(service.failure)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with signals as above: its own second SIGTERM would wait too."""
+class Server(uvicorn.Server):
+    """uvicorn with signals as `serve` has them. Its own second SIGTERM would wait too, and once time is up it would cut
+    replies without a word."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            make_app(service), log_config=None, access_log=False, server_header=False, lifespan="on",
+            timeout_graceful_shutdown=round(service.config.drain_s) + LAST_S, timeout_keep_alive=30,
+        )  # fmt: skip
         super().__init__(config)
         self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests go on for drain_s seconds; those that still run then end with an error that says so. At a second
+        signal they do at once."""
+        limit = asyncio.create_task(self._end_late())
+        await super().shutdown(sockets)
+        limit.cancel()
+        if self.force_exit:
+            self.service.client.kill()
+            await self.lifespan.shutdown()
+
+    async def _end_late(self) -> None:
+        await asyncio.sleep(self.service.config.drain_s)
+        log("out of time", level="warning", num_requests=self.service.client.num_streams)
+        await self.service.client.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at the second."""

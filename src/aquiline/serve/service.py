@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from aquiline.checks import shown
 from aquiline.engine.chat import ending_with
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.serve.choices import Choice, Gain
 from aquiline.serve.client import EngineClient, EngineDown, Stream
 from aquiline.serve.config import Limits, ServerConfig
-from aquiline.serve.errors import ApiError, as_api_error
+from aquiline.serve.errors import ApiError, as_api_error, context_error, in_words_of
 from aquiline.serve.limits import Gate
 from aquiline.serve.logs import log
 from aquiline.serve.metrics import Metrics
@@ -94,12 +95,13 @@ class Service:
         client.on_step, client.on_down = self.metrics.on_step, self.metrics.on_down
 
     async def start(self) -> None:
-        """Start the engine. If it cannot load its models, `failure` says why and on_failure is called."""
+        """Start the engine. If that fails, `failure` says why and on_failure is called."""
         try:
             await self.client.start()
-        except ValueError as error:
+        except Exception as error:  # whatever it is: without a word the server would say "starting" for ever
             if self.client.state != "closed":
-                self.failure = str(error)
+                self.failure = str(error) if isinstance(error, ValueError) else repr(error)
+                log("engine cannot start", level="error", error=self.failure)
                 self.on_failure()
             return
         info = self.client.info
@@ -126,7 +128,8 @@ class Service:
 
     async def chat(self, request: ChatRequest, prefix: str = "chatcmpl") -> Job:
         """A chat request, checked and as token ids."""
-        with explained():
+        length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        with in_words_of({"max_tokens": length}), explained():
             asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
             tools = self._tools(request)
             asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling))
@@ -174,7 +177,7 @@ class Service:
         has_tools = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
         choices = []
         for ids in prompts:
-            room = self._room(ids, asked.spec)
+            room = self._room(ids, asked, request)
             for index in range(asked.n):
                 sampling = asked.choice(index, room)
                 engine_request = Request(
@@ -187,20 +190,18 @@ class Service:
                 choices.append(Choice(engine_request, sampling.stop, tokenizer, parser, by_token, is_detailed))
         return Job(f"{prefix}-{uuid.uuid4().hex}", model, asked, list(prompts), choices)
 
-    def _room(self, ids: list[int], spec: Drafting) -> int:
-        """New tokens that fit behind a prompt. Raises ApiError where none does, or where an id is no token."""
+    def _room(self, ids: list[int], asked: Wanted, request: CompletionRequest | ChatRequest) -> int:
+        """New tokens that fit behind a prompt, however they are drafted. Raises ApiError where fewer fit than were
+        asked for, or none, or where an id is no token."""
         info = self.client.info
         if info is None:
             raise EngineDown("the engine is starting; send the request again")
         if bad := [token for token in ids if not 0 <= token < info.vocab_size]:
             raise ApiError(400, f"prompt token {bad[0]}: must be in [0, {info.vocab_size})", "prompt")
-        held = info.num_pages * info.page_size - (spec.max_depth + 1 + spec.lookahead)
-        room = min(info.max_context, held) - len(ids)
-        if room < 1:
-            raise ApiError(
-                400, f"the prompt has {len(ids)} tokens, and prompt and output together may have "
-                f"{min(info.max_context, held)}; shorten it", "prompt", "context_length_exceeded",
-            )  # fmt: skip
+        room, least = info.max_length - len(ids), asked.max_tokens or 1
+        if room < least:
+            field = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise context_error(info.max_length, len(ids), least, field, "max_tokens")
         return room
 
     def _tools(self, request: ChatRequest) -> Any:
@@ -208,8 +209,8 @@ class Service:
         made to use them."""
         choice = request.tool_choice
         if choice not in (None, "none", "auto"):
-            message = f"tool_choice={choice!r}: forcing a call needs structured output, which is not supported yet"
-            raise ApiError(400, f"{message}; use auto"[:500], "tool_choice")
+            message = f"tool_choice={shown(choice)}: forcing a call needs structured output, which is not supported yet"
+            raise ApiError(400, f"{message}; use auto", "tool_choice")
         if not request.tools or choice == "none":
             return None
         if self.parsing.tools is None:

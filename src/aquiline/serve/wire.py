@@ -45,13 +45,13 @@ Command = Submit | Abort | Quit
 
 
 class EngineInfo(NamedTuple):
-    """The engine process is ready: what HTTP needs to know of its models. num_slots: requests that run at once."""
+    """The engine process is ready: what HTTP needs to know of its models. max_length: tokens of a sequence at most,
+    prompt and output, by positions and by pages; num_slots: requests that run at once."""
 
-    max_context: int
+    max_length: int
     vocab_size: int
     num_slots: int
     num_pages: int
-    page_size: int
     has_draft: bool
     memory: str
     system: dict[str, object]
@@ -78,6 +78,11 @@ class Delta(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     error: str | None
     begin: Begin | None
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether a decode step wrote the tokens; the first one of a request is its prefill's."""
+        return bool(self.token_ids) and self.begin is None
 
 
 class Refused(NamedTuple):

@@ -106,7 +106,7 @@ class Controller:
     def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
         """How each adaptive sequence that decodes in this step drafts."""
         began = time.perf_counter()
-        mine = tuple([s for s in plan.decoding if s.is_adaptive])
+        mine = tuple([s for s in plan.decoding if s.is_adaptive and s.may_draft])
         if not mine:
             return {}
         self._num_steps += 1

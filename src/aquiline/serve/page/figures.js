@@ -9,7 +9,7 @@ export class Meter {
     this.numFirst = 0; // tokens of the first chunk: they came before the clock of the rate began
     this.numTokens = 0;
     this.written = { draft: 0, lookup: 0, target: 0 };
-    this.drafting = { num_steps: 0, num_accepted: 0 };
+    this.drafting = { num_steps: 0, num_committed: 0 };
   }
 
   /** A chunk's entries (one per token) and the totals of drafting that it brings. */
@@ -25,10 +25,10 @@ export class Meter {
     this.lastMs = nowMs;
   }
 
-  /** Tokens that a step of the model gives on average; 1 without a draft. */
+  /** Tokens that a decode step gives on average, whether it drafted or not; 1 without a draft. */
   get tau() {
-    const { num_steps, num_accepted } = this.drafting;
-    return num_steps ? 1 + num_accepted / num_steps : 1;
+    const { num_steps, num_committed } = this.drafting;
+    return num_steps ? num_committed / num_steps : 1;
   }
 
   /** Tokens per second behind the first chunk, so that the prompt's time is not in it; null before there are any. */
