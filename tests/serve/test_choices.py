@@ -17,7 +17,7 @@ from aquiline.serve.choices import Choice, Gain
 from aquiline.serve.parsers import Parsing, Part, Text
 from aquiline.serve.sampling import Wanted
 from aquiline.serve.service import Job
-from aquiline.serve.wire import Delta
+from aquiline.serve.wire import Begin, Delta
 from aquiline.spec.drafting import Chain
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.types import TokenLogprobs
@@ -148,3 +148,17 @@ def test_who_wrote_what() -> None:
     choice, _ = gains("plain", [4] * 99, by_token=True)
     assert choice.speculation.num_drafted == K * choice.speculation.num_steps
     assert choice.speculation.num_accepted == sum(confirmed for _, confirmed in choice.speculation.steps or ())
+
+
+def test_a_prompt_counts_once_whatever_number_of_answers_it_has() -> None:
+    """Three answers to each of two prompts, of which 7 and 2 tokens were cached."""
+    choices = [choice_of() for _ in range(6)]
+    for number, choice in enumerate(choices):
+        begin = Begin(7 if number < 3 else 2, None)
+        choice.take(Delta(number, [5, 6], 1, "draft", K, 1, "length", None, None, begin))
+    wanted = Wanted(SamplingParams(seed=0), Chain(K), 3, 0, None, None, 0, None)
+    usage = Job("id", "m", wanted, [[5] * 9, [5] * 4], choices).usage
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 7 + 2
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (13, 12, 25)
+    details = usage["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 6 * (K - 1))

@@ -113,6 +113,22 @@ def test_the_oldest_responses_are_dropped() -> None:
     ResponseStore(0).put(Kept({"id": "a", "output": []}, []))
 
 
+def test_a_response_that_is_read_is_kept_for_longer() -> None:
+    """A conversation that goes on reads its last response; what nobody has read for longest is dropped."""
+
+    def kept(name: str) -> Kept:
+        return Kept({"id": name, "output": ["x" * 1000]}, [])
+
+    one = ResponseStore(10**9)
+    one.put(kept("a"))
+    store = ResponseStore(2 * one.num_bytes + one.num_bytes // 2)
+    store.put(kept("a"))
+    store.put(kept("b"))
+    assert store.get("a") == kept("a")
+    store.put(kept("c"))
+    assert [*store.kept] == ["a", "c"]
+
+
 @pytest.mark.parametrize("size", range(1, K + 2))
 def test_reasoning_and_a_call_as_items(size: int) -> None:
     job, gains = recorded_job("both", size)
