@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,5 +127,5 @@ def test_an_engine_that_dies_again_and_again_is_waited_for_longer(monkeypatch: p
     asyncio.run(asyncio.wait_for(run(), 30))
     soon, late, again = pauses[:12], pauses[12], pauses[13:]
     assert soon[0] < 1 and max(soon) == LONGEST_PAUSE_S
-    assert all(2 * a <= b or b == LONGEST_PAUSE_S for a, b in zip(soon, soon[1:], strict=False))
+    assert all(2 * a <= b or b == LONGEST_PAUSE_S for a, b in pairwise(soon))
     assert late == 0.0 and again == soon[:2]

@@ -78,7 +78,12 @@ def test_sums_go_on_when_the_engine_is_replaced() -> None:
 
     def told() -> list[float]:
         families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
-        names = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "aquiline:prefill_tokens", "vllm:num_preemptions")
+        names = (
+            "vllm:prefix_cache_queries",
+            "vllm:prefix_cache_hits",
+            "aquiline:prefill_tokens",
+            "vllm:num_preemptions",
+        )
         return [next(s.value for s in families[name].samples if s.name.endswith("_total")) for name in names]
 
     def step(*sums: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 
 from aquiline.backends.base import Admit, Decoded, StepInput, StepOutput
@@ -58,7 +59,7 @@ def taken(controller: Controller, sequence: Sequence, num_steps: int, admits: bo
 def test_a_text_without_copies_is_searched_less_and_less() -> None:
     copies = Copies(lambda length: length == 100)
     taken(controller_of(), sequence_of(copies), 130)
-    gaps = [b - a for a, b in zip(copies.looked, copies.looked[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(copies.looked)]
     assert set(gaps) <= set(RARELY) and max(gaps) == RARELY[-1]
     before = [length for length in copies.looked if length <= PATIENCE[-1]]
     assert len(before) <= PATIENCE[-1] / RARELY[-2] + 4, "looks cost time, and copies are rare"
