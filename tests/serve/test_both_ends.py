@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import threading
 import time
 from collections import deque
@@ -82,7 +83,7 @@ class Played:
             self.dies.wait(30)
             raise EOFError
         self.is_ready = True
-        return EngineInfo(100, 96, 2, 10, 16, True, "", {})
+        return EngineInfo(*[0] * len(EngineInfo._fields))  # type: ignore[arg-type]
 
 
 class Processes:
@@ -109,7 +110,7 @@ def test_an_engine_that_dies_again_and_again_is_waited_for_longer(monkeypatch: p
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(client_module.multiprocessing, "get_context", processes)
+    monkeypatch.setattr(multiprocessing, "get_context", processes)
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + lived))
     monkeypatch.setattr(asyncio, "sleep", pause)
 
