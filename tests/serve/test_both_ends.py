@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import needs_native, tiny_llm
 
 import aquiline.serve.client as client_module
@@ -19,7 +20,8 @@ from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.sequence import Request
 from aquiline.serve.client import LONGEST_PAUSE_S, STEADY_S, EngineClient
 from aquiline.serve.engine_process import _Host
-from aquiline.serve.wire import Abort, Command, EngineInfo, Opening, Quit, StepMessage, Submit
+from aquiline.serve.metrics import Metrics
+from aquiline.serve.wire import Abort, Command, EngineInfo, Opening, Quit, Stats, StepMessage, Submit
 from aquiline.spec.drafting import NoDraft
 
 
@@ -130,3 +132,30 @@ def test_an_engine_that_dies_again_and_again_is_waited_for_longer(monkeypatch: p
     assert soon[0] < 1 and max(soon) == LONGEST_PAUSE_S
     assert all(2 * a <= b or b == LONGEST_PAUSE_S for a, b in pairwise(soon))
     assert late == 0.0 and again == soon[:2]
+
+
+def test_sums_go_on_when_the_engine_is_replaced() -> None:
+    """The new process counts from zero; what the old one counted is neither lost nor counted again."""
+    metrics = Metrics("m")
+
+    def told() -> list[float]:
+        families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+        names = (
+            "vllm:prefix_cache_queries",
+            "vllm:prefix_cache_hits",
+            "aquiline:prefill_tokens",
+            "vllm:num_preemptions",
+        )
+        return [next(s.value for s in families[name].samples if s.name.endswith("_total")) for name in names]
+
+    def step(*sums: int) -> None:
+        metrics.on_step(StepMessage([], [], [], Stats(1, 0, 1, 5, *sums), 1))
+
+    step(90, 40, 50, 2)
+    step(100, 40, 60, 2)
+    metrics.on_down()
+    assert told() == [100, 40, 60, 2] == told()
+    step(10, 4, 6, 1)
+    assert told() == [110, 44, 66, 3]
+    iterations = next(line for line in metrics.text().decode().splitlines() if "iteration_tokens_total_sum" in line)
+    assert float(iterations.split()[-1]) == 66, "tokens of steps, the first after the restart too"

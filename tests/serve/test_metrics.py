@@ -10,9 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import needs_native
 from tests.serve.serving import Server
 
-from aquiline.serve.metrics import Metrics
-from aquiline.serve.wire import Stats, StepMessage
-
 pytestmark = needs_native
 
 NAMES = [
@@ -70,30 +67,3 @@ def test_the_dashboard_shows_figures_that_exist(server: Server) -> None:
     names = {name for expression in expressions for name in re.findall(r"(?:vllm|aquiline):\w+", expression)}
     assert len(names) > 15
     assert [name for name in sorted(names) if f"\n{name}{{" not in text] == []
-
-
-def test_sums_go_on_when_the_engine_is_replaced() -> None:
-    """The new process counts from zero; what the old one counted is neither lost nor counted again."""
-    metrics = Metrics("m")
-
-    def told() -> list[float]:
-        families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
-        names = (
-            "vllm:prefix_cache_queries",
-            "vllm:prefix_cache_hits",
-            "aquiline:prefill_tokens",
-            "vllm:num_preemptions",
-        )
-        return [next(s.value for s in families[name].samples if s.name.endswith("_total")) for name in names]
-
-    def step(*sums: int) -> None:
-        metrics.on_step(StepMessage([], [], [], Stats(1, 0, 1, 5, *sums), 1))
-
-    step(90, 40, 50, 2)
-    step(100, 40, 60, 2)
-    metrics.on_down()
-    assert told() == [100, 40, 60, 2] == told()
-    step(10, 4, 6, 1)
-    assert told() == [110, 44, 66, 3]
-    iterations = next(line for line in metrics.text().decode().splitlines() if "iteration_tokens_total_sum" in line)
-    assert float(iterations.split()[-1]) == 66, "tokens of steps, the first after the restart too"
