@@ -14,6 +14,7 @@ from aquiline.backends.base import Extend
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+from aquiline.types import Float32
 
 pytestmark = needs_native
 
@@ -83,6 +84,27 @@ def test_a_spell_longer_than_a_pass_has_rows() -> None:
     while not other.steps:
         same.step()
     assert other.trees[0] == text.trees[-1]
+
+
+def test_a_long_spell_without_drafts_holds_few_features() -> None:
+    """Those of 128 tokens at most wait to be fused, however long a text goes on without its draft. What is fused then
+    is what a step that drafts fuses."""
+    player = Player(pair(), num_slots=2)
+    text, other = player.add(PROMPT, NoDraft(), drafts=True), player.add(PROMPT, Chain(1))
+    most = 0
+    while len(text.tokens) < 330:
+        player.step([each for each in (text, other) if each is text or len(other.tokens) < 330])
+        waiting = np.isnan(fused_of(player, text)[: len(text.tokens) - 1]).any(1)
+        most = max(most, int(waiting.sum()))
+        assert np.array_equal(np.sort(waiting), waiting), "the first tokens are fused first"
+    assert 1 < most <= 128
+    assert text.tokens[:300] == other.tokens[:300]
+    assert np.array_equal(fused_of(player, text)[:200], fused_of(player, other)[:200])
+
+
+def fused_of(player: Player, text: Text) -> Float32:
+    """By KV index, the draft's inputs that are there."""
+    return np.concatenate([player.backend.fused[page] for page in player.pages[text.slot]])
 
 
 @pytest.mark.parametrize("name", WAYS)

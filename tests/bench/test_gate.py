@@ -229,6 +229,13 @@ def test_tau_must_be_near_another_engines_on_either_side(tau: float, code: int, 
     assert check.measured == pytest.approx(abs(tau)) and check.is_held == (code == 0)
 
 
+def test_tau_must_be_near_every_other_engines(state: GateState) -> None:
+    near, far = (peers(eagle_speculation__mean_acceptance_length=tau_of(CHAIN) + gap) for gap in (0.01, 0.2))
+    report = parity({"near.json": near["peer.json"], "far.json": far["peer.json"]}, state)
+    (check,) = [check for check in only(report).checks if check.limit == "max_tau_gap"]
+    assert check.measured == pytest.approx(0.2) and report.exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

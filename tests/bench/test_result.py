@@ -19,7 +19,7 @@ from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured,
 from aquiline.bench.gates.gate import Request, ask
 from aquiline.bench.gates.rules import Gate, Selector
 from aquiline.bench.gates.state import GateState
-from aquiline.bench.results.integrity import problems, recomputed_tau
+from aquiline.bench.results.integrity import differences, problems, recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
 from aquiline.bench.results.table import markdown
 from aquiline.bench.suite.plan import PROFILES, Load, Plan
@@ -77,6 +77,32 @@ def test_tau_of_a_draft_that_is_accepted(tmp_path: Path) -> None:
     taus = {file.name: assert_tau_holds(file, num_requests=4) for file in tmp_path.glob("*.json")}
     drafted = [r["eagle_speculation"]["mean_acceptance_length"] for name, r in taus.items() if "chain" in name]
     assert len(taus) == 6 and min(drafted) > 1.2
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        *(({f"scenario__{name}": 99}, f"scenario.{name}: ") for name in (
+            "name", "profile", "context_tokens", "batch", "new_tokens", "temperature", "seed", "prompts_sha256",
+        )),
+        *(({f"model__{name}": "?"}, f"model.{name}: ") for name in ("target", "dtype", "arithmetic", "random_weights")),
+        *(({f"system__{name}": "?"}, f"system.{name}: ") for name in ("cpu", "threads", "isa", "path")),
+        ({"output__sha256": "f" * 64}, "output.sha256: the texts differ"),
+        ({"output__num_tokens": [24] * 5 + [23]}, "output.num_tokens: "),
+    ],
+)  # fmt: skip
+def test_results_of_other_work_or_machines_are_not_compared(fields: dict[str, Any], reason: str) -> None:
+    baseline, chain = measured()[BASELINE], measured()[CHAIN]
+    assert differences(chain, baseline) == []
+    (told,) = differences(changed(chain, **fields), baseline)
+    assert told.startswith(reason)
+
+
+def test_texts_may_differ_where_they_need_not_be_equal() -> None:
+    """Another engine's texts, and those of a simulated acceptance, are compared by their lengths alone."""
+    baseline, chain = measured()[BASELINE], changed(measured()[CHAIN], output__sha256="f" * 64)
+    assert differences(changed(chain, model__simulated_tau=2.0), baseline) == []
+    assert differences(changed(chain, engine="llama.cpp"), baseline) == []
 
 
 UNSOUND: dict[str, tuple[dict[str, Any], str]] = {

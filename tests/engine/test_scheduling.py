@@ -60,6 +60,21 @@ def test_prompts_share_a_step_s_rows_in_the_order_they_came() -> None:
     assert [s.output_ids for s in sequences] == [alone(words(20, i)) for i in range(3)]
 
 
+def test_an_urgent_prompt_s_rows_come_before_those_of_earlier_slots() -> None:
+    llm = tiny_llm(max_batch=2, row_budget=24)
+    patient = add(llm, "patient", words(100), priority=5)
+    llm.engine.step()
+    urgent = add(llm, "urgent", words(40, 1), priority=1)
+    shares = []
+    for _ in range(3):
+        llm.engine.step()
+        assert llm.engine.last is not None
+        shares.append({c.sequence.request.id: c.end - c.start for c in llm.engine.last.plan.chunks})
+    assert patient.slot < urgent.slot
+    assert shares == [{"urgent": 24}, {"urgent": 16, "patient": 8}, {"patient": 23}]
+    finish(llm)
+
+
 def test_time_and_rows_of_a_mixed_step_are_shared_out() -> None:
     llm = tiny_llm(max_batch=2, row_budget=24)
     began = llm.engine.meter.mark()

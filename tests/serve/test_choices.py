@@ -141,6 +141,21 @@ def test_tokens_behind_a_stop_string_do_not_count() -> None:
     assert tokenizer().decode(ids_of("a stop")[:kept]).endswith("STOP")
 
 
+def test_a_prompt_counts_once_whatever_number_of_answers_it_has() -> None:
+    """Three answers to each of two prompts, of which 7 and 2 tokens were cached."""
+    choices = [choice_of() for _ in range(6)]
+    for number, choice in enumerate(choices):
+        begin = Begin(7 if number < 3 else 2, None)
+        choice.take(Delta(number, [5], 0, "target", 0, 0, None, None, None, begin))
+        choice.take(Delta(number, [6, 7], 1, "draft", K, 1, "length", None, None, None))
+    wanted = Wanted(SamplingParams(seed=0), Chain(K), 3, 0, None, None, 0, None)
+    usage = Job("id", "m", wanted, [[5] * 9, [5] * 4], choices).usage
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 7 + 2
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (13, 18, 31)
+    details = usage["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 6 * (K - 1))
+
+
 def test_who_wrote_what() -> None:
     _, found = gains("plain", [4] * 99, by_token=True)
     pieces = [piece for gain in found for piece in gain.pieces]

@@ -168,6 +168,25 @@ def test_the_gate() -> None:
     assert refused.value.status == 503
 
 
+def test_the_gate_says_to_come_back_when_those_that_wait_have_run() -> None:
+    """Two run and eight wait. A choice takes a second at first, and then as long as choices took of late."""
+    gate = Gate(num_slots=2, max_waiting=8)
+
+    def retry_after() -> int:
+        with pytest.raises(ApiError) as refused:
+            gate.enter(1)
+        return int(refused.value.headers["retry-after"])
+
+    gate.enter(10)
+    found = [retry_after()]
+    for took_s in (3.0, 0.01, 1000.0):
+        for _ in range(150):
+            gate.leave(1, took_s)
+            gate.enter(1)
+        found.append(retry_after())
+    assert found == [4, 12, 1, 60]
+
+
 def prompts(template: str | None = TEMPLATE) -> Prompts:
     return Prompts(tokenizer(), ChatTemplate(template, {}, tokenizer()))
 

@@ -114,6 +114,16 @@ def test_the_oldest_responses_are_dropped() -> None:
     ResponseStore(0).put(Kept({"id": "a", "output": []}, []))
 
 
+def test_a_response_that_is_read_is_kept_for_longer(server: Server) -> None:
+    """There is room for a few, and those that nobody has read for longest are dropped."""
+    asked = ASKED | {"input": "-" * 4000, "max_output_tokens": 1}
+    read, other = (server.post("/v1/responses", **asked)["id"] for _ in range(2))
+    for _ in range(8):
+        assert server.client.get(f"/v1/responses/{read}").status_code == 200
+        server.post("/v1/responses", **asked)
+    assert server.client.get(f"/v1/responses/{other}").status_code == 404
+
+
 @pytest.mark.parametrize("size", range(1, K + 2))
 def test_reasoning_and_a_call_as_items(size: int) -> None:
     job, gains = recorded_job("both", size)

@@ -189,3 +189,16 @@ def test_a_stop_string_of_several_bytes_counts_the_tokens_it_took(width: int) ->
         used += len(ids[i : i + width])
     assert text == "ab" and bytes(ids[:used]) == "ab→c".encode()
     assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("stop", [("b", "STOP", "x"), ("x", "STOP", "b")])
+def test_the_stop_string_that_stands_first_ends_the_text(stop: tuple[str, ...]) -> None:
+    """One token completes two of them, and it does not matter which one is named first."""
+    detokenizer = Detokenizer(byte_tokenizer((b"aSTOPb",)), (0x41,), stop)
+    assert detokenizer.take([0x41, 256, 0x41], "length") == (2, "Aa", "stop")
+
+
+def test_a_stop_token_shows_no_text_and_the_last_token_of_a_length_does() -> None:
+    """An ordinary token, which its request has named as a stop token."""
+    assert Detokenizer(byte_tokenizer(), (), ()).take([0x41, 0x42], "stop") == (2, "A", "stop")
+    assert Detokenizer(byte_tokenizer(), (), ()).take([0x41, 0x42], "length") == (2, "AB", "length")

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from aquiline.train.data import Rejects, TokenIds, is_held_out, load_split, read_documents
-from aquiline.train.packing import Batches, cut, gather, pack
+from aquiline.train.packing import Batches, Piece, cut, gather, pack
 from aquiline.train.vocabulary import choose_vocabulary
 
 
@@ -103,6 +103,23 @@ def test_rows_hold_every_piece_once_and_documents_apart(tmp_path: Path) -> None:
             assert d >= 0 or not batch.mask[b, t]
 
 
+@pytest.mark.parametrize(("counted", "starts"), [((3, 11), [0]), ((3, 12), [0, 10]), ((1, 19), [10]), ((2, 9), [0])])
+def test_a_piece_is_kept_for_tokens_that_a_row_predicts(
+    tmp_path: Path, counted: tuple[int, ...], starts: list[int]
+) -> None:
+    """Of 20 tokens in two pieces two count; no row predicts the first two of a piece."""
+    row = {"input_ids": [0] + [1] * 19, "loss_mask": [int(place in counted) for place in range(20)]}
+    (tmp_path / "d.jsonl").write_text(json.dumps(row))
+    corpus = load_split([tmp_path / "d.jsonl"], [tmp_path / "d.jsonl"], ids()).train
+    assert [piece.start for piece in cut(corpus, 10, 5)] == starts
+
+
+def test_pieces_are_packed_where_they_fit_best() -> None:
+    """A piece of 3 that took the gap of 4 would leave no two gaps of 2."""
+    pieces = [Piece(start, length) for start, length in enumerate((2, 6, 3, 7, 2))]
+    assert [[p.length for p in row] for row in pack(pieces, 10)] == [[7, 3], [6, 2, 2]]
+
+
 def test_batches_depend_on_the_step_alone(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps({"input_ids": [0] + [1 + i % 47] * 40}) for i in range(9)))
@@ -121,6 +138,8 @@ def test_vocabulary_is_special_then_frequent_ascending() -> None:
     vocabulary = choose_vocabulary(counts, special=(0, 6), size=5)
     assert vocabulary.ids.tolist() == [0, 1, 3, 5, 6] and vocabulary.coverage == pytest.approx(19 / 20)
     assert choose_vocabulary(counts, (0, 6), None).ids.tolist() == list(range(7))
+    tied = choose_vocabulary(np.array([5, 5, 5, 5, 0, 5], np.int64), special=(4,), size=3)
+    assert tied.ids.tolist() == [0, 1, 4], "of equals the lowest"
     for size in (2, 8):
         with pytest.raises(ValueError, match="draft_vocab_size"):
             choose_vocabulary(counts, (0, 6), size)

@@ -112,6 +112,16 @@ def test_the_target_looks_at_held_out_texts_once(teacher: Teacher, texts: list[T
     assert held_out.judge(head) == first and views.num_computed == 0
 
 
+def test_a_draft_is_judged_from_its_first_token_on(teacher: Teacher) -> None:
+    """Two new tokens: the first is the target's own, and the second is the only one that the draft guesses."""
+    head = tiny.head(teacher.decoder.float(), num_ids=48)
+    scale = torch.ones(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size)
+    assembler = Assembler(Views(teacher.views, None), scale, head_rows(head.d2t), teacher.head, "cpu")
+    text = Text(np.arange(1, 10, dtype=np.int32), 7, 0.0)
+    assert HeldOut(assembler, [text], 1).judge(head).loss > 0
+    assert HeldOut(assembler, [Text(text.tokens, 8, 0.0)], 1).judge(head).loss == 0, "nothing is left to guess"
+
+
 def test_a_kind_of_text_that_is_missing_does_not_hide_the_other() -> None:
     """Without greedy texts, or without sampled ones, checkpoints are still told apart."""
     nan = float("nan")

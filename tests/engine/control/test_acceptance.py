@@ -10,6 +10,7 @@ from aquiline.engine.control.acceptance import (
     Pool,
     Record,
     chances_of,
+    margins_of,
     pool_number,
     seconds_of,
 )
@@ -79,3 +80,26 @@ def test_a_text_that_leans_the_other_way_changes_its_chances() -> None:
     for _ in range(60):
         hard.observe([guess(1)], [1 if rng.random() < 0.2 else 2])
     assert chances_of(hard)[3] < 0.45 < chances_of(Record(pool))[3]
+
+
+def test_a_pool_follows_texts_that_have_changed() -> None:
+    """Thousands of old events do not outweigh the last thousand: in rates, in margins, and in what a text leans to."""
+    pool = Pool()
+    for _ in range(5000):
+        Record(pool).observe([guess(1, 6), guess(2, 6)], [1, 2])
+    assert Record(pool).share(0) > 0.99 and margins_of(pool, 0.99).first[6] > 0.9
+    for _ in range(3000):
+        Record(pool).observe([guess(1, 2), guess(2, 2)], [1, 3])
+    assert Record(pool).share(0) > 0.99 and Record(pool).share(1) < 0.2
+    margins = margins_of(pool, 0.99)
+    assert margins.first[2] > 0.8 and margins.deeper[2] > 0.8
+
+
+def test_how_a_text_leans_is_told_by_its_last_tokens() -> None:
+    record = Record(Pool())
+    for _ in range(600):
+        record.observe([guess(1)], [1])
+    assert record.lean > 1.0
+    for _ in range(100):
+        record.observe([guess(1)], [2])
+    assert record.lean < 0.5

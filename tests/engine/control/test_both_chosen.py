@@ -72,6 +72,12 @@ def test_one_alone_is_verified_where_the_other_adds_nothing(
     assert found.drafting == {"lookup": PLAIN, "draft": Chain(8)}[source]
 
 
+def test_a_token_that_both_have_costs_one_node() -> None:
+    """Of a copied token of chance 0.7 the chain has half: 0.35 comes with it, and its node is paid for already."""
+    found = chosen([0.7], 2, chain_worth=0.8, alike=0.5, least=0.4)
+    assert source_of(found) == "both", "0.8 + 0.7 - 0.4 - 0.35 * (1 - 0.4) = 0.89 tokens, the chain alone brings 0.8"
+
+
 def test_without_a_chain_there_is_the_copy() -> None:
     assert source_of(chosen([0.5, 0.4], 0, 0.0)) == "lookup"
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import needs_native, tiny_models
 
+import aquiline.engine.control.calibrate as calibrate
 from aquiline.engine.control.costs import MOST_ROWS, CostTable, StepCosts, at, filled
+from aquiline.engine.model import LoadedModels
 
 EDGED = filled([(1, 2.0), (4, 2.0), (5, 3.0), (8, 3.0), (64, 17.0)])
 TABLE = CostTable(
@@ -107,3 +112,20 @@ def test_one_long_pause_moves_little() -> None:
     costs.learn_host(1e6)
     assert costs.host_ms < 0.1
     assert math.isfinite(costs.verify(MOST_ROWS + 5))
+
+
+@needs_native
+def test_a_table_is_measured_anew_for_another_number_of_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where siblings share a core, a process with fewer CPUs may have as many threads and still other costs."""
+    measured = list[CostTable]()
+
+    def measure(models: LoadedModels) -> CostTable:
+        measured.append(calibrate.estimated_table(10**6 * (1 + len(measured)), True))
+        return measured[-1]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "measured_table", measure)
+    for cpus, number in (({0, 1}, 0), ({0, 1}, 0), ({0, 1, 2}, 1), ({0, 1}, 0)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cpus=cpus: cpus, raising=False)
+        assert calibrate.cost_table(tiny_models(), is_measured=True) == measured[number]
+    assert len(measured) == 2

@@ -1,0 +1,141 @@
+"""What the controller asks for step by step, and which steps it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+
+from aquiline.backends.base import Admit, Decoded, StepInput, StepOutput
+from aquiline.config import SamplingParams
+from aquiline.engine.control.chosen import source_of
+from aquiline.engine.control.controller import FIRST_PROBES, PATIENCE, PROBING, RARELY, Controller
+from aquiline.engine.control.costs import CostTable, StepCosts, filled
+from aquiline.engine.scheduler import StepPlan
+from aquiline.engine.sequence import Request, Sequence
+from aquiline.engine.step import Step
+from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.drafting import Chain, Drafting, Proposal
+from aquiline.text.detokenizer import Detokenizer
+
+PLAIN_MS, PASS_MS = 100.0, 120.0
+"""A forward of any few rows, and a pass of the draft, which never pays."""
+
+
+Points = list[tuple[int, float]]
+FLAT: Points = [(1, PLAIN_MS), (32, 1.001 * PLAIN_MS)]
+
+
+def controller_of(rows: Points = FLAT, pass_ms: float = PASS_MS) -> Controller:
+    passes = filled([(1, pass_ms), (32, 2 * pass_ms)])
+    return Controller(StepCosts(CostTable(filled(rows), passes, passes)))
+
+
+class Copies:
+    """Proposes tokens of these chances while `is_there` says so; looked: at which lengths of the text it was asked."""
+
+    def __init__(self, is_there: Callable[[int], bool], *chances: float) -> None:
+        self.is_there, self.chances, self.looked = is_there, chances or (1.0,), list[int]()
+
+    def propose(self, tokens: list[int], max_tokens: int) -> Proposal:
+        self.looked.append(len(tokens))
+        if not self.is_there(len(tokens)):
+            return Proposal(())
+        return Proposal(tuple(range(1, len(self.chances) + 1)), (), self.chances)
+
+
+def sequence_of(proposer: Copies | None = None, spec: Drafting = Adaptive(), slot: int = 0) -> Sequence:
+    request = Request(slot, (5,), SamplingParams(max_tokens=10**6, seed=0), spec)
+    return Sequence(request, Detokenizer(None, (5,), ()), frozenset(), [5], slot, proposer, slot=slot)
+
+
+def plan_of(*sequences: Sequence) -> StepPlan:
+    return StepPlan((), sequences, (), 0, 0)
+
+
+def taken(controller: Controller, sequence: Sequence, num_steps: int, admits: bool = False) -> list[str]:
+    """The sources of so many steps of one sequence; each step adds a token and takes as long as the table says."""
+    found = list[str]()
+    for _ in range(num_steps):
+        decode = controller.decodes(plan_of(sequence))[sequence]
+        found.append(source_of(decode))
+        output = StepOutput([Decoded(0, [5], 0, 0)], [], 0, {"draft": 0.0, "verify": PLAIN_MS / 1e3}, lambda: None)  # type: ignore
+        message = StepInput((decode,), admits=(Admit(1, (5,), 1, SamplingParams(seed=0)),) if admits else ())
+        pending = SimpleNamespace(read=lambda output=output: output)
+        controller.learn(Step(plan_of(sequence), message, pending), output)
+        sequence.tokens.append(5)
+    return found
+
+
+def test_a_text_without_copies_is_searched_less_and_less() -> None:
+    copies = Copies(lambda length: length == 100)
+    taken(controller_of(), sequence_of(copies), 130)
+    gaps = [b - a for a, b in pairwise(copies.looked)]
+    assert set(gaps) <= set(RARELY) and max(gaps) == RARELY[-1]
+    before = [length for length in copies.looked if length <= PATIENCE[-1]]
+    assert len(before) <= PATIENCE[-1] / RARELY[-2] + 4, "looks cost time, and copies are rare"
+
+
+def test_a_copy_has_the_text_searched_at_every_step_again() -> None:
+    copies = Copies(lambda length: length >= 100)
+    taken(controller_of(), sequence_of(copies), 130)
+    found = next(length for length in copies.looked if length >= 100)
+    assert copies.looked[copies.looked.index(found) :] == list(range(found, 131))
+
+
+def test_time_that_no_probe_took_is_saved_up_to_a_limit() -> None:
+    """While all is copied nobody is asked; afterwards there are no more probes in a row than the limit allows."""
+    num_copied, num_plain = 8_000, 64
+    sequence = sequence_of(Copies(lambda length: length <= num_copied))
+    controller = controller_of()
+    assert set(taken(controller, sequence, num_copied)) == {"lookup"}
+    assert PROBING * PLAIN_MS * num_copied / PASS_MS > 4 * FIRST_PROBES, "more was saved than may be kept"
+    after = taken(controller, sequence, num_plain)
+    assert FIRST_PROBES <= after.count("probe") <= 2 * FIRST_PROBES
+
+
+def test_probes_go_round() -> None:
+    """Nobody drafts, and each sequence is asked as often as the others."""
+    controller, sequences = controller_of(), [sequence_of(slot=slot) for slot in range(3)]
+    steps = [controller.decodes(plan_of(*sequences)) for _ in range(FIRST_PROBES)]
+    probed = [sequence.slot for found in steps for sequence in found if source_of(found[sequence]) == "probe"]
+    assert len(probed) == FIRST_PROBES and set(probed) == {0, 1, 2}
+
+
+def test_a_copy_is_cut_where_a_row_costs_as_much_as_four() -> None:
+    """Four rows cost as one, and the fifth is bought for no token that is likely to be wrong."""
+    rows = [(1, 1.0), (4, 1.0), (5, 2.0), (8, 2.0), (64, 20.0)]
+    sequence = sequence_of(Copies(lambda length: True, 0.9, 0.8, 0.7, 0.4))
+    decode = controller_of(rows, pass_ms=9.0).decodes(plan_of(sequence))[sequence]
+    assert decode.proposal == Proposal((1, 2, 3), (), (0.9, 0.8, 0.7))
+
+
+def test_rows_of_fixed_drafts_leave_fewer_cheap_ones() -> None:
+    """Eight rows are cheap. A chain of seven beside it takes them all, and what is left is too dear to draft for."""
+    rows, sequence = [(1, 2.0), (8, 2.05), (9, 6.0), (32, 52.0)], sequence_of()
+    for beside, source in ((), "draft"), ((sequence_of(spec=Chain(7), slot=1),), "none"):
+        controller = controller_of(rows, pass_ms=0.05)
+        steps = [controller.decodes(plan_of(sequence, *beside))[sequence] for _ in range(FIRST_PROBES + 1)]
+        assert source_of(steps[-1]) == source, "those before may be probes"
+
+
+def test_a_choice_stands_no_longer_than_a_text_may_go_without_a_look() -> None:
+    controller, sequence = controller_of(), sequence_of(Copies(lambda length: False))
+    most = list[int]()
+    for _ in range(2 * PATIENCE[-1]):
+        most.append(controller.most_repeats(controller.decodes(plan_of(sequence))))
+        sequence.tokens.append(5)
+    _, soon, late = PATIENCE
+    assert max(most[: soon - 1]) <= RARELY[1] and max(most[: late - 1]) == RARELY[2] < max(most[late:])
+
+
+def test_steps_that_admit_teach_no_times() -> None:
+    """Admissions take time of their own; what a forward costs is learnt from steps without them."""
+    controller = controller_of()
+    learnt = list[float]()
+    controller.costs.learn_verify = lambda *args: learnt.append(args[-1])  # type: ignore[method-assign]
+    sequence = sequence_of()
+    taken(controller, sequence, 40, admits=True)
+    assert learnt == []
+    taken(controller, sequence, 40)
+    assert learnt and all(abs(ms - PLAIN_MS) < 1e-6 for ms in learnt)

@@ -1,0 +1,161 @@
+"""Both ends of the pipe between HTTP and engine, each with the other end played."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+import time
+from collections import deque
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.conftest import needs_native, tiny_llm
+
+import aquiline.serve.client as client_module
+from aquiline.config import EngineConfig, PairConfig, SamplingParams
+from aquiline.engine.sequence import Request
+from aquiline.serve.client import LONGEST_PAUSE_S, STEADY_S, EngineClient
+from aquiline.serve.engine_process import _Host
+from aquiline.serve.metrics import Metrics
+from aquiline.serve.wire import Abort, Command, EngineInfo, Opening, Quit, Stats, StepMessage, Submit
+from aquiline.spec.drafting import NoDraft
+
+
+class Script:
+    """A connection over which commands come, a list before each step, and then the end of the other process."""
+
+    def __init__(self, *commands: list[Command]) -> None:
+        self.left, self.told = deque(commands), list[StepMessage]()
+        self.is_due = True
+
+    def poll(self, timeout: float | None) -> bool:
+        due, self.is_due = self.is_due, True
+        return due or timeout is None
+
+    def recv(self) -> list[Command]:
+        if not self.left:
+            raise EOFError
+        self.is_due = False
+        return self.left.popleft()
+
+    def send(self, message: StepMessage) -> None:
+        self.told.append(message)
+
+
+@needs_native
+def test_the_engine_process_keeps_nothing_of_requests_that_are_gone() -> None:
+    """Aborted, ended or refused: a server that runs for weeks must not hold their tokens."""
+    lengths, prompts = (200, 3, 3), ((5, 6), (7,), (10**6,))
+    samplings = [SamplingParams(max_tokens=length, ignore_eos=True, seed=0) for length in lengths]
+    long, short, bad = (Request(i, prompts[i], samplings[i], NoDraft()) for i in range(3))
+    script = Script([Submit(long), Submit(short), Submit(bad)], [], [Abort(0)], [Abort(1)], [], [], [Abort(1), Quit()])
+    llm = tiny_llm(max_batch=2)
+    host = _Host(script, llm)  # type: ignore[arg-type]
+    host.run()
+    assert script.told[0].added == [0, 1] and [refused.request_id for refused in script.told[0].refused] == [2]
+    assert not host.sequences and not llm.engine.sequences
+    assert [delta.request_id for step in script.told for delta in step.deltas if delta.finish_reason] == [1]
+
+
+class Played:
+    """An engine process and both ends of its pipe: it is ready at once, and ends when it is told to."""
+
+    exitcode, pid = -9, 1
+
+    def __init__(self) -> None:
+        self.dies, self.is_ready = threading.Event(), False
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def send(self, commands: list[Command]) -> None: ...
+
+    def kill(self) -> None:
+        self.dies.set()
+
+    def is_alive(self) -> bool:
+        return not self.dies.is_set()
+
+    def recv(self) -> EngineInfo:
+        if self.is_ready:
+            self.dies.wait(30)
+            raise EOFError
+        self.is_ready = True
+        return EngineInfo(*[0] * len(EngineInfo._fields))  # type: ignore[arg-type]
+
+
+class Processes:
+    """What multiprocessing.get_context gives: each process that is started is played."""
+
+    def __init__(self) -> None:
+        self.all: list[Played] = []
+
+    def __call__(self, method: str) -> Processes:
+        return self
+
+    def Pipe(self) -> tuple[Played, Played]:  # noqa: N802
+        self.all.append(Played())
+        return self.all[-1], self.all[-1]
+
+    def Process(self, **settings: Any) -> Played:  # noqa: N802
+        return self.all[-1]
+
+
+def test_an_engine_that_dies_again_and_again_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ran for long is replaced at once, and afterwards the waits are short again."""
+    processes, pauses, lived, sleep = Processes(), list[float](), 0.0, asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(multiprocessing, "get_context", processes)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + lived))
+    monkeypatch.setattr(asyncio, "sleep", pause)
+
+    async def run() -> None:
+        nonlocal lived
+        client = EngineClient(Opening(PairConfig(), EngineConfig(), NoDraft()))
+        await client.start()
+        for seconds in [0.0] * 12 + [STEADY_S] + [0.0] * 2:
+            lived, number = seconds, client.num_restarts
+            processes.all[-1].dies.set()
+            while client.num_restarts == number or client.state != "ready":
+                await sleep(0.001)
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    soon, late, again = pauses[:12], pauses[12], pauses[13:]
+    assert soon[0] < 1 and max(soon) == LONGEST_PAUSE_S
+    assert all(2 * a <= b or b == LONGEST_PAUSE_S for a, b in pairwise(soon))
+    assert late == 0.0 and again == soon[:2]
+
+
+def test_sums_go_on_when_the_engine_is_replaced() -> None:
+    """The new process counts from zero; what the old one counted is neither lost nor counted again."""
+    metrics = Metrics("m")
+
+    def told() -> list[float]:
+        families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+        names = (
+            "vllm:prefix_cache_queries",
+            "vllm:prefix_cache_hits",
+            "aquiline:prefill_tokens",
+            "vllm:num_preemptions",
+        )
+        return [next(s.value for s in families[name].samples if s.name.endswith("_total")) for name in names]
+
+    def step(*sums: int) -> None:
+        metrics.on_step(StepMessage([], [], [], Stats(1, 0, 1, 5, *sums), 1))
+
+    step(90, 40, 50, 2)
+    step(100, 40, 60, 2)
+    metrics.on_down()
+    assert told() == [100, 40, 60, 2] == told()
+    step(10, 4, 6, 1)
+    assert told() == [110, 44, 66, 3]
+    iterations = next(line for line in metrics.text().decode().splitlines() if "iteration_tokens_total_sum" in line)
+    assert float(iterations.split()[-1]) == 66, "tokens of steps, the first after the restart too"

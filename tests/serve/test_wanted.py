@@ -1,0 +1,35 @@
+"""How a request is drafted for, by its own fields and the server's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aquiline.serve.protocol import CompletionRequest
+from aquiline.serve.sampling import chosen_spec
+from aquiline.spec.adaptive import PLENTY, Adaptive
+from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.lookup import Lookup
+
+EXPECTED: dict[str, Any] = {"prediction": {"type": "content", "content": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("default", "asked", "spec"),
+    [
+        (Adaptive(), {}, Adaptive()),
+        (Adaptive(), {"speculative": {"num_tokens": 4}}, Adaptive(4, lookup=False)),
+        (Adaptive(), {"speculative": {"num_tokens": PLENTY}}, Adaptive(PLENTY)),
+        (Adaptive(), {"speculative": {"num_tokens": 0}}, NoDraft()),
+        (Adaptive(), EXPECTED, Adaptive()),
+        (Chain(3), EXPECTED, Lookup()),
+        (Chain(3), EXPECTED | {"speculative": {"num_tokens": 2}}, Lookup(max_draft=2)),
+        (Chain(3), EXPECTED | {"speculative": {"proposer": "chain"}}, Chain(3)),
+        (Chain(3), EXPECTED | {"speculative": {"enabled": False}}, NoDraft()),
+        (Chain(3), {"speculative": {"proposer": "adaptive"}}, Adaptive()),
+    ],
+)
+def test_how_a_request_is_drafted(default: Drafting, asked: dict[str, Any], spec: Drafting) -> None:
+    """A bound on the tokens of a draft bounds its copies too, and a prediction is of use to what reads it."""
+    assert chosen_spec(CompletionRequest(prompt="a", **asked), default) == spec
