@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from aquiline.engine.chat import ending_with
+from aquiline.engine.encode import ending_with
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.serve.choices import Choice, Gain
