@@ -269,6 +269,12 @@ def test_simulated_acceptance_of_trees_is_refused_before_a_step(spec: Drafting) 
     assert ended(finish(llm)) == []
 
 
+@pytest.mark.parametrize("arrival", [math.nan, math.inf, 10**400, -1e300, "now", None, True])
+def test_an_arrival_that_is_no_time_is_refused(arrival: Any) -> None:
+    with pytest.raises(ValueError, match=r"request a: arrival=.* must be a time of time\.monotonic"):
+        Request("a", (1,), PARAMS, BASELINE, arrival=arrival)
+
+
 def test_a_request_without_a_seed_is_refused() -> None:
     unseeded = dataclasses.replace(PARAMS, seed=None)
     with pytest.raises(ValueError, match=r"request a: sampling\.seed=None: must be a number"):
