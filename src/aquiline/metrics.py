@@ -236,15 +236,16 @@ class Meter:
         self._last = began_s
 
     def add_step(
-        self, seconds: dict[str, float], parts: dict[str, float], num_decode_rows: int, num_chunk_rows: int
+        self, seconds: dict[str, float] | None, parts: dict[str, float], num_decode_rows: int, num_chunk_rows: int
     ) -> None:
         """Record a step whose outcome was read, with its decode rows and prefill rows. seconds: the time of its stages
-        as the backend measured them; the rest of the time since the last call counts as the host's."""
+        as the backend measured them, None where it did not; the rest of the time since the last call counts as the
+        host's."""
         self.num_target_forwards += 1
         self.num_prefill_tokens += num_chunk_rows
         self.num_decode_steps += num_decode_rows > 0
         self._share = num_decode_rows / (num_decode_rows + num_chunk_rows)
-        now = time.perf_counter()
+        now, seconds = time.perf_counter(), seconds or {}
         host = max(0.0, now - self._last - sum(seconds.values()))
         self._count(seconds | {"host": host}, now)
         for part, each in parts.items():

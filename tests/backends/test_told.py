@@ -14,6 +14,7 @@ from tests.conftest import TINY, needs_native, tiny_pair
 from aquiline.backends.cpu import packed
 from aquiline.backends.cpu.pair import CpuPair
 from aquiline.config import SamplingParams
+from aquiline.models.decoder import Decoder
 from aquiline.spec.drafting import Chain, NoDraft
 from aquiline.types import Float32, TokenLogprobs
 
@@ -145,7 +146,25 @@ def test_arithmetic_that_this_cpu_lacks() -> None:
 
 def test_widths_that_the_library_does_not_have() -> None:
     decoder, _ = tiny_pair(config=dataclasses.replace(TINY, intermediate_size=90))
-    with pytest.raises(ValueError, match="intermediate_size=90: the native path needs a multiple of 16"):
+    with pytest.raises(
+        ValueError, match=r"intermediate_size=90: the native path needs a multiple of 16; .*ISA=off has"
+    ):
+        CpuPair(decoder, None, "float32")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"head_dim": 528}, "head_dim=528: must be a positive multiple of 16 up to 512"),
+        ({"num_heads": 129, "num_kv_heads": 1}, "num_heads=129: must be a multiple, up to 128, of num_kv_heads=1"),
+    ],
+)
+def test_shapes_that_the_library_does_not_have_are_refused_when_they_are_packed(
+    shape: dict[str, int], message: str
+) -> None:
+    """By the library's own checks, before an engine is opened."""
+    decoder = Decoder(dataclasses.replace(TINY, num_layers=1, **shape))
+    with pytest.raises(ValueError, match=f"^{message}; the environment variable AQUILINE_ISA=off has torch run it"):
         CpuPair(decoder, None, "float32")
 
 

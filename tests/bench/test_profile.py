@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from aquiline.bench.suite.profile import PARTS, RANGES, profile
 from aquiline.cli.main import app
-from aquiline.config import SamplingParams
+from aquiline.config import EngineConfig, SamplingParams
 
 pytestmark = needs_native
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -62,3 +63,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "EAGLE_TREE_MASKS" in shown.output and (tmp_path / "t.json").exists()
     data = json.loads(CliRunner().invoke(app, [*args, "--json", "--drafter", "dynamic"]).stdout)
     assert data["num_steps"] > 0 and data["tau"] >= 1 and data["adaptive"] is None
+
+
+def test_a_backend_that_times_no_stages_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of its stages is shown as taking no time, and no step as having taken none."""
+    monkeypatch.setenv("AQUILINE_ISA", "off")
+    monkeypatch.setattr("aquiline.cli.profile.EngineConfig", partial(EngineConfig, calibration=False))
+    args = ["profile", "--context", "32", "--new-tokens", "3"]
+    shown = CliRunner().invoke(app, args, env={"COLUMNS": "120"})
+    assert shown.exit_code == 0 and "the torch path does not time its stages: HOST is the whole step" in shown.output
+    assert "EAGLE_DRAFT" not in shown.output and "step: not timed; verified tokens" in shown.output

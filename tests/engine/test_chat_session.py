@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.chat import ChatSession, Piece, user_prompt
 from aquiline.engine.llm import LLM
+from aquiline.engine.opened import open_template
+from aquiline.errors import CheckpointError
 from aquiline.spec.drafting import Chain
+from aquiline.text.answers import Message
 from aquiline.text.chat import ChatTemplate
 
 END = "<E>"
@@ -113,3 +119,80 @@ def test_one_question_needs_a_template() -> None:
     assert user_prompt(ChatTemplate(SOURCE, {}, LETTERS), "hi", "sys") == LETTERS.encode("s:sysu:hia:").ids
     with pytest.raises(ValueError, match=r"chat: the template of T does not exist; .* without --chat"):
         user_prompt(ChatTemplate(None, {}, LETTERS, name="the template of T"), "hi")
+
+
+HELLO: list[Message] = [{"role": "user", "content": "hello"}]
+LONGER: list[Message] = [
+    {"role": "system", "content": "sys"}, *HELLO, {"role": "assistant", "content": "hi"},
+    {"role": "user", "content": "more"},
+]  # fmt: skip
+
+
+def chatty(folder: Path, source: str = SOURCE, tokenizer: Tokenizer = LETTERS) -> LLM:
+    """An LLM whose target brings a chat template."""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    loaded = dataclasses.replace(tiny_models(), tokenizer=tokenizer, checkpoint=folder)
+    return LLM.from_models(loaded, engine_config(4))
+
+
+def test_an_llm_answers_one_conversation_or_several(tmp_path: Path) -> None:
+    llm = chatty(tmp_path)
+    [one] = llm.chat(HELLO, SHORT)
+    assert one.prompt_ids == LETTERS.encode("u:helloa:").ids
+    asked = session().ask("hello").output
+    assert (one.token_ids, one.text, one.finish_reason) == (asked.token_ids, asked.text, asked.finish_reason)
+    first, second = llm.chat([HELLO, LONGER], [SHORT, dataclasses.replace(SHORT, max_tokens=5)], spec=Chain(3))
+    assert first.token_ids == one.token_ids and first.metrics.num_draft_tokens > 0
+    assert second.prompt_ids == LETTERS.encode("s:sysu:helloa:hi<E>u:morea:").ids and len(second.token_ids) == 5
+    assert [o.finish_reason for o in llm.chat([HELLO], dataclasses.replace(SHORT, logit_bias=ALWAYS_END))] == ["stop"]
+    by_default, text = llm.chat(HELLO)[0].token_ids, llm.generate("u:helloa:")[0].token_ids
+    assert by_default == text[: text.index(LETTERS.token_to_id(END)) + 1], "up to the end of the turn"
+
+
+def test_a_chat_without_a_template_continues_the_text() -> None:
+    llm = session().llm
+    assert llm.chat(LONGER, SHORT)[0].prompt_ids == LETTERS.encode("sys\n\nhello\n\nhi\n\nmore").ids
+    with pytest.raises(ValueError, match="cannot be given tools; drop them"):
+        llm.chat(HELLO, tools=[{"type": "function"}])
+
+
+def test_tools_and_options_reach_the_template(tmp_path: Path) -> None:
+    llm = chatty(tmp_path, SOURCE + "{{ tools[0].name if tools else '-' }}{{ style }}")
+    [one] = llm.chat(HELLO, SHORT, tools=[{"name": "add"}], template_options={"style": "x"})
+    assert one.prompt_ids == LETTERS.encode("u:helloa:addx").ids
+    calling = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    assert llm.chat(calling, SHORT)[0].prompt_ids == LETTERS.encode("u:helloa:<E>a:-").ids
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], r"messages=\[\]: must be a list of messages, or a list of such lists"),
+        ("hello", "messages='hello': must be a list of messages"),
+        ({"role": "user", "content": "a"}, "must be a list of messages"),
+        ([HELLO, []], r"messages\[1\]=\[\]: must be a list of messages that is not empty"),
+        ([HELLO, "hello"], r"messages\[1\]='hello'"),
+        ([*HELLO, "hello"], r"messages\[0\]\[1\]='hello': must be a dict with role and content, both texts"),
+        ([{"role": "user"}], r"messages\[0\]\[0\]=.*both texts"),
+        ([{"role": 1, "content": "a"}], "both texts"),
+        ([{"role": "user", "content": ["a"]}], "both texts"),
+        ([HELLO, [{"role": "user", "content": "\ud800"}]], "half a surrogate pair"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: Any, message: str) -> None:
+    llm = session().llm
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, SHORT)
+    assert not llm.engine.is_busy
+
+
+def test_a_template_that_ends_answers_with_a_token_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Every request of a chat would be refused for it."""
+    letters = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(96)}, unk_token="!"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters.add_special_tokens([END])
+    llm = chatty(tmp_path, SOURCE, letters)
+    told = f"the chat template of {tmp_path}: ends an answer with token 96, and the model has 96 tokens"
+    for use in (lambda: llm.chat(HELLO), lambda: open_template(llm)):
+        with pytest.raises(CheckpointError, match=re.escape(told)):
+            use()

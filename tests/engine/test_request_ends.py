@@ -5,23 +5,34 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import needs_native, tiny_llm
+import torch
+from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_llm, tiny_models, tiny_pair
 from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
 from tests.engine.test_exact import BASELINE, SPECS, tokens
+from tests.engine.test_stops import letters
 
+from aquiline.config import Environment
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.drafting import Drafting
+from aquiline.spec.drafting import Drafting, Dynamic
 from aquiline.spec.lookup import Lookup
 
 pytestmark = needs_native
 
 LONG = dataclasses.replace(PARAMS, max_tokens=60)
+
+
+@lru_cache
+def torch_models() -> LoadedModels:
+    return from_modules(*tiny_pair(), None, Loading("bfloat16"), Environment("off", 1))
 
 
 def test_a_deadline_ends_a_waiting_request_with_nothing() -> None:
@@ -190,6 +201,92 @@ def test_a_field_of_another_type_is_refused_where_it_enters(name: str, value: ob
     with pytest.raises(ValueError, match=named):
         llm.engine.add(Request(**fields))
     assert ended(finish(llm)) == ["running", "waiting"] and running.output_ids == alone(words(20))
+
+
+def biased(**settings: Any) -> dict[str, Any]:
+    return {"sampling": dataclasses.replace(PARAMS, **settings)}
+
+
+BEYOND = [
+    ({"prompt": [5, 96]}, "prompt token 96"),
+    ({"prompt": [5, -1]}, "prompt token -1"),
+    ({"prompt": [2**40]}, "prompt token 1099511627776"),
+    ({"prediction": [5, 96], "spec": Lookup()}, "prediction token 96"),
+    (biased(logit_bias={5: 1.0, 96: 1.0}), "logit_bias: token id 96"),
+    (biased(logit_bias={2**40: 1.0}), "logit_bias: token id 1099511627776"),
+    (biased(stop_token_ids=(96,)), "stop_token_ids: token id 96"),
+    (biased(stop_token_ids=(2**31,)), "stop_token_ids: token id 2147483648"),
+    (biased(bad_words=("ab", "aé")), r"bad_words='aé': is written with token 96, and the model has tokens 0 to 95"),
+    (biased(max_tokens=2**31 - 1), "exceeds the 400 positions"),
+    (biased(max_tokens=10**30, min_tokens=10**30), "exceeds the 400 positions"),
+    ({"spec": Dynamic(1, 60, 2)}, "draft_top_k=60: the draft's vocabulary has 48 tokens"),
+]
+"""What a request may hold and the tiny models have not."""
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("fields", "message"), BEYOND, ids=[message[:24] for _, message in BEYOND])
+def test_what_the_models_do_not_have_is_refused_before_a_step(
+    fields: dict[str, Any], message: str, backend: str
+) -> None:
+    """Inside a step it would end every other request too. The tokenizer has a token more than the models."""
+    models = tiny_models() if backend == "native" else torch_models()
+    llm = LLM.from_models(dataclasses.replace(models, tokenizer=letters(97)), engine_config(2))
+    running, before = started(llm, "running", words(20)), alone(words(20)) if backend == "native" else None
+    given = {"prompt": words(5), "sampling": PARAMS, "spec": BASELINE} | fields
+    with pytest.raises(ValueError, match=message):
+        llm.engine.add(llm.request("new", **given))
+    assert ended(finish(llm)) == ["running"] and before in (None, running.output_ids)
+
+
+EXTREME = [
+    biased(logprobs=10**30, prompt_logprobs=10**30),
+    biased(temperature=1e-6, top_p=1e-300, min_p=1e-300, top_k=2**31 - 1),
+    biased(temperature=1e6, repetition_penalty=1e6, presence_penalty=-1e6, frequency_penalty=1e6),
+    biased(repetition_penalty=1e-6, logit_bias=dict.fromkeys(range(1, 96), -math.inf)),
+    biased(seed=2**64 - 1, stop_token_ids=tuple(range(96)), min_tokens=20),
+    {"priority": 10**400, "cache_salt": "\ud800", "deadline_s": 1e9},
+    {"priority": -(10**400), "prediction": [5] * 5000, "spec": Lookup(min_confidence=0.0)},
+]
+"""As large, small and many as a request may have them."""
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("fields", EXTREME, ids=range(len(EXTREME)))
+def test_the_largest_and_smallest_values_pass_every_step(fields: dict[str, Any], backend: str) -> None:
+    models = tiny_models() if backend == "native" else torch_models()
+    llm = LLM.from_models(models, engine_config(2, shared_lookup_bytes=2**16))
+    llm.engine.add(llm.request("it", **({"prompt": words(9), "sampling": PARAMS, "spec": SPECS["chain4"]} | fields)))
+    running = add(llm, "running", words(20))
+    assert sorted(map(str, ended(finish(llm)))) == ["it", "running"] and len(running.output_ids) == 20
+
+
+def test_a_model_of_more_positions_than_are_counted_runs() -> None:
+    """A slot addresses no more pages than there are."""
+    modules = tiny_pair(config=dataclasses.replace(TINY, max_positions=2**31 - 1))
+    for module in modules:
+        round_to(module, torch.bfloat16)
+    models = from_modules(*modules, None, Loading("bfloat16"), Environment.read())
+    llm = LLM.from_models(models, engine_config(1, num_pages=8))
+    sequence = add(llm, "a", words(20), spec=SPECS["chain4"])
+    finish(llm)
+    assert sequence.output_ids == alone(words(20))
+    with pytest.raises(OutOfPages, match="8 are there"):
+        add(llm, "b", words(20), dataclasses.replace(PARAMS, max_tokens=2**30))
+
+
+@pytest.mark.parametrize("spec", [SPECS["static"], SPECS["dynamic"], Lookup(min_confidence=0.0)], ids=lambda s: s.name)
+def test_simulated_acceptance_of_trees_is_refused_before_a_step(spec: Drafting) -> None:
+    llm = LLM.from_models(tiny_models().with_simulated(2.0), engine_config(1))
+    with pytest.raises(ValueError, match=f"drafter='{spec.name}': simulated acceptance is of fixed chains"):
+        add(llm, "tree", words(9), spec=spec)
+    assert ended(finish(llm)) == []
+
+
+@pytest.mark.parametrize("arrival", [math.nan, math.inf, 10**400, -1e300, "now", None, True])
+def test_an_arrival_that_is_no_time_is_refused(arrival: Any) -> None:
+    with pytest.raises(ValueError, match=r"request a: arrival=.* must be a time of time\.monotonic"):
+        Request("a", (1,), PARAMS, BASELINE, arrival=arrival)
 
 
 def test_a_request_without_a_seed_is_refused() -> None:

@@ -23,9 +23,9 @@ GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 EMPTY = np.zeros(0, np.int32)
 
 
-def letters() -> Tokenizer:
-    """Token i is one printable character, so that token positions in a text are plain."""
-    vocab = {chr(33 + i): i for i in range(TINY.vocab_size - 1)} | {"é": TINY.vocab_size - 1}
+def letters(size: int = TINY.vocab_size) -> Tokenizer:
+    """Token i is one printable character, the last one é, so that token positions in a text are plain."""
+    vocab = {chr(33 + i): i for i in range(size - 1)} | {"é": size - 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -52,6 +52,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({".rope.scaling.type": "yarn", ".rope.scaling.factor": -2.0}, ["rope.scaling.factor=-2.0", "negative"]),
     ({".rope.freq_base": True}, ["llama.rope.freq_base=True", "finite number"]),
     ({"split.count": "two"}, ["split.count=two"]),
+    ({"tokenizer.ggml.eot_token_id": 160}, ["eos_token_id=[2, 160] must be a token id below vocab_size=160"]),
+    ({"tokenizer.ggml.padding_token_id": True}, ["tokenizer.ggml.padding_token_id=True must be a token id"]),
+    ({".block_count": True}, ["llama.block_count=True must be a positive integer"]),
     ({"split.count": 3}, ["split.count=3", "llama-gguf-split --merge"]),
     ({"general.architecture": "gemma3"}, ["general.architecture='gemma3'", "llama, qwen2, qwen3"]),
 ]

@@ -68,6 +68,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"vocab_size": None}, ["vocab_size", "missing"]),
     ({"eos_token_id": "two"}, ["eos_token_id", "two"]),
     ({"eos_token_id": True}, ["eos_token_id=True", "token id"]),
+    ({"eos_token_id": 160}, ["config.json: eos_token_id=160 must be a token id below vocab_size=160"]),
+    ({"eos_token_id": [2, 2**31]}, ["eos_token_id=[2, 2147483648]", "below vocab_size=160"]),
     ({"bos_token_id": "<s>"}, ["bos_token_id='<s>'", "token id"]),
     ({"hidden_size": 48.0}, ["hidden_size=48.0", "integer"]),
     ({"num_hidden_layers": 2**31 - 1}, ["num_hidden_layers=2147483647", "at most 4096"]),

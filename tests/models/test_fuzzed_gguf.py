@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from aquiline.errors import CheckpointError
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.load import check_fits, load_target, read_model_config
+from aquiline.text.gguf_tokenizer import chat_template, special_tokens
 from aquiline.text.tokenizer import load_tokenizer
 from checkpoints import write_target
 from gguf_files import chatml, trained, write_gguf_target
@@ -131,6 +133,61 @@ def test_lists_in_lists_without_an_end_are_refused(sound: bytes, tmp_path: Path)
     file.write_bytes(sound[:24] + field + sound[24:])
     with pytest.raises(CheckpointError, match="lists in lists"):
         read_model_config(file)
+
+
+OTHER_KINDS = {
+    "a list": struct.pack("<IIQII", 9, 4, 2, 32, 1),
+    "an empty list": struct.pack("<IIQ", 9, 4, 0),
+    "lists in a list": struct.pack("<IIQIQI", 9, 9, 1, 4, 1, 9),
+    "texts": struct.pack("<IIQQ1s", 9, 8, 1, 1, b"x"),
+    "a text": struct.pack("<IQ2s", 8, 2, b"32"),
+    "true": struct.pack("<I?", 7, True),
+    "not a number": struct.pack("<If", 6, math.nan),
+    "infinity": struct.pack("<Id", 12, math.inf),
+    "below 0": struct.pack("<Iq", 11, -1),
+    "huge": struct.pack("<IQ", 10, 2**64 - 1),
+}
+"""Values of metadata: the number of the type, and bytes."""
+MAY_HAVE = (
+    "general.alignment", "split.count", "llama.expert_count", "llama.rope.scaling.factor", "llama.rope.scaling.type",
+    "llama.rope.scale_linear", "llama.rope.scaling.attn_factor", "tokenizer.ggml.add_bos_token",
+    "tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.padding_token_id", "tokenizer.ggml.scores",
+)  # fmt: skip
+"""Fields that are read and that the file does not have."""
+
+
+def with_field(sound: bytes, name: str, value: bytes) -> bytes:
+    """The file with another value of a field; the one that it has is called otherwise. The header grows by a multiple
+    of the alignment, so that tensors stay where they are read."""
+    own, none = struct.pack("<Q", len(name)) + name.encode(), struct.pack("<Q", len(name)) + b"_" * len(name)
+    count, grown = struct.unpack_from("<Q", sound, 16)[0], len(own) + len(value) + 8 + 3 + 4 + 8
+    filler = struct.pack("<Q3sIQ", 3, b"pad", 8, -grown % 32) + b"x" * (-grown % 32)
+    return sound[:16] + struct.pack("<Q", count + 2) + own + value + filler + sound[24:].replace(own, none, 1)
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_any_field_of_another_kind(kind: str, sound: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(with_field(sound, "general.name", OTHER_KINDS["a text"]))
+    load_target(file, dtype="packed")
+    for name in (*read_gguf(file).fields, *MAY_HAVE):
+        file.write_bytes(with_field(sound, name, OTHER_KINDS[kind]))
+        for use in (read_model_config, load_tokenizer, special_tokens, chat_template):
+            try:
+                use(file)
+            except CheckpointError as error:
+                assert str(file) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"), [("a list", r"\[32, 1\]"), ("a text", "'32'"), ("true", "True"), ("below 0", "-1")]
+)
+def test_an_alignment_that_is_no_number_is_refused(kind: str, shown: str, sound: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(with_field(sound, "general.alignment", OTHER_KINDS[kind]))
+    with pytest.raises(CheckpointError, match=rf"general\.alignment={shown} must be a positive integer"):
+        load_target(file)
 
 
 def test_more_layers_than_any_model_has_are_refused_at_once(sound: bytes, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.dense import DenseAttention
 from torch import Tensor
 
+from aquiline.errors import CheckpointError
 from aquiline.models.decoder import Decoder
 from aquiline.models.load import load_target, read_model_config, target_entries
 from checkpoints import SMALL, edit_json, write_target
@@ -146,6 +147,17 @@ def test_end_tokens_of_both_files(config_eos: Any, generation_eos: Any, expected
     assert read_model_config(tmp_path).eos_token_ids == expected
     (tmp_path / "generation_config.json").unlink()
     assert set(read_model_config(tmp_path).eos_token_ids) <= set(expected)
+
+
+def test_an_end_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    """Of generation_config.json too: as an end token it would fail every step."""
+    write_target(tmp_path, num_hidden_layers=1)
+    edit_json(tmp_path / "generation_config.json", lambda c: c.update(eos_token_id=[2, 159]))
+    assert read_model_config(tmp_path).eos_token_ids == (2, 159)
+    edit_json(tmp_path / "generation_config.json", lambda c: c.update(eos_token_id=[2, 160]))
+    message = r"generation_config\.json: eos_token_id=\[2, 160\] must be a token id below vocab_size=160"
+    with pytest.raises(CheckpointError, match=message):
+        read_model_config(tmp_path)
 
 
 def test_sharded_equals_single(tmp_path: Path) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.types import Message
+from tests.checkpoints import SMALL
 from tests.serve.test_choices import CALL, K, recorded_job, tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from aquiline.config import Environment
+from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
+from aquiline.engine.encode import encode_chats
+from aquiline.errors import CheckpointError
 from aquiline.serve.chat import ChatReply
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.errors import ApiError, bad_request
@@ -19,7 +24,8 @@ from aquiline.serve.http import ClientGone, EventStream, Front, disconnect, erro
 from aquiline.serve.limits import Gate, has_key
 from aquiline.serve.prompts import Prompts
 from aquiline.serve.protocol import ChatMessage, ChatRequest, Tool
-from aquiline.serve.server import with_environment
+from aquiline.serve.server import open_service, with_environment
+from aquiline.spec.drafting import NoDraft
 from aquiline.text.chat import ChatTemplate
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -206,6 +212,30 @@ def test_tools_reach_the_template() -> None:
         prompts().chat([ChatMessage(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])])
     with pytest.raises(ApiError, match="image_url"):
         prompts().chat([ChatMessage(role="user", content=[{"type": "image_url"}])])
+
+
+def test_prompts_are_those_of_a_chat_in_python() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"}, {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    served = prompts().chat([ChatMessage.model_validate(message) for message in messages])[1]
+    assert encode_chats(prompts().template, [messages, messages[:1]])[0] == served
+
+
+def test_a_template_whose_end_the_model_does_not_have_is_refused_at_the_start(tmp_path: Path) -> None:
+    letters = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(96)}, unk_token="!"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters.add_special_tokens(["<E>"])
+    letters.save(str(tmp_path / "tokenizer.json"))
+    config = {name: value for name, value in SMALL.items() if name != "initializer_range"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama", "vocab_size": 96}))
+    ends = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<E>{% endif %}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ends}))
+    pair = PairConfig(target=str(tmp_path))
+    with pytest.raises(CheckpointError, match="ends an answer with token 96, and the model has 96 tokens; take the"):
+        open_service(pair, EngineConfig(), NoDraft(), ServerConfig(), Limits(), ChatConfig())
 
 
 def chat_reply(name: str, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -178,6 +178,14 @@ def test_chat_of_a_target_without_template_continues_the_text(server: Server, ll
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
 
 
+def test_a_chat_in_python_is_the_server_s(server: Server, llm: LLM) -> None:
+    messages = [{"role": "system", "content": "# fast"}, {"role": "user", "content": PROMPT}]
+    body = {"messages": messages, "temperature": 0.9, "seed": 5, "max_tokens": 24}
+    (choice,) = server.post("/v1/chat/completions", **body)["choices"]
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=24, temperature=0.9, seed=5))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (output.text, output.finish_reason)
+
+
 def test_echo_and_token_ids(server: Server, llm: LLM) -> None:
     text = expected(llm, {"temperature": 0}, 8).text
     ids = llm.encode(PROMPT)

@@ -137,6 +137,7 @@ def test_files_without_questions_are_refused(tmp_path: Path) -> None:
         ("e.jsonl", b"\xff\xfe\x00"),
         ("f.jsonl.gz", b"\x1f\x8bnot gzip"),
         ("g", gzip.compress(b"x" * 99)[:-9]),
+        ("h.jsonl.gz", gzip.compress(b"x" * 99)[:12] + b"\xff" * 40),
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ValueError, match="not UTF-8 text, plain or gzipped"):

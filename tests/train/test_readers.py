@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,15 @@ def test_a_cut_archive_gives_what_it_holds_and_is_counted(tmp_path: Path) -> Non
     (tmp_path / "d.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     documents, rejects = read(tmp_path / "d.jsonl.gz")
     assert 500 < len(documents) < 1500 and rejects.counts["unreadable from some line on (EOFError)"] == 1
+
+
+def test_a_damaged_archive_gives_what_it_holds_and_is_counted(tmp_path: Path) -> None:
+    """A block of a kind that there is none of, behind one that is whole."""
+    packer = zlib.compressobj(wbits=31)
+    whole = packer.compress(f"{json.dumps(IDS)}\n".encode() * 4000) + packer.flush(zlib.Z_FULL_FLUSH)
+    (tmp_path / "d.jsonl.gz").write_bytes(whole + b"\xff" * 40)
+    documents, rejects = read(tmp_path / "d.jsonl.gz")
+    assert documents and str(rejects) == "1 x unreadable from some line on (error) (first: d.jsonl.gz)"
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], splits: tuple[str, ...] = ()) -> Path:

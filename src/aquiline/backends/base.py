@@ -189,14 +189,15 @@ class Prefilled(NamedTuple):
 class StepOutput(NamedTuple):
     """What a step decided, in the order of its decodes and chunks.
 
-    num_draft_rows: rows of the draft's passes. seconds: what each of metrics.STAGES took that the backend can tell.
-    parts: the same by part of the models (metrics.PARTS), where Backend.time_parts asked. trees: what was verified and
-    which path was kept, for those who ask."""
+    num_draft_rows: rows of the draft's passes. seconds: what each of metrics.STAGES but the host's took; None where the
+    backend does not time its steps: nothing is then learnt of what steps take. parts: the same by part of the models
+    (metrics.PARTS), where Backend.time_parts asked. trees: what was verified and which path was kept, for those who
+    ask."""
 
     decodes: list[Decoded]
     chunks: list[Prefilled]
     num_draft_rows: int
-    seconds: dict[str, float]
+    seconds: dict[str, float] | None
     trees: Callable[[], tuple[DraftTree, AcceptResult]]
     parts: dict[str, float] = {}
 

@@ -53,7 +53,7 @@ def chat(
     pair = pair if pair.target is not None else replace(pair, target=talker())
     spec = chosen(drafting, pair)
     llm = open_llm(pair, replace(engine, max_batch=1), spec)
-    wrapped = open_template(llm, pair, template.template_options)
+    wrapped = open_template(llm, template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
     if not wrapped.has_template:
         print(f"aquiline: {pair.target} has no chat template: what you write is continued as text", file=sys.stderr)

@@ -56,7 +56,7 @@ def demo(
         print(f"aquiline: {missing}. The bundled pair runs instead.", file=sys.stderr)
     pair = replace(pair, target=name)
     llm = open_llm(pair, EngineConfig(max_batch=1, prefix_cache=False))
-    template = open_template(llm, pair)
+    template = open_template(llm)
     found = demo_of(name, template) if package is None else package_demo(name, package, template)
     result = run_shown(llm, found, is_shown=not as_json)
     if plot is not None:

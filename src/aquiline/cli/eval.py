@@ -65,7 +65,7 @@ def evaluate(
     dataset = sample.dataset or pair_of(pair.target).questions
     questions = load_questions(dataset, sample.count, sample.sample_seed)
     llm = open_llm(pair, replace(engine, max_batch=chosen.batch, prefix_cache=False))
-    wrapped = open_template(llm, pair, template.template_options)
+    wrapped = open_template(llm, template.template_options)
     model = model_facts(llm, pair.target, pair.draft)
     evaluation = Evaluation(llm, wrapped, questions, chosen, model.target, out / "answers" if out else None)
     found = run_shown(evaluation, is_shown=not as_json)

@@ -65,7 +65,8 @@ def generate(
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""
     from aquiline.cli.show.answers import show_continuation, show_file
     from aquiline.engine.bulk import BulkRun
-    from aquiline.engine.chat import ending_with, user_prompt
+    from aquiline.engine.chat import user_prompt
+    from aquiline.engine.encode import ending_with
     from aquiline.engine.opened import identity, open_llm, open_template
 
     spec = chosen(drafting, pair)
@@ -82,7 +83,7 @@ def generate(
     llm = open_llm(pair, EngineConfig(**engine), spec)
     encode: Callable[[str], list[int]] = llm.encode
     if chat:
-        wrapped = open_template(llm, pair, template.template_options)
+        wrapped = open_template(llm, template.template_options)
         sampling, encode = ending_with(wrapped, sampling), partial(user_prompt, wrapped, system=template.system)
     if prompts_file is None or out is None:
         expected = _text_of(prediction) if prediction is not None else None

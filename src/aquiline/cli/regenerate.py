@@ -69,7 +69,7 @@ def regenerate(
     pair = replace(pair, target=target, draft=draft)
     # Prompts share no more than a short system message: small pages hold it, pages of 64 tokens would not.
     llm = open_llm(pair, replace(engine, page_size=16), Chain() if draft is not None else None)
-    run = Regeneration(llm, open_template(llm, pair, template.template_options), resolve(target), config, is_shown=True)
+    run = Regeneration(llm, open_template(llm, template.template_options), resolve(target), config, is_shown=True)
     print(llm.engine.memory, file=sys.stderr)
     result = run.run()
     if not json_only:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from aquiline.config import SamplingParams
+from aquiline.engine.encode import ending_with
 from aquiline.engine.llm import LLM, Output, output_of
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.errors import NumericalError
@@ -57,11 +58,6 @@ def user_prompt(template: ChatTemplate, text: str, system: str | None = None) ->
     if not template.has_template:
         raise ValueError(f"chat: {template.name} does not exist; continue the prompt as plain text, without --chat")
     return template.encode(conversation([text], system=system))
-
-
-def ending_with(template: ChatTemplate, sampling: SamplingParams) -> SamplingParams:
-    """The same sampling that also stops at the token that ends a turn."""
-    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *template.end_ids))
 
 
 class ChatSession:

@@ -1,12 +1,18 @@
-"""What callers give as text or as token ids, as token ids: prompts, and predictions of outputs."""
+"""What callers give as text or as token ids, as token ids: prompts, conversations, and predictions of outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from aquiline.config import SamplingParams
 from aquiline.engine.model import LoadedModels
+from aquiline.text.chat import ChatTemplate, Message
+
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
+"""One conversation, a list of {"role": ..., "content": text}, or a list of conversations."""
 
 
 def encode_prompt(models: LoadedModels, prompt: str | Iterable[int] | int) -> list[int]:
@@ -30,6 +36,35 @@ def encode_prediction(models: LoadedModels, prediction: str | Iterable[int] | No
     if prediction is not None and not isinstance(prediction, Iterable):
         raise ValueError(f"prediction={prediction!r}: must be a text, a list of token ids, or None")
     return _whole_numbers("prediction", () if prediction is None else prediction)
+
+
+def encode_chats(template: ChatTemplate, messages: Conversations) -> list[list[int]]:
+    """Token ids that ask for the next answer of one conversation or of each of several. Raises ValueError for what is
+    no conversation, and for messages that the template refuses."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages={messages!r}: must be a list of messages, or a list of such lists")
+    several = [messages] if isinstance(messages[0], Mapping) else messages
+    return [template.encode(_checked(own, f"messages[{i}]")) for i, own in enumerate(several)]
+
+
+def ending_with(template: ChatTemplate, sampling: SamplingParams) -> SamplingParams:
+    """The same sampling that also stops at the token that ends a turn."""
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *template.end_ids))
+
+
+def _checked(conversation: object, name: str) -> list[Message]:
+    """The messages with a text each; one of the model that only calls tools has none."""
+    if not isinstance(conversation, list | tuple) or not conversation:
+        raise ValueError(f"{name}={conversation!r}: must be a list of messages that is not empty")
+    checked: list[Message] = []
+    for place, message in enumerate(conversation):
+        given = message if isinstance(message, Mapping) else {}
+        content = given.get("content")
+        is_text = isinstance(content, str) or (content is None and given.get("tool_calls"))
+        if not isinstance(given.get("role"), str) or not is_text:
+            raise ValueError(f"{name}[{place}]={message!r}: must be a dict with role and content, both texts")
+        checked.append({**given, "content": content or ""})
+    return checked
 
 
 def _ids(models: LoadedModels, name: str, text: str, is_begun: bool) -> list[int]:

@@ -46,6 +46,7 @@ class Engine:
         self.max_context = context_limit(models, config)
         per_slot = -(-(self.max_context + MAX_NODES + MAX_DEPTH + 2) // config.page_size)
         num_pages = config.num_pages or min(per_slot * config.max_batch, affordable_pages(models, config))
+        per_slot = min(per_slot, num_pages)  # a checkpoint may name more positions than int32 counts
         self.memory = plan_memory(models, config.page_size, num_pages, self.max_context)
         self.pool = PagePool(num_pages, config.page_size, config.max_batch, per_slot)
         self.prefix = PrefixCache(self.pool) if config.prefix_cache else None
@@ -61,7 +62,7 @@ class Engine:
         self.controller: Controller | None = None  # made when the first adaptive request comes
         self.last: Step | None = None  # whose outcome was read last or, where outcomes are read late, issued last
         self.unread: deque[Step] = deque()  # issued; outcomes that are still to be committed
-        self._step_s = 0.0  # of the last step that only decoded
+        self._step_s: float | None = None  # of the last step that only decoded, where the backend tells
         self._orders = itertools.count()
 
     @property
@@ -122,10 +123,10 @@ class Engine:
             deltas += self._step_late()
         else:
             if unread:
-                began -= unread[0].seconds
+                began -= unread[0].seconds or 0.0
             else:
                 self._issue()
-                began += sum(step.seconds for step in itertools.islice(unread, 1, None))
+                began += sum(step.seconds or 0.0 for step in itertools.islice(unread, 1, None))
             self.meter.begin(began)
             if unread:
                 self.last = unread.popleft()
@@ -205,7 +206,7 @@ class Engine:
         most = self.config.num_continuous_decode_steps
         if most == 1 or self.reads_late or plan.chunks or self.models.simulated is not None:
             return 1
-        most = min(most, round(MOST_AHEAD_S / self._step_s) if self._step_s > 0.0 else 1)
+        most = min(most, round(MOST_AHEAD_S / self._step_s)) if self._step_s else 1
         if most <= 1 or not all(s.is_repeatable for s in plan.decoding):
             return 1
         if chosen and self.controller is not None:
@@ -258,10 +259,14 @@ class Engine:
         models, sampling, length = self.models, request.sampling, len(request.prompt_ids)
         if length == 0:
             raise ValueError(f"request {request.id}: prompt=[]: must hold at least one token")
-        for name, ids in (("prompt", request.prompt_ids), ("prediction", request.prediction)):
+        for name, ids in (
+            ("prompt token", request.prompt_ids), ("prediction token", request.prediction),
+            ("logit_bias: token id", sampling.logit_bias), ("stop_token_ids: token id", sampling.stop_token_ids),
+        ):  # fmt: skip
             bad = [t for t in ids if not 0 <= t < models.vocab_size]
             if bad:
-                raise ValueError(f"request {request.id}: {name} token {bad[0]}: must be in [0, {models.vocab_size})")
+                raise ValueError(f"request {request.id}: {name} {bad[0]}: must be in [0, {models.vocab_size})")
+        models.token_sequences(sampling.bad_words)
         limit = self.max_context
         if length + sampling.max_tokens > limit:
             raise ValueError(
@@ -269,9 +274,6 @@ class Engine:
                 f"{limit} positions there are; shorten the prompt, lower max_tokens, or raise max_context up to the "
                 f"model's {models.max_positions}"
             )
-        beyond = [t for t in (*sampling.logit_bias, *sampling.stop_token_ids) if not 0 <= t < models.vocab_size]
-        if beyond:
-            raise ValueError(f"request {request.id}: token id {beyond[0]}: must be in [0, {models.vocab_size})")
         if sampling.stop and models.tokenizer is None:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
         if sampling.stop and not request.with_text:

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from aquiline.config import EngineConfig, Environment, SamplingParams
-from aquiline.engine.encode import encode_prediction, encode_prompt
+from aquiline.engine.encode import Conversations, encode_chats, encode_prediction, encode_prompt, ending_with
 from aquiline.engine.engine import Engine
 from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.engine.progress import RequestProgress
@@ -24,6 +25,7 @@ from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.types import FinishReason, Source, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
+Sampling = SamplingParams | list[SamplingParams] | None
 Predictions = str | list[str | list[int] | None]
 
 
@@ -139,22 +141,48 @@ class LLM:
     def generate(
         self,
         prompts: Prompts,
-        sampling: SamplingParams | list[SamplingParams] | None = None,
+        sampling: Sampling = None,
         *,
+        spec: Drafting | None = None,
         predictions: Predictions | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Continue one prompt or many, text or token ids; outputs in the order of the prompts.
 
-        sampling: one for all, or one per prompt. predictions: what each output is expected to be, text or token ids,
-        None where nothing is; a way to draft that reads predictions, as Lookup(), then copies from them. They never
-        change the text. progress: show a bar on stderr."""
-        return self.run(prompts, sampling, predictions=predictions, progress=progress).outputs
+        sampling: one for all, or one per prompt. spec: another way to draft for this call. predictions: what each
+        output is expected to be, text or token ids, None where nothing is; a way to draft that reads predictions, as
+        Lookup(), then copies from them. Neither changes the text. progress: show a bar on stderr."""
+        return self.run(prompts, sampling, spec=spec, predictions=predictions, progress=progress).outputs
+
+    def chat(
+        self,
+        messages: Conversations,
+        sampling: Sampling = None,
+        *,
+        spec: Drafting | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_options: dict[str, object] | None = None,
+        progress: bool = False,
+    ) -> list[Output]:
+        """Answer one conversation, a list of {"role": ..., "content": text}, or each of a list of conversations; a list
+        of outputs in either case.
+
+        The target's chat template makes the prompts, and the token that ends a turn there ends the answer; without a
+        template the messages are continued as text. tools, template_options: what the template is given beside the
+        messages, as {"enable_thinking": False}. The rest is as in `generate`. Raises CheckpointError for a broken
+        template, ValueError for messages or options that it refuses."""
+        options = (template_options or {}) | ({"tools": tools} if tools else {})
+        template = self.models.template.with_options(options)
+        if isinstance(sampling, list):
+            ending: Sampling = [ending_with(template, own) for own in sampling]
+        else:
+            ending = ending_with(template, sampling or SamplingParams())
+        return self.generate(encode_chats(template, messages), ending, spec=spec, progress=progress)
 
     def run(
         self,
         prompts: Prompts,
-        sampling: SamplingParams | list[SamplingParams] | None = None,
+        sampling: Sampling = None,
         *,
         spec: Drafting | None = None,
         predictions: Predictions | None = None,

@@ -7,6 +7,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ from aquiline.models.load import check_fits, load_target, read_model_config, res
 from aquiline.models.named import draft_of
 from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP, weight_bytes
-from aquiline.spec.drafting import Drafting
+from aquiline.spec.drafting import Chain, Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
+from aquiline.text.chat import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
 
 
@@ -71,6 +73,7 @@ class LoadedModels:
     storage: str  # the target's `dtype`; of packed blocks their types, as "q4_1+q8_0" with the head's behind the plus
     weight_bytes: int
     draft_storage: str | None = None  # the draft's
+    checkpoint: Path | None = None  # where the target was read from; None for modules that were made in memory
     simulated: SimulatedAcceptance | None = None  # random weights only: a fixed acceptance length
 
     @property
@@ -103,35 +106,53 @@ class LoadedModels:
         """Tokens that end a text."""
         return self.pair.target.eos_token_ids
 
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The target's chat template. Raises CheckpointError if it is broken or ends answers with a token that the
+        model does not have."""
+        template = ChatTemplate(None, {}, self.tokenizer)
+        if self.checkpoint is not None:
+            template = ChatTemplate.load(self.checkpoint, self.tokenizer)
+        template.check_ends(self.vocab_size)
+        return template
+
     def with_simulated(self, tau: float) -> LoadedModels:
         """The same models, but a fixed number of drafts is accepted instead of those that the target confirms."""
         return replace(self, simulated=SimulatedAcceptance(tau))
 
     def check_spec(self, spec: Drafting) -> None:
-        """Raises ValueError if `spec` needs a draft model and none is loaded, or if a tree asks for more children than
-        the draft's vocabulary has."""
+        """Raises ValueError if `spec` needs a draft model and none is loaded, if a tree asks for more children than the
+        draft's vocabulary has, and for anything but chains where acceptance is simulated."""
+        if self.simulated is not None and spec.is_speculative and not isinstance(spec, Chain):
+            raise ValueError(f"drafter={spec.name!r}: simulated acceptance is of fixed chains; use drafter='chain'")
         if not spec.needs_draft_model:
             return
         if self.draft_config is None:
             raise ValueError(
                 f"drafter={spec.name!r}: no draft model is loaded; pass one or use drafter='lookup' or 'none'"
             )
-        if self.simulated is not None and spec.is_adaptive:
-            raise ValueError(f"drafter={spec.name!r}: simulated acceptance is of fixed chains; use drafter='chain'")
         size = self.draft_config.draft_vocab_size
         if spec.width > size:
             raise ValueError(f"draft_top_k={spec.width}: the draft's vocabulary has {size} tokens")
 
     def token_sequences(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids that write each word, at the start of a text and behind a space. Raises ValueError without a
-        tokenizer."""
+        tokenizer, and for a word with a token that the tokenizer has and the model has not."""
         if not words:
             return ()
         if self.tokenizer is None:
             raise ValueError(f"bad_words={list(words)!r}: needs a tokenizer, and none is loaded")
-        texts = [form for word in words for form in (word, " " + word.lstrip())]
-        ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
-        return tuple(dict.fromkeys(each for each in ids if each))
+        found: dict[tuple[int, ...], None] = {}  # in order, each once
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+                if max(ids, default=0) >= self.vocab_size:
+                    raise ValueError(
+                        f"bad_words={word!r}: is written with token {max(ids)}, and the model has tokens "
+                        f"0 to {self.vocab_size - 1}, so it never writes that; leave the word out"
+                    )
+                found.update({ids: None} if ids else {})
+        return tuple(found)
 
     def system(self) -> dict[str, object]:
         """What ran, for results: library, instruction set, arithmetic, versions."""
@@ -174,7 +195,7 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
     models = from_modules(decoder, head, None, how, environment)
     del decoder, head  # they are packed
     give_back()
-    models = replace(models, tokenizer=load_tokenizer(target_dir))
+    models = replace(models, tokenizer=load_tokenizer(target_dir), checkpoint=target_dir)
     give_back()
     return models
 

@@ -19,9 +19,9 @@ def open_llm(pair: PairConfig, engine: EngineConfig, spec: Drafting | None = Non
     return LLM(**settings, spec=spec, engine=engine)
 
 
-def open_template(llm: LLM, pair: PairConfig, options: dict[str, object] | None = None) -> ChatTemplate:
-    """The chat template of the target that `llm` runs."""
-    return ChatTemplate.load(resolve(checkpoints(pair.target, pair.draft).target), llm.models.tokenizer, options)
+def open_template(llm: LLM, options: dict[str, object] | None = None) -> ChatTemplate:
+    """The chat template of the target that `llm` runs, given these options. Raises as LLM.chat does."""
+    return llm.models.template.with_options(options or {})
 
 
 def identity(llm: LLM, pair: PairConfig) -> dict[str, object]:

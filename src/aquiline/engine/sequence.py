@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +21,8 @@ MARGIN = 2
 nothing, and of one more that was issued before the last outcome was read. Where pages end, nothing is drafted."""
 
 MAX_DEADLINE_S = 1e9
-"""Thirty years; a longer deadline, NaN and infinity are taken for mistakes."""
+"""Thirty years; a longer deadline, an arrival as long after the machine's start, NaN and infinity are taken for
+mistakes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Request:
         ok = deadline_s is None or (_is_number(deadline_s) and 0 < deadline_s <= MAX_DEADLINE_S)
         fix = f"must be above 0 and at most {MAX_DEADLINE_S:.0f} seconds; None is no deadline"
         self._check(ok, "deadline_s", deadline_s, fix)
-        ok = _is_number(self.arrival) and math.isfinite(self.arrival)
+        ok = _is_number(self.arrival) and abs(self.arrival) <= MAX_DEADLINE_S
         self._check(ok, "arrival", self.arrival, "must be a time of time.monotonic()")
         self._check(self.prompt is None or isinstance(self.prompt, str), "prompt", self.prompt, "must be a text")
         for name, kind in (("prompt_ids", "prompt"), ("prediction", "prediction")):

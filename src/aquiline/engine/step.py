@@ -35,9 +35,10 @@ class Step:
         return self.output
 
     @property
-    def seconds(self) -> float:
-        """How long the backend took for it, as far as it can tell."""
-        return sum(self.read().seconds.values())
+    def seconds(self) -> float | None:
+        """How long the backend took for it; None where it does not tell."""
+        seconds = self.read().seconds
+        return None if seconds is None else sum(seconds.values())
 
     @property
     def decodes(self) -> list[Decoded]:

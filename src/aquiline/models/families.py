@@ -111,7 +111,9 @@ def read_model_config(path: str | Path) -> ModelConfig:
     extra = read_json(generation) if generation.exists() and not is_gguf(file) else {}
     family = _family(raw, file)
     refuse_features(raw, file, FAMILIES[family].biases + FAMILIES[family].bias_ignored)
-    return geometry(raw, file, family, (*token_ids(raw, file, EOS), *token_ids(extra, generation, EOS)))
+    vocab_size = count(raw, file, "vocab_size")
+    eos = (*token_ids(raw, file, EOS, vocab_size), *token_ids(extra, generation, EOS, vocab_size))
+    return geometry(raw, file, family, eos)
 
 
 def config_file(checkpoint: Path) -> Path:

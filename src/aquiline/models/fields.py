@@ -67,12 +67,13 @@ def texts(raw: Raw, file: Path, name: str) -> list[str]:
     return value
 
 
-def token_ids(raw: Raw, file: Path, name: str) -> tuple[int, ...]:
-    """One token id, a list of them, or none."""
+def token_ids(raw: Raw, file: Path, name: str, vocab_size: int = MAX_COUNT) -> tuple[int, ...]:
+    """One token id below vocab_size, a list of them, or none."""
     value = raw.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int and 0 <= token <= MAX_COUNT for token in ids):
-        raise CheckpointError(f"{file}: {name}={value!r} must be a token id or a list of them")
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        below = "" if vocab_size == MAX_COUNT else f" below vocab_size={vocab_size}"
+        raise CheckpointError(f"{file}: {name}={value!r} must be a token id{below} or a list of them")
     return tuple(ids)
 
 

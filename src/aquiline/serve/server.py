@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
-from aquiline.models.load import resolve
+from aquiline.models.load import read_model_config, resolve
 from aquiline.models.named import BUNDLED, checkpoints
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
@@ -45,6 +45,7 @@ def open_service(
         source = Path(config.chat_template).read_text(encoding="utf-8")
         template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
     template = template.with_options(chat.template_options or {})
+    template.check_ends(read_model_config(checkpoint).vocab_size)
     names = config.served_model_name or (pair.target or BUNDLED,)
     client = EngineClient(Opening(pair, engine, spec), config.stream_interval)
     return Service(client, Prompts(tokenizer, template), spec, names, config, limits)

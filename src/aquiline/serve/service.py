@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from aquiline.checks import shown
-from aquiline.engine.chat import ending_with
+from aquiline.engine.encode import ending_with
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.serve.choices import Choice, Gain

@@ -155,6 +155,15 @@ class ChatTemplate:
         last = int(masked.ids[np.flatnonzero(masked.mask)[-1]])
         return (last,) if last in self._special_ids else ()
 
+    def check_ends(self, vocab_size: int) -> None:
+        """Raises CheckpointError if answers end with a token that a model of so many tokens does not have."""
+        beyond = [token for token in self.end_ids if token >= vocab_size]
+        if beyond:
+            raise CheckpointError(
+                f"{self.name}: ends an answer with token {beyond[0]}, and the model has {vocab_size} tokens; take the "
+                "tokenizer and the template that it was trained with"
+            )
+
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: dict[str, str]) -> str:
         text = self._written(messages, add_generation_prompt, marks)
         if not is_unicode(text):

@@ -155,7 +155,7 @@ def _sentencepiece(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    prefixed = gguf.fields.get("tokenizer.ggml.add_space_prefix", True)
+    prefixed = gguf.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
     tokenizer.decoder = decoders.Sequence([
@@ -169,8 +169,8 @@ def _sentencepiece(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
 def _add_ends(tokenizer: Tokenizer, gguf: GGUFFile, tokens: list[str], *, adds_bos: bool) -> None:
     """Put bos and eos around a text where the file wants them."""
     wanted = {
-        "bos": gguf.fields.get("tokenizer.ggml.add_bos_token", adds_bos),
-        "eos": gguf.fields.get("tokenizer.ggml.add_eos_token", False),
+        "bos": gguf.flag("tokenizer.ggml.add_bos_token", adds_bos),
+        "eos": gguf.flag("tokenizer.ggml.add_eos_token", False),
     }
     ids = special_ids(gguf)
     ends = {name: _text_of(gguf, tokens, name, ids[name]) for name, on in wanted.items() if on and name in ids}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ class _Source:
                 for index, line in enumerate(lines):
                     if line.strip():
                         yield from self._line(line, f"{key}:{index}")
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             self.rejects.add(f"unreadable from some line on ({type(error).__name__})", key)
 
     def _line(self, line: bytes, key: str) -> list[Document]:

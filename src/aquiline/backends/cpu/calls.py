@@ -20,6 +20,7 @@ from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, des
 from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
 from aquiline.backends.cpu.packed import Arena, PackedLinear, alternating, block_code, interleave, library, weight_code
 from aquiline.blocks import BlockWeight, Parts
+from aquiline.errors import NativeError
 from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP
 from aquiline.types import (
@@ -37,6 +38,9 @@ from aquiline.types import (
     RowSampling,
     TopK,
 )
+
+OTHER_PATH = "the environment variable AQUILINE_ISA=off has torch run it, slower"
+"""What is offered for a shape that the library does not have."""
 
 
 def missing_reason() -> str | None:
@@ -97,12 +101,18 @@ class NativeModel:
         self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
         self.num_capture, self.head_size = len(weights.capture), self.struct.head.n
         self._model_ref = byref(self.struct)
+        try:
+            self.logits(np.empty((0, self.hidden_size), np.float32), np.empty(0, np.int32))  # which checks the model
+        except NativeError as error:
+            raise ValueError(f"{str(error).partition(': ')[2]}; {OTHER_PATH}") from None
 
     @staticmethod
     def _check_widths(weights: ModelWeights) -> None:
         for name in ("hidden_size", "head_dim", "intermediate_size"):
             if getattr(weights, name) % KEY_GROUP != 0:
-                raise ValueError(f"{name}={getattr(weights, name)}: the native path needs a multiple of {KEY_GROUP}")
+                raise ValueError(
+                    f"{name}={getattr(weights, name)}: the native path needs a multiple of {KEY_GROUP}; {OTHER_PATH}"
+                )
 
     def _describe(self, weights: ModelWeights) -> AqModel:
         head = self._pack("head", weights.head)  # the largest comes first, where little is in memory yet

@@ -110,4 +110,4 @@ class IssuedStep:
                 decodes.append(Decoded(roots[b], kept, sizes[b] - 1, ends[b], entries, guesses.get(b, [])))
         chunks = [prefilled.read() for prefilled in self.prefilled]
         trees = DraftedTrees(self.trees)
-        return StepOutput(decodes, chunks, self.num_draft_rows, {}, lambda: (trees.read(), result))
+        return StepOutput(decodes, chunks, self.num_draft_rows, None, lambda: (trees.read(), result))

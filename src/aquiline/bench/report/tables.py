@@ -101,11 +101,16 @@ def choices_table(scenarios: Scenarios) -> Table:
         "drafted and kept": lambda row: _accepted(row, "draft"),
         "copied and kept": lambda row: _accepted(row, "lookup"),
         "of both and kept": lambda row: _accepted(row, "both"),
-        "step foretold (ms)": lambda row: figure(row.adaptive["predicted_ms"]),
-        "step measured (ms)": lambda row: figure(row.adaptive["measured_ms"]),
-        "mean distance (ms)": lambda row: figure(row.adaptive["error_ms"]),
+        "step foretold (ms)": _timed("predicted_ms"),
+        "step measured (ms)": _timed("measured_ms"),
+        "mean distance (ms)": _timed("error_ms"),
         "to choose (µs)": lambda row: figure(row.adaptive["choosing_us"]),
     })  # fmt: skip
+
+
+def _timed(name: str) -> Column:
+    """A time of adaptive drafting, where any step was timed."""
+    return lambda row: figure(row.adaptive[name] if row.adaptive["num_timed"] else None)
 
 
 def stage_table(scenarios: Scenarios) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from aquiline.bench.suite.profile import Profile
+from aquiline.bench.suite.profile import RANGES, Profile
 from aquiline.cli.options import wide_console
 from aquiline.ledger import Ledger
 
@@ -21,6 +21,8 @@ def show_profile(found: Profile, work: str) -> None:
         table.add_row(name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}")
     console = wide_console()
     console.print(table)
+    if [row.name for row in found.rows] == [RANGES["host"]]:
+        console.print(f"the {found.system['path']} path does not time its stages: {RANGES['host']} is the whole step")
     if s.choices.num_chosen:
         _show_choices(s.choices, console)
 
@@ -36,10 +38,11 @@ def _show_choices(choices: Ledger, console: Console) -> None:
         accepted = f"{100 * choices.accepted[source] / nodes:.0f}" if nodes else ""
         table.add_row(source, f"{100 * count / total:.0f}", str(nodes), accepted)
     console.print(table)
-    timed = max(1, choices.num_timed)
+    took = "not timed"
+    if timed := choices.num_timed:
+        took = f"foretold {choices.expected_ms / timed:.3f} ms, took {choices.measured_ms / timed:.3f}"
     foretold, right, verified = sum(choices.foretold), sum(choices.right), max(1, sum(choices.verified))
     console.print(
-        f"step: foretold {choices.expected_ms / timed:.3f} ms, took {choices.measured_ms / timed:.3f}; "
-        f"verified tokens: foretold {foretold / verified:.0%} accepted, came {right / verified:.0%}; choosing took "
-        f"{choices.choosing_ms / choices.num_chosen * 1e3:.0f} us a step"
+        f"step: {took}; verified tokens: foretold {foretold / verified:.0%} accepted, came {right / verified:.0%}; "
+        f"choosing took {choices.choosing_ms / choices.num_chosen * 1e3:.0f} us a step"
     )

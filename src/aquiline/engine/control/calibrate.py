@@ -19,14 +19,15 @@ from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from aquiline.backends.base import Admit, Backend, Chunk, Decode, Pages, Sizes, StepInput
+from aquiline.checks import parse_json
 from aquiline.config import MAX_DEPTH, SamplingParams, cache_directory
-from aquiline.engine.control.costs import CostTable, filled
+from aquiline.engine.control.costs import LEAST_MS, CostTable, at, filled
 from aquiline.engine.model import LoadedModels
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 """Of the file's form and of what is measured."""
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -40,7 +41,8 @@ READS, ROWS_FREE = 40e6, 8
 
 PAGE, PAGES_PER_SLOT, SLOTS = 16, 24, 32
 SHORT, LONG = 32, 2048
-"""Keys of a sequence whose tables are measured, and of those that show what keys cost."""
+"""Keys of a sequence whose tables are measured, and of those that show what keys cost. They are positions like any
+other: a model that was built for fewer computes them too."""
 
 LONG_BYTES, MOST_LONG = 160e6, 8
 """Of the keys and values of all long sequences: more than caches hold; and how many sequences there are at most."""
@@ -57,10 +59,10 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
         return estimated_table(models.weight_bytes, models.draft_config is not None)
     file = cache_directory() / f"costs-{_key(models)}.json"
     try:
-        return _read(json.loads(file.read_text(encoding="utf-8")))
+        return _read(parse_json(file.read_bytes()), models.draft_config is not None)
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         logger.warning("%s: broken (%s); measuring again", file, error)
     table = measured_table(models)
     try:
@@ -72,14 +74,13 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
 
 def measured_table(models: LoadedModels) -> CostTable:
     """The table, measured now."""
-    long_pages = min(LONG, models.max_positions - 64) // PAGE
-    bytes_each = sum(models.pair.kv_bytes_per_token()) * long_pages * PAGE
+    bytes_each = sum(models.pair.kv_bytes_per_token()) * LONG
     num_long = max(1, min(MOST_LONG, int(LONG_BYTES / bytes_each)))
-    num_pages = SLOTS * PAGES_PER_SLOT + num_long * long_pages
-    sizes = Sizes(SLOTS, num_pages, PAGE, PAGES_PER_SLOT + long_pages, 4 * SHORT)
+    num_pages = SLOTS * PAGES_PER_SLOT + num_long * LONG // PAGE
+    sizes = Sizes(SLOTS, num_pages, PAGE, LONG // PAGE, 4 * SHORT)
     backend = models.pair.open(sizes)
     try:
-        return _Bench(models, backend, long_pages, num_long).table()
+        return _Bench(models, backend, num_long).table()
     finally:
         backend.close()
 
@@ -103,9 +104,11 @@ class _Took(NamedTuple):
 class _Bench:
     """Sequences in the slots of a backend: made-up tokens, keys that count as cached and hold whatever is there."""
 
-    def __init__(self, models: LoadedModels, backend: Backend, long_pages: int, num_long: int) -> None:
+    def __init__(self, models: LoadedModels, backend: Backend, num_long: int) -> None:
         self.backend, self.has_draft = backend, models.draft_config is not None
-        self.vocab, self.long_pages, self.num_long = models.vocab_size, long_pages, num_long
+        self.vocab, self.num_long = models.vocab_size, num_long
+        self.by_rows = filled([(1, 0.0)])  # what forwards take, once they are measured
+        self.tells_times = True
         self.lengths, self.num_seated = [0] * SLOTS, 0  # num_seated: the first slots, that hold long sequences
         self.deadline = time.perf_counter() + SECONDS
         for slot in range(SLOTS):
@@ -113,14 +116,14 @@ class _Bench:
 
     def table(self) -> CostTable:
         verify = dict[int, float]()
-        for number in range(
-            REPEATS
-        ):  # rounds lie apart, so that a neighbour does not disturb all of one number of rows
+        # Rounds lie apart, so that a neighbour does not disturb all of one number of rows.
+        for number in range(REPEATS):
             for rows in ROWS:
                 is_late = len(verify) > 4 and time.perf_counter() > self.deadline - SECONDS / 2
                 if rows not in verify and (number or is_late):
                     break
                 verify[rows] = min(verify.get(rows, math.inf), self._verify(rows).whole)
+        self.by_rows = filled(sorted(verify.items()))
         first, deeper = [(0, 0.0)], [(0, 0.0)]
         for count in SEQUENCES if self.has_draft else ():
             if len(first) > 2 and time.perf_counter() > self.deadline:
@@ -128,17 +131,17 @@ class _Bench:
             one, deep = self._best(self._chain, count, 1).drafting, self._best(self._chain, count, DEEP).drafting
             first.append((count, one))
             deeper.append((count, max(0.0, deep - one) / (DEEP - 1)))
-        by_rows = filled(sorted(verify.items()))
         if not self.has_draft:
             first = deeper = [*first, (1, 0.0)]
-        return CostTable(by_rows, filled(first[1:]), filled(deeper[1:]), *self._keys(by_rows))
+        return CostTable(self.by_rows, filled(first[1:]), filled(deeper[1:]), *self._keys())
 
-    def _keys(self, by_rows: tuple[float, ...]) -> tuple[tuple[tuple[float, float], ...], float, float]:
+    def _keys(self) -> tuple[tuple[tuple[float, float], ...], float, float]:
         """What keys add to a forward by their number, for each row that reads them, and to a pass of the draft."""
         near = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
-        num_keys = self.long_pages * PAGE - 2 * MAX_DEPTH
+        by_rows, num_pages = self.by_rows, LONG // PAGE
+        num_keys = LONG - 4 * MAX_DEPTH  # the rest is for what these sequences write meanwhile
         for slot in range(self.num_long):
-            self._seat(slot, num_keys, self.long_pages, SLOTS * PAGES_PER_SLOT + slot * self.long_pages)
+            self._seat(slot, num_keys, num_pages, SLOTS * PAGES_PER_SLOT + slot * num_pages)
         self.num_seated = self.num_long
         one, several = (self._best(self._one, rows).whole - by_rows[rows] for rows in (1, LONG_ROWS))
         far = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
@@ -148,6 +151,8 @@ class _Bench:
             more = one if count == 1 else self._best(self._each, count).whole - by_rows[count]
             keys = float(count * num_keys)
             points.append((keys, max(points[-1][1] if points else 0.0, more - key_row * keys)))
+        if not self.tells_times:  # what keys add to the forward is in the difference too
+            far -= one + DEEP * key_row * num_keys
         return tuple(points), key_row, max(0.0, far - near) / DEEP / num_keys
 
     def _verify(self, rows: int) -> _Took:
@@ -185,7 +190,11 @@ class _Bench:
         took = time.perf_counter() - began
         for decode, decoded in zip(decodes, output.decodes, strict=True):
             self.lengths[decode.slot] += len(decoded.kept)
-        return _Took(took * 1e3, output.seconds.get("draft", 0.0) * 1e3)
+        if output.seconds is not None:
+            return _Took(took * 1e3, output.seconds["draft"] * 1e3)
+        self.tells_times = False  # drafting is what the step takes beyond a forward of its rows
+        num_rows = sum(1 + decoded.num_drafted for decoded in output.decodes)
+        return _Took(took * 1e3, max(LEAST_MS, took * 1e3 - at(self.by_rows, num_rows)))
 
     def _seat(self, slot: int, num_keys: int, num_pages: int, first_page: int) -> None:
         """A sequence of num_keys cached tokens and one more, whose keys stand in pages from first_page on."""
@@ -207,10 +216,14 @@ def _key(models: LoadedModels) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _read(fields: dict[str, Any]) -> CostTable:
+def _read(fields: dict[str, Any], has_draft: bool) -> CostTable:
+    """A table that was kept. Raises ValueError, TypeError, KeyError or OverflowError for what none ever was."""
     verify, first, deeper = (tuple(map(float, fields[name])) for name in ("verify", "first", "deeper"))
     keys = tuple((float(number), float(ms)) for number, ms in fields["keys"])
-    return CostTable(verify, first, deeper, keys, float(fields["key_row_ms"]), float(fields["draft_key_ms"]))
+    table = CostTable(verify, first, deeper, keys, float(fields["key_row_ms"]), float(fields["draft_key_ms"]))
+    if has_draft and table.first[1] < LEAST_MS:
+        raise ValueError(f"first={table.first[1]} ms: drafting takes time")
+    return table
 
 
 def _write(file: Path, text: str) -> None:

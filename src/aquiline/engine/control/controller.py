@@ -96,7 +96,7 @@ class Controller:
         self._probe_ms = FIRST_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = 0.0  # that the last step whose times were learnt was to take
-        self._inside_ms = 0.0  # that the step took inside the backend
+        self._inside_ms = 0.0  # that the step took inside the backend; 0: the host's time is not learnt from it
 
     @property
     def row_costs(self) -> tuple[float, ...]:
@@ -158,7 +158,7 @@ class Controller:
                 self._alike.add(0, decoded.guesses[0].token == first)
             if decoded.guesses and choice.record is not None:
                 choice.record.observe(decoded.guesses, decoded.kept)
-        self._inside_ms = step.seconds * 1e3 if is_mine and not step.plan.chunks else 0.0
+        self._inside_ms = (step.seconds or 0.0) * 1e3 if is_mine and not step.plan.chunks else 0.0
         if is_mine and is_looked_at:
             self._unlooked = 0
             self._learn_time(step, output)
@@ -278,8 +278,6 @@ class Controller:
 
     def _learn_time(self, step: Step, output: StepOutput) -> None:
         costs, plan = self.costs, step.plan
-        drafting_ms = output.seconds.get("draft", 0.0) * 1e3
-        verify_ms = sum(output.seconds.values()) * 1e3 - drafting_ms
         keys = [len(s.tokens) for s in plan.decoding]
         rows = [1 + decoded.num_drafted for decoded in output.decodes]
         all_rows, all_keys = sum(rows) + plan.num_chunk_rows, float(sum(keys))
@@ -290,11 +288,14 @@ class Controller:
         passes, draft_keys = passes_of(step.message.decodes, output.decodes, keys)
         expected_drafting = costs.drafting(passes, draft_keys)
         self._expected_ms = expected + expected_drafting + costs.host_ms
-        self.ledger.add_time(self._expected_ms, verify_ms + drafting_ms + costs.host_ms)
-        if not step.message.admits:  # these take time of their own
-            costs.learn_verify(all_rows, all_keys, key_rows, verify_ms)
-            if expected_drafting > 0.0 and not step.message.extends:
-                costs.learn_draft(expected_drafting, drafting_ms)
+        if output.seconds is not None:
+            drafting_ms = output.seconds["draft"] * 1e3
+            verify_ms = sum(output.seconds.values()) * 1e3 - drafting_ms
+            self.ledger.add_time(self._expected_ms, verify_ms + drafting_ms + costs.host_ms)
+            if not step.message.admits:  # these take time of their own
+                costs.learn_verify(all_rows, all_keys, key_rows, verify_ms)
+                if expected_drafting > 0.0 and not step.message.extends:
+                    costs.learn_draft(expected_drafting, drafting_ms)
         if self._plan.planned_rate > 0.0:
             rate = sum(len(decoded.kept) for decoded in output.decodes) / self._expected_ms
             self._planner.came(rate, self._plan.planned_rate)

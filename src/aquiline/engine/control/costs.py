@@ -8,12 +8,16 @@ knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 MOST_ROWS = 256
 """Rows up to which a table holds each number; beyond, the last slope goes on."""
+
+LEAST_MS, MOST_MS = 1e-9, 1e9
+"""No forward takes less, and no part of a step more."""
 
 PACE, PLACE_PACE = 1 / 8, 1 / 32
 """Share of a new measurement in the correction of a stage, and in that of one number of rows: what all numbers of rows
@@ -32,7 +36,10 @@ class CostTable:
     first pass for so many sequences, which also brings its keys up to date. deeper: each further pass of so many rows.
     keys: points (keys, milliseconds): what the keys of all sequences together add to a forward, however many rows read
     them. A key costs more where all of them are more than the caches hold. key_row_ms: what each key of a sequence adds
-    for each of the sequence's rows; draft_key_ms: to a pass of the draft."""
+    for each of the sequence's rows; draft_key_ms: to a pass of the draft.
+
+    Raises ValueError for what no machine takes: lists of another length, times that fall with rows or keys, are not
+    numbers or out of bounds, and forwards that take none."""
 
     verify: tuple[float, ...]
     first: tuple[float, ...]
@@ -44,7 +51,17 @@ class CostTable:
     def __post_init__(self) -> None:
         for name in ("verify", "first", "deeper"):
             values = getattr(self, name)
-            assert len(values) == MOST_ROWS + 1 and values[0] == 0.0, (name, len(values))
+            if len(values) != MOST_ROWS + 1 or not _ascends((0.0, *values)) or values[0] != 0.0:
+                raise ValueError(f"{name}: must be {MOST_ROWS + 1} times from 0 on, none below the one before")
+        if self.verify[1] < LEAST_MS:
+            raise ValueError(f"verify[1]={self.verify[1]} ms: a forward takes time")
+        numbers = [number for number, _ in self.keys]
+        is_line = all(low < high for low, high in pairwise((0.0, *numbers))) and all(map(math.isfinite, numbers))
+        if not is_line or not _ascends((0.0, *(ms for _, ms in self.keys))):
+            raise ValueError(f"keys={self.keys}: must be points of ascending numbers and times")
+        for name in ("key_row_ms", "draft_key_ms"):
+            if not 0.0 <= getattr(self, name) <= MOST_MS:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a time")
 
 
 def filled(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
@@ -64,7 +81,7 @@ def filled(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
     slope = (last_ms - lowered[-2][1]) / (last - lowered[-2][0]) if len(lowered) > 1 else last_ms / last
     for rows in range(last + 1, MOST_ROWS + 1):
         values[rows] = last_ms + slope * (rows - last)
-    return tuple(values)
+    return tuple(accumulate(values, max))
 
 
 def at(values: Sequence[float], rows: int) -> float:
@@ -170,6 +187,11 @@ class StepCosts:
         of_keys = through(table.keys, keys) + table.key_row_ms * key_rows
         place = self._places[rows] if rows <= MOST_ROWS else 1.0
         return self.base_factor * one * place, self.rows_factor * further * place, self.keys_factor * of_keys
+
+
+def _ascends(times: Sequence[float]) -> bool:
+    """Whether they are numbers within the bounds, none below the one before."""
+    return all(low <= high <= MOST_MS for low, high in pairwise(times))
 
 
 def _within(value: float, least: float, most: float) -> float:

@@ -98,7 +98,7 @@ def special_ids(gguf: GGUFFile) -> dict[str, int]:
         value = gguf.fields.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             continue
-        if not isinstance(value, int) or value < 0:
+        if type(value) is not int or value < 0:
             raise CheckpointError(f"{gguf.path}: tokenizer.ggml.{name}_token_id={value!r} must be a token id")
         found[name] = value
     return found
@@ -131,7 +131,7 @@ def _sizes(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> dict[str, int]:
     """The fields of _SIZES; a missing field gets the value that llama.cpp assumes."""
     found = {name: own[key] for name, key in _SIZES.items() if key in own}
     for name, value in found.items():
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise CheckpointError(f"{gguf.path}: {arch}.{_SIZES[name]}={value!r} must be a positive integer")
     missing = [name for name in ("hidden_size", "num_attention_heads") if name not in found]
     if missing:

@@ -89,7 +89,7 @@ class GGUFFile:
         for _ in range(num_fields):
             name = cursor.string()
             self.fields[name] = cursor.value(cursor.number("I"))
-        self.tensors = _tensors(cursor, num_tensors, int(self.fields.get("general.alignment", _ALIGNMENT)))
+        self.tensors = _tensors(cursor, num_tensors, self.fields.get("general.alignment", _ALIGNMENT))
 
     def raw(self, info: TensorInfo) -> NDArray[np.uint8]:
         """A tensor's bytes, uint8 [..., row_bytes], read now."""
@@ -113,10 +113,17 @@ class GGUFFile:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: {key} holds a string that is not UTF-8 ({error})") from None
 
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; `default` without it. Raises CheckpointError if it is something else."""
+        value = self.fields.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path}: {key}={value!r} must be true or false")
+        return value
+
     def numbers(self, key: str, length: int) -> list[Any]:
         """A list of `length` numbers of the metadata. Raises CheckpointError if it is anything else."""
         value = self.fields.get(key)
-        if not isinstance(value, list) or len(value) != length:
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(v, int | float) for v in value):
             raise CheckpointError(f"{self.path}: {key} must be a list of {length} numbers, and it is {_shown(value)}")
         return value
 
@@ -210,10 +217,10 @@ def _header(cursor: _Cursor, path: Path) -> tuple[int, int]:
     return cursor.number("Q"), cursor.number("Q")
 
 
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, TensorInfo]:
     """The tensors by name, their bytes checked to be in the file. They begin at a multiple of `alignment`."""
-    if alignment < 1:
-        raise ValueError(f"general.alignment={alignment}")
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment={alignment!r} must be a positive integer")
     sizes = {kind.value: size for kind, size in GGML_QUANT_SIZES.items()}
     found: dict[str, TensorInfo] = {}
     for _ in range(count):
