@@ -254,9 +254,9 @@ class Engine:
         if length == 0:
             raise ValueError(f"request {request.id}: prompt=[]: must hold at least one token")
         for name, ids in (("prompt", request.prompt_ids), ("prediction", request.prediction)):
-            bad = [t for t in ids if not 0 <= t < models.vocab_size]
-            if bad:
-                raise ValueError(f"request {request.id}: {name} token {bad[0]}: must be in [0, {models.vocab_size})")
+            if ids and not 0 <= min(ids) <= max(ids) < models.vocab_size:
+                bad = next(t for t in ids if not 0 <= t < models.vocab_size)
+                raise ValueError(f"request {request.id}: {name} token {bad}: must be in [0, {models.vocab_size})")
         limit = self.max_context
         if length + sampling.max_tokens > limit:
             raise ValueError(

@@ -15,6 +15,9 @@ TYPES = {
     503: "service_unavailable_error",
 }  # fmt: skip
 
+MAX_MESSAGE = 1000
+"""Characters of a message or a field's name at most. Many of them repeat what the client sent."""
+
 _FIELD = re.compile(r"^(?:request \d+: )?(\w+)(?==| )")
 
 
@@ -30,7 +33,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.message, self.param = message[:MAX_MESSAGE], param and param[:MAX_MESSAGE]
+        self.status, self.code = status, code
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
