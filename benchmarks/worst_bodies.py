@@ -4,7 +4,15 @@ chaos_clients.py sends them in the storm, tests/serve/test_worst_bodies.py one b
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
+import time
+from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+from served import Served, posted
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -17,18 +25,22 @@ ASKED = {
 
 
 class Worst(NamedTuple):
-    """A body of a path that is as large as it may be: as many units as fit, where `...` stands in `fields`."""
+    """A body of a path that is as large as it may be: as many units as fit, `most` at most, where `...` stands in
+    `fields`. KEY000 in a unit becomes another key each time."""
 
     path: str
     fields: str
     unit: str
+    most: int = 2**30
 
     def body(self, num_bytes: int) -> bytes:
         """The body, of at most num_bytes."""
         before, after = f"{{{ASKED[self.path]},{self.fields}}}".encode().split(b"...")
         unit = self.unit.encode()
-        number = (num_bytes - len(before) - len(after)) // len(unit)
-        units = b"".join(unit.replace(b"KEY000", b"%06d" % i) for i in range(number))
+        number = min(self.most, (num_bytes - len(before) - len(after)) // len(unit))
+        units = unit * number
+        if b"KEY000" in unit:
+            units = b"".join(unit.replace(b"KEY000", b"%06d" % i) for i in range(number))
         return before + units.removesuffix(b",") + after
 
 
@@ -107,7 +119,87 @@ WORST = {
     "messages to tokenise": Worst(
         TOKENIZE, '"prompt":null,"return_token_strs":true,"messages":[{"role":"user","content":"..."}]', CODE
     ),
+    "log-probabilities of a prompt": Worst(
+        COMPLETIONS, '"n":1,"max_tokens":1,"prompt_logprobs":20,"prompt":[...]', "5,", 1000
+    ),
+    "log-probabilities of prompts": Worst(
+        COMPLETIONS, '"n":16,"max_tokens":1,"prompt_logprobs":20,"prompt":[...]', "5,", 1000
+    ),
+    "log-probabilities": Worst(
+        CHATS, '"n":2,"max_tokens":700,"ignore_eos":true,"logprobs":true,"top_logprobs":20,"user":"..."', "a"
+    ),
+    "a prediction that fits": Worst(COMPLETIONS, '"n":16,"max_tokens":2,"prediction":{"content":"..."}', CODE, 80),
     "ids of no type": Worst(DETOKENIZE, '"tokens":[...]', "null,"),
     "ids to detokenise": Worst(DETOKENIZE, '"tokens":[...]', "1,"),
 }
-"""By what is large. KEY000 becomes another key each time."""
+"""By what is large."""
+
+
+MAX_GROWN_BYTES = 100 * 10**6
+"""By which a request may make a process larger."""
+
+
+def most_gap_s(idle: list[float]) -> float:
+    """How long a request may keep another stream waiting, by the gaps of that stream when it is alone."""
+    return 0.2 + 3 * float(np.percentile(idle, 99))
+
+
+class Felt(NamedTuple):
+    """What a request did to others. gap_s: the longest time between two events of the canary; grown_bytes: by which the
+    HTTP process or the engine process, whichever took more, was larger at its largest than before."""
+
+    status: int
+    gap_s: float
+    grown_bytes: int
+
+
+class Canary:
+    """A stream beside which requests are sent; `async with` it."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.gaps: list[float] = []
+
+    async def __aenter__(self) -> Canary:
+        self._singing = asyncio.create_task(self._sing())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._singing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._singing
+
+    async def _sing(self) -> None:
+        body, last = {"prompt": "def", "max_tokens": 900, "stream": True, "ignore_eos": True}, math.inf
+        while True:
+            async with posted(self.served, COMPLETIONS, body) as reply:
+                async for _ in reply.events():
+                    now = time.perf_counter()
+                    self.gaps.append(max(0.0, now - last))
+                    last = now
+
+    async def listen(self, num_events: int) -> list[float]:
+        """The gaps up to the next so many events."""
+        self.gaps.clear()
+        while len(self.gaps) < num_events:
+            if self._singing.done():
+                self._singing.result()
+            await asyncio.sleep(0.01)
+        return list(self.gaps)
+
+    async def beside(self, path: str, body: bytes) -> Felt:
+        """Send a request while the canary sings, and say what that did."""
+        sizes = {process.pid: _size(process.pid, "VmRSS") for process in self.served.processes}
+        for pid in sizes:
+            Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")  # forget the largest size so far
+        await self.listen(2)
+        async with posted(self.served, path, body) as reply:
+            status = reply.status
+            await reply.body()
+        gap_s = max(*self.gaps, *await self.listen(2))
+        return Felt(status, gap_s, max(_size(pid, "VmHWM") - before for pid, before in sizes.items()))
+
+
+def _size(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

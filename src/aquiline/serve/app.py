@@ -185,7 +185,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         def told() -> Response:
             if bad := [token for token in body.tokens if not 0 <= token < vocab_size]:
                 raise bad_request(f"tokens: {bad[0]}: must be in [0, {vocab_size})", "tokens")
-            return json_response({"prompt": prompts.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+            # A batch, as for it the tokenizer lets other threads run meanwhile.
+            (text,) = prompts.tokenizer.decode_batch([body.tokens], skip_special_tokens=False)
+            return json_response({"prompt": text})
 
         return await service.apart(await size_of(request), told)
 

@@ -19,7 +19,7 @@ MAX_PARTS = 2**15
 """Lists, objects, fields, decimals and booleans in a client's JSON. Python takes much longer for each of them than for
 the texts and token ids that long requests consist of, and for most of them up to a hundred times their bytes."""
 
-MAX_ENTRIES = 2**16
+MAX_ENTRIES = 2**15
 """Log-probabilities and sources of tokens in a reply that is sent whole: they are held up to its end, then written."""
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 from tokenizers import Tokenizer
@@ -112,6 +113,7 @@ def _text(content: str | list[ContentPart], where: str) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
+@lru_cache(maxsize=2**16)
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """One token as text, a special one too; bytes that are no whole character show as U+FFFD."""
     text: str = tokenizer.decode([token], skip_special_tokens=False)
