@@ -170,9 +170,11 @@ class Canary:
             await self._singing
 
     async def _sing(self) -> None:
-        body, last = {"prompt": "def", "max_tokens": 900, "stream": True, "ignore_eos": True}, math.inf
+        body, last = {"prompt": "def", "max_tokens": 300, "stream": True, "ignore_eos": True}, math.inf
         while True:
             async with posted(self.served, COMPLETIONS, body) as reply:
+                if reply.status != 200:
+                    raise RuntimeError(f"the canary was refused: {(await reply.body()).decode()}")
                 async for _ in reply.events():
                     now = time.perf_counter()
                     self.gaps.append(max(0.0, now - last))

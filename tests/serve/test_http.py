@@ -148,7 +148,9 @@ def test_tools_reach_the_template() -> None:
     assert '"arguments": {"a": 1}' in text and "tool: 2" in text
     assert tokenizer().decode(ids) == text
     with pytest.raises(ApiError, match="is not JSON"):
-        prompts().chat([ChatMessage(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])], 4096)
+        prompts().chat(
+            [ChatMessage(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])], 4096
+        )
     with pytest.raises(ApiError, match="image_url"):
         prompts().chat([ChatMessage(role="user", content=[{"type": "image_url"}])], 4096)
 

@@ -115,7 +115,7 @@ EXAMPLES: list[tuple[str, str, list[Part]]] = [
     *(
         ("hermes", text, [Text("content", text)])
         for number in ("NaN", "[Infinity]", "1e999")  # which would be no JSON when they are told
-        for text in ['<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>' % number]
+        for text in [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>']
     ),
     ("hermes", "a \n<tool_call>no</tool_call> b", [Text("content", "a \n<tool_call>no</tool_call> b")]),
     ("hermes", "a <tool_call>no", [Text("content", "a <tool_call>no")]),

@@ -94,7 +94,7 @@ def test_a_text_that_cannot_fit_is_not_encoded() -> None:
 def test_a_prediction_is_not_longer_than_a_context() -> None:
     prompts = Prompts(tokenizer(), ChatTemplate(None, {}, tokenizer()))
     assert len(prompts.prediction(Prediction(content="é" * 50), 200)) <= 200
-    with pytest.raises(ApiError, match="prediction has [0-9]+ tokens; shorten it"):
+    with pytest.raises(ApiError, match=r"prediction has [0-9]+ tokens; shorten it"):
         prompts.prediction(Prediction(content="\u1234" * 100), 200)
 
 

@@ -1,4 +1,4 @@
-"""The worst of every field, while a stream is watched: no request under the limits delays another one for long, or takes
+"""The worst of every field, while a stream is watched: no request under the limits delays another for long, or takes
 much memory. `make test` sends a body of each kind, `make test-all` all of them; so does benchmarks/chaos.py.
 """
 
@@ -8,9 +8,8 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 from tests.conftest import needs_native
 
@@ -18,8 +17,8 @@ from aquiline.serve.config import Limits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from served import Served, serving  # noqa: E402
-from worst_bodies import MAX_GROWN_BYTES, WORST, Canary, Felt, most_gap_s  # noqa: E402
+from served import Served, serving
+from worst_bodies import MAX_GROWN_BYTES, WORST, Canary, Felt, most_gap_s
 
 sys.path.pop(0)
 

@@ -136,7 +136,8 @@ WHOLE = {"bytes": [END], "byte fallback": list("é".encode())}
 
 @pytest.mark.parametrize("stop", [(), ("A", "never")], ids=["", "stop"])
 @pytest.mark.parametrize(
-    ("name", "unit"), [*NOWHERE.items(), *WHOLE.items(), ("byte fallback", [TOKENIZERS["byte fallback"].token_to_id(CUT)])]
+    ("name", "unit"),
+    [*NOWHERE.items(), *WHOLE.items(), ("byte fallback", [TOKENIZERS["byte fallback"].token_to_id(CUT)])],
 )
 def test_a_token_takes_as_long_whatever_came_before(name: str, unit: list[int], stop: tuple[str, ...]) -> None:
     """Bytes that never become a character, runs of bytes, tokens without text: what is decoded for each token does not

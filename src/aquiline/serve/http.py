@@ -7,7 +7,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -125,11 +125,11 @@ class Posted(Request):
 class Route(APIRoute):
     """A route whose handler gets a `Posted`."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler."""
         handle = super().get_route_handler()
 
-        async def handle_posted(request: Request) -> Any:
+        async def handle_posted(request: Request) -> Response:
             return await handle(Posted(request.scope, request.receive))
 
         return handle_posted

@@ -67,7 +67,8 @@ def check_entries(choices: Iterable[Request], has_sources: bool) -> None:
     if num_entries > MAX_ENTRIES:
         raise bad_request(
             f"max_tokens: the reply may need {num_entries} log-probabilities and sources of tokens, and at most "
-            f"{MAX_ENTRIES} are sent in one piece; lower max_tokens, n, logprobs or prompt_logprobs, or stream", "max_tokens",
+            f"{MAX_ENTRIES} are sent in one piece; lower max_tokens, n, logprobs or prompt_logprobs, or stream",
+            "max_tokens",
         )  # fmt: skip
 
 
@@ -92,7 +93,9 @@ class Gate:
         if self.is_closed:
             raise ApiError(503, "the server is ending; send the request to another", code="draining")
         if num_choices > self.limit:
-            raise bad_request(f"n: {num_choices} choices never run and wait together, {self.limit} do; ask for fewer", "n")
+            raise bad_request(
+                f"n: {num_choices} choices never run and wait together, {self.limit} do; ask for fewer", "n"
+            )
         if self.num_inside + num_choices > self.limit:
             seconds = min(60, math.ceil(self._mean_s * max(1, self.num_inside - self.num_slots) / self.num_slots))
             raise ApiError(

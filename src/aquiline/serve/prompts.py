@@ -69,7 +69,9 @@ class Prompts:
             return ()
         ids = self.text(_text(prediction.content, "prediction"), most, special=False, name="prediction")
         if len(ids) > most:
-            raise bad_request(f"prediction: {_context(most)}; the prediction has {len(ids)} tokens; shorten it", "prediction")
+            raise bad_request(
+                f"prediction: {_context(most)}; the prediction has {len(ids)} tokens; shorten it", "prediction"
+            )
         return tuple(ids)
 
 

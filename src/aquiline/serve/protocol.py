@@ -54,7 +54,9 @@ class Speculative(BaseModel):
     @classmethod
     def _first_unknown(cls, given: Any) -> Any:
         """Of all unknown fields the first, where there are some: each would be an error of its own."""
-        unknown = next((name for name in given if name not in cls.model_fields), None) if isinstance(given, dict) else None
+        unknown = (
+            next((name for name in given if name not in cls.model_fields), None) if isinstance(given, dict) else None
+        )
         return given if unknown is None else {unknown: None}
 
 

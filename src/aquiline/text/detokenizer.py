@@ -157,8 +157,8 @@ class Detokenizer:
 
 
 class _ByteRun:
-    """A run of byte tokens, read as UTF-8 as they come. new: the character that the latest byte completed, if any; tail:
-    the latest text, None as long as it was not looked at in this run."""
+    """A run of byte tokens, read as UTF-8 as they come. new: the character that the latest byte completed, if any.
+    tail: the latest text, None as long as it was not looked at in this run."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")()
@@ -222,8 +222,8 @@ def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
 
 @lru_cache(maxsize=4)
 def byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
-    """The tokens of a vocabulary with byte fallback that stand for one byte, and the byte of each; it spells them <0x00>
-    to <0xFF>."""
+    """The tokens of a vocabulary with byte fallback that stand for one byte, which it spells <0x00> to <0xFF>, and the
+    byte of each."""
     found = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
     return {token: byte for token, byte in found if token is not None}
 

@@ -35,7 +35,6 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
     return tokenizer
 
 
-
 class Measure(NamedTuple):
     """How long texts are in tokens at least. longest: characters that a token stands for at most, 0 where that is not
     certain. Where tokens are of bytes it counts these, and those of `dropped` become no token."""
@@ -89,7 +88,8 @@ def _steps(said: dict[str, Any] | None) -> list[dict[str, Any]]:
     """A normaliser or pre-tokenizer as its steps, none of which is a sequence."""
     if said is None or said["type"] != "Sequence":
         return [] if said is None else [said]
-    return [step for each in said.get("normalizers", said.get("pretokenizers")) for step in _steps(each)]
+    parts = said["normalizers"] if "normalizers" in said else said["pretokenizers"]
+    return [step for part in parts for step in _steps(part)]
 
 
 def _keeps(step: dict[str, Any]) -> bool:
