@@ -1,11 +1,13 @@
 """Chaos: clients of every bad kind at once, and an engine that is killed, for some minutes; then everything is counted.
 
-Random arrivals; clients that leave in the middle of a stream or before a reply; slow readers; malformed bodies and
-bodies that end early; prompts that exhaust the pages, so that sequences are preempted; the engine process killed. Among
-them canaries: requests whose texts, whole or streamed, with speculation or without, must equal those before the storm.
+Random arrivals; clients that leave in the middle of a stream or before a reply; slow readers; malformed bodies, those
+that end early, and those of which one field is as large as it may be; prompts that exhaust the pages, so that sequences
+are preempted; the engine process killed. Among them canaries: requests whose texts, whole or streamed, with speculation
+or without, must equal those before the storm.
 
 What must hold: every request ends; canaries are equal; 5xx and broken streams come only from engines that were killed;
-only killed engines are replaced; afterwards no request and no page is left; the HTTP process does not grow.
+only killed engines are replaced; afterwards no request and no page is left; the HTTP process does not grow. Then each
+of the largest bodies is sent again beside one stream, which must not wait for it, and no process may grow by it.
 
     python benchmarks/chaos.py --minutes 1
     python benchmarks/chaos.py --minutes 60 --seed 3
@@ -24,12 +26,12 @@ import time
 from collections import Counter
 
 import numpy as np
-from chaos_clients import PROMPTS, Storm, act, canary_body, text_of
+from chaos_clients import PROMPTS, Storm, act, canary_body, feel_worst, text_of
 from served import serving
 
 OPTIONS = (
     "--target", "bundled", "--max-num-seqs", "4", "--num-pages", "40", "--page-size", "16", "--max-model-len", "600",
-    "--max-waiting", "12", "--max-stalled-s", "3", "--check",
+    "--max-waiting", "12", "--max-stalled-s", "3", "--max-stored-bytes", "4000000", "--check",
 )  # fmt: skip
 GROWTH = 1.15
 """How much larger the HTTP process may be in the last quarter than in the second one."""
@@ -118,6 +120,7 @@ def main() -> None:
         asyncio.run(know_canaries(storm))
         asyncio.run(blow(storm, settings.minutes * 60, settings.rate, settings.kill_every))
         left, num_equal = left_over(storm), asyncio.run(check_canaries(storm))
+        felt = asyncio.run(feel_worst(storm))
         restarts, preemptions = (
             served.figure(f"{name}_total") for name in ("aquiline:engine_restarts", "vllm:num_preemptions")
         )
@@ -137,7 +140,10 @@ def main() -> None:
         "minutes": settings.minutes, "seed": settings.seed, "requests": storm.outcomes.total(),
         "canaries": sum(n for name, n in storm.outcomes.items() if name == "canary: 200"), "kills": len(storm.kills),
         "restarts": restarts, "preemptions": preemptions, "left": left, "growth": grown,
-        "rss_mb": storm.rss[-1][1] / 2**20, "outcomes": dict(storm.outcomes), "wrong": storm.wrong[:50],
+        "rss_mb": storm.rss[-1][1] / 2**20,
+        "longest_gap_s": max(each.gap_s for each in felt.values()),
+        "most_grown_mb": max(each.grown_bytes for each in felt.values()) / 2**20,
+        "outcomes": dict(storm.outcomes), "wrong": storm.wrong[:50],
     }))  # fmt: skip
     sys.exit(1 if storm.wrong else 0)
 

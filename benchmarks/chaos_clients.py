@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from served import Served, posted
+from worst_bodies import MAX_GROWN_BYTES, WORST, Canary, Felt, most_gap_s
+
+from aquiline.serve.config import Limits
 
 PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "import os\n\n\ndef walk(path):\n"]
 PATIENCE_S = 120.0
@@ -21,7 +24,8 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Storm:
-    """What has happened. wrong: what must not have; kills: when engines were killed and when the next was ready."""
+    """What has happened. wrong: what must not have; kills: when engines were killed and when the next was ready; worst:
+    the largest bodies, made once."""
 
     served: Served
     rng: random.Random
@@ -30,6 +34,9 @@ class Storm:
     wrong: list[str] = field(default_factory=list)
     kills: list[tuple[float, float]] = field(default_factory=list)
     rss: list[tuple[float, int]] = field(default_factory=list)
+    worst: dict[str, bytes] = field(
+        default_factory=lambda: {name: worst.body(Limits().max_body_bytes) for name, worst in WORST.items()}
+    )
 
     def excuse(self, began: float) -> bool:
         """Whether an engine was killed, or not back yet, while a request that began then was running."""
@@ -137,6 +144,29 @@ async def malformed(storm: Storm) -> None:
         storm.count("malformed", str(reply.status), began, is_fine)
 
 
+async def worst(storm: Storm) -> None:
+    """A body as large as the server takes, of one field above all."""
+    began, name = time.monotonic(), storm.rng.choice(list(WORST))
+    async with posted(storm.served, WORST[name].path, storm.worst[name]) as reply:
+        text = await reply.body()
+        is_fine = reply.status == 200 or (400 <= reply.status < 500 and b'"error"' in text)
+        storm.count("worst", str(reply.status), began, is_fine)
+
+
+async def feel_worst(storm: Storm) -> dict[str, Felt]:
+    """Send each of these bodies once the storm is over, and note what a stream beside it feels."""
+    felt: dict[str, Felt] = {}
+    async with Canary(storm.served) as canary:
+        await canary.listen(20)
+        most = most_gap_s(await canary.listen(300))
+        for name, worst in WORST.items():
+            felt[name] = found = await canary.beside(worst.path, storm.worst[name])
+            if found.gap_s > most or found.grown_bytes > MAX_GROWN_BYTES:
+                told = f"{found.gap_s:.2f} s ({most:.2f} allowed), {found.grown_bytes / 1e6:.0f} MB"
+                storm.wrong.append(f"beside {name!r} a stream waited {told}")
+    return felt
+
+
 async def unfinished(storm: Storm) -> None:
     """A client that says more than it sends, and leaves."""
     with suppress(TimeoutError, asyncio.IncompleteReadError):
@@ -163,7 +193,8 @@ async def figures(storm: Storm) -> None:
 
 
 ACTORS: list[tuple[Callable[[Storm], Awaitable[None]], int]] = [
-    (canary, 8), (leaver, 4), (impatient, 3), (slow, 2), (malformed, 3), (unfinished, 1), (large, 3), (figures, 1),
+    (canary, 8), (leaver, 4), (impatient, 3), (slow, 2), (malformed, 3), (worst, 1), (unfinished, 1), (large, 3),
+    (figures, 1),
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ REASONS = {
     "set AQUILINE_TEST_TARGET": "AQUILINE_TEST_TARGET=DIR, a trained checkpoint",
     "needs the right to mount": "root, outside a container that forbids mounts",
     "this system has no affinity": "Linux",
+    "this system has no /proc": "Linux",
     "this system does not fork": "an operating system other than Windows",
     "needs a CUDA device": "an NVIDIA GPU and torch for CUDA",
     "needs a terminal": "an operating system other than Windows",

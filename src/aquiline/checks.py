@@ -6,6 +6,7 @@ Whether a value is in range is its owner's to say; here it is only a value of th
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,20 +31,30 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
-def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says; bytes are UTF-8.
+def parse_json(text: str | bytes, is_strict: bool = False) -> Any:
+    """What a JSON text says; bytes are UTF-8. is_strict: refuse NaN, Infinity and numbers too large for a float, which
+    could not be written as JSON again; files of checkpoints have them.
 
     Raises ValueError saying what is wrong: no UTF-8, no JSON, a number too long, or more than MAX_LEVELS levels."""
     told = f"it nests lists and objects deeper than {MAX_LEVELS} levels"
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite) if is_strict else json.loads(text)
     except RecursionError:
         raise ValueError(told) from None
     if text.count("[") + text.count("{") > MAX_LEVELS and isinstance(value, list | dict) and _is_deep(value):
         raise ValueError(told)
     return value
+
+
+def _refuse(number: str) -> float:
+    raise ValueError(f"{number[:40]} is no number of JSON; write null, or a finite number")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
 
 
 def is_unicode(text: str) -> bool:

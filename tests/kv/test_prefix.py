@@ -30,6 +30,19 @@ def test_spaces_share_nothing() -> None:
     assert kept.cache.match(None, kept.tokens("a")) == kept.cache.match("pepper", kept.tokens("a")) == []
 
 
+def test_nothing_is_kept_of_a_space_without_pages() -> None:
+    """A caller may name another salt each time."""
+    kept = Kept()
+    for number in range(3 * PER_SLOT):
+        assert kept.cache.match(f"salt {number}", kept.tokens("ab")) == []
+    assert not kept.cache.roots
+    for number in range(100):
+        kept.pool.reserve(0, SIZE)
+        assert kept.cache.publish(number, 0, None, 0, kept.tokens("a"), True, True)
+        kept.pool.release(0)
+    assert len(kept.cache.roots) == len(kept.cache.by_page) < 100 and 99 in kept.cache.roots
+
+
 def test_a_match_takes_no_page() -> None:
     kept = Kept()
     kept.keep("abc")

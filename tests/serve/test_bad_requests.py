@@ -63,6 +63,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"speculative": {"speed": 2}}, "speculative", "speculative.speed: Extra inputs"),
     ({"echo": True, "logprobs": 1}, "echo", "not supported with logprobs"),
     ({"priority": "high"}, "priority", "integer"),
+    ({"cache_salt": "a" * 257}, "cache_salt", "at most 256"),
+    ({"prediction": {"content": "a" * 60_000}}, "prediction", "maximum context length is 1024 tokens"),
 ]
 
 
@@ -117,7 +119,7 @@ def test_a_context_that_is_too_short_is_told_in_the_words_that_clients_know(serv
     for path, body, param in asked:
         error = server.error(f"/v1/{path}", **body)
         assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
-        assert error["message"].startswith("This model's maximum context length is 1024 tokens. However, you requested")
+        assert error["message"].startswith("This model's maximum context length is 1024 tokens. However, ")
     server.complete(max_tokens=1014, stop="\n")
 
 
@@ -146,7 +148,8 @@ def test_half_a_character(server: Server) -> None:
 
 
 def test_bodies_that_are_no_requests(server: Server) -> None:
-    for content in (b"", b"{", b"[]", b"null", b"[" * 50_000, b'{"prompt": 1e999}', b"\xff\xfe", b'"x"'):
+    numbers = [b'{"prompt": "a", "user": %s}' % number for number in (b"NaN", b"[-Infinity]", b"1e999")]
+    for content in (b"", b"{", b"[]", b"null", b"[" * 50_000, b'{"prompt": 1e999}', b"\xff\xfe", b'"x"', *numbers):
         reply = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error", content[:20]
     server.settle()

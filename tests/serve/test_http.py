@@ -204,14 +204,16 @@ def test_tools_reach_the_template() -> None:
         ChatMessage(role="tool", content="2", tool_call_id="x"),
     ]
     tool = Tool(function={"name": "add", "parameters": {"type": "object"}})
-    text, ids = prompts().chat(messages, [tool])
+    text, ids = prompts().chat(messages, 4096, [tool])
     assert '"name": "add"' in text.split("\n")[0] and "system: Be\nbrief." in text
     assert '"arguments": {"a": 1}' in text and "tool: 2" in text
     assert tokenizer().decode(ids) == text
     with pytest.raises(ApiError, match="is not JSON"):
-        prompts().chat([ChatMessage(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])])
+        prompts().chat(
+            [ChatMessage(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])], 4096
+        )
     with pytest.raises(ApiError, match="image_url"):
-        prompts().chat([ChatMessage(role="user", content=[{"type": "image_url"}])])
+        prompts().chat([ChatMessage(role="user", content=[{"type": "image_url"}])], 4096)
 
 
 def test_prompts_are_those_of_a_chat_in_python() -> None:
@@ -220,7 +222,7 @@ def test_prompts_are_those_of_a_chat_in_python() -> None:
         {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2"}, {"role": "user", "content": "And?"},
     ]  # fmt: skip
-    served = prompts().chat([ChatMessage.model_validate(message) for message in messages])[1]
+    served = prompts().chat([ChatMessage.model_validate(message) for message in messages], 4096)[1]
     assert encode_chats(prompts().template, [messages, messages[:1]])[0] == served
 
 

@@ -27,7 +27,7 @@ def started(limits: Limits | None = None, max_length: int = INFO.max_length) -> 
 
 def chat(service: Service, **body: Any) -> Job:
     request = ChatRequest(messages=[{"role": "user", "content": "a"}], **body)
-    return asyncio.run(service.chat(request))
+    return asyncio.run(service.chat(request, size=100))
 
 
 def length_of(job: Job) -> int:
@@ -52,8 +52,8 @@ def test_a_reply_that_names_no_length_is_not_as_long_as_the_context() -> None:
     assert length_of(chat(service, min_tokens=3000)) == 3000
     assert length_of(chat(service, max_tokens=5000)) == 5000
     response = as_chat(ResponseRequest(input="a"), [{"type": "message", "role": "user", "content": "a"}])
-    assert length_of(asyncio.run(service.chat(response))) == 1024
-    assert length_of(asyncio.run(service.completion(CompletionRequest(prompt="a")))) == 16
+    assert length_of(asyncio.run(service.chat(response, size=100))) == 1024
+    assert length_of(asyncio.run(service.completion(CompletionRequest(prompt="a"), size=100))) == 16
     assert length_of(chat(started(Limits(default_output_tokens=99), 8192))) == 99
     assert length_of(chat(started(Limits(max_output_tokens=300), 8192))) == 300
     with pytest.raises(ApiError, match="max_completion_tokens=301: at most 300 are allowed") as refused:

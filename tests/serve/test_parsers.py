@@ -116,6 +116,11 @@ EXAMPLES: list[tuple[str, str, list[Part]]] = [
     ("hermes", f"I add.\n{CALLED}\n{CALLED}\n", [Text("content", "I add."), ADD, ADD]),
     ("hermes", CALLED.removesuffix("</tool_call>"), [ADD]),
     ("hermes", f"{CALLED}\nDone, all of it. ", [ADD, Text("content", "Done, all of it. ")]),
+    *(
+        ("hermes", text, [Text("content", text)])
+        for number in ("NaN", "[Infinity]", "1e999")  # which would be no JSON when they are told
+        for text in [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>']
+    ),
     ("hermes", "a \n<tool_call>no</tool_call> b", [Text("content", "a \n<tool_call>no</tool_call> b")]),
     ("hermes", "a <tool_call>no", [Text("content", "a <tool_call>no")]),
     ("llama", '{"name": "f", "parameters": {"x": 1}}; {"name": "g"}', [Call("f", '{"x": 1}'), Call("g", "{}")]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from sys import getsizeof
 from typing import Any
 
 import pytest
@@ -103,15 +104,19 @@ def test_items_become_messages() -> None:
 
 
 def test_the_oldest_responses_are_dropped() -> None:
-    store = ResponseStore(2_000)
+    """What is counted is what is held: bytes, and what Python needs around them."""
+    store = ResponseStore(20_000)
     for number in range(50):
-        store.put(Kept({"id": str(number), "output": ["x" * 100]}, []))
-        assert store.num_bytes <= 2_000
+        store.put(str(number), Kept(b'{"output":["%s"]}' % (b"x" * 100), b"[]"))
+        assert store.num_bytes <= 20_000
+        held = sum(map(getsizeof, (store.kept, *store.kept, *store.kept.values())))
+        held += sum(getsizeof(each) for kept in store.kept.values() for each in (vars(kept), *vars(kept).values()))
+        assert held <= store.num_bytes
     assert "49" in store.kept and "0" not in store.kept and len(store.kept) > 10
     for name in list(store.kept):
         store.drop(name)
     assert store.num_bytes == 0
-    ResponseStore(0).put(Kept({"id": "a", "output": []}, []))
+    ResponseStore(0).put("a", Kept(b'{"output":[]}', b"[]"))
 
 
 def test_a_response_that_is_read_is_kept_for_longer(server: Server) -> None:
@@ -140,4 +145,4 @@ def test_reasoning_and_a_call_as_items(size: int) -> None:
     assert "".join(event["delta"] for event in told if event["type"] == "response.reasoning_text.delta") == "To add"
     (done,) = (event for event in told if event["type"] == "response.function_call_arguments.done")
     assert done["arguments"] == call["arguments"] and done["item_id"] == call["id"]
-    assert store.get("id").items == final["output"]
+    assert store.get(job.id).items == final["output"]

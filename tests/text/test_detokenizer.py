@@ -130,6 +130,32 @@ def test_a_byte_that_spoils_a_run_of_bytes_reaches_nobody_else() -> None:
     assert [detokenizer.add([i]) for i in (0x41, 0xFF, tokenizer.token_to_id("a"))] == ["", "", 2 * CUT + "a"]
 
 
+NOWHERE = {"bytes": [0x80], "bytes, merged": [0xFF, 0xC3], "byte fallback": [0xFF, 0x41]}
+WHOLE = {"bytes": [END], "byte fallback": list("é".encode())}
+
+
+@pytest.mark.parametrize("stop", [(), ("A", "never")], ids=["", "stop"])
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [*NOWHERE.items(), *WHOLE.items(), ("byte fallback", [TOKENIZERS["byte fallback"].token_to_id(CUT)])],
+)
+def test_a_token_takes_as_long_whatever_came_before(name: str, unit: list[int], stop: tuple[str, ...]) -> None:
+    """Bytes that never become a character, runs of bytes, tokens without text: what is decoded for each token does not
+    grow, and the text is that of decoding once."""
+    tokenizer, decoded = TOKENIZERS[name], 0
+
+    class Counted(Detokenizer):
+        def _decode(self, ids: list[int]) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return super()._decode(ids)
+
+    ids = unit * (2_000 // len(unit))
+    detokenizer = Counted(tokenizer, (), stop)
+    text = "".join(detokenizer.add([token]) for token in ids) + detokenizer.finish()
+    assert text == tokenizer.decode(ids) and decoded <= 100 * len(ids)
+
+
 @needs_native
 def test_requests_with_a_byte_fallback_tokenizer_stream_what_they_decode_to() -> None:
     """Through the engine, beside each other: half of the vocabulary are bytes, most of which fit nowhere."""

@@ -263,9 +263,9 @@ class Engine:
             ("prompt token", request.prompt_ids), ("prediction token", request.prediction),
             ("logit_bias: token id", sampling.logit_bias), ("stop_token_ids: token id", sampling.stop_token_ids),
         ):  # fmt: skip
-            bad = [t for t in ids if not 0 <= t < models.vocab_size]
-            if bad:
-                raise ValueError(f"request {request.id}: {name} {bad[0]}: must be in [0, {models.vocab_size})")
+            if ids and not 0 <= min(ids) <= max(ids) < models.vocab_size:
+                bad = next(t for t in ids if not 0 <= t < models.vocab_size)
+                raise ValueError(f"request {request.id}: {name} {bad}: must be in [0, {models.vocab_size})")
         models.token_sequences(sampling.bad_words)
         limit = self.max_context
         if length + sampling.max_tokens > limit:

@@ -69,10 +69,12 @@ class Request:
         for name, kind in (("prompt_ids", "prompt"), ("prediction", "prediction")):
             ids = getattr(self, name)
             self._check(isinstance(ids, tuple | list), name, ids, "must be a tuple of ids")
-            bad = [token for token in ids if type(token) is not int and not _is_whole(token)]
-            if bad:
-                raise ValueError(f"request {self.id}: {kind} token {bad[0]!r}: must be a whole number")
-            object.__setattr__(self, name, tuple(map(int, ids)))
+            if not set(map(type, ids)) <= {int}:
+                bad = [token for token in ids if not _is_whole(token)]
+                if bad:
+                    raise ValueError(f"request {self.id}: {kind} token {bad[0]!r}: must be a whole number")
+                ids = map(int, ids)
+            object.__setattr__(self, name, tuple(ids))
 
     def _check(self, ok: bool, name: str, value: object, fix: str) -> None:
         if not ok:

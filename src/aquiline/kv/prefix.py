@@ -16,8 +16,10 @@ from aquiline.kv.pool import PagePool
 
 @dataclass(eq=False)
 class Node:
-    """One page of tokens, behind the tokens of its parents. has_draft: the page holds all its draft keys too."""
+    """One page of tokens of a space, behind the tokens of its parents. has_draft: the page holds all its draft keys
+    too."""
 
+    space: Hashable
     tokens: tuple[int, ...]
     page: int
     has_draft: bool
@@ -26,7 +28,9 @@ class Node:
 
 
 class PrefixCache:
-    """All cached pages of a pool. `match` only looks pages up; PagePool.share takes them for a slot."""
+    """All cached pages of a pool. `match` only looks pages up; PagePool.share takes them for a slot.
+
+    roots: of the spaces that have pages; nothing is kept of the others."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -36,13 +40,12 @@ class PrefixCache:
 
     def match(self, space: Hashable, tokens: list[int]) -> list[Node]:
         """The longest path of cached pages that `tokens` begins with, among those that were published in this space."""
-        path, node, size = [], self._root(space), self.pool.page_size
+        path, node, size = list[Node](), self.roots.get(space), self.pool.page_size
         for start in range(0, len(tokens) - size + 1, size):
-            child = node.children.get(tuple(tokens[start : start + size]))
-            if child is None:
+            node = None if node is None else node.children.get(tuple(tokens[start : start + size]))
+            if node is None:
                 break
-            path.append(child)
-            node = child
+            path.append(node)
         return path
 
     def publish(
@@ -65,11 +68,12 @@ class PrefixCache:
         way but is in use, or `parent` has been evicted meanwhile."""
         if parent is not None and self.by_page.get(parent.page) is not parent:
             return None
-        parent, key, page = parent or self._root(space), tuple(tokens), self.pool.owned[slot][index]
+        parent = parent or self.roots.setdefault(space, Node(space, (), -1, False, None))
+        key, page = tuple(tokens), self.pool.owned[slot][index]
         assert len(key) == self.pool.page_size, (len(key), self.pool.page_size)
         node = parent.children.get(key)
         if node is None:
-            node = parent.children[key] = Node(key, page, has_draft, parent)
+            node = parent.children[key] = Node(space, key, page, has_draft, parent)
         elif node.page == page:
             return node
         elif node.has_draft or not drafts:
@@ -101,9 +105,6 @@ class PrefixCache:
             below = sum(int(self.pool.refcount[child.page]) for child in node.children.values())
             assert used or not below, f"page {node.page} is idle, pages below it are in use"
 
-    def _root(self, space: Hashable) -> Node:
-        return self.roots.setdefault(space, Node((), -1, False, None))
-
     def _nodes(self) -> Iterator[Node]:
         left = [node for root in self.roots.values() for node in root.children.values()]
         while left:
@@ -116,4 +117,4 @@ class PrefixCache:
         assert not node.children and node.parent is not None, f"page {page} is dropped before those below it"
         del node.parent.children[node.tokens]
         if node.parent.parent is None and not node.parent.children:
-            self.roots = {space: root for space, root in self.roots.items() if root is not node.parent}
+            del self.roots[node.space]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -25,6 +26,7 @@ from aquiline.serve.http import (
     EventStream,
     Front,
     Page,
+    Route,
     disconnect,
     error_response,
     json_response,
@@ -40,7 +42,7 @@ from aquiline.serve.protocol import (
 )
 from aquiline.serve.reply import Reply
 from aquiline.serve.response_events import ResponseReply
-from aquiline.serve.responses import CHAT_FIELDS, ResponseStore, as_chat, conversation_of
+from aquiline.serve.responses import CHAT_FIELDS, ResponseStore, as_chat, conversation_of, kept_before
 from aquiline.serve.service import Job, Run, Service, explained
 
 PAGE = Path(__file__).resolve().parent / "page"
@@ -62,6 +64,7 @@ def make_app(service: Service) -> FastAPI:
         title="aquiline", version=version("aquiline"), lifespan=lifespan, docs_url=None, redoc_url=None,
         responses={code: {"description": "An error in OpenAI's shape."} for code in (400, 401, 404, 413, 429, 503)},
     )  # fmt: skip
+    app.router.route_class = Route
     _handle_errors(app)
     _add_operations(app, service)
     _add_tokens(app, service)
@@ -167,31 +170,41 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     prompts = service.prompts
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt, or of messages through the chat template."""
         service.model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt: give prompt or messages, one of them", "prompt")
-        if body.messages is None:
-            ids = prompts.text(body.prompt or "", body.add_special_tokens)
-        else:
-            with explained():
+
+        def told() -> Response:
+            most = service.max_length
+            if body.messages is None:
+                ids = prompts.text(body.prompt or "", most, body.add_special_tokens)
+            else:
                 options = body.chat_template_kwargs
-                _, ids = prompts.chat(body.messages, body.tools, options, body.add_generation_prompt)
-        told: dict[str, Any] = {"tokens": ids, "count": len(ids)}
-        told["max_model_len"] = None if service.client.info is None else service.client.info.max_length
-        if body.return_token_strs:
-            told["token_strs"] = [token_text(prompts.tokenizer, token) for token in ids]
-        return json_response(told)
+                _, ids = prompts.chat(body.messages, most, body.tools, options, body.add_generation_prompt)
+            found: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": most}
+            if body.return_token_strs:
+                found["token_strs"] = [token_text(prompts.tokenizer, token) for token in ids]
+            return json_response(found)
+
+        with explained():
+            return await service.apart(await size_of(request), told)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service.model(body.model)
-        size = prompts.tokenizer.get_vocab_size()
-        if bad := [token for token in body.tokens if not 0 <= token < size]:
-            raise bad_request(f"tokens: {bad[0]}: must be in [0, {size})", "tokens")
-        return json_response({"prompt": prompts.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        vocab_size = prompts.tokenizer.get_vocab_size()
+
+        def told() -> Response:
+            if bad := [token for token in body.tokens if not 0 <= token < vocab_size]:
+                raise bad_request(f"tokens: {bad[0]}: must be in [0, {vocab_size})", "tokens")
+            # A batch, as for it the tokenizer lets other threads run meanwhile.
+            (text,) = prompts.tokenizer.decode_batch([body.tokens], skip_special_tokens=False)
+            return json_response({"prompt": text})
+
+        return await service.apart(await size_of(request), told)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -201,14 +214,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
-        job = await service.completion(body)
+        job = await service.completion(body, await size_of(request))
         reply = CompletionReply(job, body, detail, tokenizer)
         return await answer(service, job, reply, request, bool(body.stream))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        job = await service.chat(body)
+        job = await service.chat(body, await size_of(request))
         return await answer(service, job, ChatReply(job, body, detail, tokenizer), request, bool(body.stream))
 
 
@@ -219,16 +232,22 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation of items; keep the answer unless `store` is false."""
-        with in_words_of(CHAT_FIELDS):
-            items = conversation_of(body, store)
-            job = await service.chat(as_chat(body, items), "resp")
+        size, before = await size_of(request), kept_before(body, store)
+        if before is not None:
+            size += before.num_bytes
+        if size > service.limits.max_body_bytes:
+            told = f"the conversation has {size} bytes; at most {service.limits.max_body_bytes} are allowed"
+            raise bad_request(f"previous_response_id: {told}; begin another", "previous_response_id")
+        with in_words_of(CHAT_FIELDS), explained():
+            items = conversation_of(body, before)
+            job = await service.chat(as_chat(body, items), size, "resp")
         reply = ResponseReply(job, body, items, store, tokenizer)
         return await answer(service, job, reply, request, bool(body.stream))
 
     @app.get("/v1/responses/{response_id}")
     async def kept(response_id: str) -> Response:
         """A response that was kept."""
-        return json_response(store.get(response_id).response)
+        return Response(store.get(response_id).response, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}")
     async def drop(response_id: str) -> Response:
@@ -239,9 +258,14 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     @app.get("/v1/responses/{response_id}/input_items")
     async def input_items(response_id: str) -> Response:
         """The conversation that a response answered, the latest item first."""
-        items = store.get(response_id).input[::-1]
+        items = json.loads(store.get(response_id).input)[::-1]
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
         return json_response({"object": "list", "data": items, "has_more": False} | ends)
+
+
+async def size_of(request: Request) -> int:
+    """Bytes of a request's body: more than anything in it has."""
+    return len(await request.body())
 
 
 async def answer(service: Service, job: Job, reply: Reply, request: Request, is_stream: bool) -> Response:

@@ -68,11 +68,11 @@ class ChatReply(ChunkedReply):
         told: dict[str, Any] = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
         if self.wants_logprobs and gain.logprobs:
             entries = [logprob_entry(self.tokenizer, entry) for entry in gain.logprobs]
-            message.logprobs += entries
+            message.logprobs += entries if self.is_whole else ()
             told["logprobs"] = {"content": entries}
         if self.wants_sources:
             delta["sources"] = sources(gain)
-            message.sources += delta["sources"]
+            message.sources += delta["sources"] if self.is_whole else ()
             told["drafting"] = drafting_so_far(choice)
         if gain.finish_reason is not None:
             told |= self._finish(choice, message)

@@ -28,6 +28,10 @@ class _Logprobs:
     text_offset: list[int] = field(default_factory=list)
     offset: int = 0
 
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns by name."""
+        return {name: value for name, value in vars(self).items() if name != "offset"}
+
 
 class CompletionReply(ChunkedReply):
     """Words a job as a completion. Raises ApiError for an echo with log-probabilities."""
@@ -63,7 +67,7 @@ class CompletionReply(ChunkedReply):
             told["logprobs"] = self._columns(self.logprobs[place], gain.logprobs)
         if self.wants_sources:
             told["sources"] = sources(gain)
-            self.sources[place] += told["sources"]
+            self.sources[place] += told["sources"] if self.is_whole else ()
             told["drafting"] = drafting_so_far(choice)
         if gain.finish_reason is not None:
             told |= self._finish(choice)
@@ -78,7 +82,7 @@ class CompletionReply(ChunkedReply):
             known = self.logprobs[place]
             columns = None
             if self.wants_logprobs:
-                columns = {name: value for name, value in vars(known).items() if name != "offset"}
+                columns = known.columns()
             told: dict[str, Any] = {
                 "index": place, "text": self._echo(place) + "".join(self.texts[place]), "logprobs": columns,
             }  # fmt: skip
@@ -104,17 +108,20 @@ class CompletionReply(ChunkedReply):
         return text
 
     def _columns(self, known: _Logprobs, entries: list[TokenLogprobs]) -> dict[str, Any]:
-        """The columns of new tokens, which join those that are known."""
-        first = len(known.tokens)
+        """The columns of new tokens, which join those that are known where these are sent at the end."""
+        new = _Logprobs(offset=known.offset)
         for entry in entries:
             text = token_text(self.tokenizer, entry.token_id)
-            known.tokens.append(text)
-            known.token_logprobs.append(finite(entry.logprob))
+            new.tokens.append(text)
+            new.token_logprobs.append(finite(entry.logprob))
             named = {token_text(self.tokenizer, token): finite(logprob) for token, logprob in entry.top.items()}
-            known.top_logprobs.append({text: finite(entry.logprob)} | named)
-            known.text_offset.append(known.offset)
-            known.offset += len(text)
-        return {name: value[first:] for name, value in vars(known).items() if name != "offset"}
+            new.top_logprobs.append({text: finite(entry.logprob)} | named)
+            new.text_offset.append(new.offset)
+            new.offset += len(text)
+        known.offset, columns = new.offset, new.columns()
+        for name, column in columns.items() if self.is_whole else ():
+            getattr(known, name).extend(column)
+        return columns
 
     @staticmethod
     def _finish(choice: Choice) -> dict[str, Any]:

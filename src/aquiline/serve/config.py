@@ -77,7 +77,7 @@ class Limits:
 
     max_waiting: int = setting(256, "Choices that wait for a slot at most; more are refused with 429.", LIMITS)
     max_request_s: float = setting(600.0, "Seconds that a request may take; it then ends with what it has.", LIMITS)
-    max_body_bytes: int = setting(4 * 2**20, "Bytes of a request's body at most.", LIMITS)
+    max_body_bytes: int = setting(2**20, "Bytes of a request's body at most.", LIMITS)
     max_output_tokens: int | None = setting(None, "New tokens of a choice at most. Default: the context.", LIMITS)
     default_output_tokens: int = setting(
         1024, "New tokens of a chat or response that names no number; a completion has 16, as OpenAI's.", LIMITS

@@ -18,6 +18,8 @@ TYPES = {
 
 _KIND = re.compile(r"(str|int|float|bool|dict|list)$|\w+\[|\w+-\w+")
 """Parts of a place in a body that pydantic adds where a field may be of several kinds."""
+MAX_MESSAGE = 1000
+"""Characters of a message or a field's name at most. Many of them repeat what the client sent."""
 
 _FIELD = re.compile(r"^(?:request \d+: )?(\w+)(?==| )")
 
@@ -35,8 +37,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
-        self.param = None if param is None else param.partition(".")[0]
+        self.status, self.message, self.code = status, message[:MAX_MESSAGE], code
+        self.param = None if param is None else param.partition(".")[0][:MAX_MESSAGE]
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:

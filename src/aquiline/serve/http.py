@@ -1,15 +1,18 @@
-"""Between the routes and the socket: bodies with a bound, keys, request ids, streams, clients that leave."""
+"""Between the routes and the socket: bodies with bounds, keys, request ids, streams, clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from fastapi import Request
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -18,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aquiline.serve.config import Limits
 from aquiline.serve.errors import ApiError, draining
-from aquiline.serve.limits import has_key
+from aquiline.serve.limits import has_key, read_json
 from aquiline.serve.logs import REQUEST_ID, log
 from aquiline.serve.prompts import dumps
 
@@ -120,6 +123,32 @@ class Front:
             return message
 
         return bounded
+
+
+class Posted(Request):
+    """A request whose JSON is bounded by more than its bytes."""
+
+    async def json(self) -> Any:
+        """What the body says. Raises JSONDecodeError and HTTPException."""
+        try:
+            return read_json(await self.body())
+        except json.JSONDecodeError:
+            raise
+        except ValueError as error:
+            raise HTTPException(400, f"the body: {error}") from None
+
+
+class Route(APIRoute):
+    """A route whose handler gets a `Posted`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler."""
+        handle = super().get_route_handler()
+
+        async def handle_posted(request: Request) -> Response:
+            return await handle(Posted(request.scope, request.receive))
+
+        return handle_posted
 
 
 class EventStream(Response):

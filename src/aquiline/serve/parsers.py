@@ -251,7 +251,7 @@ class Parsing:
 def read_call(text: str, arguments: str) -> Call | None:
     """The call that a JSON text describes; None if it describes none."""
     try:
-        value = parse_json(text)
+        value = parse_json(text, is_strict=True)
     except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

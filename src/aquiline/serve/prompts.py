@@ -1,20 +1,23 @@
 """What clients send as prompts and messages, as token ids: the tokenizer and the chat template of the target.
 
-All of it runs in the HTTP process.
+All of it runs in the HTTP process, most of it in a thread: `Service.apart`. What cannot fit into a context is refused
+by its length, before it is encoded.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from aquiline.checks import parse_json
-from aquiline.serve.errors import bad_request
+from aquiline.serve.errors import ApiError, bad_request
+from aquiline.serve.limits import read_json
 from aquiline.serve.protocol import ChatMessage, ContentPart, Prediction, Tool
 from aquiline.text.chat import ChatTemplate, Message
+from aquiline.text.tokenizer import least_tokens
 
 
 class Prompts:
@@ -23,31 +26,34 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
 
-    def text(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text; special: with the tokens that the tokenizer puts around one."""
-        try:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+    def text(self, text: str, most: int, special: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids of a text; special: with the tokens that the tokenizer puts around one. Raises ApiError naming the
+        field for no text, and for one whose length says that it becomes more than `most` tokens."""
+        if (least := least_tokens(self.tokenizer, text)) > most:
+            raise ApiError(
+                400, f"{_context(most)} However, the {name} has {len(text)} characters, which are at least {least} "
+                f"tokens. Please reduce the length of the {name}.", name, "context_length_exceeded",
+            )  # fmt: skip
+        try:  # a batch, as the tokenizer lets other threads run meanwhile, which it does not for a single text
+            ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except TypeError:
-            raise bad_request("prompt: holds half a surrogate pair, which is no text", "prompt") from None
+            raise bad_request(f"{name}: holds half a surrogate pair, which is no text", name) from None
         return ids
 
-    def completions(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
-        """Token ids of every prompt of a completion request."""
-        several: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
-        if several and isinstance(several[0], int):
-            several = [several]
-        if not several or not all(several):  # of an empty text a tokenizer may still make BOS
-            raise bad_request("prompt: is empty; give at least one character or token", "prompt")
-        return [self.text(each) if isinstance(each, str) else list(each) for each in several]
+    def completions(self, prompts: Sequence[str | list[int]], most: int) -> list[list[int]]:
+        """Token ids of every prompt of a completion request, each of which may have `most` tokens."""
+        return [self.text(each, most) if isinstance(each, str) else each for each in prompts]
 
     def chat(
         self,
         messages: Sequence[ChatMessage],
+        most: int,
         tools: Sequence[Tool] | None = None,
         options: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> tuple[str, list[int]]:
-        """A conversation as text and as token ids. Raises ApiError and ValueError where the template refuses it."""
+        """A conversation as text and as token ids, `most` of them at most. Raises ApiError and ValueError where the
+        template refuses it."""
         given = dict(options or {})
         if tools:
             given["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -57,13 +63,29 @@ class Prompts:
         )
         if not text:
             raise bad_request("messages: hold no text", "messages")
-        return text, self.text(text, special=not template.has_template)
+        return text, self.text(text, most, special=not template.has_template, name="messages")
 
-    def prediction(self, prediction: Prediction | None) -> tuple[int, ...]:
-        """Token ids of the output that a caller expects."""
+    def prediction(self, prediction: Prediction | None, most: int) -> tuple[int, ...]:
+        """Token ids of the output that a caller expects. Raises ApiError for more than `most`: none is as long."""
         if prediction is None:
             return ()
-        return tuple(self.text(_text(prediction.content, "prediction"), special=False))
+        ids = self.text(_text(prediction.content, "prediction"), most, special=False, name="prediction")
+        if len(ids) > most:
+            told = f"{_context(most)} However, the prediction has {len(ids)} tokens."
+            raise bad_request(f"prediction: {told} Please reduce its length.", "prediction")
+        return tuple(ids)
+
+
+def several(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    """The prompts of a completion request. Raises ApiError where one is empty, or there is none."""
+    prompts: Any = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+    if not prompts or not all(prompts):  # of an empty text a tokenizer may still make BOS
+        raise bad_request("prompt: is empty; give at least one character or token", "prompt")
+    return cast("list[str | list[int]]", prompts)
+
+
+def _context(most: int) -> str:
+    return f"This model's maximum context length is {most} tokens."
 
 
 def _message(message: ChatMessage, place: int) -> Message:
@@ -76,7 +98,7 @@ def _message(message: ChatMessage, place: int) -> Message:
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
             try:
-                call["function"]["arguments"] = parse_json(arguments or "{}")
+                call["function"]["arguments"] = read_json((arguments or "{}").encode("utf-8", "surrogatepass"))
             except ValueError as error:
                 name = f"{where}.tool_calls.{index}.function.arguments"
                 raise bad_request(f"{name}: is not JSON ({error})", name) from None
@@ -94,14 +116,7 @@ def _text(content: str | list[ContentPart], where: str) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-def num_chars(prompt: object) -> int:
-    """Characters of the texts in a prompt or in a message's content."""
-    if isinstance(prompt, list):
-        return sum(map(num_chars, prompt))
-    text = prompt.text if isinstance(prompt, ContentPart) else prompt
-    return len(text) if isinstance(text, str) else 0
-
-
+@lru_cache(maxsize=2**16)
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """One token as text, a special one too; bytes that are no whole character show as U+FFFD."""
     text: str = tokenizer.decode([token], skip_special_tokens=False)

@@ -1,20 +1,31 @@
 """What clients send, by OpenAI's names and, beyond those, vLLM's. Ranges are checked in sampling.py.
 
 Fields that are not known are ignored, as vLLM and OpenAI do; fields that are known and not supported are refused by
-name (`sampling.refuse_unsupported`).
+name (`sampling.refuse_unsupported`). Of what is wrong in a body one thing is told, so no list and no object is looked
+at behind its first error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_LOGPROBS = 20
 """Alternatives that a request may ask for at each token."""
 
+MAX_SALT = 256
+"""Characters of a cache_salt, which is kept as long as pages are cached under it."""
+
+MAX_METADATA = 16
+"""Entries of a response's metadata, as OpenAI has it."""
+
+T = TypeVar("T")
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
+Listed = Annotated[list[T], Field(fail_fast=True)]
+Keyed = Annotated[dict[str, T], Field(fail_fast=True)]
+Salt = Annotated[str, Field(max_length=MAX_SALT)]
 
 
 class Body(BaseModel):
@@ -39,6 +50,15 @@ class Speculative(BaseModel):
     num_tokens: Whole | None = None
     proposer: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, given: Any) -> Any:
+        """Of all unknown fields the first, where there are some: each would be an error of its own."""
+        unknown = (
+            next((name for name in given if name not in cls.model_fields), None) if isinstance(given, dict) else None
+        )
+        return given if unknown is None else {unknown: None}
+
 
 class ContentPart(Body):
     """A part of a message; text alone is understood."""
@@ -51,7 +71,7 @@ class Prediction(Body):
     """What the caller expects to come back, for drafts to be copied from."""
 
     type: Literal["content"] = "content"
-    content: str | list[ContentPart]
+    content: str | Listed[ContentPart]
 
 
 class Sampling(Body):
@@ -67,19 +87,19 @@ class Sampling(Body):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Keyed[Number] | None = None
     seed: Whole | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Whole] | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[Whole] | None = None
     ignore_eos: bool | None = None
     min_tokens: Whole | None = None
-    bad_words: list[str] | None = None
+    bad_words: Listed[str] | None = None
     prompt_logprobs: Whole | None = None
     n: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Whole | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     prediction: Prediction | None = None
     speculative: Speculative | None = None
     return_token_sources: bool | None = None
@@ -88,7 +108,7 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[Whole] | list[list[Whole]]
+    prompt: str | Listed[str] | Listed[Whole] | Listed[Listed[Whole]]
     echo: bool | None = None
     logprobs: Whole | None = None
 
@@ -112,8 +132,8 @@ class ChatMessage(Body):
     """A message; other fields than these reach the template as they are."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Listed[ContentPart] | None = None
+    tool_calls: Listed[ToolCall] | None = None
 
 
 class Function(Body):
@@ -134,11 +154,11 @@ class Tool(Body):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -150,8 +170,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Listed[ChatMessage] | None = None
+    tools: Listed[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -162,14 +182,14 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Whole]
+    tokens: Listed[Whole]
 
 
 class ResponseRequest(Body):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Listed[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -178,12 +198,12 @@ class ResponseRequest(Body):
     temperature: Number | None = None
     top_p: Number | None = None
     top_logprobs: Whole | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[Keyed[str], Field(max_length=MAX_METADATA)] | None = None
     seed: Whole | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     priority: Whole | None = None
     speculative: Speculative | None = None
     return_token_sources: bool | None = None

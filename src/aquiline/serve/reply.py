@@ -47,7 +47,9 @@ class Reply(Protocol):
 
 
 class ChunkedReply:
-    """A reply whose events are chunks, each with some of the choices, as completions and chats have it."""
+    """A reply whose events are chunks, each with some of the choices, as completions and chats have it.
+
+    is_whole: it is sent in one piece, so what its tokens bring beside the text is kept up to the end."""
 
     kind = ""  # "object" of the reply, and of its chunks
     chunk_kind = ""
@@ -55,7 +57,7 @@ class ChunkedReply:
     def __init__(self, job: Job, request: CompletionRequest | ChatRequest, detail: Detail) -> None:
         self.job, self.request, self.detail = job, request, detail
         self.places = {id(choice): place for place, choice in enumerate(job.choices)}
-        options = request.stream_options
+        self.is_whole, options = not request.stream, request.stream_options
         self.has_usage = options is not None and bool(options.include_usage)
         self.has_running_usage = self.has_usage and options is not None and bool(options.continuous_usage_stats)
         self.head: dict[str, Any] = {

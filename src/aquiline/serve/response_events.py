@@ -142,7 +142,7 @@ class ResponseReply:
         (choice,) = self.job.choices
         self.status = "completed" if choice.finish_reason == "stop" else "incomplete"
         if self.request.store is not False:
-            self.store.put(Kept(self.response(), self.input))
+            self.store.put(self.job.id, Kept(dumps(self.response()), dumps(self.input)))
 
     def _item(self, kind: Kind, status: str) -> Item:
         text = "".join(self.pieces)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from aquiline.serve.errors import ApiError, bad_request, validation_error
-from aquiline.serve.prompts import dumps
+from aquiline.serve.limits import read_json
 from aquiline.serve.protocol import ChatRequest, ResponseRequest
 from aquiline.serve.sampling import STRUCTURED
 
@@ -36,18 +36,27 @@ PASSED_ON = (
 CHAT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
 """Fields of the chat that a response is made by, and what they are called in the request."""
 
+OVERHEAD = 1024
+"""Bytes that a stored response takes at most beside its JSON."""
+
 
 @dataclass(frozen=True)
 class Kept:
-    """A response and the conversation up to it: input items, and those of the responses before."""
+    """A response and the conversation up to it: input items, and those of the responses before. Both are JSON, as
+    Python objects take many times the bytes of their JSON."""
 
-    response: dict[str, Any]
-    input: list[Item]
+    response: bytes
+    input: bytes
 
     @property
     def items(self) -> list[Item]:
-        """The whole conversation, the response's own items last."""
-        return [*self.input, *self.response["output"]]
+        """The whole conversation, the response's own items last. Raises ValueError for more than a body may hold."""
+        return [*read_json(self.input), *read_json(self.response)["output"]]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory."""
+        return len(self.response) + len(self.input) + OVERHEAD
 
 
 @dataclass(eq=False)
@@ -56,36 +65,38 @@ class ResponseStore:
 
     max_bytes: int
     num_bytes: int = 0
-    kept: OrderedDict[str, tuple[Kept, int]] = field(default_factory=OrderedDict)
+    kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
 
-    def put(self, kept: Kept) -> None:
-        """Keep a response."""
-        size = len(dumps([kept.response, kept.input]))
-        self.kept[kept.response["id"]] = (kept, size)
-        self.num_bytes += size
+    def put(self, name: str, kept: Kept) -> None:
+        """Keep a response under its id."""
+        self.kept[name] = kept
+        self.num_bytes += kept.num_bytes
         while self.num_bytes > self.max_bytes:
-            _, (_, gone) = self.kept.popitem(last=False)
-            self.num_bytes -= gone
+            _, gone = self.kept.popitem(last=False)
+            self.num_bytes -= gone.num_bytes
 
     def get(self, name: str, param: str = "response_id") -> Kept:
         """The response of an id. Raises ApiError where there is none."""
         if name not in self.kept:
             raise ApiError(404, f"{param}={name[:100]!r}: is not stored; it was dropped, or never kept", param)
         self.kept.move_to_end(name)
-        return self.kept[name][0]
+        return self.kept[name]
 
     def drop(self, name: str) -> None:
         """Forget a response. Raises ApiError where there is none."""
-        self.get(name)
-        _, size = self.kept.pop(name)
-        self.num_bytes -= size
+        self.num_bytes -= self.get(name).num_bytes
+        del self.kept[name]
 
 
-def conversation_of(request: ResponseRequest, store: ResponseStore) -> list[Item]:
+def kept_before(request: ResponseRequest, store: ResponseStore) -> Kept | None:
+    """The response that a request goes on from. Raises ApiError where it is not stored."""
+    name = request.previous_response_id
+    return None if name is None else store.get(name, "previous_response_id")
+
+
+def conversation_of(request: ResponseRequest, kept: Kept | None) -> list[Item]:
     """The items of the conversation that a request goes on: those before it, then its own, each with an id."""
-    before: list[Item] = []
-    if request.previous_response_id is not None:
-        before = store.get(request.previous_response_id, "previous_response_id").items
+    before: list[Item] = [] if kept is None else kept.items
     own = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     return [*before, *({"id": f"item_{uuid.uuid4().hex}", "type": "message"} | item for item in own)]
 

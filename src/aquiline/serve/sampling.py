@@ -89,7 +89,7 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
 
 def wanted(request: CompletionRequest | ChatRequest, limits: Limits, default: Drafting) -> Wanted:
     """What a request asks for. Raises ApiError and ValueError naming the field that cannot work."""
-    refuse_unsupported(request.model_dump(include=set(UNSUPPORTED), exclude_none=True))
+    refuse_unsupported(request.model_extra or {})
     check_sizes(request, limits)
     given: dict[str, Any] = {"temperature": 1.0, "max_tokens": 2**31 - 1, "logprobs": num_logprobs(request)}
     given |= {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}

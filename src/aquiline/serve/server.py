@@ -44,7 +44,7 @@ def open_service(
     if config.chat_template is not None:
         source = Path(config.chat_template).read_text(encoding="utf-8")
         template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
-    template = template.with_options(chat.template_options or {})
+    template = template.with_options(chat.template_options or {}, "the model's chat template")
     template.check_ends(read_model_config(checkpoint).vocab_size)
     names = config.served_model_name or (pair.target or BUNDLED,)
     client = EngineClient(Opening(pair, engine, spec), config.stream_interval)

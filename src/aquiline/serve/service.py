@@ -21,11 +21,11 @@ from aquiline.serve.choices import Choice, Gain
 from aquiline.serve.client import EngineClient, EngineDown, Stream
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.errors import ApiError, as_api_error, context_error, in_words_of
-from aquiline.serve.limits import Gate
+from aquiline.serve.limits import Gate, check_choices, check_entries
 from aquiline.serve.logs import log
 from aquiline.serve.metrics import Metrics
 from aquiline.serve.parsers import Parsing
-from aquiline.serve.prompts import Prompts, num_chars
+from aquiline.serve.prompts import Prompts, several
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.sampling import Wanted, wanted
 from aquiline.spec.drafting import Drafting
@@ -33,7 +33,7 @@ from aquiline.spec.drafting import Drafting
 T = TypeVar("T")
 
 SHORT = 4096
-"""Characters of a prompt that are made tokens at once, in less than a millisecond."""
+"""Bytes of a request that is made tokens at once, in less than a millisecond."""
 
 
 @dataclass(eq=False)
@@ -118,34 +118,48 @@ class Service:
             raise ApiError(404, f"model={name[:200]!r}: is not served; there is {known}", "model", "model_not_found")
         return name
 
-    async def completion(self, request: CompletionRequest) -> Job:
-        """A completion request, checked and as token ids."""
+    async def completion(self, request: CompletionRequest, size: int) -> Job:
+        """A completion request whose body has `size` bytes, checked and as token ids."""
         with explained():
             asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
-            prompts = await self._apart(num_chars(request.prompt), self.prompts.completions, request.prompt)
-            prediction = self.prompts.prediction(request.prediction)
-            return self._job("cmpl", model, asked, prompts, prediction, request)
+            given, most = several(request.prompt), self.max_length
+            check_choices(len(given), asked.n, self.limits)
 
-    async def chat(self, request: ChatRequest, prefix: str = "chatcmpl") -> Job:
-        """A chat request, checked and as token ids."""
+            def encoded() -> Job:
+                prompts = self.prompts.completions(given, most)
+                prediction = self.prompts.prediction(request.prediction, most)
+                return self._job("cmpl", model, asked, prompts, prediction, request)
+
+            return await self.apart(size, encoded)
+
+    async def chat(self, request: ChatRequest, size: int, prefix: str = "chatcmpl") -> Job:
+        """A chat request whose body has `size` bytes, checked and as token ids."""
         length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         with in_words_of({"max_tokens": length}), explained():
             asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
-            tools = self._tools(request)
+            tools, most = self._tools(request), self.max_length
             asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling))
-            size = sum(num_chars(message.content or "") for message in request.messages)
-            text, ids = await self._apart(
-                size, self.prompts.chat, request.messages, tools, request.chat_template_kwargs,
-                request.add_generation_prompt,
-            )  # fmt: skip
-            prediction = self.prompts.prediction(request.prediction)
-            parsed = text if self.parsing.thinks or tools else None
-            return self._job(prefix, model, asked, [ids], prediction, request, parsed)
+
+            def encoded() -> Job:
+                options, begins = request.chat_template_kwargs, request.add_generation_prompt
+                text, ids = self.prompts.chat(request.messages, most, tools, options, begins)
+                prediction = self.prompts.prediction(request.prediction, most)
+                parsed = text if self.parsing.thinks or tools else None
+                return self._job(prefix, model, asked, [ids], prediction, request, parsed)
+
+            return await self.apart(size, encoded)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence. Raises EngineDown until the engine has told it."""
+        if self.client.info is None:
+            raise EngineDown("the engine is starting; send the request again")
+        return self.client.info.max_length
 
     @staticmethod
-    async def _apart(size: int, work: Callable[..., T], *args: object) -> T:
-        """Do work on a text in another thread if it is long, so that streams go on meanwhile."""
-        return work(*args) if size < SHORT else await asyncio.to_thread(work, *args)
+    async def apart(size: int, work: Callable[[], T]) -> T:
+        """Do work on a request of `size` bytes, in another thread if it is long, so that streams go on meanwhile."""
+        return work() if size < SHORT else await asyncio.to_thread(work)
 
     async def open(self, job: Job) -> Run:
         """Hand a job to the engine. Raises ApiError where there is no room, no engine, or what cannot work."""
@@ -169,25 +183,24 @@ class Service:
         request: CompletionRequest | ChatRequest,
         text: str | None = None,
     ) -> Job:
-        num_choices = len(prompts) * asked.n
-        if num_choices > self.limits.max_choices:
-            message = f"{len(prompts)} prompts with n={asked.n}: at most {self.limits.max_choices} choices are allowed"
-            raise ApiError(400, message, "n")
-        is_detailed = num_choices == 1 and self.config.per_request_spec_decode_metrics == "detailed"
+        is_detailed = len(prompts) * asked.n == 1 and self.config.per_request_spec_decode_metrics == "detailed"
         has_tools = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
         choices = []
         for ids in prompts:
-            room = self._room(ids, asked, request)
+            room, prompt_ids = self._room(ids, asked, request), tuple(ids)
             for index in range(asked.n):
                 sampling = asked.choice(index, room)
                 engine_request = Request(
-                    self.client.new_id(), tuple(ids), replace(sampling, stop=()), asked.spec, asked.priority,
+                    self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.spec, asked.priority,
                     self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
                 )  # fmt: skip
                 parser = None if text is None else self.parsing.parser(text, has_tools)
                 by_token = bool(request.return_token_sources)
                 tokenizer = self.prompts.tokenizer
                 choices.append(Choice(engine_request, sampling.stop, tokenizer, parser, by_token, is_detailed))
+        if not request.stream or prefix == "resp":  # whose end repeats what was streamed
+            has_sources = bool(request.return_token_sources)
+            check_entries([choice.request for choice in choices], has_sources)
         return Job(f"{prefix}-{uuid.uuid4().hex}", model, asked, list(prompts), choices)
 
     def _room(self, ids: list[int], asked: Wanted, request: CompletionRequest | ChatRequest) -> int:

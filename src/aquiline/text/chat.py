@@ -95,13 +95,13 @@ class ChatTemplate:
         special = _special_tokens(read_json(map_file)) if map_file.is_file() else {}
         return cls(template or None, special | _special_tokens(config), tokenizer, options, name)
 
-    def with_options(self, options: Mapping[str, object]) -> ChatTemplate:
-        """The same template given `options` too, as {"tools": [...]}; they come before its own. Raises ValueError for
-        options without a template."""
+    def with_options(self, options: Mapping[str, object], name: str | None = None) -> ChatTemplate:
+        """The same template given `options` too, as {"tools": [...]}; they come before its own. name: what errors call
+        it from now on, for readers who are not to see paths. Raises ValueError for options without a template."""
         if options and not self.has_template:
             raise ValueError(f"{self.name} does not exist, so it cannot be given {', '.join(options)}; drop them")
         other = copy.copy(self)
-        other.options = self.options | dict(options)
+        other.options, other.name = self.options | dict(options), name or self.name
         return other
 
     @property

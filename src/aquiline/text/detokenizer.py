@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ CONTEXT = 8
 """Prompt tokens to the left of the output that the decoder is shown."""
 
 MAX_CUT = 64
-"""How many prompt tokens may be skipped because a character is cut behind them; then the context is left empty."""
+"""Tokens in a row that may end in a cut character. Of a prompt's, more leave the context empty; of an output's, more
+become text without the last character, as no character has so many bytes."""
 
 
 class Taken(NamedTuple):
@@ -37,19 +39,23 @@ class Detokenizer:
     later (WordPiece's clean-up), text that was already returned stays as it was. Where the decoder only joins the bytes
     of tokens, texts of whole characters are joined from those of single tokens, which are decoded once.
 
+    Time: a token takes constant time, whatever came before it. A stretch without a whole character, which a decoder
+    would read from its beginning each time, is cut after MAX_CUT tokens, and a run of bytes is read byte by byte.
+
     num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
     tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
         self.tokenizer, self.stop = tokenizer, stop
-        self.bytes = byte_tokens(tokenizer) if tokenizer else frozenset()
+        self.bytes = byte_tokens(tokenizer) if tokenizer else {}
+        self.skipped = skipped_tokens(tokenizer) if tokenizer else frozenset()
         self.held = ""
         self.alone = texts_alone(tokenizer) if tokenizer else None
         # Tokens whose text was shown last: what a decoder that joins bytes makes of tokens, it makes without any.
         self.context = _context(tokenizer, prompt_ids) if tokenizer and self.alone is None else []
         self.shown = len(self._decode(self.context))
         self.undecided: list[int] = []  # tokens behind `context`, whose text may still change
-        self.is_in_bytes = False  # whether `undecided` ends in a run of byte tokens
+        self.run: _ByteRun | None = None  # the run of byte tokens that `undecided` ends in
         self.num_until_stop: int | None = None
         self.longest = max((len(s) for s in stop), default=0)
 
@@ -71,23 +77,30 @@ class Detokenizer:
             return ""
         num = len(token_ids) - hide_last
         for i, token in enumerate(token_ids[:num], 1):
-            self.undecided.append(token)
+            if token not in self.skipped:
+                self.undecided.append(token)
             is_final = self._is_final(token)
             if not self.stop and not (is_final and i == num):
                 continue  # only a stop string asks where in the block a text ends
-            piece = self._undecided_text()
-            if piece.endswith(CUT):
+            if self.run is not None and not self.run.may_end(self.stop, self.longest):
                 continue
+            piece, is_cut = self._undecided_text(), False
+            if piece.endswith(CUT):
+                is_cut = is_final and len(self.undecided) > MAX_CUT
+                if not is_cut:
+                    continue
+                piece = piece[:-1]  # the last character may yet be completed
             text = self.held + piece
             if is_final and piece:
-                self.held, decided, self.undecided = text, self.undecided, []
-                if self.alone is None:
-                    self.context, self.shown = decided, len(self._decode(decided))
+                self._decide(text, is_cut)
             # A stop string ends the text, so that a run of bytes that completes one is final as well.
             ends = [at for s in self.stop if (at := text.find(s)) >= 0]
             if ends:
-                self.held, self.undecided, self.num_until_stop = "", [], i
+                self.num_until_stop = i
+                self._clear()
                 return text[: min(ends)]
+            if self.run is not None:
+                self.run.tail = text
         keep = self._partial_stop() if self.stop else 0
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return text
@@ -95,22 +108,37 @@ class Detokenizer:
     def finish(self) -> str:
         """The text that was held back, for when no more tokens come. A cut character is written as the decoder writes
         it."""
-        text = self.held + (self._undecided_text() if self.undecided else "")
-        self.held, self.undecided = "", []
+        text = self.held + self._undecided_text()
+        self._clear()
         return text
+
+    def _clear(self) -> None:
+        self.held, self.undecided, self.context, self.shown = "", [], [], 0
 
     def _is_final(self, token: int) -> bool:
         """Whether no run of byte tokens is open behind this token. Text inside such a run is never final: a decoder
         with byte fallback writes a whole run as CUTs if any byte in it is wrong."""
-        assert self.tokenizer is not None
         if token in self.bytes:
-            self.is_in_bytes = True
-        elif self.is_in_bytes:
-            self.is_in_bytes = _is_skipped(self.tokenizer, token)
-        return not self.is_in_bytes
+            self.run = self.run or _ByteRun()
+            self.run.add(self.bytes[token])
+        elif token not in self.skipped:
+            self.run = None
+        elif self.run is not None:
+            self.run.new = ""
+        return self.run is None
+
+    def _decide(self, text: str, is_cut: bool) -> None:
+        """`text` has become final, which held what `undecided` shows; is_cut: but for a last, cut character."""
+        decided, self.held, self.undecided = self.undecided, text, []
+        if is_cut:  # the decoder is shown more bytes than a character has, and begins with those that it would skip
+            decided = decided[-CONTEXT:]
+        if is_cut or self.alone is None:
+            self.context, self.shown = decided, len(self._decode(decided)) - is_cut
+        else:
+            self.context, self.shown = [], 0
 
     def _undecided_text(self) -> str:
-        if self.alone is not None:
+        if self.alone is not None and not self.context:
             texts = [self.alone[token] for token in self.undecided]
             if CUT not in texts:
                 return "".join(texts)
@@ -126,6 +154,33 @@ class Detokenizer:
             if any(s.startswith(self.held[-length:]) for s in self.stop):
                 return length
         return 0
+
+
+class _ByteRun:
+    """A run of byte tokens, read as UTF-8 as they come. new: the character that the latest byte completed, if any.
+    tail: the latest text, None as long as it was not looked at in this run."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.is_spoiled, self.new = False, ""
+        self.tail: str | None = None
+
+    def add(self, byte: int) -> None:
+        """The next byte."""
+        self.new = ""
+        if not self.is_spoiled:
+            try:
+                self.new = self.decoder.decode(bytes([byte]))
+            except UnicodeDecodeError:
+                self.is_spoiled = True
+
+    def may_end(self, stop: tuple[str, ...], longest: int) -> bool:
+        """Whether the latest byte may have completed a stop string, the longest of which has so many characters. A run
+        with a cut or a wrong character shows no text."""
+        if not self.new or self.tail is None:
+            return bool(self.new)
+        self.tail = (self.tail + self.new)[-longest:]
+        return any(s in self.tail for s in stop)
 
 
 class TextsAlone(dict[int, str]):
@@ -152,10 +207,9 @@ def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
 
     They end at the end of a whole character: output tokens must not complete a character or a run of bytes of the
     prompt, because that would change the prompt's text."""
-    num_cut = 0
+    num_cut, changeable = 0, byte_tokens(tokenizer).keys() | skipped_tokens(tokenizer)
     for end in range(len(prompt_ids), 0, -1):
-        token = prompt_ids[end - 1]
-        if token in byte_tokens(tokenizer) or _is_skipped(tokenizer, token):
+        if prompt_ids[end - 1] in changeable:
             continue
         context = list(prompt_ids[max(0, end - CONTEXT) : end])
         if not tokenizer.decode(context, skip_special_tokens=True).endswith(CUT):
@@ -167,14 +221,14 @@ def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
 
 
 @lru_cache(maxsize=4)
-def byte_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens of a vocabulary with byte fallback that stand for one byte; it spells them <0x00> to <0xFF>."""
-    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(token for token in found if token is not None)
+def byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
+    """The tokens of a vocabulary with byte fallback that stand for one byte, which it spells <0x00> to <0xFF>, and the
+    byte of each."""
+    found = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+    return {token: byte for token, byte in found if token is not None}
 
 
-def _is_skipped(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a decoder that skips special tokens skips this token."""
-    return not tokenizer.decode([token], skip_special_tokens=True) and bool(
-        tokenizer.decode([token], skip_special_tokens=False)
-    )
+@lru_cache(maxsize=4)
+def skipped_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that a decoder skips which skips special tokens."""
+    return frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special)

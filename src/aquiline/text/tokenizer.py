@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -30,3 +33,69 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
     tokenizer.no_truncation()  # a file may keep truncation from its training; a prompt is never cut silently
     tokenizer.no_padding()
     return tokenizer
+
+
+class Measure(NamedTuple):
+    """How long texts are in tokens at least. longest: characters that a token stands for at most, 0 where that is not
+    certain. Where tokens are of bytes it counts these, and those of `dropped` become no token."""
+
+    longest: int
+    dropped: bytes | None = None
+
+
+_LOSSLESS = ("Prepend", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Metaspace", "Digits")
+_COMPOSED = 4
+"""Characters that Unicode's normal forms make one of at most, as an alpha with three marks."""
+
+
+def least_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Tokens that a text becomes at least, told by its length alone: whether it is much too long is known before it is
+    encoded. 0 where that is not certain: a tokenizer that drops characters, or has one token for all the characters
+    that it does not know, may make few tokens of any text."""
+    longest, dropped = _measure(tokenizer)
+    if not longest:
+        return 0
+    size = len(text) if dropped is None else len(text.encode("utf-8", "surrogatepass").translate(None, dropped))
+    return -(-size // longest)
+
+
+@lru_cache(maxsize=4)
+def _measure(tokenizer: Tokenizer) -> Measure:
+    said = json.loads(tokenizer.to_str())
+    model, steps = said["model"], [*_steps(said["normalizer"]), *_steps(said["pre_tokenizer"])]
+    takes_space = any(token["lstrip"] or token["rstrip"] for token in said["added_tokens"])
+    if model["type"] != "BPE" or takes_space or not all(map(_keeps, steps)):
+        return Measure(0)
+    vocab = tokenizer.get_vocab()
+    longest = max(map(len, vocab)) * (_COMPOSED if any(step["type"].startswith("NF") for step in steps) else 1)
+    has_unknown = model["unk_token"] is not None and not model["fuse_unk"]  # a token for each unknown character
+    if any(step["type"] == "ByteLevel" for step in steps):
+        missing = [byte for byte, letter in enumerate(_letters()) if letter not in vocab]
+        return Measure(longest, b"" if has_unknown else bytes(missing))
+    has_bytes = model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return Measure(longest if has_bytes or has_unknown else 0)
+
+
+def _letters() -> list[str]:
+    """The characters by which byte-level vocabularies spell the bytes: printable Latin-1 is itself, the rest follows
+    from U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _steps(said: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """A normaliser or pre-tokenizer as its steps, none of which is a sequence."""
+    if said is None or said["type"] != "Sequence":
+        return [] if said is None else [said]
+    parts = said["normalizers"] if "normalizers" in said else said["pretokenizers"]
+    return [step for part in parts for step in _steps(part)]
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Whether a step makes texts no shorter, normal forms apart."""
+    if step["type"] == "Replace":
+        return "String" in step["pattern"] and len(step["content"]) >= len(step["pattern"]["String"])
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in _LOSSLESS

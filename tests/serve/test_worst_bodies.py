@@ -1,0 +1,76 @@
+"""The worst of every field, while a stream is watched: no request under the limits delays another for long, or takes
+much memory. `make test` sends a body of each kind, `make test-all` all of them; so does benchmarks/chaos.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tests.conftest import needs_native
+
+from aquiline.serve.config import Limits
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from served import Served, serving
+from worst_bodies import MAX_GROWN_BYTES, WORST, Canary, Felt, most_gap_s
+
+sys.path.pop(0)
+
+pytestmark = [
+    needs_native,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system has no /proc"),
+]
+
+TRIES = 4
+"""A machine that is busy stops a stream now and then; a request that stops it does so each time."""
+
+OFTEN = (
+    "prompts that are objects", "prompts of no type", "many texts", "a prompt of code", "stop of wrong types",
+    "biases of wrong types", "a prediction", "a salt", "messages of no type", "parts that are empty",
+    "tools of wrong types", "items of no type", "a text to tokenise", "ids to detokenise",
+)  # fmt: skip
+
+
+class Watched(NamedTuple):
+    served: Served
+    most_gap_s: float
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Watched]:
+    """A server in processes of its own, and how long the canary may wait for an event."""
+
+    async def idle(served: Served) -> list[float]:
+        async with Canary(served) as canary:
+            await canary.listen(20)
+            return await canary.listen(150)
+
+    with serving("--target", "bundled", "--max-model-len", "1024", "--max-num-seqs", "17") as served:
+        yield Watched(served, most_gap_s(asyncio.run(idle(served))))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in WORST]
+)
+def test_nobody_else_feels_it(watched: Watched, name: str) -> None:
+    body = WORST[name].body(Limits().max_body_bytes)
+
+    async def send() -> Felt:
+        async with Canary(watched.served) as canary:
+            await canary.listen(2)
+            return await canary.beside(WORST[name].path, body)
+
+    found: list[Felt] = []
+    for _ in range(TRIES):
+        found.append(asyncio.run(asyncio.wait_for(send(), 60)))
+        if found[-1].gap_s <= watched.most_gap_s and found[-1].grown_bytes <= MAX_GROWN_BYTES:
+            break
+    else:
+        pytest.fail(f"{name}: {found}; the canary may wait {watched.most_gap_s:.3f} s")
+    assert found[-1].status < 500
