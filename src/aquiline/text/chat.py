@@ -73,15 +73,13 @@ class ChatTemplate:
             raise ValueError(f"options={self.options}: {name} has no chat template to pass them to; drop them")
 
     @classmethod
-    def load(
-        cls, checkpoint: Path, tokenizer: Tokenizer | None, options: dict[str, object] | None = None
-    ) -> ChatTemplate:
+    def load(cls, checkpoint: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
         """The template of a checkpoint: in a directory chat_template.jinja, else `chat_template` in
         tokenizer_config.json, a string or a list of named ones of which "default" is taken; in a GGUF file that of its
         metadata. Raises CheckpointError for a broken file."""
         name = f"the chat template of {checkpoint}"
         if is_gguf(checkpoint):
-            return cls(chat_template(checkpoint), special_tokens(checkpoint), tokenizer, options, name)
+            return cls(chat_template(checkpoint), special_tokens(checkpoint), tokenizer, None, name)
         config_file, own_file = checkpoint / "tokenizer_config.json", checkpoint / "chat_template.jinja"
         config = read_json(config_file) if config_file.is_file() else {}
         template = config.get("chat_template")
@@ -93,7 +91,7 @@ class ChatTemplate:
             raise CheckpointError(f"{config_file}: chat_template must be a text or a list of named texts")
         map_file = checkpoint / "special_tokens_map.json"
         special = _special_tokens(read_json(map_file)) if map_file.is_file() else {}
-        return cls(template or None, special | _special_tokens(config), tokenizer, options, name)
+        return cls(template or None, special | _special_tokens(config), tokenizer, None, name)
 
     def with_options(self, options: Mapping[str, object], name: str | None = None) -> ChatTemplate:
         """The same template given `options` too, as {"tools": [...]}; they come before its own. name: what errors call
