@@ -163,6 +163,9 @@ def test_the_gate() -> None:
     gate.enter(2)
     gate.enter(1)
     with pytest.raises(ApiError) as refused:
+        gate.enter(4)
+    assert (refused.value.status, refused.value.param) == (400, "n"), "there never is room for four"
+    with pytest.raises(ApiError) as refused:
         gate.enter(1)
     assert refused.value.status == 429 and int(refused.value.headers["retry-after"]) >= 1
     gate.leave(2, 5.0)
