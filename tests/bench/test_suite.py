@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.disk import MESSAGE, full_after
 from typer.testing import CliRunner
 
 from aquiline.bench.results import result as results_module
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
-from aquiline.bench.results.result import read_results
+from aquiline.bench.results.result import read_results, write_result
 from aquiline.bench.results.table import markdown
 from aquiline.bench.suite import suite
 from aquiline.bench.suite.plan import CPU, Load, Plan
@@ -110,6 +111,15 @@ def test_results_of_uncommitted_changes_are_measured_again(
     assert file.read_text().count("noted") == 1, "taken over from the run before"
     assert "UNCOMMITTED CHANGES" in markdown(read_results(tmp_path))
     assert "UNCOMMITTED" not in markdown(read_results(results))
+
+
+def test_a_full_disk_is_named_and_leaves_the_results_before_it(results: Path, tmp_path: Path) -> None:
+    file = sorted(results.glob("*.json"))[0]
+    result = json.loads(file.read_text())
+    write_result(result, tmp_path / "first.json")
+    with full_after(1000), pytest.raises(OSError, match=rf"second\.json: {MESSAGE}\. Results before it are whole"):
+        write_result(result, tmp_path / "second.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["first.json"]
 
 
 def test_every_round_begins_with_another_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

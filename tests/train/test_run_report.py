@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.disk import MESSAGE, full_after
 
 from aquiline.train.evaluate import Judgement
 from aquiline.train.figures import StepFigures, mean_of
@@ -29,7 +30,7 @@ def run(reporter: Reporter, first: int, last: int) -> None:
     for step in range(first, last + 1):
         reporter.step(report(step, step / 100))
         if step % 20 == 0:
-            reporter.judged(step, 0.5 * step, 500 * step, judgement(1 + step / 200), True)
+            reporter.judged(step, 0.5 * step, 500 * step, judgement(1 + step / 200), step)
     reporter.close()
 
 
@@ -51,6 +52,18 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def test_the_bar_moves_with_every_step_and_says_what_comes_before(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path)
+    reporter.stage("loading")
+    (task,) = reporter.bar.tasks
+    assert task.total is None and task.fields["text"] == "loading"
+    reporter.step(report(1, 0.01))
+    for step in range(1, 20):  # no line of the log
+        reporter.advance(step / 100)
+        assert (task.total, task.completed) == (1.0, step / 100) and task.fields["text"].startswith("step 1 ")
+    reporter.close()
+
+
 def test_a_resumed_log_drops_what_the_run_does_again(tmp_path: Path) -> None:
     run(Reporter(tmp_path), 1, 30)
     whole = records(tmp_path)
@@ -62,6 +75,17 @@ def test_a_resumed_log_drops_what_the_run_does_again(tmp_path: Path) -> None:
     assert records(tmp_path) == whole
     last = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])
     assert last["conditional"][3] is None and last["accuracy"][3] is not None
+
+
+def test_a_full_disk_is_named_and_costs_no_picture_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(tmp_path)
+    with full_after(100), pytest.raises(OSError, match=rf"train\.jsonl: {MESSAGE}\. Checkpoints stay.*--resume"):
+        reporter.step(report(1, 0.01))
+    other = Reporter(tmp_path / "other")
+    other.step(report(1, 0.01))
+    with full_after(1000):
+        other.close()
+    assert "train.png: cannot be written" in capsys.readouterr().err
 
 
 def test_the_picture_needs_no_look(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aquiline.writing import writing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -46,7 +48,8 @@ def draw_curves(out: Path) -> bool:
         panel.set_xlabel(f"{unit}trained tokens")
         panel.grid(alpha=0.25)
         panel.legend(fontsize=8)
-    figure.savefig(out / "train.png", dpi=120)
+    with writing(out / "train.png", "The figures stand in train.jsonl"):
+        figure.savefig(out / "train.png", dpi=120)
     return True
 
 

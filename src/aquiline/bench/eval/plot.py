@@ -11,6 +11,7 @@ from aquiline.bench.eval.plan import Evaluated
 from aquiline.bench.suite.plot import COLORS
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.spec.named import DRAFTINGS
+from aquiline.writing import writing
 
 MAPS = dict(zip(DRAFTINGS, cycle(("Greys", "Blues", "YlOrBr", "Greens", "Purples")), strict=False))
 
@@ -39,7 +40,8 @@ def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path
     handles, labels = grid[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(headline, fontsize=10)
-    figure.savefig(path, dpi=140)
+    with writing(path, "eval.json and eval.md are whole"):
+        figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
 

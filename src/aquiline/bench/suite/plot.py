@@ -8,6 +8,7 @@ from pathlib import Path
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
 from aquiline.spec.named import DRAFTINGS
+from aquiline.writing import writing
 
 COLORS = dict(zip(DRAFTINGS, cycle(("#8a8f98", "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1")), strict=False))
 
@@ -63,5 +64,6 @@ def plot_demo(result: DemoResult, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     sources = f"{len(result.demo.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
     figure.suptitle(f"same tokens, fewer target calls: {sources}", fontsize=10)
-    figure.savefig(path, dpi=140)
+    with writing(path, "Nothing is left of it"):
+        figure.savefig(path, dpi=140)
     pyplot.close(figure)

@@ -36,7 +36,7 @@ def plot_or_say_why(found: Evaluated, derived: Tables, facts: EvalFacts, out: Pa
     headline = f"{facts.dataset}, {len(found.questions)} questions: {facts}"
     try:
         plot_evaluation(found, derived, headline, out / "eval.png")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"aquiline: {out / 'eval.png'} was not written: {error}", file=sys.stderr)
 
 
