@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -19,6 +20,7 @@ from aquiline.errors import CheckpointError
 from aquiline.train import checkpoint, resume
 from aquiline.train.checkpoint import Checkpoints, damage
 from aquiline.train.config import TrainConfig
+from aquiline.train.data import Corpus
 from aquiline.train.optimizer import WARMUP_STEPS
 from aquiline.train.trainer import Trainer, train
 
@@ -135,6 +137,18 @@ def test_checkpoints_between_looks_follow_the_clock(config: TrainConfig, tmp_pat
     assert [n for n in names(run.out) if n.startswith("step")] == [f"step-{n:07d}" for n in (2, 3, 4)]
     looks = [x for x in (run.out / "train.jsonl").read_text().splitlines() if '"eval"' in x]
     assert len(looks) == 2, "the start and the end"
+
+
+def test_a_corpus_is_known_by_everything_that_training_reads() -> None:
+    tokens, starts = np.arange(12, dtype=np.int32), np.array([0, 5, 12], np.int64)
+    mask, none = np.arange(12) > 3, np.zeros(12, np.bool_)
+    corpora = [
+        Corpus(tokens, starts, mask, none), Corpus(tokens + 1, starts, mask, none),
+        Corpus(tokens, np.array([0, 6, 12], np.int64), mask, none), Corpus(tokens, starts, np.arange(12) > 4, none),
+        Corpus(tokens, starts, mask, mask),
+    ]  # fmt: skip
+    assert len({resume.corpus_digest(corpus) for corpus in corpora}) == len(corpora)
+    assert resume.corpus_digest(corpora[0]) == resume.corpus_digest(Corpus(tokens.copy(), starts, mask.copy(), none))
 
 
 def test_every_setting_is_compared_or_free() -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from tests.disk import MESSAGE, full_after
 
 from aquiline.train.evaluate import Judgement
@@ -91,6 +92,18 @@ def test_a_full_disk_is_named_and_costs_no_picture_its_run(tmp_path: Path, capsy
 def test_the_picture_needs_no_look(tmp_path: Path) -> None:
     run(Reporter(tmp_path), 1, 5)
     assert (tmp_path / "train.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_single_step_is_seen_in_every_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **settings: figures.append(self))
+    reporter = Reporter(tmp_path)
+    reporter.judged(0, 1.0, 0, judgement(1.2), 0)
+    reporter.step(report(1, 1.0))
+    reporter.close()
+    for panel in figures[0].axes:
+        single = [line for line in panel.lines if len(line.get_xdata()) == 1]  # type: ignore[arg-type]
+        assert len(single) >= 2 and all(line.get_marker() not in ("None", "") for line in single)
 
 
 def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
 from aquiline.spec.named import DRAFTINGS
 from aquiline.writing import writing
 
+SHARES = (-0.03, 1.03)
+"""The axis of shares, with room for the whole mark of a point at either end."""
 COLORS = dict(zip(DRAFTINGS, cycle(("#8a8f98", "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1")), strict=False))
 
 SHOWN = 8
@@ -57,7 +59,7 @@ def plot_demo(result: DemoResult, path: Path) -> None:
     speed.legend(handles, kinds.values(), fontsize=8, loc="upper right")
     accepted.set_xlabel("position in the draft")
     accepted.set_ylabel("share of steps accepting it")
-    accepted.set_ylim(0, 1)
+    accepted.set_ylim(SHARES)
     accepted.xaxis.get_major_locator().set_params(integer=True)
     accepted.legend(fontsize=8)
     for axes in (speed, accepted):
