@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress as Bar
 from tests.disk import MESSAGE, full_after
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from aquiline.bench.suite.scenarios import RANDOM, Source
 from aquiline.bench.suite.suite import Progress, run_suite
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
+from aquiline.cli.show.results import shown_progress
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
@@ -161,6 +163,17 @@ def test_simulated_tau_is_met_and_capped(tau: float) -> None:
     assert {*accepted} <= {0, 1, 2, 3}
     assert 1 + sum(a or 0 for a in accepted) / len(accepted) == pytest.approx(min(tau, 4), abs=0.01)
     assert simulated.next(NoDraft()) is None
+
+
+def test_a_bar_does_not_stand_at_nothing_while_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Bar] = []
+    monkeypatch.setattr(Bar, "start", lambda self: bars.append(self))
+    with shown_progress() as (progress, _):
+        progress.start("single", 7)
+        (task,) = bars[0].tasks
+        assert task.total is None, "it moves to and fro"
+        progress.advance()
+        assert (task.total, task.completed) == (7, 1)
 
 
 def test_simulated_tau_that_cannot_be() -> None:

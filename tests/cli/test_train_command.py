@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from aquiline.cli.main import app
 from aquiline.cli.train import train
 from aquiline.models.load import read_model_config
 from aquiline.train.config import TrainConfig
+from aquiline.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,16 @@ def test_a_dry_run_with_data_measures_two_steps_and_writes_nothing(
     assert "measured over the first 2 steps here" in lines[3] and "plan: 4 steps to go" in lines[4]
     told = json.loads(result.stdout)
     assert told["tokens_per_s"] > 0 and told["steps"] == 4 and not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_stopped_ends_with_the_code_of_a_signal(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer._step
+    monkeypatch.setattr(Trainer, "_step", lambda self: (step(self), signal.raise_signal(signal.SIGINT)))
+    result = typed("--recipe", recipe, "--data", recipe.parent / "ids.jsonl", "--out", tmp_path / "draft")
+    assert result.exit_code == 130 and json.loads(result.stdout)["steps"] == 1
+    assert "stopped after step 1: " in result.stderr and "go on with --resume" in result.stderr
 
 
 def test_what_cannot_run_says_why() -> None:
