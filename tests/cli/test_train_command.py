@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_ends_with_the_code_of_a_signal(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Trainer._step
-    monkeypatch.setattr(Trainer, "_step", lambda self: (step(self), signal.raise_signal(signal.SIGINT)))
+    monkeypatch.setattr(Trainer, "_step", lambda self: (signal.raise_signal(signal.SIGINT), step(self)))
     result = typed("--recipe", recipe, "--data", recipe.parent / "ids.jsonl", "--out", tmp_path / "draft")
     assert result.exit_code == 130 and json.loads(result.stdout)["steps"] == 1
     assert "stopped after step 1: " in result.stderr and "go on with --resume" in result.stderr
