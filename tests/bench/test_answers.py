@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import tiny_llm
+from tests.disk import MESSAGE, full_after
 from tokenizers import Tokenizer
 
 from aquiline.bench.eval.answers import AnswerFile, TurnAnswer, answer_row
@@ -82,3 +83,9 @@ def test_idxs_and_new_tokens_of_a_real_run_give_its_tau(drafter: str) -> None:
     assert (choice["new_tokens"][0] - 1) / choice["idxs"][0] == output.metrics.tau, (
         "the prompt's forward gave one token"
     )
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    told = rf"answers\.jsonl: {MESSAGE}\. Rows before it are whole"
+    with full_after(100), pytest.raises(OSError, match=told), AnswerFile(tmp_path / "answers.jsonl", "toy") as answers:
+        answers.add(ONE_TURN, [TurnAnswer("a", 1, 0, 0.1)])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from aquiline.bench.eval.figures import Ratio, best, figures, ratio, suspicion, tables, verdict
 from aquiline.bench.eval.plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
+from aquiline.bench.eval.plot import _draw_positions
 from aquiline.bench.eval.report import EvalFacts, as_document, notes
 from aquiline.bench.results.result import ModelFacts
 from aquiline.ledger import Ledger
@@ -179,3 +182,15 @@ def test_gsm8k_accuracy_needs_references_of_that_form() -> None:
     for reference in (None, "7", "#### seven"):
         found.questions[1] = dataclasses.replace(found.questions[1], reference=reference)
         assert tables(found).task_accuracy == []
+
+
+def test_no_point_of_the_plot_is_cut() -> None:
+    """A share may be 0 or 1: the marks at both ends lie within the axes."""
+    figure = Figure(figsize=(12, 4.1), dpi=140)
+    axes = figure.subplots(1, 3)[2]
+    shares: Any = SimpleNamespace(setting="chain-2", length=64, counters=SimpleNamespace(per_position=[1.0, 0.0]))
+    _draw_positions(axes, [shares, shares], {"chain-2": "black"})
+    (line,) = axes.lines
+    box, radius = axes.get_window_extent(), line.get_markersize() / 2 * figure.dpi / 72
+    for _, y in axes.transData.transform(line.get_xydata()):
+        assert box.y0 <= y - radius and y + radius <= box.y1

@@ -34,6 +34,7 @@ frame.addEventListener("load", () => {
       a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3));
   };
   const seen = {
+    height: inner.documentElement.scrollHeight,
     wide: inner.documentElement.scrollWidth - inner.documentElement.clientWidth,
     plots: all(".plot").map((plot) => plot.getBoundingClientRect().height).filter((height) => height > 100).length,
     outside: all(".plot text").filter(outside).map((text) => text.textContent),
@@ -93,6 +94,14 @@ def test_it_looks_right(width: int, columns: int, all_kinds: Results, tmp_path: 
     assert not seen["outside"] and not seen["crossing"] and seen["letters"] >= 9
     assert not seen["unpainted"] and not seen["unstroked"] and seen["colors"] >= 7
     assert not seen["fetched"]
+
+
+def test_one_scenario_is_no_long_page(measured: Results, tmp_path: Path) -> None:
+    """Its groups have a plot each, so the figures stand beside it; on a phone they stand below."""
+    one = {file: r for file, r in measured.items() if file.startswith("48x2")}
+    assert len(one) == 4
+    wide, narrow = look(one, 1280, tmp_path), look(one, 390, tmp_path)
+    assert wide["height"] < 3000 and wide["wide"] == narrow["wide"] == 0
 
 
 def test_a_hostile_result_runs_nothing(measured: Results, tmp_path: Path) -> None:

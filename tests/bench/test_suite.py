@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress as Bar
+from tests.disk import MESSAGE, full_after
 from typer.testing import CliRunner
 
 from aquiline.bench.results import result as results_module
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
-from aquiline.bench.results.result import read_results
+from aquiline.bench.results.result import read_results, write_result
 from aquiline.bench.results.table import markdown
 from aquiline.bench.suite import suite
 from aquiline.bench.suite.plan import CPU, Load, Plan
@@ -19,6 +21,7 @@ from aquiline.bench.suite.scenarios import RANDOM, Source
 from aquiline.bench.suite.suite import Progress, run_suite
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
+from aquiline.cli.show.results import shown_progress
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
@@ -112,6 +115,15 @@ def test_results_of_uncommitted_changes_are_measured_again(
     assert "UNCOMMITTED" not in markdown(read_results(results))
 
 
+def test_a_full_disk_is_named_and_leaves_the_results_before_it(results: Path, tmp_path: Path) -> None:
+    file = sorted(results.glob("*.json"))[0]
+    result = json.loads(file.read_text())
+    write_result(result, tmp_path / "first.json")
+    with full_after(1000), pytest.raises(OSError, match=rf"second\.json: {MESSAGE}\. Results before it are whole"):
+        write_result(result, tmp_path / "second.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["first.json"]
+
+
 def test_every_round_begins_with_another_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     decode = suite.LoadRun._decode
@@ -151,6 +163,17 @@ def test_simulated_tau_is_met_and_capped(tau: float) -> None:
     assert {*accepted} <= {0, 1, 2, 3}
     assert 1 + sum(a or 0 for a in accepted) / len(accepted) == pytest.approx(min(tau, 4), abs=0.01)
     assert simulated.next(NoDraft()) is None
+
+
+def test_a_bar_does_not_stand_at_nothing_while_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Bar] = []
+    monkeypatch.setattr(Bar, "start", lambda self: bars.append(self))
+    with shown_progress() as (progress, _):
+        progress.start("single", 7)
+        (task,) = bars[0].tasks
+        assert task.total is None, "it moves to and fro"
+        progress.advance()
+        assert (task.total, task.completed) == (7, 1)
 
 
 def test_simulated_tau_that_cannot_be() -> None:

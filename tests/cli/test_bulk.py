@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import edit_json, write_draft, write_target
 from tests.conftest import engine_config, tiny_models
+from tests.disk import MESSAGE, full_after
 from tests.engine.test_stops import letters
 from typer.testing import CliRunner
 
@@ -82,6 +83,16 @@ def test_results_stand_in_input_order_and_bad_rows_say_why(llm: LLM, rows: Path,
     assert len(found[4]["logprobs"]) == 6  # type: ignore[arg-type]
     alone = llm.run("abcdefgh", SamplingParams(max_tokens=12, ignore_eos=True)).outputs[0]
     assert (found[0]["text"], found[0]["token_ids"]) == (alone.text, alone.token_ids)
+
+
+def test_a_full_disk_is_named_and_costs_no_row(llm: LLM, rows: Path, tmp_path: Path) -> None:
+    run(llm, rows, tmp_path / "whole.jsonl").run()
+    whole = (tmp_path / "whole.jsonl").read_text()
+    out = tmp_path / "out.jsonl"
+    with full_after(len(whole) // 2), pytest.raises(OSError, match=rf"out\.jsonl: {MESSAGE}\. Its whole lines stay"):
+        run(llm, rows, out).run()
+    result = run(llm, rows, out).run()
+    assert 0 < result.num_resumed < len(ROWS) and out.read_text() == whole
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, 4, 9])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from aquiline.cli.main import app
 from aquiline.cli.train import train
 from aquiline.models.load import read_model_config
 from aquiline.train.config import TrainConfig
+from aquiline.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_a_recipe_trains_and_options_come_first(recipe: Path, tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["steps"] == 2 and told["draft_vocab_size"] == 120 and len(told["accuracy"]) == 2
-    for start in ("memory: ", "arithmetic: ", "time: at the ", "disk: "):
+    for start in ("memory: ", "arithmetic: ", "disk: "):
         assert any(line.startswith(start) for line in result.stderr.splitlines()), start
     again = typed("--recipe", recipe, "--data", data, "--out", out, "--resume", "--json")
     assert again.exit_code == 0 and json.loads(again.stdout)["steps"] == 4 and not again.stderr
@@ -63,8 +65,32 @@ def test_a_dry_run_needs_no_data_and_writes_nothing(
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["tokens"] == 4 * 4 * 40 and not list(tmp_path.iterdir())
     assert len(result.stderr.splitlines()) == 4
+    assert "no step was measured" in result.stderr
     quiet = typed("--recipe", recipe, "--dry-run", "--json")
     assert not quiet.stderr and set(json.loads(quiet.stdout)) == set(json.loads(result.stdout))
+
+
+def test_a_dry_run_with_data_measures_two_steps_and_writes_nothing(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = recipe.parent / "ids.jsonl"
+    result = typed("--recipe", recipe, "--data", data, "--features", tmp_path / "features", "--dry-run")
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert "measured over the first 2 steps here" in lines[3] and "plan: 4 steps to go" in lines[4]
+    told = json.loads(result.stdout)
+    assert told["tokens_per_s"] > 0 and told["steps"] == 4 and not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_stopped_ends_with_the_code_of_a_signal(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer._step
+    monkeypatch.setattr(Trainer, "_step", lambda self: (signal.raise_signal(signal.SIGINT), step(self)))
+    result = typed("--recipe", recipe, "--data", recipe.parent / "ids.jsonl", "--out", tmp_path / "draft")
+    assert result.exit_code == 130 and json.loads(result.stdout)["steps"] == 1
+    assert "stopped after step 1: " in result.stderr and "go on with --resume" in result.stderr
 
 
 def test_what_cannot_run_says_why() -> None:

@@ -1,11 +1,13 @@
 """One rank of a run under torchrun: `rank_process.py CONFIG.json GRADIENTS.pt`.
 
-Keeps the gradients of the first step, stops after two steps, resumes from the checkpoint and runs to the end."""
+Keeps the gradients of the first step, stops after two steps, resumes from the checkpoint and runs to the end. Fails if
+a thread of the process group outlives the group: it would abort the process now and then, as Python ends."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +44,12 @@ def broken_run(config: TrainConfig, world: World) -> None:
     Trainer(replace(config, resume=True), world, start, Silent(), Clock()).train()
 
 
+def group_threads() -> list[str]:
+    """Names of this process's threads that belong to a process group; none where the system does not tell."""
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     distributed.BUCKET_BYTES = 4096  # several buckets in a draft of this size
@@ -52,4 +60,9 @@ if __name__ == "__main__":
         if world.is_first:
             torch.save(gradients, sys.argv[2])
         broken_run(config, world)
+    assert group_threads() or sys.platform != "linux"
     world.leave()
+    deadline = time.monotonic() + 10  # a thread that was joined is listed until the system has removed it
+    while group_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not group_threads(), group_threads()

@@ -17,11 +17,20 @@ from aquiline.models.decoder import Decoder
 from aquiline.train import estimate as estimates
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
-from aquiline.train.estimate import Rate, announce, estimate, measure_rate, step_bytes, target_shape
+from aquiline.train.estimate import (
+    Rate,
+    dry_run,
+    estimate,
+    measure_rate,
+    measured_line,
+    plan_line,
+    step_bytes,
+    target_shape,
+)
 from aquiline.train.features import bytes_per_token
 from aquiline.train.recipes import configure, read_recipe, recipe_names
 from aquiline.train.report import Silent
-from aquiline.train.schedule import Clock
+from aquiline.train.schedule import Clock, Pace
 from aquiline.train.shapes import DraftShape, TargetShape
 from aquiline.train.trainer import Trainer, train
 
@@ -124,13 +133,23 @@ def test_disk_is_what_is_written(config: TrainConfig, tmp_path: Path) -> None:
 def test_lines_say_how_long_and_whether_it_fits(config: TrainConfig) -> None:
     told = estimate(replace(config, steps=None, tokens=3_600_000), target_shape(config), World(0, 2, "cpu", "ddp"))
     rate = Rate(sum(told.flops.values()) * 250, "float32", "here")
-    lines = told.lines(rate, keep=2, free=10**12)
-    assert "on each of 2 ranks" in lines[0] and "WILL NOT FIT" not in lines[0]
-    assert "500 tokens/s: 2.0 h for 3,600,000 tokens" in lines[2] and "3 at a time" in lines[3]
-    assert "IT WILL NOT FIT" in told.lines(rate, keep=2, free=10**6)[0]
+    lines = told.lines(keep=2, free=10**12)
+    assert "on each of 2 ranks" in lines[0] and "WILL NOT FIT" not in lines[0] and "3 at a time" in lines[2]
+    assert "no step was measured. At most 500 tokens/s, so at least 2.0 h for 3,600,000" in told.bound_line(rate)
+    assert "IT WILL NOT FIT" in told.lines(keep=2, free=10**6)[0]
     halves = estimate(config, target_shape(config), World(0, 2, "cpu", "fsdp"))
     assert halves.memory["draft and optimizer"] < told.memory["draft and optimizer"]
     assert estimate(replace(config, steps=5), target_shape(config), World()).tokens == 5 * 4 * 160
+
+
+def test_a_plan_says_what_was_measured_and_what_few_tokens_give() -> None:
+    pace = Pace(seconds=15.0, tokens=4000.0)
+    assert measured_line(pace, 2) == "time: 267 tokens/s, 15.0 s a step, measured over the first 2 steps here"
+    few = plan_line(pace, 12, 8000)
+    assert few.startswith("plan: 12 steps to go, 48,000 tokens, 3.0 min, looks not counted. So few")
+    assert "--init smollm2" in few
+    assert plan_line(pace, 12, None).endswith("looks not counted"), "a trained draft that goes on"
+    assert plan_line(pace, 12, 500_000).endswith("looks not counted")
 
 
 def test_the_rate_is_measured() -> None:
@@ -149,7 +168,8 @@ def test_recipes_configure_a_run_and_match_what_is_published(name: str, monkeypa
     if draft is not None:
         assert DraftShape.of(recipe.shape, config).parameters / 1e6 == pytest.approx(draft, rel=1e-3)
     lines: list[str] = []
-    assert announce(config, target_shape(config, recipe), lines.append)["target"] == recipe.target and len(lines) == 4
+    told = dry_run(config, target_shape(config, recipe), lines.append, None)
+    assert told["target"] == recipe.target and told["tokens_per_s"] is None and len(lines) == 4
     if recipe.needs:
         with pytest.raises(ValueError, match=f"recipe={name}: training needs .*--dry-run"):
             configure({"data": (Path("d"),), "out": Path("o")}, recipe)

@@ -29,7 +29,7 @@ def test_served_tau_reaches_its_maximum_on_the_text_learnt(tmp_path: Path) -> No
     config = TrainConfig(
         target=target, data=(tmp_path / "one.jsonl",), held_out=(tmp_path / "one.jsonl",), out=tmp_path / "draft",
         capture=tiny.CAPTURE, context=len(prompt + written) + NUM_SPEC_TOKENS + 2, batch_size=1,
-        ttt_steps=NUM_SPEC_TOKENS, steps=150, lr=5e-3, eval_every=1000, eval_tokens=NUM_NEW,
+        ttt_steps=NUM_SPEC_TOKENS, steps=200, lr=5e-3, eval_every=1000, eval_tokens=NUM_NEW,
     )  # fmt: skip
     result = train(config, quiet=True)
     assert result is not None

@@ -6,17 +6,21 @@ import gzip
 import json
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from tests.text.families import QWEN3, SMOLLM2, SPECIAL, byte_tokenizer
 
 from aquiline.text.chat import ChatTemplate
+from aquiline.train.config import TrainConfig
 from aquiline.train.data import is_held_out, load_split
 from aquiline.train.documents import Document, Rejects, TokenIds, token_ids
 from aquiline.train.readers import read_documents
+from aquiline.train.trainer import train
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -269,3 +273,28 @@ def test_broken_tables_and_a_missing_library_are_named(tmp_path: Path, monkeypat
 def test_a_missing_path_is_not_looked_for_on_the_hub(name: str) -> None:
     with pytest.raises(ValueError, match=f"data path {name} does not exist"):
         read(Path(name))
+
+
+def test_what_cannot_be_read_is_named_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    model = tiny.write_target(tmp_path / "target")
+    (model / "model.safetensors").write_text("nobody reads it")
+    good = tmp_path / "rows.jsonl"
+    good.write_text("no row at all\n")
+    for name in ("talks.parquet", "talks.arrow", "folder/talks.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "wrong.csv").write_text("a,b")
+    needs = r"needs the datasets library.*'aquiline\[train\]'"
+    for path, message in (
+        (tmp_path / "talks.parquet", needs), (tmp_path / "talks.arrow", needs), (tmp_path / "folder", needs),
+        (Path("owner/name:train"), needs), (tmp_path / "wrong.csv", "suffix must be one of"),
+        (tmp_path / "missing.jsonl", "does not exist"),
+    ):  # fmt: skip
+        config = TrainConfig(model, (good, path), tmp_path / "out", capture=tiny.CAPTURE)
+        with pytest.raises(ValueError, match=message):
+            train(config, quiet=True)
+        with pytest.raises(ValueError, match=message):
+            train(replace(config, data=(good,), held_out=(path,)), quiet=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_models, tiny_pair
+from tests.disk import MESSAGE, full_after
 from tests.engine.test_stops import letters
 from tests.train.regenerating import ROWS, STOPS, TEMPLATE, llm, read, regenerate, target, write
 
@@ -73,6 +74,16 @@ def test_a_killed_run_is_continued(
     assert done.total.num_answer_tokens == written
     assert sum(t.num_answer_tokens for t in done.by_temperature.values()) == written
     assert done.answer_tokens == written - sum(sum(json.loads(line)["loss_mask"]) for line in kept.splitlines())
+
+
+def test_a_full_disk_is_named_and_costs_no_row(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    regenerate(checkpoint, data, tmp_path / "whole.jsonl")
+    whole = read(tmp_path / "whole.jsonl")
+    half = (tmp_path / "whole.jsonl").stat().st_size // 2
+    with full_after(half), pytest.raises(OSError, match=rf"out\.jsonl: {MESSAGE}\. Its whole rows stay"):
+        regenerate(checkpoint, data, tmp_path / "out.jsonl")
+    done = regenerate(checkpoint, data, tmp_path / "out.jsonl")
+    assert 0 < done.num_resumed < len(whole) and read(tmp_path / "out.jsonl") == whole
 
 
 def test_rows_add_up_and_bad_ones_say_why(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,9 @@ def test_rounding_pays_where_the_draft_is_stored_so(config: TrainConfig) -> None
     for dtype in ("bfloat16", "int4"):
         run = replace(config, out=config.out / f"{dtype}-end", draft_dtype=dtype)
         train(run, quiet=True)
-        stored = replace(config, out=config.out / f"{dtype}-judged", init=run.out, draft_vocab_size=None, steps=1)
+        stored = replace(
+            config, out=config.out / f"{dtype}-judged", init=run.out / "step-0000030", draft_vocab_size=None, steps=1
+        )
         result = train(replace(stored, intermediate_size=None, lr=1e-9, draft_dtype="int4"), quiet=True)
         assert result is not None
         losses[dtype] = result["held_out_loss"]

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from tests.disk import MESSAGE, full_after
 
 from aquiline.train.evaluate import Judgement
 from aquiline.train.figures import StepFigures, mean_of
@@ -29,7 +31,7 @@ def run(reporter: Reporter, first: int, last: int) -> None:
     for step in range(first, last + 1):
         reporter.step(report(step, step / 100))
         if step % 20 == 0:
-            reporter.judged(step, 0.5 * step, 500 * step, judgement(1 + step / 200), True)
+            reporter.judged(step, 0.5 * step, 500 * step, judgement(1 + step / 200), step)
     reporter.close()
 
 
@@ -51,6 +53,18 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def test_the_bar_moves_with_every_step_and_says_what_comes_before(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path)
+    reporter.stage("loading")
+    (task,) = reporter.bar.tasks
+    assert task.total is None and task.fields["text"] == "loading"
+    reporter.step(report(1, 0.01))
+    for step in range(1, 20):  # no line of the log
+        reporter.advance(step / 100)
+        assert (task.total, task.completed) == (1.0, step / 100) and task.fields["text"].startswith("step 1 ")
+    reporter.close()
+
+
 def test_a_resumed_log_drops_what_the_run_does_again(tmp_path: Path) -> None:
     run(Reporter(tmp_path), 1, 30)
     whole = records(tmp_path)
@@ -64,9 +78,32 @@ def test_a_resumed_log_drops_what_the_run_does_again(tmp_path: Path) -> None:
     assert last["conditional"][3] is None and last["accuracy"][3] is not None
 
 
+def test_a_full_disk_is_named_and_costs_no_picture_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(tmp_path)
+    with full_after(100), pytest.raises(OSError, match=rf"train\.jsonl: {MESSAGE}\. Checkpoints stay.*--resume"):
+        reporter.step(report(1, 0.01))
+    other = Reporter(tmp_path / "other")
+    other.step(report(1, 0.01))
+    with full_after(1000):
+        other.close()
+    assert "train.png: cannot be written" in capsys.readouterr().err
+
+
 def test_the_picture_needs_no_look(tmp_path: Path) -> None:
     run(Reporter(tmp_path), 1, 5)
     assert (tmp_path / "train.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_single_step_is_seen_in_every_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **settings: figures.append(self))
+    reporter = Reporter(tmp_path)
+    reporter.judged(0, 1.0, 0, judgement(1.2), 0)
+    reporter.step(report(1, 1.0))
+    reporter.close()
+    for panel in figures[0].axes:
+        single = [line for line in panel.lines if len(line.get_xdata()) == 1]  # type: ignore[arg-type]
+        assert len(single) >= 2 and all(line.get_marker() not in ("None", "") for line in single)
 
 
 def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.figures import StepFigures, combine
 from aquiline.train.losses import LOSSES, Graded, Rows
-from aquiline.train.optimizer import orthogonalise
+from aquiline.train.optimizer import WARMUP_STEPS, orthogonalise, set_rate
 from aquiline.train.report import Silent
-from aquiline.train.schedule import Budget, Clock, Progress
+from aquiline.train.schedule import Budget, Clock, Pace, Progress
 from aquiline.train.trainer import Trainer, train
 from aquiline.train.ttt import TTTResult
 
@@ -56,8 +56,8 @@ def test_thirty_steps_lower_the_loss_and_leave_a_draft_that_loads(config: TrainC
     result = train(config, quiet=True)
     assert result is not None
     looks = [r for r in log_of(config.out) if r["kind"] == "eval"]
-    assert [r["step"] for r in looks] == [10, 20, 30]
-    assert result["held_out_loss"] < looks[0]["held_out_loss"] - 0.05
+    assert [r["step"] for r in looks] == [0, 10, 20, 30]
+    assert result["held_out_loss"] < looks[1]["held_out_loss"] - 0.05
     assert result["steps"] == 30 and len(result["accuracy"]) == 4
     assert 1 <= result["simulated_tau"] <= 5 and 1 <= result["simulated_tau_sampled"] <= 5
     target = load_target(config.target, capture=tiny.CAPTURE)
@@ -73,6 +73,51 @@ def test_thirty_steps_lower_the_loss_and_leave_a_draft_that_loads(config: TrainC
     assert (config.out / "train.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_run_never_ships_a_draft_that_is_worse_than_its_start(
+    is_new: bool, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a rate that breaks any draft, a new one and one that goes on."""
+    good = replace(config, out=config.out / f"good-{is_new}", steps=2, eval_every=1)
+    base = good if is_new else replace(good, init=good.out, draft_vocab_size=None)
+    if not is_new:
+        train(good, quiet=True)
+    run = replace(base, out=config.out / f"worse-{is_new}", lr=1e3, keep=9)
+    result = train(run)
+    assert result is not None and result["best_step"] == 0 and result["best_tau"] == result["start_tau"]
+    mean = (result["simulated_tau"] + result["simulated_tau_sampled"]) / 2
+    assert mean < result["start_tau"], "of the last step, which is not in OUT"
+    shipped, start = ((run.out / at / "model.safetensors").read_bytes() for at in (".", "step-0000000"))
+    assert shipped == start
+    told = capsys.readouterr().err
+    assert "the start, saved" in told and "step 0 is better and stays" in told
+    assert "holds the draft of the start" in told and "no look found a better one" in told
+
+
+def test_a_short_run_warms_up_by_its_steps_and_a_long_one_by_its_share() -> None:
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)]
+    optimizers[0].param_groups[0]["peak"] = 1.0
+
+    def rates(num_steps: int) -> list[float]:
+        return [set_rate(optimizers, step / num_steps, 0.02, step) for step in range(num_steps)]  # type: ignore[arg-type]
+
+    assert [set_rate(optimizers, 0.5, 0.02, step) for step in (0, 4)] == [1 / WARMUP_STEPS, 5 / WARMUP_STEPS]
+    assert max(rates(12)) <= 12 / WARMUP_STEPS and rates(12)[0] == 0.01
+    long = rates(10_000)
+    assert long[:201:50] == pytest.approx([0.01, 0.25, 0.5, 0.75, 1.0]), "as if there were no least number of steps"
+
+
+def test_what_is_left_follows_from_measured_steps(config: TrainConfig) -> None:
+    pace, base = Pace(seconds=4.0, tokens=100.0), replace(config, steps=None)
+    begun = Progress(step=2, tokens=200, seconds=40.0, prepared_s=30.0)
+    for budget, look_s, left in (
+        ({"steps": 12}, 0, 10), ({"tokens": 1000}, 0, 8), ({"epochs": 0.5}, 0, 4), ({"minutes": 2.0}, 8, 18),
+        ({"minutes": 2.0, "steps": 9}, 8, 7), ({"minutes": 0.5}, 0, 0),
+    ):  # fmt: skip
+        assert Budget(replace(base, **budget), 12).steps_left(begun, look_s, pace) == left, budget  # type: ignore[arg-type]
+    assert Budget(replace(base, minutes=2), 12).share(begun, 8) == 10 / (120 - 8 - 30)
+
+
 def test_averaged_weights_are_what_is_saved(config: TrainConfig) -> None:
     run = replace(config, out=config.out / "ema", steps=4, ema=0.9)
     train(run, quiet=True)
@@ -80,18 +125,19 @@ def test_averaged_weights_are_what_is_saved(config: TrainConfig) -> None:
     names = list(state["head"])
     average = dict(zip(names, state["average"], strict=True))
     assert not torch.equal(average["norm"], state["head"]["norm"]) and state["average_updates"] == 4
-    served = load_draft(run.out, load_target(config.target, capture=tiny.CAPTURE), dtype="float32")
+    served = load_draft(run.out / "step-0000004", load_target(config.target, capture=tiny.CAPTURE), dtype="float32")
     assert torch.equal(served.norm, average["norm"].to(torch.bfloat16).float())
 
 
 def test_init_continues_from_a_draft(config: TrainConfig) -> None:
     start = replace(config, out=config.out / "start", steps=4)
-    train(start, quiet=True)
+    begun = train(start, quiet=True)
+    assert begun is not None
     more = replace(config, out=config.out / "more", steps=1, lr=1e-9, init=start.out, draft_vocab_size=None)
     train(more, quiet=True)
     first = next(r for r in log_of(more.out) if r["kind"] == "eval")
-    last = [r for r in log_of(start.out) if r["kind"] == "eval"][-1]
-    assert first["held_out_loss"] == pytest.approx(last["held_out_loss"], abs=0.005)
+    kept = next(r for r in log_of(start.out) if r["kind"] == "eval" and r["step"] == begun["best_step"])
+    assert first["held_out_loss"] == pytest.approx(kept["held_out_loss"], abs=0.005)
     with pytest.raises(ValueError, match="intermediate_size=8"):
         train(replace(more, intermediate_size=8, out=config.out / "other"), quiet=True)
 
@@ -194,7 +240,8 @@ def test_either_a_loss_or_a_gradient_that_is_no_number_skips_the_step(
         before = {n: p.detach().clone() for n, p in run.weights.named.items()}
         run._step()
         assert all(p.equal(before[n]) for n, p in run.weights.named.items()) == (step == 1), step
-    assert len(said) == 1 and said[0].startswith("step 2: loss ") and said[0].endswith("step skipped")
+    (skipped,) = (line for line in said if line.endswith("step skipped"))
+    assert skipped.startswith("step 2: loss ")
 
 
 def test_a_budget_ends_with_whatever_is_used_up_first(config: TrainConfig) -> None:

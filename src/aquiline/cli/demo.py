@@ -59,11 +59,11 @@ def demo(
     template = open_template(llm)
     found = demo_of(name, template) if package is None else package_demo(name, package, template)
     result = run_shown(llm, found, is_shown=not as_json)
-    if plot is not None:
-        plot_demo(result, plot)
     if as_json:
         print(json.dumps(result.as_dict()))
     else:
         show_demo(result, llm)
+    if plot is not None:
+        plot_demo(result, plot)
     if not result.identical:
         raise typer.Exit(1)

@@ -71,13 +71,13 @@ def evaluate(
     found = run_shown(evaluation, is_shown=not as_json)
     derived = tables(found)
     facts = EvalFacts(model, name_of(dataset), sample.sample_seed, wrapped.has_template, llm.models.system())
-    if out is not None:
-        write_report(found, derived, facts, out)
-        plot_or_say_why(found, derived, facts, out)
     if as_json:
         print(json.dumps(as_document(found, derived, facts)))
     else:
         show_evaluation(found, derived, facts)
+    if out is not None:  # last: a disk that is full must not cost the figures
+        write_report(found, derived, facts, out)
+        plot_or_say_why(found, derived, facts, out)
 
 
 evaluate.__doc__ = (evaluate.__doc__ or "") + EXAMPLES

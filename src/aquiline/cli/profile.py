@@ -50,9 +50,9 @@ def profile(
     prompts = [p.token_ids for p in text_prompts(context, batch, models.tokenizer)]
     sampling = SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=0, ignore_eos=True)
     found = run_profile(models, config, spec, prompts, sampling)
-    if trace is not None:
-        found.write_trace(trace)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
         show_profile(found, f"{batch} sequences, {context} prompt tokens")
+    if trace is not None:
+        found.write_trace(trace)

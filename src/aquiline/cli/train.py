@@ -6,6 +6,7 @@ An option that is not given has the recipe's value, else TrainConfig's own defau
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from functools import partial
 from typing import Annotated, Any
@@ -38,8 +39,12 @@ Examples:
 
   aquiline train --target ./target --data corpus.bin --held-out held.bin --out ./draft --steps 5000 --resume
 
-OUT holds the best draft (SpecForge layout), OUT/step-NNNNNNN the newest with what --resume needs, train.jsonl and
-train.png. --resume wants the settings and data of the run it continues, and ends with the weights that the unbroken run
+OUT holds the best draft (SpecForge layout): the one that the run began with, until a look finds a better one. Beside it
+OUT/step-NNNNNNN, the newest with what --resume needs, train.jsonl and train.png. A new draft learns from hundreds of
+thousands of tokens on; with fewer, go on from a trained one with --init.
+
+Ctrl-C (SIGINT) or SIGTERM ends a run after the present step, with a checkpoint and exit code 130; a second one ends it
+at once. --resume wants the settings and data of the run it continues, and ends with the weights that the unbroken run
 would have; another budget is taken with a notice. The learning rate follows the share of the budget that is used, so
 after a run of 3 million tokens `--resume --tokens 10000000` goes on at the rate of 30 % of a run of 10 million.
 
@@ -59,7 +64,11 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what the run would take (memory, time, disk) and stop.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print what the run would take (memory, time, disk) and stop; with --data, after two measured steps.",
+        ),
     ] = False,
     json_only: Annotated[
         bool, typer.Option("--json", help="Nothing but the JSON result.", rich_help_panel=KEEP)
@@ -70,19 +79,24 @@ def train(
     Ends stdout with one JSON line: held-out loss, accuracy per step, simulated tau (tokens per step that serving the
     target's own held-out continuations would commit), tokens and seconds.
     """
-    from aquiline.train.estimate import announce, target_shape
+    from aquiline.train import estimate
     from aquiline.train.recipes import configure, read_recipe
+    from aquiline.train.trainer import measure
     from aquiline.train.trainer import train as run
 
     found = read_recipe(recipe) if recipe else None
     config = configure(settings, found, is_dry=dry_run)
     if dry_run:
         say = (lambda text: None) if json_only else partial(print, file=sys.stderr)
-        result: dict[str, Any] | None = announce(config, target_shape(config, found), say)
+        shape = estimate.target_shape(config, found)
+        steps = partial(measure, config) if "data" in settings else None
+        result: dict[str, Any] | None = estimate.dry_run(config, shape, say, steps)
     else:
         result = run(config, quiet=json_only)
     if result is not None:  # under torchrun the first rank alone has one
         typer.echo(json.dumps(result))
+        if result.get("is_stopped"):
+            raise typer.Exit(128 + signal.SIGINT)
 
 
 train.__doc__ = f"{train.__doc__}\n{EXAMPLES}"

@@ -25,6 +25,7 @@ from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.metrics import RunSummary
+from aquiline.writing import writing
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
@@ -69,6 +70,7 @@ class BulkRun:
         engine = self.llm.engine
         began = engine.meter.mark()
         with (
+            writing(self.out, "Its whole lines stay; with room on the disk the same command goes on after them"),
             # An error may quote half a surrogate pair, which UTF-8 cannot write; escaped, the line is still JSON.
             self.out.open("a", encoding="utf-8", errors="backslashreplace") as out,
             RequestProgress(len(self.lines), engine, is_shown=progress, num_done=num_resumed) as bar,

@@ -10,12 +10,14 @@ import fcntl
 import json
 import os
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from aquiline.checks import parse_json
 from aquiline.train.regenerated import Tally
+from aquiline.writing import write_whole, writing
 
 
 class AnswerFile:
@@ -47,7 +49,7 @@ class AnswerFile:
             raise ValueError(f"out={str(self.path)!r}: another run writes it; wait, or choose another --out") from None
         num_bytes = self.path.stat().st_size
         if num_bytes == 0:
-            self.meta.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+            write_whole(self.meta, json.dumps(self.settings, indent=2) + "\n", "No answer is lost")
             return
         self._check_settings()
         num_whole = self._read()
@@ -56,9 +58,10 @@ class AnswerFile:
             os.truncate(self.path, num_whole)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row; it is in the file when this returns."""
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
+        """Append a row; it is in the file when this returns. Raises OSError if the disk is full."""
+        with self._writing():
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.flush()
         self._count(row)
 
     def _count(self, row: dict[str, Any]) -> None:
@@ -109,4 +112,8 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with self._writing():
+            self._file.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, "Its whole rows stay; with room on the disk the same command goes on after them")

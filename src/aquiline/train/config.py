@@ -94,7 +94,7 @@ class TrainConfig:
     decay: float = setting(0.8, "Weight of each pass beside the one before it.", UPDATE)
     optimizer: str = setting("adamw", "adamw, or muon (Muon inside, AdamW for head and norms).", UPDATE)
     lr: float | None = setting(None, "Peak learning rate; default: 0.35 / hidden size, at most 1e-3.", UPDATE)
-    warmup: float = setting(0.02, "Share of the run until the peak; then a cosine to 2 %.", UPDATE)
+    warmup: float = setting(0.02, "Share of the run until the peak, 50 steps at least; then a cosine to 2 %.", UPDATE)
     clip: float = setting(0.5, "Largest gradient norm.", UPDATE)
     weight_decay: float = setting(0.0, "Of matrices.", UPDATE)
     ema: float = setting(0.0, "Decay of averaged weights, which are judged and saved; 0: none.", UPDATE)

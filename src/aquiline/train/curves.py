@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aquiline.writing import writing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 MAX_POINTS = 400
 """Steps are averaged in this many groups at most: single batches differ more than training changes the figures."""
+MARKED_POINTS = 40
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -46,12 +50,19 @@ def draw_curves(out: Path) -> bool:
         panel.set_xlabel(f"{unit}trained tokens")
         panel.grid(alpha=0.25)
         panel.legend(fontsize=8)
-    figure.savefig(out / "train.png", dpi=120)
+    with writing(out / "train.png", "The figures stand in train.jsonl"):
+        figure.savefig(out / "train.png", dpi=120)
     return True
 
 
+def _training(panel: Axes, points: tuple[list[float], list[float]], **style: Any) -> Line2D:
+    """A line through figures of training steps. Few points have marks: a line through one point shows nothing."""
+    marker = "x" if len(points[0]) <= MARKED_POINTS else ""
+    return panel.plot(*points, lw=0.8, marker=marker, markersize=6, **style)[0]
+
+
 def _loss(panel: Axes, steps: list[dict[str, Any]], looks: list[dict[str, Any]], scale: float) -> None:
-    panel.plot(*_grouped(steps, scale, lambda r: _mean(r["losses"])), lw=0.9, label="training")
+    _training(panel, _grouped(steps, scale, lambda r: _mean(r["losses"])), label="training")
     panel.plot(*_points(looks, scale, "held_out_loss"), marker=".", label="held out")
     panel.set(ylabel="loss", title="loss, mean of passes")
 
@@ -59,17 +70,17 @@ def _loss(panel: Axes, steps: list[dict[str, Any]], looks: list[dict[str, Any]],
 def _accuracy(panel: Axes, steps: list[dict[str, Any]], looks: list[dict[str, Any]], scale: float) -> None:
     passes = len(steps[-1]["accuracy"])
     for k in sorted({0, passes // 2, passes - 1}):
-        lines = panel.plot(*_grouped(steps, scale, lambda r, k=k: r["accuracy"][k]), lw=0.8, alpha=0.5)
+        line = _training(panel, _grouped(steps, scale, lambda r, k=k: r["accuracy"][k]), alpha=0.5)
         x, held_out = [r["tokens"] / scale for r in looks], [r["accuracy"][k] for r in looks]
         label = f"pass {k + 1}, held out (pale: training)"
-        panel.plot(x, held_out, marker=".", color=lines[0].get_color(), label=label)
+        panel.plot(x, held_out, marker=".", color=line.get_color(), label=label)
     panel.yaxis.set_major_formatter("{x:.0%}")
     panel.set(title="how often the best guess is the target's")
 
 
 def _tau(panel: Axes, steps: list[dict[str, Any]], looks: list[dict[str, Any]], scale: float) -> None:
-    x, y = _grouped(steps, scale, lambda r: r["expected_tau"])
-    panel.plot(x, y, lw=0.8, alpha=0.5, color="gray", label="expected, training text")
+    expected = _grouped(steps, scale, lambda r: r["expected_tau"])
+    _training(panel, expected, alpha=0.5, color="gray", label="expected, training text")
     sampled = f"sampled at {looks[-1]['temperature']:g}" if looks else "sampled"
     for name, label in (("simulated_tau", "greedy"), ("simulated_tau_sampled", sampled)):
         panel.plot(*_points(looks, scale, name), marker=".", label=f"simulated, {label}")

@@ -8,10 +8,12 @@ either way, so a run may be resumed with another number of ranks.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -89,9 +91,20 @@ class World:
                 grad.copy_(part.view_as(grad))
 
     def leave(self) -> None:
-        """End the process group."""
-        if self.parallel != "none":
-            dist.destroy_process_group()
+        """End the process group with its threads; no tensor that is split over the ranks may be in use any more.
+
+        Those threads free tensors of Python's, for which they take its lock. A thread that does so while Python ends
+        aborts the process. Threads end with the group, and the group with the last reference to it: fsdp's state has
+        one and is part of cycles, a device mesh has one and stays in torch's caches."""
+        if self.parallel == "none":
+            return
+        gc.collect()
+        if self.parallel == "fsdp":
+            from torch.distributed.device_mesh import DeviceMesh
+
+            for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+                vars(mesh).get("_pg_registry", {}).clear()
+        dist.destroy_process_group()
 
 
 def join(parallel: str | None) -> World:
@@ -110,6 +123,9 @@ def join(parallel: str | None) -> World:
     if torch.cuda.is_available():
         device, backend = f"cuda:{os.environ.get('LOCAL_RANK', '0')}", "nccl"
         torch.cuda.set_device(device)
+    # Default arguments in this module are the group that there is when it is imported. Torch imports it for optimizers,
+    # and the group would never end (see World.leave).
+    import_module("torch.distributed.nn.functional")
     dist.init_process_group(backend, timeout=PATIENCE)
     return World(dist.get_rank(), dist.get_world_size(), device, parallel or "ddp")
 

@@ -1,7 +1,8 @@
-"""What a run will need, estimated before it starts: memory, arithmetic by stage, time at a measured rate, and disk.
+"""What a run will need: memory, arithmetic by stage and disk from shapes alone; time from steps that were measured.
 
 Memory counts what is held all the time and what one step keeps for its backward pass, but not the short-lived buffers
-of single operations. Time counts matrix products only, at the rate of one large product.
+of single operations. Without measured steps there is only a bound on speed: matrix products alone, at the rate of one
+large product.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.head_loss import CHUNK_BYTES
 from aquiline.train.recipes import Recipe
+from aquiline.train.schedule import Pace
 from aquiline.train.shapes import DraftShape, TargetShape
 from aquiline.train.teacher import has_bfloat16
 from aquiline.train.ttt import num_rows
@@ -31,6 +33,8 @@ RATE_SECONDS = 1.0
 RATE_ROWS = 2048
 CPU_WIDTH = 1024
 """Width of the product at most: wider ones are no faster on a CPU, and one may take longer than the measurement."""
+FEW_TOKENS = 500_000
+"""A new draft that trains on fewer tokens hardly gets beyond its fitted start (measured for SmolLM2-135M)."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +59,71 @@ class Estimate:
     tokens: int | None
     num_ranks: int
 
-    def tokens_per_s(self, rate: Rate) -> float:
-        """Tokens per second of all ranks together, if every product runs at that rate."""
-        return self.num_ranks * rate.flops / sum(self.flops.values())
-
-    def record(self, rate: Rate) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """As JSON."""
         return {
-            "memory_bytes": self.memory, "flops_per_token": self.flops, "measured_flops": rate.flops,
-            "dtype": rate.dtype, "device": rate.device, "tokens_per_s": self.tokens_per_s(rate),
-            "tokens": self.tokens, "checkpoint_bytes": self.checkpoint_bytes,
-            "features_bytes_per_token": self.features_bytes,
+            "memory_bytes": self.memory, "flops_per_token": self.flops, "tokens": self.tokens,
+            "checkpoint_bytes": self.checkpoint_bytes, "features_bytes_per_token": self.features_bytes,
         }  # fmt: skip
 
-    def lines(self, rate: Rate, keep: int, free: int) -> list[str]:
+    def lines(self, keep: int, free: int) -> list[str]:
         """The estimate in words. free: bytes of free memory; keep: how many checkpoints are kept."""
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory.items())
         total = sum(self.memory.values())
         fits = "" if total <= free else ": IT WILL NOT FIT; lower batch_size, context or draft_vocab_size"
         whole = sum(self.flops.values())
         stages = ", ".join(f"{name} {100 * f / whole:.0f} %" for name, f in self.flops.items())
-        speed = self.tokens_per_s(rate)
         ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-        lines = [
+        return [
             f"memory{ranks}: {_bytes(total)} of {_bytes(free)} free ({parts}){fits}",
             f"arithmetic: {whole / 1e9:.3g} GFLOP a token ({stages})",
-            f"time: at the {rate.flops / 1e9:.0f} GFLOP/s measured on {rate.device} in {rate.dtype}, "
-            f"{speed:,.0f} tokens/s",
             f"disk: {_bytes(self.checkpoint_bytes)} a checkpoint, {keep + 1} at a time; with --features "
             f"{_bytes(1e6 * self.features_bytes)} a million tokens, which spares a document's next epochs the target",
         ]
-        if self.tokens:
-            lines[2] += f": {_duration(self.tokens / speed)} for {self.tokens:,} tokens, looks not counted"
-        return lines
+
+    def bound(self, rate: Rate) -> float:
+        """Tokens per second of all ranks together that no run exceeds: all products at that rate, and nothing else."""
+        return self.num_ranks * rate.flops / sum(self.flops.values())
+
+    def bound_line(self, rate: Rate) -> str:
+        """The bound in words."""
+        speed = self.bound(rate)
+        least = f", so at least {_duration(self.tokens / speed)} for {self.tokens:,} tokens" if self.tokens else ""
+        return (
+            f"time: no step was measured. At most {speed:,.0f} tokens/s{least}: products alone, at the "
+            f"{rate.flops / 1e9:.0f} GFLOP/s of one large product measured on {rate.device} in {rate.dtype}. Steps "
+            "take several times as long: a run measures its first two, and so does --dry-run with --data"
+        )
+
+
+def measured_line(pace: Pace, num_steps: int) -> str:
+    """What steps took, in words."""
+    speed = pace.tokens / pace.seconds
+    return f"time: {speed:,.0f} tokens/s, {pace.seconds:.1f} s a step, measured over the first {num_steps} steps here"
+
+
+def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
+    """So many steps to come, in words. before: tokens that a new draft has been trained on, None for an earlier
+    draft that goes on."""
+    tokens = round(num_steps * pace.tokens)
+    plan = (
+        f"plan: {num_steps:,} steps to go, {tokens:,} tokens, {_duration(num_steps * pace.seconds)}, looks not counted"
+    )
+    if before is None or before + tokens >= FEW_TOKENS:
+        return plan
+    return (
+        f"{plan}. So few tokens teach a new draft little, it needs {FEW_TOKENS:,} and more: give it longer, or go on "
+        "from a trained draft with --init DRAFT (with --target smollm2: --init smollm2)"
+    )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run of num_steps steps, at the pace of num_measured of them."""
+
+    pace: Pace
+    num_measured: int
+    num_steps: int
 
 
 def estimate(config: TrainConfig, target: TargetShape, world: World) -> Estimate:
@@ -174,15 +210,33 @@ def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> TargetSha
     return TargetShape.of(read_model_config(resolve(config.target)))
 
 
-def announce(
-    config: TrainConfig, shape: TargetShape, say: Callable[[str], None], world: World | None = None
-) -> dict[str, Any]:
-    """Measure this machine's rate, print the estimate line by line with `say`, and return it as JSON."""
-    world = world or World(device="cuda" if torch.cuda.is_available() else "cpu")
-    told, rate = estimate(config, shape, world), measure_rate(world.device, shape.hidden_size, RATE_SECONDS)
-    for line in told.lines(rate, config.keep, free_memory(world.device)):
+def announce(config: TrainConfig, shape: TargetShape, say: Callable[[str], None], world: World) -> Estimate:
+    """Say line by line what a run needs, time left out."""
+    told = estimate(config, shape, world)
+    for line in told.lines(config.keep, free_memory(world.device)):
         say(line)
-    return {"target": str(config.target), **told.record(rate)}
+    return told
+
+
+def dry_run(
+    config: TrainConfig, shape: TargetShape, say: Callable[[str], None], measure: Callable[[], Planned] | None
+) -> dict[str, Any]:
+    """Say line by line what a run would need, and return it as JSON. measure: takes some steps of it; None where there
+    is nothing to train on, which leaves a bound."""
+    world = World(device="cuda" if torch.cuda.is_available() else "cpu")
+    told = announce(config, shape, say, world)
+    record = {"target": str(config.target), **told.record()}
+    if measure is not None:
+        planned = measure()
+        say(measured_line(planned.pace, planned.num_measured))
+        say(plan_line(planned.pace, planned.num_steps, None if config.init else 0))
+        return record | {"tokens_per_s": planned.pace.tokens / planned.pace.seconds, "steps": planned.num_steps}
+    rate = measure_rate(world.device, shape.hidden_size, RATE_SECONDS)
+    say(told.bound_line(rate))
+    return record | {
+        "tokens_per_s": None, "most_tokens_per_s": told.bound(rate), "measured_flops": rate.flops, "dtype": rate.dtype,
+        "device": rate.device,
+    }  # fmt: skip
 
 
 def measure_rate(device: str, width: int, seconds: float) -> Rate:

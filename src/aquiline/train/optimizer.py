@@ -12,6 +12,9 @@ from aquiline.models.eagle import DraftHead
 from aquiline.train.distributed import local
 
 BETAS = (0.9, 0.95)
+WARMUP_STEPS = 50
+"""Steps of the warm-up at least: the first updates of AdamW are as large as the rate, whatever the gradient. At the
+full rate a dozen of them undo a draft that was fitted or trained."""
 
 
 def default_lr(hidden_size: int) -> float:
@@ -91,13 +94,16 @@ def build_optimizers(head: DraftHead, name: str, lr: float, weight_decay: float)
     return optimizers
 
 
-def set_rate(optimizers: list[torch.optim.Optimizer], progress: float, warmup: float) -> float:
-    """Warm up linearly over the share `warmup` of the run, then a cosine to 2 % of the peak. Returns the factor."""
+def set_rate(optimizers: list[torch.optim.Optimizer], progress: float, warmup: float, step: int) -> float:
+    """Warm up linearly over the share `warmup` of the run, then a cosine to 2 % of the peak; step number `step`, from
+    0, has no more than its share of WARMUP_STEPS. So a run of a few steps stays far below the peak. Returns the
+    factor."""
     if progress < warmup:
         factor = max(progress / warmup, 0.01)
     else:
         done = min(1.0, (progress - warmup) / max(1e-9, 1 - warmup))
         factor = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+    factor = min(factor, (step + 1) / WARMUP_STEPS)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor

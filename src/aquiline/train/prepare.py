@@ -33,6 +33,7 @@ from aquiline.train.evaluate import TEMPERATURE, HeldOut, write_texts
 from aquiline.train.features import FeatureCache, Views
 from aquiline.train.optimizer import default_lr
 from aquiline.train.packing import Batches
+from aquiline.train.readers import check_paths
 from aquiline.train.resume import corpus_digest, settings_of
 from aquiline.train.start import Sample, fit, new_head
 from aquiline.train.teacher import Teacher, View, feature_scale
@@ -89,6 +90,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     that is resumed, None for a new run.
 
     Raises ValueError or CheckpointError for settings, data and checkpoints that cannot work."""
+    check_paths((*config.data, *config.held_out))
     keep_memory()
     torch.manual_seed(config.seed)
     device = world.device

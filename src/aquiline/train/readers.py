@@ -27,6 +27,18 @@ FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".bin", *tables.SUFFIX
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+def check_paths(paths: Iterable[Path]) -> None:
+    """Raise ValueError as `read_documents` would for a path that does not exist, has a wrong suffix or needs a library
+    that is not installed. Reads nothing, so that a command can ask before it loads a model."""
+    for path in paths:
+        if _is_folder(path):
+            tabular = next((file for file in _files_in(path) if file.suffix in tables.SUFFIXES), None)
+        else:
+            tabular = path if _is_table(path) else None
+        if tabular is not None:
+            tables.check_installed(tabular)
+
+
 def read_documents(
     paths: Iterable[Path], ids: TokenIds, rejects: Rejects, loss_on: str = "answers"
 ) -> Iterator[Document]:
@@ -47,29 +59,18 @@ class _Source:
     rejects: Rejects
 
     def under(self, path: Path) -> Iterator[Document]:
-        if path.is_dir() and not tables.is_saved(path):
-            files = sorted(p for p in path.rglob("*") if p.name.endswith(FOLDER_SUFFIXES) and p.is_file())
-            if not files:
-                raise ValueError(f"{path} holds no {' '.join(FOLDER_SUFFIXES)} file")
-            for file in files:
+        if _is_folder(path):
+            for file in _files_in(path):
                 yield from self._file(file, file.relative_to(path).as_posix())
-        elif path.is_file():
-            if not path.name.endswith((*FOLDER_SUFFIXES, ".json")):
-                raise ValueError(f"{path}: suffix must be one of {' '.join(FOLDER_SUFFIXES)} .json")
-            yield from self._file(path, path.name)
-        else:
+        elif _is_table(path) and not path.is_file():
             yield from self._table(path)
+        else:
+            yield from self._file(path, path.name)
 
     def _table(self, path: Path) -> Iterator[Document]:
-        name, split = str(path), None
-        if not path.exists() and ":" in path.name:
-            name, _, split = name.rpartition(":")
-        if Path(name).is_dir() and tables.is_saved(Path(name)):
-            rows = tables.saved_rows(Path(name), split)
-        elif _HUB_ID.fullmatch(name) and not name.endswith((*FOLDER_SUFFIXES, ".json")):
-            rows = tables.hub_rows(name, split)
-        else:
-            raise ValueError(f"data path {path} does not exist")
+        name, split = _name_and_split(path)
+        is_saved = Path(name).is_dir()
+        rows = tables.saved_rows(Path(name), split) if is_saved else tables.hub_rows(name, split)
         key = Path(name).name if split is None else f"{Path(name).name}:{split}"
         yield from self._checked(self._of_rows(rows, key))
 
@@ -153,3 +154,35 @@ class _Source:
         if not isinstance(rows, list):
             raise ValueError(f"{path}: must be a JSON list of rows")
         yield from self._of_rows(rows, key)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is a folder of files, not a saved data set."""
+    return path.is_dir() and not tables.is_saved(path)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder that are read. Raises ValueError if there are none."""
+    files = sorted(p for p in folder.rglob("*") if p.name.endswith(FOLDER_SUFFIXES) and p.is_file())
+    if not files:
+        raise ValueError(f"{folder} holds no {' '.join(FOLDER_SUFFIXES)} file")
+    return files
+
+
+def _is_table(path: Path) -> bool:
+    """Whether tables.py reads what a path that is no folder of files names. Raises ValueError if nothing reads it."""
+    if path.is_file():
+        if not path.name.endswith((*FOLDER_SUFFIXES, ".json")):
+            raise ValueError(f"{path}: suffix must be one of {' '.join(FOLDER_SUFFIXES)} .json")
+        return path.suffix in tables.SUFFIXES
+    name, _ = _name_and_split(path)
+    is_hub_id = _HUB_ID.fullmatch(name) is not None and not name.endswith((*FOLDER_SUFFIXES, ".json"))
+    if not is_hub_id and not (Path(name).is_dir() and tables.is_saved(Path(name))):
+        raise ValueError(f"data path {path} does not exist")
+    return True
+
+
+def _name_and_split(path: Path) -> tuple[str, str | None]:
+    """The name of a data set and the split that stands behind it as :SPLIT."""
+    name, _, split = str(path).rpartition(":")
+    return (name, split) if not path.exists() and ":" in path.name else (str(path), None)

@@ -6,16 +6,21 @@ import json
 import math
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from aquiline.train import schedule
 from aquiline.train.curves import draw_curves, read_log
 from aquiline.train.evaluate import Judgement
 from aquiline.train.figures import StepFigures
 from aquiline.train.trackers import flat_figures, open_trackers
+from aquiline.writing import writing
+
+KEPT = "Checkpoints stay; with room on the disk go on with --resume"
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,13 @@ class Silent:
     def step(self, r: StepReport) -> None:
         """Nothing."""
 
-    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, is_best: bool) -> None:
+    def stage(self, text: str) -> None:
+        """Nothing."""
+
+    def advance(self, done: float) -> None:
+        """Nothing."""
+
+    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, best_step: int) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -76,15 +87,27 @@ class Reporter:
             self._write(record)
         self.tau = next((r["simulated_tau"] for r in reversed(kept) if r["kind"] == "eval"), None) or math.nan
         self.started, self.done_at_start = time.perf_counter(), 0.0
-        columns = [BarColumn(24), TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}")]
+        if find_spec("matplotlib") is None:
+            self.say(f"{out / 'train.png'} will not be drawn: needs matplotlib; pip install 'aquiline[train]'")
+        columns = [BarColumn(24), TextColumn("{task.fields[share]}{task.fields[text]}")]
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
-        self.task = self.bar.add_task("train", total=1.0, text="")
+        self.task = self.bar.add_task("train", total=None, share="", text="")  # moves to and fro until the first step
         if self.console.is_terminal and not quiet:
             self.bar.start()
 
     def say(self, text: str) -> None:
         """Print a line of text."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def stage(self, text: str) -> None:
+        """Say what the run does now, before its first step."""
+        self.bar.update(self.task, text=text)
+        if not self.console.is_terminal:
+            self.say(text)
+
+    def advance(self, done: float) -> None:
+        """A step is over; `done` is the share of the budget used."""
+        self.bar.update(self.task, total=1.0, completed=done, share=f"{100 * done:3.0f}%  ")
 
     def step(self, r: StepReport) -> None:
         """Log and show a training step."""
@@ -95,17 +118,18 @@ class Reporter:
         text = f"step {r.step} loss {r.figures.total:.3f} acc {accuracy}% expected tau {r.figures.expected_tau:.2f} "
         text += "" if math.isnan(self.tau) else f"(simulated {self.tau:.2f}) "
         text += f"{r.tokens_per_s:.0f} tok/s"
-        self.bar.update(self.task, completed=r.done, text=text)
+        self.bar.update(self.task, text=text)
         if not self.console.is_terminal:
             self.say(f"{100 * r.done:5.1f}%  {text}  ETA {self._eta(r.done)}")
 
-    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, is_best: bool) -> None:
-        """Log and show a judgement on held-out text."""
+    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, best_step: int) -> None:
+        """Log and show a judgement on held-out text. best_step: whose draft stands in OUT now."""
         self.tau = j.tau
         self._write({"kind": "eval", "step": step, "seconds": seconds, "tokens": tokens, **judgement_dict(j)})
         self._track(step, flat_figures("held_out", judgement_dict(j)))
         accuracy = "/".join(f"{100 * a:.0f}" for a in j.accuracy)
-        best = "  best so far, saved" if is_best else ""
+        best = ", best so far, saved" if step == best_step else f"; step {best_step} is better and stays"
+        best = ", the start, saved" if step == best_step == 0 else best
         self.say(
             f"step {step}: held-out loss {j.loss:.3f}, accuracy {accuracy}%, simulated tau {j.tau:.3f} greedy, "
             f"{j.tau_sampled:.3f} at temperature {j.temperature:g}{best}"
@@ -114,10 +138,14 @@ class Reporter:
     def close(self) -> None:
         """End the bar, close the log, draw OUT/train.png if matplotlib is there."""
         self.bar.stop()
-        self.log.close()
+        with writing(self.out / "train.jsonl", KEPT):
+            self.log.close()
         for tracker in self.trackers:
             tracker.close()
-        draw_curves(self.out)
+        try:
+            draw_curves(self.out)
+        except OSError as error:
+            self.say(str(error))
 
     def _eta(self, done: float) -> str:
         """Time left at the pace since the first report of this command."""
@@ -134,8 +162,9 @@ class Reporter:
             tracker.log(step, figures)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self.log.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-        self.log.flush()
+        with writing(self.out / "train.jsonl", KEPT):
+            self.log.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            self.log.flush()
 
 
 def _finite(value: Any) -> Any:
@@ -145,6 +174,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def verdict(out: Path, p: schedule.Progress) -> str:
+    """What OUT holds at the end of a run."""
+    if p.step == 0:
+        return f"{out} holds the draft of the start: the budget was used up before the first step; raise it"
+    if p.best_step == 0 and p.start_score:
+        return f"{out} holds the draft of the start, mean simulated tau {p.start_score:.3f}: no look found a better one"
+    start = f", the start's was {p.start_score:.3f}" if p.start_score else ""
+    return f"{out} holds the draft of step {p.best_step}, mean simulated tau {p.best_score:.3f}{start}"
 
 
 def judgement_dict(j: Judgement) -> dict[str, Any]:

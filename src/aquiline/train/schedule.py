@@ -1,4 +1,4 @@
-"""A run's progress and end: budgets in steps, tokens, epochs and minutes, and the time that a judgement takes.
+"""A run's progress and end: budgets in steps, tokens, epochs and minutes, the time that a judgement takes, and signals.
 
 The learning rate follows the share of the budget that is used (optimizer.py), so everything but a budget in minutes
 repeats exactly.
@@ -6,16 +6,25 @@ repeats exactly.
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+import threading
 import time
 from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Self
 
 from aquiline.train.config import TrainConfig
+
+SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass(eq=False)
 class Progress:
     """The progress of a run, saved with every checkpoint. seconds: since the command began, plus those of the earlier
-    runs that it resumes. bad_steps: steps skipped in a row."""
+    runs that it resumes; prepared_s: those before the first step. best_score: of the draft in OUT; start_score: of the
+    draft before the first step, 0 where nobody judged it. bad_steps: steps skipped in a row."""
 
     step: int = 0
     tokens: int = 0
@@ -23,6 +32,16 @@ class Progress:
     best_score: float = 0.0
     best_step: int = 0
     bad_steps: int = 0
+    start_score: float = 0.0
+    prepared_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a step takes and has on average: seconds, and tokens that are not padding."""
+
+    seconds: float
+    tokens: float
 
 
 class Clock:
@@ -59,8 +78,8 @@ class Budget:
         self.epoch_steps = max(1, round(epochs * steps_per_epoch)) if epochs else None
 
     def share(self, progress: Progress, look_s: float) -> float:
-        """Share of the budget used; 1 or more ends the run. A budget in minutes leaves `look_s` seconds for the last
-        judgement."""
+        """Share of the budget used; 1 or more ends the run. A budget in minutes begins with the first step, ends so
+        many minutes after the command began, and leaves `look_s` seconds for the last judgement."""
         shares = [0.0]
         for used, budget in (
             (progress.step, self.steps),
@@ -69,6 +88,43 @@ class Budget:
         ):
             shares.append(used / budget if budget else 0.0)
         if self.minutes:
-            left = 60 * self.minutes - look_s
-            shares.append(progress.seconds / left if left > 0 else 1.0)
+            stepping = 60 * self.minutes - look_s - progress.prepared_s
+            shares.append((progress.seconds - progress.prepared_s) / stepping if stepping > 0 else 1.0)
         return max(shares)
+
+    def steps_left(self, progress: Progress, look_s: float, pace: Pace) -> int:
+        """Steps until the budget is used up at a measured pace."""
+        left = [
+            self.steps and self.steps - progress.step,
+            self.tokens and (self.tokens - progress.tokens) / pace.tokens,
+            self.epoch_steps and self.epoch_steps - progress.step,
+            self.minutes and (60 * self.minutes - look_s - progress.seconds) / pace.seconds,
+        ]
+        return max(0, math.ceil(min(steps for steps in left if steps is not None)))
+
+
+class StopRequest:
+    """Whether somebody wants the run to stop. Within a with statement the first SIGINT or SIGTERM is such a request,
+    and `answer` goes to stderr; the second one ends the process at once."""
+
+    def __init__(self, answer: str) -> None:
+        self.answer, self.is_made = answer, False
+        self.before: dict[int, signal.Handlers | int | None] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+            self.before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}  # type: ignore[misc]
+        return self
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.is_made = True
+        for each in self.before:
+            signal.signal(each, signal.SIG_DFL)
+        # Not by print, which may be what was interrupted. A bar hides the cursor, and the next signal ends it unasked.
+        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\n{self.answer}\n".encode())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

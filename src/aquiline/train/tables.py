@@ -6,6 +6,7 @@ The library comes with the extra `train` and is loaded where it is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,16 @@ def _split_of(found: Any, name: str, split: str | None) -> Any:
     return found[chosen]
 
 
+def check_installed(what: Path | str) -> None:
+    """Raise ValueError naming the extra if the library that reads `what` is not installed. Does not load it."""
+    if find_spec("datasets") is None:
+        raise ValueError(f"data {what}: needs the datasets library; install it with: pip install 'aquiline[train]'")
+
+
 def _library(what: Path | str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(
-            f"data {what}: needs the datasets library; install it with: pip install 'aquiline[train]'"
-        ) from None
+    check_installed(what)
+    import datasets
+
     return datasets
 
 

@@ -1,15 +1,17 @@
 """The training loop: one step, when to judge the draft, what to keep. prepare.py does everything before the first step.
 
-OUT/ holds the best draft by simulated tau, ready to serve. OUT/step-NNNNNNN/ hold the newest drafts with the state that
---resume needs (checkpoint.py). With a budget in steps, tokens or epochs a resumed run repeats exactly what the unbroken
-run would have done: batches, late rows and held-out text follow from the seed and the step, everything else is in the
-checkpoint. A "look" is a judgement of the draft on held-out text.
+OUT/ holds the best draft by simulated tau, ready to serve: the one before the first step, until a later one is better.
+OUT/step-NNNNNNN/ hold the newest drafts with the state that --resume needs (checkpoint.py). With a budget in steps,
+tokens or epochs a resumed run repeats exactly what the unbroken run would have done: batches, late rows and held-out
+text follow from the seed and the step, everything else is in the checkpoint. A "look" is a judgement of the draft on
+held-out text.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,16 @@ from aquiline.models.formats import save_draft
 from aquiline.train.checkpoint import Checkpoint, Checkpoints
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World, join
-from aquiline.train.estimate import announce, target_shape
+from aquiline.train.estimate import Planned, announce, measured_line, plan_line, target_shape
 from aquiline.train.evaluate import HeldOut, Judgement
 from aquiline.train.figures import StepFigures, combine, mean_of
 from aquiline.train.full_attention import check_attention
 from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
 from aquiline.train.optimizer import set_rate
 from aquiline.train.prepare import prepare
-from aquiline.train.report import Reporter, Silent, StepReport, judgement_dict
+from aquiline.train.report import Reporter, Silent, StepReport, judgement_dict, verdict
 from aquiline.train.resume import check_settings
-from aquiline.train.schedule import Budget, Clock, Progress
+from aquiline.train.schedule import Budget, Clock, Pace, Progress, StopRequest
 from aquiline.train.teacher import autocast
 from aquiline.train.ttt import Objective, num_rows, plan
 from aquiline.train.weights import Weights
@@ -38,6 +40,9 @@ from aquiline.train.weights import Weights
 MAX_BAD_STEPS = 10
 MEASURED_STEPS = 5
 """How many steps before a line of the log also compare best guesses, which costs 2 % of a step."""
+PACE_STEPS = 2
+"""Steps of a command after which it says how long the rest will take."""
+STOPPING = "aquiline: stopping after this step, with a checkpoint; a second signal ends at once, without one"
 
 
 class Trainer:
@@ -62,52 +67,70 @@ class Trainer:
         self.budget = Budget(config, self.run.batches.steps_in_first_epoch)
         self.held_out: HeldOut | None = None
         self.progress = Progress()
-        self.stepping_s, self.stepped_tokens = 0.0, 0
+        self.stepping_s, self.stepped_tokens, self.num_stepped = 0.0, 0, 0
+        self.stop = StopRequest(STOPPING)
         self.unlogged: list[StepFigures] = []
+        self.is_new = start is None
         if start is not None:
             self._restore(start)
         self._agree_on_time()
 
     def train(self) -> dict[str, Any]:
-        """Run to the end of the budget. Returns the JSON result; only the first rank's has the last judgement."""
-        last, looked_at = None, -1
-        while self.done() < 1:
-            self._step()
-            if self._is_look_due():
-                last, looked_at = self._look(), self.progress.step
-            elif self.save_due and self.done() < 1:
-                self._save(self.weights.served())
-        if looked_at != self.progress.step:
-            last = self._look()
-        p = self.progress
+        """Run to the end of the budget, or to the first SIGINT or SIGTERM. Returns the JSON result; only the first
+        rank's has judgements."""
+        last, looked_at, p = None, -1, self.progress
+        if self.is_new:
+            last, looked_at = self._look(), p.step
+            p.prepared_s = p.seconds
+        with self.stop:
+            while self.done() < 1 and not self.is_stopped:
+                self._step()
+                if self._is_look_due():
+                    last, looked_at = self._look(), p.step
+                elif self.save_due and self.done() < 1:
+                    self._save(self.weights.served())
+            is_cut = self.is_stopped and self.done() < 1
+            if is_cut:
+                folder = self._save(self.weights.served())
+                self.reporter.say(f"stopped after step {p.step}: {folder} is whole; go on with --resume")
+            elif looked_at != p.step:
+                last = self._look()
+        self.reporter.say(verdict(self.config.out, p))
         return {
             "draft": str(self.config.out), "steps": p.step, "tokens": p.tokens, "seconds": self.clock.seconds(),
-            "tokens_per_s": self.stepped_tokens / max(1e-9, self.stepping_s), "best_step": p.best_step,
+            "tokens_per_s": self.stepped_tokens / max(1e-9, self.stepping_s), "is_stopped": is_cut,
+            "best_step": p.best_step, "best_tau": p.best_score, "start_tau": p.start_score or None,
             "draft_vocab_size": self.run.head.config.draft_vocab_size,
             "parameters": sum(x.numel() for x in self.weights.trained), **(judgement_dict(last) if last else {}),
         }  # fmt: skip
+
+    def pace(self) -> Pace:
+        """The mean of the steps of this command so far."""
+        return Pace(self.stepping_s / self.num_stepped, self.stepped_tokens / self.num_stepped)
 
     def done(self) -> float:
         """Share of the budget used; the same on every rank."""
         return self.budget.share(self.progress, self.look_s)
 
     def _agree_on_time(self) -> None:
-        """Take the first rank's clock, so that all ranks judge, save and stop at the same step."""
+        """Take the first rank's clock and every rank's request to stop, so that all ranks judge, save and stop at the
+        same step."""
         clock = self.clock
         mine = (clock.seconds(), clock.look_s, float(clock.minutes_since_save() >= self.config.save_every_minutes))
-        self.progress.seconds, self.look_s, save_due = self.world.sum(mine if self.world.is_first else (0.0, 0.0, 0.0))
-        self.save_due = bool(save_due)
+        agreed = self.world.sum((*(mine if self.world.is_first else (0.0, 0.0, 0.0)), float(self.stop.is_made)))
+        self.progress.seconds, self.look_s = agreed[:2]
+        self.save_due, self.is_stopped = map(bool, agreed[2:])
 
     def _is_look_due(self) -> bool:
-        """Whether to look now: at every eval_every-th step but the last. A budget in minutes adds one look at half
-        time, so that the time of the last look is known."""
+        """Whether to look now: at every eval_every-th step but the last. A resumed run with a budget in minutes has one
+        more at half time, so that the time of the last look is known."""
         done, c = self.done(), self.config
         at_half_time = c.minutes is not None and self.look_s == 0 and done >= 0.5
         return done < 1 and (self.progress.step % c.eval_every == 0 or at_half_time)
 
     def _step(self) -> None:
         start, p, c = time.perf_counter(), self.progress, self.config
-        rate = set_rate(self.weights.optimizers, self.done(), c.warmup)
+        rate = set_rate(self.weights.optimizers, self.done(), c.warmup, p.step)
         is_logged = (p.step + 1) % c.log_every == 0 or p.step == 0
         is_measured = is_logged or -(p.step + 1) % c.log_every < MEASURED_STEPS
         figures, norm = self._gradients(measure=is_measured)
@@ -119,12 +142,23 @@ class Trainer:
         p.tokens += figures.tokens
         self.stepped_tokens += figures.tokens
         self.stepping_s += time.perf_counter() - start
+        self.num_stepped += 1
         self._agree_on_time()
+        self.reporter.advance(min(1.0, self.done()))
+        if self.num_stepped == PACE_STEPS and self.done() < 1:
+            self._say_pace()
         if is_logged:
             speed = self.stepped_tokens / self.stepping_s
             lr = rate * self.run.settings["lr"]
             mean, self.unlogged = mean_of(self.unlogged), []
             self.reporter.step(StepReport(p.step, min(1.0, self.done()), mean, norm, lr, p.tokens, speed))
+
+    def _say_pace(self) -> None:
+        pace = self.pace()
+        num_left = self.budget.steps_left(self.progress, self.look_s, pace)
+        self.reporter.say(measured_line(pace, self.num_stepped))
+        is_fresh = self.is_new and self.config.init is None
+        self.reporter.say(plan_line(pace, num_left, self.progress.tokens if is_fresh else None))
 
     def _gradients(self, *, measure: bool = True) -> tuple[StepFigures, float]:
         """Compute and clip the gradients of one step. The loss is a weighted mean over the counted rows of all batches
@@ -167,21 +201,24 @@ class Trainer:
 
     def _look(self) -> Judgement | None:
         """Judge the draft on held-out text and write a checkpoint. Returns None on ranks other than the first."""
-        began, p, judgement, is_best = self.clock.seconds(), self.progress, None, False
-        served = self.weights.served()
+        p, judgement = self.progress, None
+        if self.world.is_first and self.held_out is None:
+            self.reporter.stage("the target continues held-out prompts, to judge drafts by")
+            self.held_out = self.run.held_out(self.config)
+        began, served = self.clock.seconds(), self.weights.served()
         if self.world.is_first:
-            if self.held_out is None:
-                self.held_out = self.run.held_out(self.config)
+            assert self.held_out is not None
             with autocast(self.run.device):
                 judgement = self.held_out.judge(self.weights.as_stored(served))
-            is_best = judgement.score > p.best_score
-            if is_best:
+            if judgement.score > p.best_score:
                 p.best_score, p.best_step = judgement.score, p.step
+            if p.step == 0:
+                p.start_score = judgement.score
         folder = self._save(served)
         if judgement is not None:
-            if is_best:
+            if p.best_step == p.step:
                 self.checkpoints.publish(folder)
-            self.reporter.judged(p.step, self.clock.seconds(), p.tokens, judgement, is_best)
+            self.reporter.judged(p.step, self.clock.seconds(), p.tokens, judgement, p.best_step)
         self.clock.looked(began)
         self._agree_on_time()
         return judgement
@@ -210,9 +247,20 @@ class Trainer:
         self.progress = p = Progress(**start.state["progress"])
         self.clock.earlier = p.seconds
         if changes.is_judged_anew:
-            p.best_score = 0.0
+            p.best_score = p.start_score = 0.0
         elif self.world.is_first and p.best_step == p.step:  # the run may have been killed before it was published
             self.checkpoints.publish(start.folder)
+
+
+def measure(config: TrainConfig) -> Planned:
+    """Some steps of a run, in this process alone, and how many it would have. Writes nothing. Raises what `train`
+    raises for settings and data that cannot work."""
+    world = World(device="cuda" if torch.cuda.is_available() else "cpu")
+    trainer = Trainer(replace(config, features=None), world, None, Silent(), Clock())
+    for _ in range(PACE_STEPS):
+        trainer._step()
+    pace = trainer.pace()
+    return Planned(pace, PACE_STEPS, trainer.budget.steps_left(Progress(), 0.0, pace))
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
@@ -234,8 +282,11 @@ def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
     try:
         if world.is_first and not quiet:
             announce(config, target_shape(config), reporter.say, world)
+            reporter.stage("loading the target, reading the data")
         result = Trainer(config, world, start, reporter, clock).train()
     finally:
-        reporter.close()
-        world.leave()
+        try:
+            reporter.close()
+        finally:
+            world.leave()
     return result if world.is_first else None

@@ -15,6 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from aquiline.text.questions import Question
+from aquiline.writing import writing
+
+KEPT = "Rows before it are whole"
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,14 @@ class AnswerFile:
 
     def __init__(self, path: Path, model_id: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.model_id = model_id
+        self.path, self.model_id = path, model_id
         self._file = path.open("w", encoding="utf-8")
 
     def add(self, question: Question, *choices: Sequence[TurnAnswer]) -> None:
         """Write one question's row; see `answer_row`."""
-        self._file.write(json.dumps(answer_row(question, choices, self.model_id)) + "\n")
-        self._file.flush()
+        with writing(self.path, KEPT):
+            self._file.write(json.dumps(answer_row(question, choices, self.model_id)) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -80,4 +84,5 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with writing(self.path, KEPT):
+            self._file.close()

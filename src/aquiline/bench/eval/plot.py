@@ -8,9 +8,10 @@ from typing import Any
 
 from aquiline.bench.eval.figures import Figures, Tables
 from aquiline.bench.eval.plan import Evaluated
-from aquiline.bench.suite.plot import COLORS
+from aquiline.bench.suite.plot import COLORS, SHARES
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.spec.named import DRAFTINGS
+from aquiline.writing import writing
 
 MAPS = dict(zip(DRAFTINGS, cycle(("Greys", "Blues", "YlOrBr", "Greens", "Purples")), strict=False))
 
@@ -39,7 +40,8 @@ def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path
     handles, labels = grid[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(headline, fontsize=10)
-    figure.savefig(path, dpi=140)
+    with writing(path, "eval.json and eval.md are whole"):
+        figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
 
@@ -94,6 +96,6 @@ def _draw_positions(axes: Any, group: list[Figures], colors: dict[str, Any]) -> 
         axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=colors[f.setting])
     axes.set_xlabel(f"position in the draft ({group[0].length} new tokens)")
     axes.set_ylabel("share of steps accepting it")
-    axes.set_ylim(0, 1.02)
+    axes.set_ylim(SHARES)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -42,6 +42,7 @@ from aquiline.bench.suite.scenarios import Source
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
 from aquiline.models.named import PAIRS
+from aquiline.writing import write_whole
 
 SCHEMA = "aquiline.eval/1"
 LIBRARIES = ("numpy", "tokenizers", "transformers")
@@ -289,6 +290,4 @@ def write_report(found: Evaluated, derived: Tables, facts: EvalFacts, folder: Pa
     """Write eval.json and eval.md, each whole or not at all."""
     document = json.dumps(as_document(found, derived, facts), indent=1)
     for name, text in (("eval.json", f"{document}\n"), ("eval.md", as_markdown(found, derived, facts))):
-        part = folder / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+        write_whole(folder / name, text, "What was there before is whole")

@@ -17,6 +17,7 @@ from typing import Any
 
 from aquiline.bench.results.result import Result
 from aquiline.config import cache_directory
+from aquiline.writing import write_whole
 
 SCHEMA = "aquiline.gates/1"
 RUNS_IN_A_ROW = 3
@@ -98,9 +99,8 @@ class GateState:
         return streaks
 
     def _write(self, streaks: dict[str, Any]) -> None:
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps({"schema": SCHEMA, "streaks": streaks}, indent=1) + "\n", encoding="utf-8")
-        part.replace(self.file)
+        text = json.dumps({"schema": SCHEMA, "streaks": streaks}, indent=1) + "\n"
+        write_whole(self.file, text, "The streaks are as before")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

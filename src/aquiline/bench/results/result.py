@@ -27,6 +27,7 @@ from aquiline.errors import ResultError
 from aquiline.ledger import Ledger
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
 from aquiline.spec.drafting import Drafting, NoDraft
+from aquiline.writing import write_whole
 
 Result = dict[str, Any]
 
@@ -157,9 +158,8 @@ def speculation(counters: Counters) -> dict[str, object]:
 def write_result(result: Result, file: Path) -> None:
     """Write a result, whole or not at all. Raises ResultError if `read_results` would refuse it."""
     _refuse(str(file), problems(result))
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    kept = "Results before it are whole; the same command measures the rest"
+    write_whole(file, json.dumps(result, indent=1) + "\n", kept)
 
 
 def read_results(directory: Path) -> dict[str, Result]:

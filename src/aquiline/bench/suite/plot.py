@@ -8,7 +8,10 @@ from pathlib import Path
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
 from aquiline.spec.named import DRAFTINGS
+from aquiline.writing import writing
 
+SHARES = (-0.03, 1.03)
+"""The axis of shares, with room for the whole mark of a point at either end."""
 COLORS = dict(zip(DRAFTINGS, cycle(("#8a8f98", "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1")), strict=False))
 
 SHOWN = 8
@@ -56,12 +59,13 @@ def plot_demo(result: DemoResult, path: Path) -> None:
     speed.legend(handles, kinds.values(), fontsize=8, loc="upper right")
     accepted.set_xlabel("position in the draft")
     accepted.set_ylabel("share of steps accepting it")
-    accepted.set_ylim(0, 1)
+    accepted.set_ylim(SHARES)
     accepted.xaxis.get_major_locator().set_params(integer=True)
     accepted.legend(fontsize=8)
     for axes in (speed, accepted):
         axes.spines[["top", "right"]].set_visible(False)
     sources = f"{len(result.demo.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
     figure.suptitle(f"same tokens, fewer target calls: {sources}", fontsize=10)
-    figure.savefig(path, dpi=140)
+    with writing(path, "Nothing is left of it"):
+        figure.savefig(path, dpi=140)
     pyplot.close(figure)

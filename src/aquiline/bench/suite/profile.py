@@ -16,6 +16,7 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.metrics import Lap, RunSummary
 from aquiline.spec.drafting import Drafting
+from aquiline.writing import write_whole
 
 RANGES = {
     "draft": "EAGLE_DRAFT", "masks": "EAGLE_TREE_MASKS", "verify": "BASE_DECODE_STEP", "accept": "EAGLE_ACCEPT",
@@ -77,7 +78,7 @@ class Profile:
             }
             for lap in self.laps
         ]  # fmt: skip
-        file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        write_whole(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "Nothing is left of it")
 
 
 def profile(

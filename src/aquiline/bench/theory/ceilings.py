@@ -30,6 +30,7 @@ from aquiline.bench.theory.measure import (
     this_machine,
 )
 from aquiline.config import cache_directory
+from aquiline.writing import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +94,9 @@ def read_entries(file: Path) -> dict[str, object]:
 
 def write_entries(file: Path, entries: dict[str, object]) -> None:
     """Write the cache file, whole or not at all; warns if it cannot be written."""
-    part = file.with_suffix(".part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-        part.replace(file)
+        write_whole(file, json.dumps(entries, indent=1) + "\n", "It is as before")
     except OSError as error:
         logger.warning("%s: the measured ceilings cannot be kept (%s)", file, error)
 

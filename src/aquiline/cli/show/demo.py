@@ -22,8 +22,8 @@ def run_shown(llm: LLM, demo: Demo, is_shown: bool) -> DemoResult:
     """Run the demo with a bar on standard error."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not is_shown, transient=True) as progress:
-        task = progress.add_task(f"{demo.name}, {len(demo.prompts)} prompts", total=demo.num_runs)
-        return run_demo(llm, demo, lambda: progress.advance(task))
+        task = progress.add_task(f"{demo.name}, {len(demo.prompts)} prompts", total=None)  # to and fro at first
+        return run_demo(llm, demo, lambda: progress.update(task, total=demo.num_runs, advance=1))
 
 
 def show_demo(result: DemoResult, llm: LLM) -> None:

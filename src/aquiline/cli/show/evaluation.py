@@ -26,8 +26,8 @@ def run_shown(evaluation: Evaluation, is_shown: bool) -> Evaluated:
     console = Console(stderr=True)
     is_shown = is_shown and console.is_terminal
     with Progress(*columns, console=console, disable=not is_shown, transient=True) as progress:
-        task = progress.add_task("", total=evaluation.num_tokens)
-        evaluation.on_progress = lambda num_tokens: progress.advance(task, num_tokens)
+        task, total = progress.add_task("", total=None), evaluation.num_tokens  # to and fro until the first text
+        evaluation.on_progress = lambda num_tokens: progress.update(task, total=total, advance=num_tokens)
         return evaluation.run()
 
 
@@ -36,7 +36,7 @@ def plot_or_say_why(found: Evaluated, derived: Tables, facts: EvalFacts, out: Pa
     headline = f"{facts.dataset}, {len(found.questions)} questions: {facts}"
     try:
         plot_evaluation(found, derived, headline, out / "eval.png")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"aquiline: {out / 'eval.png'} was not written: {error}", file=sys.stderr)
 
 

@@ -22,8 +22,8 @@ def shown_progress() -> Iterator[tuple[Progress, Console]]:
         def start(name: str, runs: int) -> None:
             for task in bar.task_ids:
                 bar.remove_task(task)
-            task = bar.add_task(name, total=runs)
-            progress.advance = lambda: bar.advance(task)
+            task = bar.add_task(name, total=None)  # moves to and fro while models load and prompts are computed
+            progress.advance = lambda: bar.update(task, total=runs, advance=1)
 
         progress = Progress(start)
         yield progress, bar.console

@@ -1,0 +1,35 @@
+"""Files that commands write: whole or not at all, and named in errors. Python's error of a full disk names no file."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write, not of a path: those of a path name it."""
+
+
+@contextmanager
+def writing(path: Path, kept: str) -> Iterator[None]:
+    """Within it `path` is opened, written and closed: an error of the disk is raised anew with the path and `kept`, a
+    sentence on what there is of the output. Raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in NO_ROOM:
+            raise
+        raise OSError(f"{path}: cannot be written: {error.strerror}. {kept}") from error
+
+
+def write_whole(path: Path, text: str, kept: str) -> None:
+    """Write a text file, whole or not at all; `kept` as in `writing`. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with writing(path, kept):
+            part.write_text(text, encoding="utf-8")
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    part.replace(path)
