@@ -29,7 +29,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(engine=EngineConfig(max_batch=1))
+    return LLM("bundled", engine=EngineConfig(max_batch=1))
 
 
 def test_bundled_prompts_are_eight_of_about_300_tokens(llm: LLM) -> None:

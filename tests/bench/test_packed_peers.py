@@ -116,7 +116,7 @@ def test_blocks_need_a_file_that_has_them(tmp_path: Path) -> None:
         "peer llamacpp packed noflash: runs a GGUF file as it is, and the target is target; name a .gguf file by "
         "--target, or choose one of int8, int4, bfloat16 and float32, which are converted"
     )
-    done = CliRunner().invoke(app, ["compare", "--peer", "llamacpp:packed", "transformers"])
+    done = CliRunner().invoke(app, ["compare", "--target", "bundled", "--peer", "llamacpp:packed", "transformers"])
     assert done.exit_code == 2 and "aquiline: peer llamacpp packed: runs a GGUF file as it is" in done.stderr
 
 

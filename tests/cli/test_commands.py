@@ -175,6 +175,10 @@ def weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) 
     raise AssertionError("no shard holds it")
 
 
+def copy(source: Path, place: Path) -> None:
+    (place / "config.json").write_bytes((source / "config.json").read_bytes())
+
+
 def truncate(target: Path) -> None:
     file = max(target.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
@@ -195,6 +199,10 @@ BROKEN: dict[str, tuple[Callable[[Path, Path], object], list[str]]] = {
     "unknown architecture": (
         lambda t, d: edit_json(t / "config.json", lambda c: c.update(model_type="foo")), ["model_type='foo'"]
     ),
+    "a target as draft": (
+        lambda t, d: copy(t, d), ["this is no draft: num_hidden_layers=8", "so it is a target"]
+    ),
+    "a draft as target": (lambda t, d: copy(d, t), ["this is no target: it is an EAGLE-3 draft (draft_vocab_size=80)"]),
     "wrong vocabulary": (
         lambda t, d: edit_json(d / "config.json", lambda c: c.update(vocab_size=161)), ["vocab_size=161", "has 160"]
     ),
@@ -221,9 +229,23 @@ def test_broken_checkpoints_are_explained(name: str, pair: Path, tmp_path: Path)
     assert all(words in message for words in named), message
 
 
-def test_an_empty_prompt_is_refused(pair: Path) -> None:
-    for given in (generate(pair, "--prompt", ""), generate(pair, stdin="")):
-        assert "prompt=''" in refused(given)
+def test_an_empty_prompt_is_refused(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty.txt").touch()
+    monkeypatch.setattr("aquiline.engine.llm.load_models", None)  # nothing is loaded for it
+    for given, named in (
+        (generate(pair, "--prompt", ""), "prompt=''"), (generate(pair, stdin=""), "prompt: stdin"),
+        (generate(pair, "--prompt-file", tmp_path / "empty.txt"), "prompt_file="),
+    ):  # fmt: skip
+        message = refused(given)
+        assert f"{named}" in message and "is empty; give at least one character" in message
+
+
+def test_without_any_stdin_a_prompt_is_asked_for(pair: Path) -> None:
+    command = [sys.executable, "-c", RUN, "generate", "--target", str(pair / "target")]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr == "aquiline: prompt: give --prompt, --prompt-file or text on stdin\n"
 
 
 def test_a_prompt_that_is_no_utf8_is_refused(pair: Path) -> None:

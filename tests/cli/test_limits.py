@@ -48,13 +48,13 @@ def as_json(*args: object) -> dict[str, Any]:
 def test_the_bundled_pair_is_measured_once_and_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ceilings, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
-    first = run()
+    first = run("bundled")
     assert first.exit_code == 0 and "measuring this machine, once: copy" in first.stderr, first.output
     assert "target: llama, 17.3 M parameters, 34.6 MB as bfloat16; KV 5120 bytes per token" in first.stdout
     assert "draft: 3.15 M parameters" in first.stdout and first.stdout.count("measured: ") == 3
     assert (tmp_path / "aquiline" / "ceilings.json").exists()
-    assert run().stdout == first.stdout, "the second run reads what the first one measured"
-    data = as_json()
+    assert run("bundled").stdout == first.stdout, "the second run reads what the first one measured"
+    data = as_json("bundled")
     assert [(c["context"], c["batch"]) for c in data["cells"]] == [(c, b) for c in (512, 2048) for b in (1, 4, 8)]
     assert data["draft"]["is_assumed"] is False and data["ceilings"]["bandwidth"]["source"] == "measured"
 
@@ -123,7 +123,7 @@ def test_notes_say_what_to_doubt(llama: Path, tmp_path: Path) -> None:
     assert "datasheet: NVIDIA Ada GPU architecture white paper" in table and "measured" not in table
     moe = as_json(write_config(tmp_path / "moe", GPT_OSS_120B), "--device", "h100", "--batch", 1)
     assert any("routing is taken as uniform" in note for note in moe["notes"]) and moe["target"]["dtype"] == "mxfp4"
-    bundled = as_json("--device", "rtx4090", "--batch", 1)
+    bundled = as_json("bundled", "--device", "rtx4090", "--batch", 1)
     assert any("last-level cache holds" in note for note in bundled["notes"])
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import chosen
+from aquiline.cli.options import chosen, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
 from aquiline.spec.named import DraftingChoice
 
@@ -43,20 +42,17 @@ def chat(
     """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures behind each answer.
 
     The target's chat template turns the conversation into its prompt. Without a terminal each line of stdin is a turn.
-    Without --target it is smollm2 where its weights are installed, else the bundled pair.
     """
     from aquiline.cli.show.conversation import converse
     from aquiline.engine.chat import ChatSession
     from aquiline.engine.opened import open_llm, open_template
-    from aquiline.models.named import talker
 
-    pair = pair if pair.target is not None else replace(pair, target=talker())
+    pair = named(pair)
     spec = chosen(drafting, pair)
     llm = open_llm(pair, replace(engine, max_batch=1), spec)
     wrapped = open_template(llm, pair, template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
-    if not wrapped.has_template:
-        print(f"aquiline: {pair.target} has no chat template: what you write is continued as text", file=sys.stderr)
+    tell(wrapped.notice)
     converse(session, spec.is_speculative, as_json)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from aquiline.bench.peers.plan import Contest, Workload
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import AsJson
+from aquiline.cli.options import AsJson, named
 from aquiline.config import PairConfig
 
 
@@ -50,7 +50,7 @@ def compare(
     from aquiline.bench.peers.verdict import write_comparison
     from aquiline.cli.show.comparison import compare_shown, show_comparison
 
-    plan = plan_of(contest, pair, work)
+    plan = plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
     found = compare_shown(plan, is_shown=not as_json)
     if out is not None:
         write_comparison(found, out)

@@ -12,6 +12,7 @@ import typer
 from aquiline.bench.data.sample import Sample
 from aquiline.bench.eval.plan import OUTPUT, EvalPlan, Search, check_pair
 from aquiline.cli.fields import Fields, Given, with_options
+from aquiline.cli.options import named
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
 
 EXAMPLES = """
@@ -62,6 +63,7 @@ def evaluate(
 
     chosen = EvalPlan(search.settings, **plan)
     check_pair(pair)
+    pair = named(pair)
     dataset = sample.dataset or pair_of(pair.target).questions
     questions = load_questions(dataset, sample.count, sample.sample_seed)
     llm = open_llm(pair, replace(engine, max_batch=chosen.batch, prefix_cache=False))
