@@ -125,7 +125,7 @@ def test_options_of_a_chat_need_one(pair: Path, options: list[str], named: str) 
 
 
 def test_a_target_without_a_template() -> None:
-    """One rule wherever somebody chats: messages are plain text, and it is said; the server's test asks for the same."""
+    """One rule wherever somebody chats: messages are plain text, and it is said."""
     options = ("--target", "bundled", "--max-tokens", 4)
     plain = run("generate", *options, "--prompt", "def f(x):")
     for done in (

@@ -33,6 +33,32 @@ finally:
 """
 
 
+HIDDEN = """
+import importlib.metadata, sys
+class Hides:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hides())
+found = importlib.metadata.version
+def version(name):
+    if name == "transformers":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+from aquiline.cli.main import app
+from typer.testing import CliRunner
+for command, code in (
+    ("generate --prompt def --max-tokens 4", 0),
+    ("eval --count 1 --lengths 4 --num-spec-tokens 1 --json", 0),
+    ("compare --peer transformers", 2),
+):
+    done = CliRunner().invoke(app, [*command.split(), "--target", "bundled"])
+    assert done.exit_code == code, (command, done.output, done.exception)
+print(done.output)
+"""
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target with a tokenizer of letters, in shards, and a random draft."""
@@ -70,6 +96,13 @@ def test_help_waits_for_nothing_heavy(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
     assert args[0] == "--help" or f"aquiline {args[0]} " in done.stdout.replace("\n", " "), "no example"
+
+
+def test_transformers_is_needed_by_its_peer_alone(tmp_path: Path) -> None:
+    """A process of its own, since this one has imported it."""
+    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip install transformers, or 'aquiline[peers]' for all peers" in done.stdout
 
 
 def test_every_option_of_the_interface_exists() -> None:

@@ -166,6 +166,6 @@ def test_the_gates_of_the_package_are_asked_by_default(home: Path) -> None:
     assert done.exit_code == 1, "the run has no result of their contexts"
     assert "cpu-micro-greedy" in done.output and "cpu-micro-sampled" in done.output
     assert (
-        "run `aquiline bench --out DIR --profile cpu --scenario baseline --temperature 0 --num-spec-tokens 3 --target bundled "
-        in done.output
+        "run `aquiline bench --out DIR --profile cpu --scenario baseline --temperature 0 --num-spec-tokens 3 "
+        "--target bundled " in done.output
     )

@@ -29,7 +29,7 @@ def bench(
     """Measure scenarios, baseline and chains in turn, another first in every round, and write one JSON per setting.
 
     Contexts are real tokens of real text, prefilled once per scenario; every setting's output equals the baseline's. On
-    the cpu profile the bundled pair runs up to 2K, and random weights with a simulated acceptance length 8K to 64K.
+    the cpu profile the pair runs up to 2K, and random weights with a simulated acceptance length 8K to 64K.
 
     Examples:
 

@@ -19,11 +19,11 @@ Examples:
 
   aquiline chat --target smollm2
 
-  aquiline chat --target DIR --draft DIR
+  aquiline chat --target ./target --draft ./draft
 
-  aquiline chat --target DIR --system 'Answer in one sentence.' --temperature 0.8 --seed 1
+  aquiline chat --target ./target --system 'Answer in one sentence.' --temperature 0.8 --seed 1
 
-  printf 'Name a fruit.\\nAnother one.\\n' | aquiline chat --target DIR --json
+  printf 'Name a fruit.\\nAnother one.\\n' | aquiline chat --target ./target --json
 
 Commands: /reset, /system TEXT (without TEXT: none), /exit. Ctrl-C stops the current answer.
 """

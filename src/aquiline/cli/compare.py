@@ -44,7 +44,7 @@ def compare(
 
       aquiline compare --random-weights llama-230m --out results/
 
-      aquiline compare --target DIR --draft DIR --peer openai:http://localhost:8000/v1#NAME
+      aquiline compare --target ./target --draft ./draft --peer openai:http://localhost:8000/v1#NAME
     """
     from aquiline.bench.peers.compare import plan_of
     from aquiline.bench.peers.verdict import write_comparison

@@ -24,11 +24,11 @@ Examples:
 
   aquiline eval --num-spec-tokens 1 2 3 4 5 --trees 2x2x6 4x4x16 --lengths 50 100 200 500 --out results/
 
-  aquiline eval --target DIR --draft DIR --dataset mt_bench --count 20 --temperature 0 0.8 --out results/
+  aquiline eval --target ./target --draft ./draft --dataset mt_bench --count 20 --temperature 0 0.8 --out results/
 
   aquiline eval --target smollm2 --batch 8 --adaptive --temperature 0 1
 
-  aquiline eval --target DIR --draft DIR --dataset gsm8k --count 100 --sample-seed 1 --lengths 1000 --json
+  aquiline eval --target ./target --draft ./draft --dataset gsm8k --count 100 --sample-seed 1 --lengths 1000 --json
 
 OUT holds eval.json (every run, every figure), eval.md, eval.png, and answers/ in EAGLE's format.
 """

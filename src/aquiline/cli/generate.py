@@ -20,11 +20,11 @@ Examples:
 
   aquiline generate --prompt 'def fibonacci(n):' --max-tokens 64
 
-  aquiline generate --target DIR --draft DIR --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
+  aquiline generate --target ./target --draft ./draft --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
 
   aquiline generate --target smollm2 --chat --prompt 'Why is the sky blue?'
 
-  aquiline generate --target DIR --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
+  aquiline generate --target ./target --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
 
   aquiline generate --prompts-file questions.jsonl --out answers.jsonl --max-batch 16 --max-tokens 256
 
@@ -88,7 +88,7 @@ def generate(
     expected = _text_of(prediction) if prediction is not None else None
     llm = open_llm(pair, EngineConfig(**engine), spec)
     wrapped = open_template(llm, pair, template.template_options) if chat else None
-    tell(wrapped and wrapped.notice)
+    tell(None if wrapped is None else wrapped.notice)
     if run is not None:
         if show_file(run, llm, wrapped, template.system, as_json).failed:
             raise typer.Exit(1)

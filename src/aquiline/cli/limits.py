@@ -16,9 +16,9 @@ Examples:
 
   aquiline limits
 
-  aquiline limits ./Llama-3.1-8B --device h100 --context 8192 32768 --batch 1 4 --num-spec-tokens 3 5 --tau 2.5
+  aquiline limits Qwen/Qwen3-8B --device h100 --context 8192 32768 --batch 1 4 --num-spec-tokens 3 5 --tau 2.5
 
-  aquiline limits ./gpt-oss-120b/config.json --draft ./head --bandwidth 3000 --flops 800 --json
+  aquiline limits ./target/config.json --draft ./draft --bandwidth 3000 --flops 800 --json
 
   aquiline limits ./target --draft none --dtype int8
 """

@@ -16,9 +16,9 @@ from aquiline.errors import CheckpointError
 from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
 from aquiline.models.files import is_gguf, read_json, resolve
-from aquiline.models.producers import draft_mark
 from aquiline.models.gguf.config import config_fields
 from aquiline.models.gguf.reader import read_gguf
+from aquiline.models.producers import draft_mark
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ def read_draft_fields(file: Path) -> Raw:
     told = "name a draft that was trained for the target, or none"
     if is_gguf(file):
         raise CheckpointError(
-            f"{file}: this is no draft: a GGUF file is read as a target, and drafts are directories with a config.json; "
-            f"{told}"
+            f"{file}: this is no draft: a GGUF file is read as a target, and drafts are directories with a "
+            f"config.json; {told}"
         )
     raw = read_json(file)
     layers = raw.get("num_hidden_layers")

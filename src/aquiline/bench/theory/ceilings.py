@@ -29,7 +29,7 @@ from aquiline.bench.theory.measure import (
     measure_ceilings,
     this_machine,
 )
-from aquiline.blocks import BLOCK_TYPES
+from aquiline.blocks import is_packed
 from aquiline.config import cache_directory
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
 
 def _runs_on_integers(dtype: str) -> bool:
     """Whether the engine by itself multiplies weights of this storage in int8."""
-    return dtype in ("int8", "int4") or dtype.partition("+")[0].upper() in BLOCK_TYPES
+    return dtype in ("int8", "int4") or is_packed(dtype)
 
 
 def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = False) -> Measurement:

@@ -11,7 +11,7 @@ from aquiline.bench.theory.configs import assumed_draft, read_draft_shape, read_
 from aquiline.bench.theory.measure import OnStage
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import DraftShape, ModelShape, Precision, precision_of
-from aquiline.blocks import BLOCK_TYPES
+from aquiline.blocks import is_packed
 from aquiline.models.named import checkpoints
 
 
@@ -35,8 +35,8 @@ def pair_of(model: str | None, draft: str | None, storage: Storage) -> Pair:
     named = checkpoints(model, draft)
     target = read_shape(named.target, storage.dtype, storage.kv_dtype)
     head = _draft(named.draft, target)
-    is_packed = target.precision.layers.name.upper() in BLOCK_TYPES
-    dtype = storage.draft_dtype or ("int4" if is_packed else target.precision.plain.name)
+    precision = target.precision
+    dtype = storage.draft_dtype or ("int4" if is_packed(precision.layers.name) else precision.plain.name)
     return Pair(target, head, precision_of(dtype, storage.kv_dtype))
 
 

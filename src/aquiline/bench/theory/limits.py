@@ -84,9 +84,11 @@ def notes(roofline: Roofline, cells: list[Cell]) -> list[str]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What decides whether speculation pays. weight_bytes: that a step reads; cache_bytes: of the last-level cache, None
-    if it is not known. rows: a forward of EXPECTED_CHAIN + 1 rows, in forwards of one. chain: the same with the drafting
-    of such a chain; None without a draft. is_ideal: computed at the device's best, not measured."""
+    """What decides whether speculation pays.
+
+    weight_bytes: that a step reads. cache_bytes: of the last-level cache, None if it is not known. rows: a forward of
+    EXPECTED_CHAIN + 1 rows, in forwards of one. chain: the same with the drafting of such a chain; None without a
+    draft. is_ideal: computed at the device's best, not measured."""
 
     weight_bytes: float
     cache_bytes: int | None
@@ -96,8 +98,8 @@ class Costs:
 
 
 def expectation(costs: Costs) -> str:
-    """What to expect of speculation, in one line: where the weights come from, what verified rows cost, and the tau from
-    which on a chain pays."""
+    """What to expect of speculation, in one line: where the weights come from, what verified rows cost, and from which
+    tau on a chain pays."""
     weights, cache = f"{costs.weight_bytes / 1e6:.0f} MB of weights", costs.cache_bytes
     if cache is None:
         source = f"a step reads {weights}"
@@ -118,7 +120,8 @@ def costs_of(roofline: Roofline, context: int) -> Costs:
     """The least that a chain costs one sequence of so many cached tokens."""
     one, spec = roofline.step(1, context), Chain(EXPECTED_CHAIN)
     return Costs(
-        one.cost.weight_bytes, roofline.ceilings.cache_bytes, roofline.step(1, context, spec.max_nodes).seconds / one.seconds,
+        one.cost.weight_bytes, roofline.ceilings.cache_bytes,
+        roofline.step(1, context, spec.max_nodes).seconds / one.seconds,
         None if roofline.draft is None else roofline.cycle(spec, 1.0, 1, context).seconds / one.seconds, is_ideal=True,
     )  # fmt: skip
 

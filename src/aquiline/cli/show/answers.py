@@ -13,7 +13,6 @@ from aquiline.engine.llm import LLM, Output, Result
 from aquiline.metrics import peak_memory_bytes
 from aquiline.text.chat import ChatTemplate
 
-
 NUM_NAMED = 10
 """At most this many failed rows are named in the last line; each has a line of its own before it."""
 
