@@ -27,7 +27,11 @@ from gguf_files import chatml, trained, write_gguf_target
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 OWN = ("cpu-baseline-512x1-t0-baseline.json", "cpu-baseline-512x1-t0-chain-3.json")
-RESULTS = {"results": OWN, "results-of-last-week": OWN, "results-of-another-engine": ("peers/bundled/llamacpp-eagle=3.json",)}
+RESULTS = {
+    "results": OWN,
+    "results-of-last-week": OWN,
+    "results-of-another-engine": ("peers/bundled/llamacpp-eagle=3.json",),
+}
 WAITS = (
     "aquiline.engine.llm.load_models", "aquiline.bench.suite.scenarios.load_models", "aquiline.serve.server.serve",
     "aquiline.train.trainer.train", "aquiline.train.estimate.measure_rate", "aquiline.bench.data.sources.fetch",
@@ -101,9 +105,7 @@ def reached(*given: object, **named: object) -> None:
 
 
 @pytest.mark.parametrize("name", HELPS)
-def test_the_examples_of_every_help_run(
-    name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_every_help_run(name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = examples(HELPS[name])
     assert shown, "its help shows no example"
     own = KnownPair(home / "model.gguf", home / "draft", home / "questions.jsonl", home / "questions.jsonl")
@@ -119,7 +121,11 @@ def test_the_examples_of_every_help_run(
             out.unlink()  # other examples read it
         done = CliRunner().invoke(get_command(app), arguments, input="import os\n")
         is_refused = done.exit_code not in (0, 1) or isinstance(done.exception, Exception)
-        assert not is_refused or isinstance(done.exception, Reached), (shlex.join(arguments), done.output, done.exception)
+        assert not is_refused or isinstance(done.exception, Reached), (
+            shlex.join(arguments),
+            done.output,
+            done.exception,
+        )
 
 
 def test_the_examples_of_the_readme_are_taken() -> None:

@@ -21,7 +21,7 @@ Examples:
 
   aquiline serve --target model.gguf --draft ./draft --served-model-name smollm2 --max-num-seqs 16
 
-  aquiline serve --target ./target --draft ./draft --host 0.0.0.0 --api-key KEY --per-request-spec-decode-metrics summary
+  aquiline serve --target ./target --host 0.0.0.0 --api-key KEY --per-request-spec-decode-metrics summary
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{"messages": [{"role": "user",
   "content": "Hello"}], "stream": true}'
