@@ -273,12 +273,14 @@ def test_an_empty_prompt_is_refused(pair: Path, tmp_path: Path, monkeypatch: pyt
         assert f"{named}" in message and "is empty; give at least one character" in message
 
 
-def test_without_any_stdin_a_prompt_is_asked_for(pair: Path) -> None:
-    command = [sys.executable, "-c", RUN, "generate", "--target", str(pair / "target")]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr == "aquiline: prompt: give --prompt, --prompt-file or text on stdin\n"
+def test_without_any_stdin_text_is_asked_for(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `<&-`: Python then has no stdin at all. Nothing is loaded for it."""
+    monkeypatch.setattr("aquiline.engine.llm.load_models", None)
+    for name, said in (("generate", "prompt: give --prompt, --prompt-file"), ("chat", "chat: stdin is closed")):
+        command = get_command(app).commands[name]  # type: ignore[attr-defined]
+        monkeypatch.setattr(sys, "stdin", None)
+        with pytest.raises(ValueError, match=said):
+            command.main(["--target", str(pair / "target")], standalone_mode=False)
 
 
 def test_a_prompt_that_is_no_utf8_is_refused(pair: Path) -> None:

@@ -160,7 +160,7 @@ def test_template_options_reach_the_template(root: Path) -> None:
     ids=str,
 )
 def test_mistakes_are_one_line(options: list[object], named: str) -> None:
-    assert named in refused(run(*options))
+    assert named in refused(run("--target", "bundled", *options))
 
 
 def test_a_conversation_that_does_not_fit_is_named(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Annotated
 
@@ -47,6 +48,8 @@ def chat(
     from aquiline.engine.chat import ChatSession
     from aquiline.engine.opened import open_llm, open_template
 
+    if sys.stdin is None:
+        raise ValueError("chat: stdin is closed; talk in a terminal, or write a turn a line to stdin")
     pair = named(pair)
     spec = chosen(drafting, pair)
     llm = open_llm(pair, replace(engine, max_batch=1), spec)
