@@ -138,18 +138,16 @@ def test_one_line_says_what_to_expect(llama: Path) -> None:
     (three,) = cell["speculative"]
     rows, chain = (ms * cell["baseline_tokens_per_s"] / 1e3 for ms in (three["verify_ms"], three["draft_ms"]))
     assert data["expectation"] == (
-        f"a step reads {cell['weight_bytes'] / 1e6:.0f} MB of weights; 4 rows cost at least {rows:.2f} of its steps, "
+        f"a step reads {cell['weight_bytes'] / 1e6:.0f} MB of weights; 4 rows cost at least {rows:.2f} steps, "
         f"and with its drafting a chain of 3 pays from a tau of at least {rows + chain:.2f} on"
     )
     assert f"Expect: {data['expectation']}\n" in run(*given).stdout
-    assert as_json(*given[:-2], "--draft", "none")["expectation"].endswith(
-        f"4 rows cost at least {rows:.2f} of its steps"
-    )
+    assert as_json(*given[:-2], "--draft", "none")["expectation"].endswith(f"4 rows cost at least {rows:.2f} steps")
     for costs, said in (
         (Costs(98e6, 32_000_000, 1.2, 1.3), "a step reads 98 MB of weights from memory, past a last-level cache of 32 "
-         "MB; 4 rows cost 1.20 of its steps, and with its drafting a chain of 3 pays from a tau of 1.30 on"),
+         "MB; 4 rows cost 1.20 steps, and with its drafting a chain of 3 pays from a tau of 1.30 on"),
         (Costs(98e6, 480_000_000, 3.9, 4.1), "a last-level cache of 480 MB holds the 98 MB of weights of a step, so "
-         "rows cost arithmetic; 4 rows cost 3.90 of its steps, and with its drafting a chain of 3 costs 4.10: it "
+         "rows cost arithmetic; 4 rows cost 3.90 steps, and with its drafting a chain of 3 costs 4.10: it "
          "cannot pay"),
     ):  # fmt: skip
         assert expectation(costs) == said

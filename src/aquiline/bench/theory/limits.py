@@ -108,7 +108,7 @@ def expectation(costs: Costs) -> str:
     else:
         source = f"a step reads {weights} from memory, past a last-level cache of {cache / 1e6:.0f} MB"
     bound = "at least " if costs.is_ideal else ""
-    told = f"{source}; {EXPECTED_CHAIN + 1} rows cost {bound}{costs.rows:.2f} of its steps"
+    told = f"{source}; {EXPECTED_CHAIN + 1} rows cost {bound}{costs.rows:.2f} steps"
     if costs.chain is None:
         return told
     if costs.chain >= EXPECTED_CHAIN + 1:
