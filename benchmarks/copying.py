@@ -116,7 +116,7 @@ def shown(name: str, values: list[float], plain: list[float], shares: dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="smollm2 or another SmolLM2-135M-Instruct; default: the bundled pair")
+    parser.add_argument("--target", default="bundled", help="bundled, smollm2, or another SmolLM2-135M-Instruct")
     parser.add_argument("--draft", help="its draft, where --target is no name")
     parser.add_argument("--peer", nargs="*", default=[], help="as `aquiline compare` names them")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)

@@ -72,11 +72,14 @@ COMPARISONS: dict[str, list[str]] = {
     **{f"smollm2-prompt{length}": ["--target", SMOLLM2, "--prompt-tokens", f"{length}", *SHORT, "--peer", *PROMPTS,
                                   *(["--repeats", "3"] if length > 4096 else [])] for length in (512, 2048, 8000)},
     "random-494m": ["--random-weights", "llama-494m", "--new-tokens", "64", "--peer", *RANDOM],
-    "bundled": ["--num-spec-tokens", "3", "4", "5", "--peer", *PLAIN, *EAGLE, *LOOKUP, "transformers:lookup=10"],
-    "bundled-t08": ["--temperature", "0.8", "--num-spec-tokens", "2", "3", "--peer", *PLAIN[1:3], *PLAIN[5:8], *EAGLE],
-    **{f"bundled-batch{batch}": ["--batch", f"{batch}", "--num-spec-tokens", "1", "2", "--peer", *BATCHED]
+    "bundled": ["--target", "bundled", "--num-spec-tokens", "3", "4", "5", "--peer", *PLAIN, *EAGLE, *LOOKUP,
+                "transformers:lookup=10"],
+    "bundled-t08": ["--target", "bundled", "--temperature", "0.8", "--num-spec-tokens", "2", "3", "--peer", *PLAIN[1:3],
+                    *PLAIN[5:8], *EAGLE],
+    **{f"bundled-batch{batch}": ["--target", "bundled", "--batch", f"{batch}", "--num-spec-tokens", "1", "2", "--peer",
+                                *BATCHED]
        for batch in (4, 8, 16)},
-    **{f"bundled-prompt{length}": ["--prompt-tokens", f"{length}", *SHORT, "--peer", *PLAIN[1:7]]
+    **{f"bundled-prompt{length}": ["--target", "bundled", "--prompt-tokens", f"{length}", *SHORT, "--peer", *PLAIN[1:7]]
        for length in (512, 2048)},
     "random-230m": ["--random-weights", "llama-230m", "--new-tokens", "64", "--peer", *RANDOM],
     "random-32m": ["--random-weights", "llama-32m", "--peer", *RANDOM],
@@ -85,7 +88,7 @@ EVALUATION = ["--target", SMOLLM2, "--lengths", "128", "--temperature", "0", "1"
 FIXED = {1: ["--num-spec-tokens", "1", "2", "3", "--trees", "2x2x6"], 4: ["--num-spec-tokens", "1", "2"]}
 """By questions that are answered together, from which number on: the fixed settings beside adaptive drafting."""
 BATCHES = (1, 4, 8, 16)
-SUITE = ["--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]
+SUITE = ["--target", "bundled", "--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]
 LOADS = [
     ["--scenario", "baseline", "single", "batch", "large-context", "stress"],
     ["--scenario", "long", "--contexts", "8192", "32768"],

@@ -83,7 +83,7 @@ def main() -> None:
     table: list[dict[str, object]] = []
     for batch in args.batches:
         config = EngineConfig(max_batch=batch, prefix_cache=False, max_context=1024)
-        llm = LLM(engine=config, arithmetic=args.arithmetic)
+        llm = LLM("bundled", engine=config, arithmetic=args.arithmetic)
         texts = [llm.encode(prompt.text) for prompt in read_prompts(BUNDLED_PROMPTS)]
         prompts = [texts[i % len(texts)][i // len(texts) :][:PROMPT_TOKENS] for i in range(batch)]
         one_row_ms, plain_ms = step_ms(llm, 1, 1), step_ms(llm, batch, 1)

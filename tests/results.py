@@ -29,7 +29,7 @@ PROMPTS = ("import os\n\ndef main(path):\n", "class Node:\n    def __init__(self
 
 @lru_cache
 def _measured(batch: int, temperature: float, num_runs: int) -> str:
-    llm = LLM(engine=EngineConfig(max_batch=batch, prefix_cache=False))
+    llm = LLM("bundled", engine=EngineConfig(max_batch=batch, prefix_cache=False))
     prompts = [llm.encode(text)[:4] for text in PROMPTS[:batch]]
     scenario = Scenario(
         name="baseline", profile="cpu", context_tokens=4, batch=batch, new_tokens=NEW_TOKENS, temperature=temperature,

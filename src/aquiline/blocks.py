@@ -25,6 +25,11 @@ _HALVES = {
 """Where a block's float16 scale is, and its minimum: all that can be NaN or infinite."""
 
 
+def is_packed(storage: str) -> bool:
+    """Whether a storage, as results name it ("q4_1", "q4_1+q8_0"), is a GGUF file's blocks."""
+    return storage.partition("+")[0].upper() in BLOCK_TYPES
+
+
 @dataclass(frozen=True, eq=False)
 class BlockWeight:
     """A weight [N, K] as rows of packed blocks. kind: one of BLOCK_TYPES; num_rows: N; row_bytes: of one row's blocks.

@@ -65,11 +65,11 @@ def parse_template_options(text: str) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class PairConfig:
-    """A target and its draft, and how they are stored and multiplied; target None: the bundled pair."""
+    """A target and its draft, and how they are stored and multiplied; target None: the default pair."""
 
     target: str | None = setting(
         None, "Target checkpoint: directory, .gguf file, hub id, or the name of a known pair: smollm2 or bundled. "
-        "Default: bundled.", MODEL,
+        "Default: smollm2 where its weights are installed, else bundled.", MODEL,
     )  # fmt: skip
     draft: str | None = setting(
         None, "EAGLE-3 draft checkpoint: directory, hub id or the name of a known pair. Default: a known pair's own, "
@@ -96,7 +96,7 @@ class PairConfig:
 
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:
-            raise ValueError(f"draft={self.draft!r}: needs --target; the bundled target has its own draft")
+            raise ValueError(f"draft={self.draft!r}: needs --target; the pair that runs without one has its own draft")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tests.conftest import needs_native
 from aquiline.bench.data.prompts import PROMPT_TOKENS, package_prompts, read_prompts
 from aquiline.bench.suite.demo import NAMES, TEMPERATURES, Demo, DemoPrompt, _fastest_chain, run_demo
 from aquiline.bench.suite.demos import demo_of
+from aquiline.bench.theory.limits import expectation
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
@@ -29,7 +30,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(engine=EngineConfig(max_batch=1))
+    return LLM("bundled", engine=EngineConfig(max_batch=1))
 
 
 def test_bundled_prompts_are_eight_of_about_300_tokens(llm: LLM) -> None:
@@ -48,6 +49,9 @@ def test_speculation_changes_nothing_and_pays_in_calls(llm: LLM) -> None:
     assert result.identical
     assert next(ticks) == demo.num_runs == 3 * len(NAMES) * len(TEMPERATURES)
     data = json.loads(json.dumps(result.as_dict()))
+    costs = result.costs
+    assert costs.weight_bytes < llm.models.weight_bytes and costs.chain is not None and 0 < costs.rows < costs.chain
+    assert data["expectation"] == expectation(costs)
     wanted = (
         "name drafter temperature repeated_share tokens_per_s tau acceptance_rate per_position speedup "
         "target_calls_per_token"

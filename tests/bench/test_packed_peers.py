@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, is_packed, is_rounded
+from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, is_rounded
 from aquiline.bench.peers.check import CHECK_TOKENS, Checked, check
 from aquiline.bench.peers.compare import plan_of
 from aquiline.bench.peers.llama_server import LlamaServerPeer
@@ -29,6 +29,7 @@ from aquiline.bench.peers.results import PeerModel, file_weights, result_of
 from aquiline.bench.peers.verdict import Comparison
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
+from aquiline.blocks import is_packed
 from aquiline.cli.main import app
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
@@ -116,7 +117,7 @@ def test_blocks_need_a_file_that_has_them(tmp_path: Path) -> None:
         "peer llamacpp packed noflash: runs a GGUF file as it is, and the target is target; name a .gguf file by "
         "--target, or choose one of int8, int4, bfloat16 and float32, which are converted"
     )
-    done = CliRunner().invoke(app, ["compare", "--peer", "llamacpp:packed", "transformers"])
+    done = CliRunner().invoke(app, ["compare", "--target", "bundled", "--peer", "llamacpp:packed", "transformers"])
     assert done.exit_code == 2 and "aquiline: peer llamacpp packed: runs a GGUF file as it is" in done.stderr
 
 
@@ -137,13 +138,13 @@ def test_storages_by_what_they_keep_of_a_weight() -> None:
 
 
 def test_everybody_is_compared_on_a_file_and_blocks_on_files_alone(file: Path) -> None:
-    def named(target: str | None, draft: str | None, work: Workload) -> set[PeerSpec]:
+    def named(target: str, draft: str | None, work: Workload) -> set[PeerSpec]:
         plan = plan_of(Contest(), PairConfig(target=target, draft=draft), work)
-        assert plan.is_packed == (target is not None)
+        assert plan.is_packed == (target != "bundled")
         return {spec for spec in plan.peers if spec.dtype == "packed"}
 
     alone, together = Workload(num_spec_tokens=(2, 3)), Workload(num_spec_tokens=(2, 3), batch=4)
-    assert named(None, None, alone) == set()
+    assert named("bundled", None, alone) == set()
     assert named(str(file), str(BUNDLED_DRAFT), alone) == set(parse_peers(PACKED_PEERS, (2, 3)))
     assert {s.eagle for s in named(str(file), None, alone)} == {None}
     assert named(str(file), str(BUNDLED_DRAFT), together) == {

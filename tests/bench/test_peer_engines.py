@@ -134,7 +134,7 @@ def test_rounded_weights_still_write_the_bundled_targets_text(engine: str) -> No
 @needs_openvino
 def test_openvino_drafts_with_our_head_as_well_as_we_do() -> None:
     """Steps are a measure of the whole head: with two norms mixed up, one in ten of these is another."""
-    llm = LLM(engine=EngineConfig(max_batch=1, prefix_cache=False))
+    llm = LLM("bundled", engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompts = [llm.encode(read_prompts(BUNDLED_PROMPTS)[i].text) for i in (2, 4, 5, 7)]
     place = Place(BUNDLED_TARGET, BUNDLED_DRAFT, 1, max(map(len, prompts)) + 65)
     peer = parse_peer("openvino:f32:eagle=3:samekv").open(place)

@@ -167,7 +167,7 @@ def test_a_missing_package_is_named_with_the_extra(target: Path) -> None:
 def test_every_package_of_a_peer_is_in_the_extra() -> None:
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     (line,) = [line for line in pyproject.splitlines() if line.startswith("peers = ")]
-    assert all(f'"{p}>=' in line for packages in KINDS.values() for p in packages if p != "transformers")
+    assert all(f'"{p}>=' in line for packages in KINDS.values() for p in packages)
 
 
 @pytest.mark.parametrize("options", ["f32", "f32:eager", "f32:lookup=3"])

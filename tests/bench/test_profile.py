@@ -57,7 +57,7 @@ def test_parts_are_timed_only_while_wanted() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    args = ["profile", "--context", "64", "--new-tokens", "8", "--batch", "2"]
+    args = ["profile", "--target", "bundled", "--context", "64", "--new-tokens", "8", "--batch", "2"]
     shown = CliRunner().invoke(app, [*args, "--trace", str(tmp_path / "t.json")], env={"COLUMNS": "120"})
     assert "What adaptive drafting chose" in shown.output and "us a step" in shown.output, "adaptive is the default"
     assert shown.exit_code == 0 and "EAGLE_TREE_MASKS" in shown.output and (tmp_path / "t.json").exists()

@@ -73,7 +73,7 @@ def test_tau_of_a_draft_that_is_accepted(tmp_path: Path) -> None:
         (Load("baseline", 64, 2),), "cpu", num_spec_tokens=(3,), temperatures=(0.0, 0.8), micro_steps=24,
         measurement_runs=2,
     )  # fmt: skip
-    list(run_suite(plan, Source(), Source(), tmp_path, Progress()))
+    list(run_suite(plan, Source("bundled"), Source("bundled"), tmp_path, Progress()))
     taus = {file.name: assert_tau_holds(file, num_requests=4) for file in tmp_path.glob("*.json")}
     drafted = [r["eagle_speculation"]["mean_acceptance_length"] for name, r in taus.items() if "chain" in name]
     assert len(taus) == 6 and min(drafted) > 1.2

@@ -68,7 +68,7 @@ def test_a_random_draft_is_as_bad_as_serving_finds_it(sampling: SamplingParams) 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_bundled_draft_serves_as_simulated(temperature: float) -> None:
     """The bound on the native path is zero: at a position the draft reads the same numbers in either run."""
-    llm = LLM(engine=EngineConfig(max_batch=1, prefix_cache=False))
+    llm = LLM("bundled", engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompts = [llm.encode(prompt.text) for prompt in read_prompts(BUNDLED_PROMPTS)[:3]]
     sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=1)
     judge = teacher(llm, max(map(len, prompts)) + 32)

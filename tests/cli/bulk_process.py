@@ -37,7 +37,7 @@ def main() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python would make an error of it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    BulkRun(llm, Path(rows), Path(out), SamplingParams(max_tokens=30, ignore_eos=True), {"target": None}).run()
+    BulkRun(Path(rows), Path(out), SamplingParams(max_tokens=30, ignore_eos=True), {"target": None}).run(llm)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from tests.train.regenerating import target
 
 from aquiline.config import SamplingParams
 from aquiline.engine.bulk import SAMPLING_FIELDS, BulkResult, BulkRun
-from aquiline.engine.chat import user_prompt
 from aquiline.engine.llm import LLM
 from aquiline.spec.lookup import Lookup
 from aquiline.text.chat import ChatTemplate
@@ -33,13 +30,13 @@ def llm() -> LLM:
 
 
 def answers(
-    llm: LLM, lines: list[bytes], place: Path, encode: Callable[[str], list[int]] | None = None
+    llm: LLM, lines: list[bytes], place: Path, template: ChatTemplate | None = None
 ) -> tuple[list[dict[str, Any]], BulkResult]:
     """The output of a run over these lines, and what the run says of itself."""
     (place / "rows.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     out = place / "out.jsonl"
     out.unlink(missing_ok=True)
-    result = BulkRun(llm, place / "rows.jsonl", out, SAMPLING, {}, encode).run()
+    result = BulkRun(place / "rows.jsonl", out, SAMPLING, {}).run(llm, template)
     return [json.loads(line) for line in out.read_bytes().removesuffix(b"\n").split(b"\n")], result
 
 
@@ -102,7 +99,7 @@ def test_every_bad_row_says_why_and_the_others_run(llm: LLM, tmp_path: Path) -> 
 def test_a_bad_row_of_a_chat(llm: LLM, tmp_path: Path) -> None:
     template = ChatTemplate.load(target(tmp_path / "target"), llm.models.tokenizer)
     lines = [b'{"prompt": "a\\ud800"}', b'{"prompt": "abc"}']
-    found, result = answers(llm, lines, tmp_path, partial(user_prompt, template))
+    found, result = answers(llm, lines, tmp_path, template)
     assert list(result.failed) == [1] and "half a surrogate pair" in found[0]["error"] and found[1]["text"]
 
 

@@ -124,12 +124,16 @@ def test_options_of_a_chat_need_one(pair: Path, options: list[str], named: str) 
     assert done.exit_code == 2 and named in done.stderr
 
 
-def test_a_target_without_a_template(tmp_path: Path) -> None:
-    refused = run("generate", "--chat", "--prompt", "hi")
-    assert refused.exit_code == 2 and "chat: the chat template of" in refused.stderr
-    done = run("chat", "--target", "bundled", "--max-tokens", 4, stdin="def f(x):\n")
-    assert done.exit_code == 0 and done.stdout.strip()
-    assert "bundled has no chat template: what you write is continued as text" in done.stderr
+def test_a_target_without_a_template() -> None:
+    """One rule wherever somebody chats: messages are plain text, and it is said."""
+    options = ("--target", "bundled", "--max-tokens", 4)
+    plain = run("generate", *options, "--prompt", "def f(x):")
+    for done in (
+        run("chat", *options, stdin="def f(x):\n"),
+        run("generate", *options, "--chat", "--prompt", "def f(x):"),
+    ):
+        assert done.exit_code == 0 and done.stdout == plain.stdout
+        assert "does not exist: messages are written one after another and continued as plain text" in done.stderr
 
 
 class Terminal:

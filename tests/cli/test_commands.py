@@ -33,6 +33,32 @@ finally:
 """
 
 
+HIDDEN = """
+import importlib.metadata, sys
+class Hides:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hides())
+found = importlib.metadata.version
+def version(name):
+    if name == "transformers":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+from aquiline.cli.main import app
+from typer.testing import CliRunner
+for command, code in (
+    ("generate --prompt def --max-tokens 4", 0),
+    ("eval --count 1 --lengths 4 --num-spec-tokens 1 --json", 0),
+    ("compare --peer transformers", 2),
+):
+    done = CliRunner().invoke(app, [*command.split(), "--target", "bundled"])
+    assert done.exit_code == code, (command, done.output, done.exception)
+print(done.output)
+"""
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target with a tokenizer of letters, in shards, and a random draft."""
@@ -70,6 +96,13 @@ def test_help_waits_for_nothing_heavy(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
     assert args[0] == "--help" or f"aquiline {args[0]} " in done.stdout.replace("\n", " "), "no example"
+
+
+def test_transformers_is_needed_by_its_peer_alone(tmp_path: Path) -> None:
+    """A process of its own, since this one has imported it."""
+    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip install transformers, or 'aquiline[peers]' for all peers" in done.stdout
 
 
 def test_every_option_of_the_interface_exists() -> None:
@@ -175,6 +208,10 @@ def weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) 
     raise AssertionError("no shard holds it")
 
 
+def copy(source: Path, place: Path) -> None:
+    (place / "config.json").write_bytes((source / "config.json").read_bytes())
+
+
 def truncate(target: Path) -> None:
     file = max(target.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
@@ -195,6 +232,10 @@ BROKEN: dict[str, tuple[Callable[[Path, Path], object], list[str]]] = {
     "unknown architecture": (
         lambda t, d: edit_json(t / "config.json", lambda c: c.update(model_type="foo")), ["model_type='foo'"]
     ),
+    "a target as draft": (
+        lambda t, d: copy(t, d), ["this is no draft: num_hidden_layers=8", "so it is a target"]
+    ),
+    "a draft as target": (lambda t, d: copy(d, t), ["this is no target: it is an EAGLE-3 draft (draft_vocab_size=80)"]),
     "wrong vocabulary": (
         lambda t, d: edit_json(d / "config.json", lambda c: c.update(vocab_size=161)), ["vocab_size=161", "has 160"]
     ),
@@ -221,9 +262,25 @@ def test_broken_checkpoints_are_explained(name: str, pair: Path, tmp_path: Path)
     assert all(words in message for words in named), message
 
 
-def test_an_empty_prompt_is_refused(pair: Path) -> None:
-    for given in (generate(pair, "--prompt", ""), generate(pair, stdin="")):
-        assert "prompt=''" in refused(given)
+def test_an_empty_prompt_is_refused(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty.txt").touch()
+    monkeypatch.setattr("aquiline.engine.llm.load_models", None)  # nothing is loaded for it
+    for given, named in (
+        (generate(pair, "--prompt", ""), "prompt=''"), (generate(pair, stdin=""), "prompt: stdin"),
+        (generate(pair, "--prompt-file", tmp_path / "empty.txt"), "prompt_file="),
+    ):  # fmt: skip
+        message = refused(given)
+        assert f"{named}" in message and "is empty; give at least one character" in message
+
+
+def test_without_any_stdin_text_is_asked_for(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `<&-`: Python then has no stdin at all. Nothing is loaded for it."""
+    monkeypatch.setattr("aquiline.engine.llm.load_models", None)
+    for name, said in (("generate", "prompt: give --prompt, --prompt-file"), ("chat", "chat: stdin is closed")):
+        command = get_command(app).commands[name]  # type: ignore[attr-defined]
+        monkeypatch.setattr(sys, "stdin", None)
+        with pytest.raises(ValueError, match=said):
+            command.main(["--target", str(pair / "target")], standalone_mode=False)
 
 
 def test_a_prompt_that_is_no_utf8_is_refused(pair: Path) -> None:

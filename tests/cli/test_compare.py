@@ -191,7 +191,7 @@ def test_no_engine_has_seen_what_it_is_measured_on(pair: Path, monkeypatch: pyte
         (["--random-weights", "nothing"], "random_weights='nothing'"),
         (["--new-tokens", 1], "new_tokens=1: must be at least 2"),
         (["--repeats", 0], "repeats=0: must be at least 1"),
-        (["--peer", "transformers", "--num-spec-tokens", 17], "num_spec_tokens=17"),
+        (["--target", "bundled", "--peer", "transformers", "--num-spec-tokens", 17], "num_spec_tokens=17"),
     ],
     ids=str,
 )

@@ -86,7 +86,7 @@ def test_a_draft_that_names_wrong_tokens_is_doubted(is_broken: bool, tmp_path: P
 
 
 def test_out_of_the_box_on_the_bundled_pair(tmp_path: Path) -> None:
-    result = run("--count", 2, "--lengths", 8, 12, "--out", tmp_path)
+    result = run("--target", "bundled", "--count", 2, "--lengths", 8, 12, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / "eval.json").read_text())
     assert data["schema"] == "aquiline.eval/1" and data["model"]["target"] == "bundled"
@@ -160,7 +160,7 @@ def test_template_options_reach_the_template(root: Path) -> None:
     ids=str,
 )
 def test_mistakes_are_one_line(options: list[object], named: str) -> None:
-    assert named in refused(run(*options))
+    assert named in refused(run("--target", "bundled", *options))
 
 
 def test_a_conversation_that_does_not_fit_is_named(root: Path) -> None:

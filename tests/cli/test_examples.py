@@ -1,20 +1,48 @@
-"""Every example that a help text or the README shows is one the command line takes."""
+"""Every example that a help text or the README shows is one the command line takes; those of help texts run.
+
+A help's example names known pairs, ids of the hub, and files of the user's own, which `home` makes; it runs in their
+folder until a model would be loaded or a server would wait."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.checkpoints import write_draft, write_target
 from typer.main import get_command
 
 from aquiline.cli.main import app
+from aquiline.models.load import read_model_config
+from aquiline.models.named import PAIRS, KnownPair
+from gguf_files import chatml, trained, write_gguf_target
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+OWN = ("cpu-baseline-512x1-t0-baseline.json", "cpu-baseline-512x1-t0-chain-3.json")
+RESULTS = {
+    "results": OWN,
+    "results-of-last-week": OWN,
+    "results-of-another-engine": ("peers/bundled/llamacpp-eagle=3.json",),
+}
+WAITS = (
+    "aquiline.engine.llm.load_models", "aquiline.bench.suite.scenarios.load_models", "aquiline.serve.server.serve",
+    "aquiline.train.trainer.train", "aquiline.train.estimate.measure_rate", "aquiline.bench.data.sources.fetch",
+    "aquiline.bench.theory.ceilings.measured_once", "huggingface_hub.hf_hub_download",
+    "aquiline.bench.peers.random_target.random_target", "aquiline.bench.peers.compare.random_target",
+)  # fmt: skip
+"""Where an example has shown that it runs: what is called then takes long, or needs a network."""
+
+
+class Reached(Exception):
+    """An example came as far as one of WAITS."""
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -31,7 +59,7 @@ def examples(text: str) -> list[list[str]]:
     found = []
     for line in text.splitlines():
         if re.match(r"\s*(aquiline |[a-z]+ .*\| aquiline )", line):
-            words = shlex.split(line, comments=True)
+            words = shlex.split(re.sub(r"\s#.*", "", line))
             end = words.index(">") if ">" in words else len(words)
             found.append(words[words.index("aquiline") + 1 : end])
     return found
@@ -50,12 +78,54 @@ def parsed(arguments: list[str]) -> list[dict[str, Any]]:
 HELPS = {name: command.help or "" for name, command in commands(get_command(app))}
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that examples call the user's own."""
+    home = tmp_path_factory.mktemp("home")
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    write_target(home / "target", vocab_size=trained().get_vocab_size(), bos_token_id=0, eos_token_id=1, **sizes)
+    trained().save(str(home / "target" / "tokenizer.json"))
+    write_draft(home / "draft", read_model_config(home / "target"))
+    write_gguf_target(home / "model.gguf", home / "target", vocabulary=chatml())
+    for name in ("prompt.txt", "task.txt", "draft.py"):
+        (home / name).write_text("import os\n")
+    row = json.dumps({"prompt": "Hi 1", "id": 0}) + "\n"
+    for name in ("questions", "prompts", "chats", "answers", "held_out", "own_text", "long", "served"):
+        (home / f"{name}.jsonl").write_text(row * 30)
+    (home / "more.jsonl.gz").write_bytes(gzip.compress(row.encode()))
+    for folder, names in RESULTS.items():
+        (home / folder).mkdir()
+        for name in names:
+            shutil.copy(ROOT / "results" / name, home / folder)
+    return home
+
+
+def reached(*given: object, **named: object) -> None:
+    raise Reached
+
+
 @pytest.mark.parametrize("name", HELPS)
-def test_the_examples_of_every_help_are_taken(name: str) -> None:
+def test_the_examples_of_every_help_run(name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = examples(HELPS[name])
     assert shown, "its help shows no example"
-    for arguments in shown:
-        assert len(parsed(arguments)) == 1
+    own = KnownPair(home / "model.gguf", home / "draft", home / "questions.jsonl", home / "questions.jsonl")
+    monkeypatch.setitem(PAIRS, "smollm2", own)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for place in WAITS:
+        monkeypatch.setattr(place, reached)
+    for number, arguments in enumerate(shown):
+        here = shutil.copytree(home, tmp_path / str(number))
+        monkeypatch.chdir(here)
+        out = Path(arguments[arguments.index("--out") + 1]) if "--out" in arguments else Path("none")
+        if out.is_file():
+            out.unlink()  # other examples read it
+        done = CliRunner().invoke(get_command(app), arguments, input="import os\n")
+        is_refused = done.exit_code not in (0, 1) or isinstance(done.exception, Exception)
+        assert not is_refused or isinstance(done.exception, Reached), (
+            shlex.join(arguments),
+            done.output,
+            done.exception,
+        )
 
 
 def test_the_examples_of_the_readme_are_taken() -> None:

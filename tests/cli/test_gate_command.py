@@ -167,5 +167,5 @@ def test_the_gates_of_the_package_are_asked_by_default(home: Path) -> None:
     assert "cpu-micro-greedy" in done.output and "cpu-micro-sampled" in done.output
     assert (
         "run `aquiline bench --out DIR --profile cpu --scenario baseline --temperature 0 --num-spec-tokens 3 "
-        in done.output
+        "--target bundled " in done.output
     )

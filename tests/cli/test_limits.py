@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 from tests.bench.published import GPT_OSS_120B, LLAMA_8B, LLAMA_8B_HEAD, write_config
+from tests.checkpoints import write_target
 from typer.testing import CliRunner, Result
 
 from aquiline.bench.theory import ceilings
+from aquiline.bench.theory.limits import Costs, expectation
 from aquiline.bench.theory.measure import measure_ceilings
 from aquiline.cli.main import app
+from gguf_files import chatml, trained, write_gguf_target
 
 GIVEN = ("--bandwidth", 3000, "--flops", 800)
 HELP = """
@@ -48,13 +51,13 @@ def as_json(*args: object) -> dict[str, Any]:
 def test_the_bundled_pair_is_measured_once_and_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ceilings, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
-    first = run()
+    first = run("bundled")
     assert first.exit_code == 0 and "measuring this machine, once: copy" in first.stderr, first.output
     assert "target: llama, 17.3 M parameters, 34.6 MB as bfloat16; KV 5120 bytes per token" in first.stdout
     assert "draft: 3.15 M parameters" in first.stdout and first.stdout.count("measured: ") == 3
     assert (tmp_path / "aquiline" / "ceilings.json").exists()
-    assert run().stdout == first.stdout, "the second run reads what the first one measured"
-    data = as_json()
+    assert run("bundled").stdout == first.stdout, "the second run reads what the first one measured"
+    data = as_json("bundled")
     assert [(c["context"], c["batch"]) for c in data["cells"]] == [(c, b) for c in (512, 2048) for b in (1, 4, 8)]
     assert data["draft"]["is_assumed"] is False and data["ceilings"]["bandwidth"]["source"] == "measured"
 
@@ -123,8 +126,50 @@ def test_notes_say_what_to_doubt(llama: Path, tmp_path: Path) -> None:
     assert "datasheet: NVIDIA Ada GPU architecture white paper" in table and "measured" not in table
     moe = as_json(write_config(tmp_path / "moe", GPT_OSS_120B), "--device", "h100", "--batch", 1)
     assert any("routing is taken as uniform" in note for note in moe["notes"]) and moe["target"]["dtype"] == "mxfp4"
-    bundled = as_json("--device", "rtx4090", "--batch", 1)
+    bundled = as_json("bundled", "--device", "rtx4090", "--batch", 1)
     assert any("last-level cache holds" in note for note in bundled["notes"])
+
+
+def test_one_line_says_what_to_expect(llama: Path) -> None:
+    """The figures of the table in words; all three cases of where weights are, and of whether a chain can pay."""
+    given = (llama, *GIVEN, "--context", 512, "--batch", 1, "--num-spec-tokens", 3, "--tau", 1)
+    data = as_json(*given)
+    (cell,) = data["cells"]
+    (three,) = cell["speculative"]
+    rows, chain = (ms * cell["baseline_tokens_per_s"] / 1e3 for ms in (three["verify_ms"], three["draft_ms"]))
+    assert data["expectation"] == (
+        f"a step reads {cell['weight_bytes'] / 1e6:.0f} MB of weights; 4 rows cost at least {rows:.2f} steps, "
+        f"and with its drafting a chain of 3 pays from a tau of at least {rows + chain:.2f} on"
+    )
+    assert f"Expect: {data['expectation']}\n" in run(*given).stdout
+    assert as_json(*given[:-2], "--draft", "none")["expectation"].endswith(f"4 rows cost at least {rows:.2f} steps")
+    for costs, said in (
+        (Costs(98e6, 32_000_000, 1.2, 1.3), "a step reads 98 MB of weights from memory, past a last-level cache of 32 "
+         "MB; 4 rows cost 1.20 steps, and with its drafting a chain of 3 pays from a tau of 1.30 on"),
+        (Costs(98e6, 480_000_000, 3.9, 4.1), "a last-level cache of 480 MB holds the 98 MB of weights of a step, so "
+         "rows cost arithmetic; 4 rows cost 3.90 steps, and with its drafting a chain of 3 costs 4.10: it "
+         "cannot pay"),
+    ):  # fmt: skip
+        assert expectation(costs) == said
+
+
+def test_a_gguf_file_counts_as_it_is_stored(tmp_path: Path) -> None:
+    write_target(tmp_path / "hf", hidden_size=64, intermediate_size=96, vocab_size=trained().get_vocab_size())
+    file = tmp_path / "model.gguf"
+
+    def of_layers(name: str) -> str:
+        return "Q4_1" if "layers" in name else "F32"
+
+    write_gguf_target(file, tmp_path / "hf", vocabulary=chatml(), kind=of_layers)
+    packed = as_json(file, *GIVEN, "--draft", "none")["target"]
+    assert (
+        packed["dtype"] == "q4_1"
+        and packed["weight_bytes"]
+        == as_json(file, *GIVEN, "--draft", "none", "--dtype", "q4_1+bfloat16")["target"]["weight_bytes"]
+    )
+    write_gguf_target(file, tmp_path / "hf", vocabulary=chatml())
+    floats = as_json(file, *GIVEN)
+    assert floats["target"]["dtype"] == floats["draft"]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -160,4 +205,4 @@ def test_a_model_that_is_none_is_named(tmp_path: Path) -> None:
 def test_help_waits_for_nothing_heavy_and_has_examples() -> None:
     done = subprocess.run([sys.executable, "-c", HELP, "limits", "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "aquiline limits ./" in done.stdout.replace("\n", " ") and "--num-spec-tokens" in done.stdout
+    assert "aquiline limits Qwen/Qwen3-8B" in done.stdout.replace("\n", " ") and "--num-spec-tokens" in done.stdout

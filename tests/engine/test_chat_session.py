@@ -54,7 +54,7 @@ def test_an_answer_joins_the_history_the_next_one_is_asked_with() -> None:
 
 
 def test_pieces_are_the_text_and_say_who_wrote_it() -> None:
-    llm = LLM(spec=Chain(3), engine=EngineConfig(max_batch=1, max_context=300))
+    llm = LLM("bundled", spec=Chain(3), engine=EngineConfig(max_batch=1, max_context=300))
     chat = ChatSession(llm, ChatTemplate(None, {}, llm.models.tokenizer), SamplingParams(max_tokens=60))
     pieces: list[Piece] = []
     answer = chat.ask('def greet(name):\n    """Grüße é"""\n', pieces.append)
@@ -115,10 +115,12 @@ def test_an_answer_takes_no_more_than_the_context_has() -> None:
     assert len(answer.output.token_ids) == 60 - len("u:helloa:") and answer.output.finish_reason == "length"
 
 
-def test_one_question_needs_a_template() -> None:
+def test_one_question_is_written_by_the_template_or_as_plain_text() -> None:
     assert user_prompt(ChatTemplate(SOURCE, {}, LETTERS), "hi", "sys") == LETTERS.encode("s:sysu:hia:").ids
-    with pytest.raises(ValueError, match=r"chat: the template of T does not exist; .* without --chat"):
-        user_prompt(ChatTemplate(None, {}, LETTERS, name="the template of T"), "hi")
+    plain = ChatTemplate(None, {}, LETTERS, name="the template of T")
+    assert user_prompt(plain, "hi") == LETTERS.encode("hi").ids
+    assert plain.notice is not None and plain.notice.startswith("the template of T does not exist: ")
+    assert ChatTemplate(SOURCE, {}, LETTERS).notice is None
 
 
 HELLO: list[Message] = [{"role": "user", "content": "hello"}]

@@ -21,7 +21,7 @@ PROMPT = "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1, 2, 3]\nx = [1"
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(engine=EngineConfig(max_batch=1, max_context=300, calibration=False))
+    return LLM("bundled", engine=EngineConfig(max_batch=1, max_context=300, calibration=False))
 
 
 @pytest.mark.parametrize(

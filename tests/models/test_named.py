@@ -24,8 +24,10 @@ from aquiline.models.named import (
     Checkpoints,
     Packaged,
     checkpoints,
+    default_name,
+    default_notice,
     draft_of,
-    talker,
+    pair_of,
     target_of,
 )
 from aquiline.spec.drafting import Chain, NoDraft
@@ -89,7 +91,7 @@ def test_a_package_without_a_version_is_told_too(weights: Packaged) -> None:
 
 def test_what_is_meant() -> None:
     """A name brings its own draft; another draft, or another target, is taken as it is."""
-    assert checkpoints(None, None) == checkpoints("bundled", None) == Checkpoints("bundled", "bundled")
+    assert checkpoints("bundled", None) == Checkpoints("bundled", "bundled")
     assert checkpoints("smollm2", None) == Checkpoints("smollm2", "smollm2")
     assert checkpoints("smollm2", "some/draft").names == ("smollm2", "draft")
     assert checkpoints("some/target", None).names == ("target", None)
@@ -117,10 +119,15 @@ def test_the_weights_that_make_demo_fetches_are_those_of_the_name() -> None:
     assert requirement == SMOLLM2_WEIGHTS.requirement and len(digest) == 64 and int(digest, 16)
 
 
-def test_who_talks_where_nobody_is_named(weights: Packaged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_default_for_all_who_name_no_pair(weights: Packaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chat model where its weights are, else the bundled pair and one line that says so."""
     for found, expected in ((weights, "smollm2"), (replace(weights, module="no_such_weights"), "bundled")):
         monkeypatch.setitem(PAIRS, "smollm2", replace(PAIRS["smollm2"], weights=found))
-        assert talker() == expected
+        assert default_name() == expected and checkpoints(None, None) == Checkpoints(expected, expected)
+        assert pair_of(None) == PAIRS[expected] and pair_of("some/target") == PAIRS["bundled"]
+        told = default_notice()
+        assert (told is None) == (expected == "smollm2")
+    assert told is not None and "The bundled pair runs instead" in told and SMOLLM2_WEIGHTS.command in told
 
 
 @needs_native

@@ -105,7 +105,7 @@ def held(server: Server) -> Iterator[None]:
 @contextmanager
 def running(config: ServerConfig, limits: Limits = LIMITS, engine: EngineConfig = ENGINE) -> Iterator[Server]:
     """A server that is ready."""
-    service = open_service(PairConfig(), engine, Chain(), config, limits, ChatConfig())
+    service = open_service(PairConfig("bundled"), engine, Chain(), config, limits, ChatConfig())
     server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -139,6 +139,7 @@ def test_the_page_answers_while_the_engine_loads_and_a_signal_ends_both() -> Non
             process.send_signal(signal.SIGTERM)
             _, told = process.communicate(timeout=60)
             assert process.returncode == 0 and "Traceback" not in told, told
+            assert "does not exist: messages are written one after another and continued as plain text" in told
             assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
         finally:
             process.kill()

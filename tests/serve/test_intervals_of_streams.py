@@ -24,7 +24,7 @@ def delta(name: int, tokens: int, begin: bool = False, end: bool = False, error:
 
 
 def client_of(interval: int | None) -> EngineClient:
-    return EngineClient(Opening(PairConfig(), EngineConfig(), Chain()), interval)
+    return EngineClient(Opening(PairConfig("bundled"), EngineConfig(), Chain()), interval)
 
 
 def stream_of(client: EngineClient, *names: int) -> Stream:
@@ -98,7 +98,7 @@ def test_the_interval_grows_with_the_streams_that_run_unless_it_is_set() -> None
     class Crowd(EngineClient):
         num_streams = 5 * STREAMS_PER_TOKEN
 
-    opening = Opening(PairConfig(), EngineConfig(), Chain())
+    opening = Opening(PairConfig("bundled"), EngineConfig(), Chain())
     assert Crowd(opening).interval == 5 and Crowd(opening, 3).interval == 3
     assert client_of(None).interval == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from aquiline.backends.base import Pair
-from aquiline.backends.cpu.pair import CpuPair, configure, missing_reason
+from aquiline.backends.cpu.pair import CpuPair, configure, missing_reason, resolve_arithmetic
 from aquiline.backends.torch.pair import TorchPair
 from aquiline.config import Environment
 from aquiline.models.decoder import Decoder
@@ -17,6 +17,15 @@ logger = logging.getLogger(__name__)
 def runs_natively(device: str, environment: Environment) -> bool:
     """Whether the native library runs pairs on this device."""
     return device == "cpu" and missing_reason(environment) is None
+
+
+def path_of(device: str, arithmetic: str, dtype: str, environment: Environment) -> tuple[str, str]:
+    """The names of the backend and of the arithmetic that run weights stored as `dtype`, before anything is loaded.
+
+    Raises ValueError for an arithmetic that cannot run."""
+    if runs_natively(device, environment):
+        return CpuPair.name, resolve_arithmetic(arithmetic, dtype)
+    return TorchPair.name, TorchPair.arithmetic
 
 
 def new_pair(

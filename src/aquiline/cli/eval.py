@@ -12,6 +12,7 @@ import typer
 from aquiline.bench.data.sample import Sample
 from aquiline.bench.eval.plan import OUTPUT, EvalPlan, Search, check_pair
 from aquiline.cli.fields import Fields, Given, with_options
+from aquiline.cli.options import named
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
 
 EXAMPLES = """
@@ -23,11 +24,11 @@ Examples:
 
   aquiline eval --num-spec-tokens 1 2 3 4 5 --trees 2x2x6 4x4x16 --lengths 50 100 200 500 --out results/
 
-  aquiline eval --target DIR --draft DIR --dataset mt_bench --count 20 --temperature 0 0.8 --out results/
+  aquiline eval --target ./target --draft ./draft --dataset mt_bench --count 20 --temperature 0 0.8 --out results/
 
   aquiline eval --target smollm2 --batch 8 --adaptive --temperature 0 1
 
-  aquiline eval --target DIR --draft DIR --dataset gsm8k --count 100 --sample-seed 1 --lengths 1000 --json
+  aquiline eval --target ./target --draft ./draft --dataset gsm8k --count 100 --sample-seed 1 --lengths 1000 --json
 
 OUT holds eval.json (every run, every figure), eval.md, eval.png, and answers/ in EAGLE's format.
 """
@@ -62,6 +63,7 @@ def evaluate(
 
     chosen = EvalPlan(search.settings, **plan)
     check_pair(pair)
+    pair = named(pair)
     dataset = sample.dataset or pair_of(pair.target).questions
     questions = load_questions(dataset, sample.count, sample.sample_seed)
     llm = open_llm(pair, replace(engine, max_batch=chosen.batch, prefix_cache=False))

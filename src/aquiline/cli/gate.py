@@ -38,7 +38,7 @@ def gate(
 
     Examples:
 
-      aquiline bench --out results/ --scenario baseline --num-spec-tokens 3 --temperature 0 0.8
+      aquiline bench --target bundled --out results/ --scenario baseline --num-spec-tokens 3 --temperature 0 0.8
 
       aquiline gate results/
 

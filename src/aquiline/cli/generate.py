@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from aquiline.cli.fields import Fields, Given, with_options
-from aquiline.cli.options import AsJson, chosen
+from aquiline.cli.options import AsJson, chosen, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
 from aquiline.spec.named import DraftingChoice
 
@@ -22,11 +20,11 @@ Examples:
 
   aquiline generate --prompt 'def fibonacci(n):' --max-tokens 64
 
-  aquiline generate --target DIR --draft DIR --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
+  aquiline generate --target ./target --draft ./draft --prompt-file prompt.txt --temperature 0.8 --seed 1 --json
 
   aquiline generate --target smollm2 --chat --prompt 'Why is the sky blue?'
 
-  aquiline generate --target DIR --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
+  aquiline generate --target ./target --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
 
   aquiline generate --prompts-file questions.jsonl --out answers.jsonl --max-batch 16 --max-tokens 256
 
@@ -62,13 +60,17 @@ def generate(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way."""
+    """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way.
+
+    Exits with 1 if a row of a file failed.
+    """
     from aquiline.cli.show.answers import show_continuation, show_file
     from aquiline.engine.bulk import BulkRun
     from aquiline.engine.chat import user_prompt
     from aquiline.engine.encode import ending_with
     from aquiline.engine.opened import identity, open_llm, open_template
 
+    pair = named(pair)
     spec = chosen(drafting, pair)
     if (prompts_file is None) != (out is None):
         raise ValueError("prompts_file: --prompts-file and --out go together")
@@ -77,20 +79,25 @@ def generate(
     if prediction is not None and prompts_file is not None:
         raise ValueError('prediction: goes with one prompt; give rows of --prompts-file a "prediction" of their own')
     if prediction is not None and not spec.reads_prediction:
-        print(f"aquiline: --prediction has no effect with drafter {spec.name}", file=sys.stderr)
-    text = _prompt_text(prompt, prompt_file) if prompts_file is None else ""
-    engine = engine if prompts_file is not None else Given({"max_batch": 1} | engine)
-    llm = open_llm(pair, EngineConfig(**engine), spec)
-    encode: Callable[[str], list[int]] = llm.encode
-    if chat:
-        wrapped = open_template(llm, template.template_options)
-        sampling, encode = ending_with(wrapped, sampling), partial(user_prompt, wrapped, system=template.system)
-    if prompts_file is None or out is None:
-        expected = _text_of(prediction) if prediction is not None else None
-        show_continuation(llm, text, encode(text), sampling, expected, as_json)
+        tell(f"--prediction has no effect with drafter {spec.name}")
+    run, text = None, ""
+    if prompts_file is not None and out is not None:
+        settings = identity(pair, spec) | ({"chat": [template.system, template.template_options]} if chat else {})
+        run = BulkRun(prompts_file, out, sampling, settings)
     else:
-        settings = identity(llm, pair) | ({"chat": [template.system, template.template_options]} if chat else {})
-        show_file(BulkRun(llm, prompts_file, out, sampling, settings, encode), as_json)
+        text, engine = _prompt_text(prompt, prompt_file), Given({"max_batch": 1} | engine)
+    expected = _text_of(prediction) if prediction is not None else None
+    llm = open_llm(pair, EngineConfig(**engine), spec)
+    wrapped = open_template(llm, template.template_options) if chat else None
+    tell(None if wrapped is None else wrapped.notice)
+    if run is not None:
+        if show_file(run, llm, wrapped, template.system, as_json).failed:
+            raise typer.Exit(1)
+    elif wrapped is None:
+        show_continuation(llm, text, llm.encode(text), sampling, expected, as_json)
+    else:
+        ids, sampling = user_prompt(wrapped, text, template.system), ending_with(wrapped, sampling)
+        show_continuation(llm, text, ids, sampling, expected, as_json)
 
 
 generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
@@ -104,8 +111,14 @@ def _text_of(given: str) -> str:
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise ValueError(f"prompt_file={str(prompt_file)!r}: give --prompt or --prompt-file, not both")
-    if prompt_file is not None:
-        return prompt_file.read_text(encoding="utf-8")
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("prompt: give --prompt, --prompt-file or text on stdin")
-    return sys.stdin.read() if prompt is None else prompt
+    if prompt is not None:
+        text, where = prompt, "prompt=''"
+    elif prompt_file is not None:
+        text, where = prompt_file.read_text(encoding="utf-8"), f"prompt_file={str(prompt_file)!r}"
+    else:
+        text, where = sys.stdin.read(), "prompt: stdin"
+    if not text:
+        raise ValueError(f"{where}: is empty; give at least one character with --prompt, --prompt-file or on stdin")
+    return text

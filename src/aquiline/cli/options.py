@@ -4,6 +4,7 @@ default command, the way to draft that was chosen, a console."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,8 +35,25 @@ def chosen(drafting: DraftingChoice, pair: PairConfig) -> Drafting:
 
     spec = drafting.value("none" if checkpoints(pair.target, pair.draft).draft is None else "adaptive")
     for name in drafting.without_effect(spec):
-        print(f"aquiline: --{name.replace('_', '-')} has no effect with drafter {spec.name}", file=sys.stderr)
+        tell(f"--{name.replace('_', '-')} has no effect with drafter {spec.name}")
     return spec
+
+
+def tell(notice: str | None) -> None:
+    """Say a line on stderr, if there is one."""
+    if notice is not None:
+        print(f"aquiline: {notice}", file=sys.stderr)
+
+
+def named(pair: PairConfig) -> PairConfig:
+    """The same pair by its name, where a command was given no target; says on stderr which one runs if it is not the
+    one that is meant to."""
+    from aquiline.models.named import default_name, default_notice
+
+    if pair.target is not None:
+        return pair
+    tell(default_notice())
+    return replace(pair, target=default_name())
 
 
 class ListCommand(typer.core.TyperCommand):

@@ -10,7 +10,7 @@ import typer
 
 from aquiline.bench.suite.plan import RandomWeights
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import AsJson, chosen
+from aquiline.cli.options import AsJson, chosen, named
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.spec.named import DraftingChoice
 
@@ -42,6 +42,7 @@ def profile(
     from aquiline.bench.suite.scenarios import sources_of
     from aquiline.cli.show.profile import show_profile
 
+    pair = named(pair)
     spec = chosen(drafting, pair)
     config = EngineConfig(max_batch=batch, max_context=context + new_tokens, prefix_cache=False)
     models = sources_of(pair, RandomWeights())[0].load()

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from aquiline.cli.fields import Fields, Given, with_options
+from aquiline.cli.options import tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
 from aquiline.train.regenerate_config import ROWS, RegenerateConfig
 
@@ -51,30 +52,38 @@ def regenerate(
     engine: Annotated[EngineConfig, SIZES],
     template: Annotated[ChatConfig, Fields(only=("template_options",))],
     pair: Annotated[PairConfig, Fields(without=("target", "draft"))],
-    json_only: Annotated[bool, typer.Option("--json", help="Nothing but the JSON result on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: counts, tokens, tokens per second, by temperature.")
+    ] = False,
 ) -> None:
     """Answer prompts with the target itself, many at once: what a draft for it should train on.
 
     An answer depends on --seed, its row and the sampling options alone, not on batch, order, draft or interruptions.
-    Every row is done, failed or skipped, with its reason on stderr. Ends stdout with one JSON line: counts, tokens,
-    tokens per second, answers by temperature.
+    Every row is done, failed or skipped, with its reason on stderr; the summary stands there too. Exits with 1 if a row
+    failed.
     """
     from aquiline.engine.opened import open_llm, open_template
     from aquiline.models.load import resolve
     from aquiline.spec.drafting import Chain
-    from aquiline.train.regenerate import Regeneration
+    from aquiline.train.answer_file import check_settings
+    from aquiline.train.regenerate import Regeneration, asked_settings
     from aquiline.train.regenerate_config import regenerate_config
 
     config = regenerate_config(settings, in_order=in_order)
     pair = replace(pair, target=target, draft=draft)
+    check_settings(config.out, asked_settings(config, resolve(target), template.template_options))
     # Prompts share no more than a short system message: small pages hold it, pages of 64 tokens would not.
     llm = open_llm(pair, replace(engine, page_size=16), Chain() if draft is not None else None)
-    run = Regeneration(llm, open_template(llm, template.template_options), resolve(target), config, is_shown=True)
+    wrapped = open_template(llm, template.template_options)
+    tell(wrapped.notice)
+    run = Regeneration(llm, wrapped, resolve(target), config, is_shown=True)
     print(llm.engine.memory, file=sys.stderr)
     result = run.run()
-    if not json_only:
-        print(result)
-    print(json.dumps(result.as_dict() | {"memory": llm.engine.memory.as_dict(), "system": llm.models.system()}))
+    print(result, file=sys.stderr)
+    if as_json:
+        print(json.dumps(result.as_dict() | {"memory": llm.engine.memory.as_dict(), "system": llm.models.system()}))
+    if result.num_failed:
+        raise typer.Exit(1)
 
 
 regenerate.__doc__ = f"{inspect.getdoc(regenerate)}\n{EXAMPLES}"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import chosen
+from aquiline.cli.options import chosen, named
 from aquiline.config import BATCH, ChatConfig, EngineConfig, PairConfig
 from aquiline.serve.config import Limits, ServerConfig
 from aquiline.spec.named import DraftingChoice
@@ -19,9 +19,9 @@ Examples:
 
   aquiline serve
 
-  aquiline serve --target model.gguf --draft DIR --served-model-name smollm2 --max-num-seqs 16
+  aquiline serve --target model.gguf --draft ./draft --served-model-name smollm2 --max-num-seqs 16
 
-  aquiline serve --target DIR --draft DIR --host 0.0.0.0 --api-key KEY --per-request-spec-decode-metrics summary
+  aquiline serve --target ./target --host 0.0.0.0 --api-key KEY --per-request-spec-decode-metrics summary
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{"messages": [{"role": "user",
   "content": "Hello"}], "stream": true}'
@@ -52,13 +52,11 @@ def serve(
     """Serve a target, with or without a draft, behind OpenAI's HTTP interface: the text is the same either way.
 
     /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health, /ready,
-    /version, /metrics, and a page to chat at /. The first SIGTERM or Ctrl-C drains, the second one ends. Without
-    --target it is smollm2 where its weights are installed, else the bundled pair.
+    /version, /metrics, and a page to chat at /. The first SIGTERM or Ctrl-C drains, the second one ends.
     """
     from dataclasses import replace
 
     from aquiline.config import Environment
-    from aquiline.models.named import talker
 
     try:
         from aquiline.serve.server import open_service, with_environment
@@ -66,7 +64,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"serve: {error.name} is not installed; pip install 'aquiline[serve]'") from None
 
-    pair = pair if pair.target is not None else replace(pair, target=talker())
+    pair = named(pair)
     spec = chosen(drafting, pair)
     sizes = replace(engine, max_batch=max_num_seqs, max_context=max_model_len, row_budget=max_num_batched_tokens)
     config = with_environment(server, Environment.read())

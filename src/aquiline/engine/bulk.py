@@ -12,19 +12,21 @@ import hashlib
 import json
 import os
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from aquiline.checks import is_unicode, parse_json
 from aquiline.config import SamplingParams
-from aquiline.engine.encode import encode_prediction
+from aquiline.engine.chat import user_prompt
+from aquiline.engine.encode import encode_prediction, ending_with
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.metrics import RunSummary
+from aquiline.text.chat import ChatTemplate
 from aquiline.writing import writing
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
@@ -41,21 +43,18 @@ class BulkResult:
 
 
 class BulkRun:
-    """One run over a file. `encode` makes token ids of a prompt's text; without it the LLM does.
+    """One run over a file, which is checked before a model is loaded.
 
     `settings`: everything that decides a result and is not in `sampling`; checkpoints stand there with their
-    fingerprints, not their paths. Raises ValueError if `out` holds results of other rows or settings."""
+    fingerprints, not their paths. Raises ValueError if `out` holds results of other rows or settings, OSError if it
+    cannot be written."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        rows: Path,
-        out: Path,
-        sampling: SamplingParams,
-        settings: dict[str, object],
-        encode: Callable[[str], list[int]] | None = None,
-    ) -> None:
-        self.llm, self.rows, self.out, self.sampling, self.encode = llm, rows, out, sampling, encode or llm.encode
+    llm: LLM
+
+    def __init__(self, rows: Path, out: Path, sampling: SamplingParams, settings: dict[str, object]) -> None:
+        self.rows, self.out, self.sampling = rows, out, sampling
+        self.template: ChatTemplate | None = None
+        self.system: str | None = None
         # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for line ends.
         text = rows.read_bytes().removeprefix(BOM_UTF8)
         self.lines = text.removesuffix(b"\n").split(b"\n") if text else []
@@ -64,10 +63,18 @@ class BulkRun:
         self.failed: dict[int, str] = {}
         self.num_written = self._resume()
 
-    def run(self, progress: bool = False) -> BulkResult:
-        """Run what is left."""
+    def run(
+        self,
+        llm: LLM,
+        template: ChatTemplate | None = None,
+        system: str | None = None,
+        progress: bool = False,
+    ) -> BulkResult:
+        """Run what is left. With a template each prompt is a user's message, after that of the system if there is
+        one."""
+        self.llm, self.template, self.system = llm, template, system
         num_resumed = self.num_written
-        engine = self.llm.engine
+        engine = llm.engine
         began = engine.meter.mark()
         with (
             writing(self.out, "Its whole lines stay; with room on the disk the same command goes on after them"),
@@ -116,13 +123,17 @@ class BulkRun:
         if "logit_bias" in own:
             own["logit_bias"] = _biases(own["logit_bias"])
         sampling = replace(self.sampling, **own)
+        if self.template is not None:
+            sampling = ending_with(self.template, sampling)
         return self.llm.request(index, self._prompt(row), sampling, prediction=self._prediction(row))
 
     def _prompt(self, row: dict[str, Any]) -> list[int]:
         if "prompt" in row:
             if not isinstance(row["prompt"], str):
                 raise ValueError(f"prompt={row['prompt']!r}: must be a text; give ids as token_ids")
-            return self.encode(row["prompt"])
+            if self.template is not None:
+                return user_prompt(self.template, row["prompt"], self.system)
+            return self.llm.encode(row["prompt"])
         ids = row["token_ids"]
         if not isinstance(ids, list):
             raise ValueError(f"token_ids={ids!r}: must be a list of whole numbers")
@@ -153,7 +164,7 @@ class BulkRun:
     def _write(self, out: Any) -> None:
         while self.num_written in self.done:
             index = self.num_written
-            head = {"index": index, "key": self._key(index)} | self._id(index)
+            head = {"line": index + 1, "key": self._key(index)} | self._id(index)
             out.write(json.dumps(head | self.done.pop(index), ensure_ascii=False) + "\n")
             self.num_written += 1
         out.flush()
@@ -170,9 +181,9 @@ class BulkRun:
         return hashlib.sha256(self.settings.encode() + self.lines[index]).hexdigest()[:16]
 
     def _resume(self) -> int:
-        """Count the results that are there, dropping a last line that was cut."""
-        if not self.out.exists():
-            return 0
+        """Count the results that are there, dropping a last line that was cut. Raises OSError if none can be added."""
+        with self.out.open("a"):
+            pass
         num_whole = num_bytes = 0
         with self.out.open("rb") as lines:
             for line in lines:

@@ -54,9 +54,7 @@ class Answer:
 
 
 def user_prompt(template: ChatTemplate, text: str, system: str | None = None) -> list[int]:
-    """Token ids that ask the model one question. Raises ValueError where the target has no chat template."""
-    if not template.has_template:
-        raise ValueError(f"chat: {template.name} does not exist; continue the prompt as plain text, without --chat")
+    """Token ids that ask the model one question."""
     return template.encode(conversation([text], system=system))
 
 

@@ -75,7 +75,7 @@ class _Run:
 
 class LLM:
     """A target with or without a draft, each a path, a hub id or the name of a known pair ("smollm2", "bundled"), whose
-    own draft comes with its target. Without arguments it is the pair that comes with the package.
+    own draft comes with its target. Without arguments it is smollm2 where its weights are installed, else bundled.
 
     `spec`: the default way to draft; Adaptive() if a draft is loaded, no drafting otherwise.
     `dtype`: how weights are stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them.

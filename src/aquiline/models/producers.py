@@ -32,6 +32,7 @@ from typing import Literal
 from aquiline.errors import CheckpointError
 from aquiline.models.config import RopeConfig
 from aquiline.models.fields import Raw, flag, texts
+from aquiline.models.files import is_gguf, read_json
 
 Numbering = Literal["input", "output"]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -67,6 +68,35 @@ SPECULATORS = Format(
     "speculators", ("Eagle3Speculator",), "layers.0", "input", True, "transformer_layer_config", window="layer_types"
 )
 FORMATS = (SAFEAILAB, SPECFORGE, AQUILINE, SPECULATORS)
+
+
+def draft_mark(raw: Raw) -> str | None:
+    """The field by which a config says that it is a draft's, as NAME=VALUE; None if it says nothing of the kind."""
+    for name in ("speculators_model_type", "speculators_config", "eagle_config", "draft_vocab_size", LAYER_IDS):
+        if raw.get(name) is not None:
+            return f"{name}={raw[name]!r}" if isinstance(raw[name], str | int) else name
+    names = raw.get("architectures")
+    is_eagle = isinstance(names, list) and any(isinstance(name, str) and "eagle" in name.lower() for name in names)
+    return f"architectures={names!r}" if is_eagle else None
+
+
+def read_draft_fields(file: Path) -> Raw:
+    """The fields of a draft's config.json. Raises CheckpointError for a file that is missing or broken, and for a
+    target where a draft is wanted."""
+    told = "name a draft that was trained for the target, or none"
+    if is_gguf(file):
+        raise CheckpointError(
+            f"{file}: this is no draft: a GGUF file is read as a target, and drafts are directories with a "
+            f"config.json; {told}"
+        )
+    raw = read_json(file)
+    layers = raw.get("num_hidden_layers")
+    if type(layers) is int and layers > 1 and draft_mark(raw) is None:
+        raise CheckpointError(
+            f"{file}: this is no draft: num_hidden_layers={layers}, and an EAGLE-3 draft has one layer, so it is a "
+            f"target; {told}"
+        )
+    return raw
 
 
 def find_format(raw: Raw, file: Path) -> Format:

@@ -15,7 +15,7 @@ import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
 from aquiline.models.load import read_model_config, resolve
-from aquiline.models.named import BUNDLED, checkpoints
+from aquiline.models.named import checkpoints
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
 from aquiline.serve.config import Limits, ServerConfig
@@ -36,7 +36,11 @@ def open_service(
 ) -> Service:
     """The service that settings describe; its engine is started by the application. Raises ValueError and
     CheckpointError for what cannot be read."""
-    checkpoint = resolve(checkpoints(pair.target, pair.draft).target)
+    target = checkpoints(pair.target, pair.draft).target
+    checkpoint = resolve(target)
+    vocab_size = read_model_config(
+        checkpoint
+    ).vocab_size  # what can be no target is refused before a process is started for it
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise ValueError(f"target={str(checkpoint)!r}: has no tokenizer.json, and clients send text; add one")
@@ -45,8 +49,8 @@ def open_service(
         source = Path(config.chat_template).read_text(encoding="utf-8")
         template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
     template = template.with_options(chat.template_options or {}, "the model's chat template")
-    template.check_ends(read_model_config(checkpoint).vocab_size)
-    names = config.served_model_name or (pair.target or BUNDLED,)
+    template.check_ends(vocab_size)
+    names = config.served_model_name or (str(target),)
     client = EngineClient(Opening(pair, engine, spec), config.stream_interval)
     return Service(client, Prompts(tokenizer, template), spec, names, config, limits)
 
@@ -59,6 +63,8 @@ def serve(service: Service) -> None:
     listener = _listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    if (notice := service.prompts.template.notice) is not None:
+        print(f"aquiline: {notice}", file=sys.stderr)
     print(f"aquiline: http://{shown}:{port}; the engine is loading; Ctrl-C ends the server", file=sys.stderr)
     server = Server(service)
     service.on_failure = lambda: setattr(server, "should_exit", True)

@@ -107,6 +107,13 @@ class ChatTemplate:
         """Whether the target has a chat template."""
         return self._compiled is not None
 
+    @property
+    def notice(self) -> str | None:
+        """What whoever chats is to be told, in one line: that there is no template. None if there is one."""
+        if self.has_template:
+            return None
+        return f"{self.name} does not exist: messages are written one after another and continued as plain text"
+
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """The conversation as text, ready for the model's next answer with add_generation_prompt.
 

@@ -20,6 +20,29 @@ from aquiline.train.regenerated import Tally
 from aquiline.writing import write_whole, writing
 
 
+def check_settings(path: Path, settings: dict[str, Any], are_all: bool = False) -> None:
+    """Compare settings with those that rows in `path` were written under; are_all: there may be no others. Raises
+    ValueError naming the first that differs; a file without rows fits any."""
+    meta = path.with_name(path.name + ".meta.json")
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    try:
+        before = parse_json(meta.read_text(encoding="utf-8"))
+        assert isinstance(before, dict)
+    except (OSError, ValueError, AssertionError):
+        raise ValueError(
+            f"out={str(path)!r}: {meta.name} beside it, which says how it was written, is missing or broken; choose "
+            "another --out"
+        ) from None
+    now: dict[str, Any] = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+    for name in now | (before if are_all else {}):
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{name}={json.dumps(now.get(name))}: {path} was written with {json.dumps(before.get(name))}; take "
+                "that again, or choose another --out"
+            )
+
+
 class AnswerFile:
     """Rows with ids in `path`, written under `settings`, which are stored in PATH.meta.json.
 
@@ -29,7 +52,7 @@ class AnswerFile:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.meta = path, path.with_name(path.name + ".meta.json")
-        self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+        self.settings = settings
         self.ids: set[int] = set()
         self.total = Tally()
         self.by_temperature: dict[float, Tally] = {}
@@ -51,7 +74,7 @@ class AnswerFile:
         if num_bytes == 0:
             write_whole(self.meta, json.dumps(self.settings, indent=2) + "\n", "No answer is lost")
             return
-        self._check_settings()
+        check_settings(self.path, self.settings, are_all=True)
         num_whole = self._read()
         if num_whole < num_bytes:
             print(f"aquiline: {self.path}: the last row was cut and is dropped; it is written again", file=sys.stderr)
@@ -68,22 +91,6 @@ class AnswerFile:
         self.ids.add(row["id"])
         self.total.add(row)
         self.by_temperature.setdefault(row["temperature"], Tally()).add(row)
-
-    def _check_settings(self) -> None:
-        try:
-            before = parse_json(self.meta.read_text(encoding="utf-8"))
-            assert isinstance(before, dict)
-        except (OSError, ValueError, AssertionError):
-            raise ValueError(
-                f"out={str(self.path)!r}: {self.meta.name} beside it, which says how it was written, is missing or "
-                "broken; choose another --out"
-            ) from None
-        for name in self.settings | before:
-            if before.get(name) != self.settings.get(name):
-                raise ValueError(
-                    f"{name}={json.dumps(self.settings.get(name))}: {self.path} was written with "
-                    f"{json.dumps(before.get(name))}; take that again, or choose another --out"
-                )
 
     def _read(self) -> int:
         """Read the whole rows. Returns how many bytes they take."""

@@ -37,6 +37,21 @@ NUM_REPORTED = 50
 """At most this many rows without an answer are named; further ones are only counted."""
 
 
+def asked_settings(config: RegenerateConfig, target: Path, template_options: dict[str, Any] | None) -> dict[str, Any]:
+    """What a row of the output depends on beside its number, as far as it is known before the target is loaded. The
+    draft is not among these settings, so a run may be continued with a newer draft: only the field `rejected` depends
+    on it."""
+    return {
+        "target_fingerprint": fingerprint(target),
+        "template_options": template_options or {},
+        "data_sha256": [hashlib.sha256(path.read_bytes()).hexdigest() for path in config.data],
+        "temperatures": config.temperatures,
+        "temperature_weights": config.temperature_weights,
+        "seed": config.seed,
+        "max_tokens": config.max_tokens,
+    }
+
+
 @dataclass(eq=False)
 class Regeneration:
     """One run. target: the checkpoint that `llm` runs; the output's settings store its fingerprint.
@@ -61,7 +76,10 @@ class Regeneration:
         self.tokenizer = self.llm.models.tokenizer
         self.rows = [row for path in self.config.data for row in read_rows(path)]
         known = {row for path in self.config.skip_ids for row in _ids(path)}
-        self.out = AnswerFile(self.config.out, self._settings())
+        models = self.llm.models
+        ran = {"dtype": models.storage, "arithmetic": models.arithmetic, "path": models.pair.name}
+        settings = asked_settings(self.config, self.target, self.template.options)
+        self.out = AnswerFile(self.config.out, settings | ran | {"max_context": self.llm.engine.max_context})
         self.todo = self._select(known)
         num_done = len(self.out.ids)
         self.bar = RequestProgress(num_done + len(self.todo), self.llm.engine, self.is_shown, num_done)
@@ -92,24 +110,6 @@ class Regeneration:
         )  # fmt: skip
         assert done.num_done + done.num_failed + done.num_skipped == done.num_rows, done
         return done
-
-    def _settings(self) -> dict[str, Any]:
-        """Everything that a row of the output depends on, except its number. The draft is not among these settings, so
-        a run may be continued with a newer draft: only the field `rejected` depends on it."""
-        config, models = self.config, self.llm.models
-        return {
-            "target_fingerprint": fingerprint(self.target),
-            "template_options": self.template.options,
-            "dtype": models.storage,
-            "arithmetic": models.arithmetic,
-            "path": models.pair.name,
-            "data_sha256": [hashlib.sha256(path.read_bytes()).hexdigest() for path in config.data],
-            "temperatures": config.temperatures,
-            "temperature_weights": config.temperature_weights,
-            "seed": config.seed,
-            "max_tokens": config.max_tokens,
-            "max_context": self.llm.engine.max_context,
-        }
 
     def _select(self, known: set[int]) -> list[int]:
         """The rows to answer, in order. Counts the rows that are skipped; `known` holds the ids of skip_ids."""

@@ -215,10 +215,11 @@ def suspicion(found: Evaluated) -> str | None:
     if right > commonest or commonest > 0.5:
         return None
     return (
-        f"the draft is at chance: it names the next token in {right:.1%} of the steps, and always naming the commonest "
-        f"token would in {commonest:.1%}. It was trained for another target, or it is read otherwise than it was "
-        "trained: try --capture and --norm-feedback, and compare rope_theta in its config.json (SpecForge before "
-        "2025-11 and SafeAILab train with 10000 whatever the field says)"
+        f"the draft is at chance: its chains name the next token in {right:.1%} of {counters.num_steps} steps, and "
+        f"always naming the commonest token would in {commonest:.1%}. Likeliest first: (1) it was trained too "
+        "little, or on text unlike these questions; `aquiline train --init` goes on from it; (2) it is read otherwise "
+        "than it was trained: try --capture and --norm-feedback, and compare rope_theta in its config.json (SpecForge "
+        "before 2025-11 and SafeAILab train with 10000 whatever the field says); (3) it was trained for another target"
     )
 
 

@@ -45,7 +45,7 @@ from aquiline.models.named import PAIRS
 from aquiline.writing import write_whole
 
 SCHEMA = "aquiline.eval/1"
-LIBRARIES = ("numpy", "tokenizers", "transformers")
+LIBRARIES = ("numpy", "tokenizers", "jinja2")
 SHOWN_PLACES = 5
 SHOWN_MISSES = 10
 """How many places of a draft the tables show, and how many turns that did not fit the notes name; eval.json has all."""

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from aquiline.bench.results.result import Result
-from aquiline.models.named import BUNDLED, PAIRS
+from aquiline.models.named import PAIRS
 
 BUILT_IN = Path(__file__).with_name("gates.yaml")
 LEVELS = ("micro", "full")
@@ -81,7 +81,7 @@ class Gate:
         length = (s.setting or "").partition("chain-")[2]
         parts += [f"--num-spec-tokens {length}"] if length else []
         own = "" if self.model in PAIRS else " --draft DRAFT"
-        parts += [] if self.model == BUNDLED else [f"--target {self.model}{own}"]
+        parts += [f"--target {self.model}{own}"]
         return " ".join([*parts, f"--micro-steps {self.limits['min_steps']:.0f}"])
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aquiline.bench.results.clock import Span, decode_tokens_per_s
-from aquiline.blocks import BLOCK_TYPES, PACKED
+from aquiline.blocks import PACKED, is_packed
 from aquiline.models.files import is_gguf
 
 QUANTISED = ("int8", "int4")
@@ -180,11 +180,6 @@ class PeerSpec:
         module = importlib.import_module(f"aquiline.bench.peers.{self.kind}")
         factory: Callable[[PeerSpec, Place], Peer] = module.open_peer
         return factory(self, place)
-
-
-def is_packed(weights: str) -> bool:
-    """Whether weights, as a result names their storage, are a GGUF file's blocks."""
-    return weights.partition("+")[0].upper() in BLOCK_TYPES
 
 
 def is_rounded(weights: str) -> bool:

@@ -13,11 +13,11 @@ from statistics import median
 
 from tokenizers import Tokenizer
 
-from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, is_packed
+from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec
 from aquiline.bench.results.integrity import SCHEMA
 from aquiline.bench.results.intervals import spread
 from aquiline.bench.results.result import ModelFacts, Result, Scenario, commit, speculation, tokens_sha256
-from aquiline.blocks import PACKED
+from aquiline.blocks import PACKED, is_packed
 from aquiline.engine.model import Loading, cpu_name, storage_of, stored_bytes
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
 from aquiline.models.config import ModelConfig

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from aquiline.bench.peers.base import is_packed, is_rounded
+from aquiline.bench.peers.base import is_rounded
 from aquiline.bench.results.intervals import Estimate, estimate, paired
 from aquiline.bench.results.result import Result, is_speculative, read_results, require_published
+from aquiline.blocks import is_packed
 
 COLUMNS = ("run", "what", "aquiline: fastest of", "tok/s", "peers: fastest of", "tok/s", "aquiline over it")
 Chooser = Callable[[Result], bool]

@@ -11,10 +11,11 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from aquiline.bench.peers.base import QUANTISED, is_packed, is_rounded
+from aquiline.bench.peers.base import QUANTISED, is_rounded
 from aquiline.bench.peers.check import Checked
 from aquiline.bench.results.intervals import Estimate, estimate, paired
 from aquiline.bench.results.result import Result, write_result
+from aquiline.blocks import is_packed
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field, replace
 from aquiline.bench.results.clock import decode_s, decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import Estimate, estimate, paired, rotated
 from aquiline.bench.results.result import commit
+from aquiline.bench.theory.configs import shape_of
+from aquiline.bench.theory.limits import EXPECTED_CHAIN, Costs, expectation
+from aquiline.bench.theory.measure import last_level_cache
+from aquiline.bench.theory.roofline import Rows, forward_cost
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share
@@ -129,6 +133,7 @@ class DemoResult:
     demo: Demo
     runs: list[Run]
     system: dict[str, object]
+    costs: Costs
 
     def baseline(self, temperature: float) -> Run:
         """The run without speculation at a temperature."""
@@ -152,6 +157,7 @@ class DemoResult:
             "runs": [run.as_dict(self.baseline(run.temperature)) for run in self.runs],
             "prompts": [prompt.source for prompt in self.demo.prompts],
             "chain_chosen_on": [prompt.source for prompt in self.demo.others],
+            "expectation": expectation(self.costs),
             "commit": commit(),
             "system": self.system,
         }
@@ -172,7 +178,21 @@ def run_demo(llm: LLM, demo: Demo, on_progress: Callable[[], None]) -> DemoResul
         run.outputs.append(result.outputs[0])
         run.summaries.append(result.summary)
         on_progress()
-    return DemoResult(demo, runs, llm.models.system())
+    return DemoResult(demo, runs, llm.models.system(), measured_costs(llm))
+
+
+def measured_costs(llm: LLM) -> Costs:
+    """What a chain costs on this machine: the table that adaptive drafting goes by, corrected by the steps that ran."""
+    llm.engine.prepare_choosing()
+    assert llm.engine.controller is not None
+    costs, passes = llm.engine.controller.costs, (1,) * EXPECTED_CHAIN
+    one, rows = (costs.verify(rows) + costs.host_ms for rows in (1, EXPECTED_CHAIN + 1))
+    shape = shape_of(llm.models.target_config, llm.models.storage)
+    drafting = costs.drafting(passes) if llm.models.draft_config is not None else None
+    return Costs(
+        forward_cost(shape.body, shape.precision, Rows(1, 0)).weight_bytes, last_level_cache(), rows / one,
+        None if drafting is None else (rows + drafting) / one,
+    )  # fmt: skip
 
 
 def _fastest_chain(llm: LLM, demo: Demo, temperature: float, on_progress: Callable[[], None]) -> Chain:

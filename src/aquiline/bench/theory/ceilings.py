@@ -29,6 +29,7 @@ from aquiline.bench.theory.measure import (
     measure_ceilings,
     this_machine,
 )
+from aquiline.blocks import is_packed
 from aquiline.config import cache_directory
 from aquiline.writing import write_whole
 
@@ -46,7 +47,8 @@ def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
     if choice.device not in (None, "cpu"):
         arithmetic = choice.arithmetic or ("float32" if dtype == "float32" else "bfloat16")
         return datasheet_ceilings(str(choice.device), arithmetic, bandwidth, flops)
-    machine, arithmetic = this_machine(), choice.arithmetic or "float32"
+    machine = this_machine()
+    arithmetic = choice.arithmetic or ("int8" if _runs_on_integers(dtype) and machine.isa != "torch" else "float32")
     check_arithmetic(arithmetic)
     known = (last_level_cache(), psutil.virtual_memory().total)
     if bandwidth and flops:
@@ -64,6 +66,11 @@ def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
         machine.key, arithmetic, bandwidth or read, flops or linears, flops or attention, copy, *known,
         remark=_remark(machine, measured),
     )  # fmt: skip
+
+
+def _runs_on_integers(dtype: str) -> bool:
+    """Whether the engine by itself multiplies weights of this storage in int8."""
+    return dtype in ("int8", "int4") or is_packed(dtype)
 
 
 def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = False) -> Measurement:

@@ -23,7 +23,9 @@ class Storage:
         None, "Weights: float32, bfloat16, float16, fp8, int8, int4 or mxfp4. Default: as the config says.", STORAGE
     )
     draft_dtype: str | None = setting(
-        None, "The draft's. Default: bfloat16, or as the target where that is not quantised.", STORAGE
+        None,
+        "The draft's. Default: int4 beside packed weights, else bfloat16 or as a target that is not quantised.",
+        STORAGE,
     )
     kv_dtype: str | None = setting(None, "Keys and values: float32, bfloat16, float16 or fp8.", STORAGE)
 
@@ -32,15 +34,18 @@ class Storage:
 class Choice:
     """A device as the user names it; figures replace its own.
 
-    device None: cpu, or nothing but the figures if both are given. arithmetic None: float32 on a CPU and beside float32
-    weights, else bfloat16."""
+    device None: cpu, or nothing but the figures if both are given. arithmetic None: on a CPU int8 for int8, int4 and
+    packed weights, else float32; on other devices float32 for float32 weights, else bfloat16."""
 
     device: str | None = setting(
         None, "cpu, measured once and cached; or by datasheet a100, h100, h200, b200, l4, l40s, rtx3090, rtx4090, "
         "rtx5090, mi300x. Default: cpu.", DEVICE,
     )  # fmt: skip
     arithmetic: str | None = setting(
-        None, "float32, bfloat16 or int8. Default: float32 on a CPU, else bfloat16.", DEVICE
+        None,
+        "float32, bfloat16 or int8. Default: on a CPU int8 for int8, int4 and packed weights, else float32; on "
+        "other devices bfloat16.",
+        DEVICE,
     )
     bandwidth: float | None = setting(None, "GB/s, in the place of the device's.", DEVICE)
     flops: float | None = setting(None, "TFLOP/s, in the place of the device's.", DEVICE)

@@ -11,6 +11,7 @@ from aquiline.bench.theory.configs import assumed_draft, read_draft_shape, read_
 from aquiline.bench.theory.measure import OnStage
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.bench.theory.shapes import DraftShape, ModelShape, Precision, precision_of
+from aquiline.blocks import is_packed
 from aquiline.models.named import checkpoints
 
 
@@ -24,17 +25,19 @@ class Pair:
 
     def roofline(self, device: Choice, on_stage: OnStage) -> Roofline:
         """What the device allows; on_stage is told what is measured. Raises ValueError as ceilings_of does."""
-        ceilings = ceilings_of(device, self.target.precision.plain.name, on_stage)
+        ceilings = ceilings_of(device, self.target.precision.layers.name, on_stage)
         return Roofline(self.target, self.draft, self.draft_precision, ceilings)
 
 
 def pair_of(model: str | None, draft: str | None, storage: Storage) -> Pair:
-    """The shapes of `model`, by default the bundled pair's. draft "none": without; None: a known pair's own, else a
+    """The shapes of `model`, by default the default pair's. draft "none": without; None: a known pair's own, else a
     typical head."""
     named = checkpoints(model, draft)
     target = read_shape(named.target, storage.dtype, storage.kv_dtype)
     head = _draft(named.draft, target)
-    return Pair(target, head, precision_of(storage.draft_dtype or target.precision.plain.name, storage.kv_dtype))
+    precision = target.precision
+    dtype = storage.draft_dtype or ("int4" if is_packed(precision.layers.name) else precision.plain.name)
+    return Pair(target, head, precision_of(dtype, storage.kv_dtype))
 
 
 def _draft(draft: str | Path | None, target: ModelShape) -> DraftShape | None:

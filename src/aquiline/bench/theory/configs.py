@@ -7,6 +7,7 @@ configuration_*.py and modeling_*.py of the families named.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +21,16 @@ from aquiline.bench.theory.shapes import (
     Storage,
     precision_of,
 )
+from aquiline.blocks import BLOCK_TYPES
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.draft_config import FC_NORM_FLAGS
 from aquiline.models.families import FAMILIES, UNKNOWN, Family, config_file, read_fields
 from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, texts
-from aquiline.models.files import read_json, resolve
+from aquiline.models.files import is_gguf, is_hub_id, resolve
+from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.named import draft_of, target_of
-from aquiline.models.producers import LAYER_IDS, find_format, is_windowed
+from aquiline.models.producers import LAYER_IDS, find_format, is_windowed, read_draft_fields
 
 _UNCOUNTED = ("kv_lora_rank", "mamba_d_state", "state_size", "linear_num_key_heads", "is_encoder_decoder")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -36,8 +39,7 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token
 
 def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None = None) -> ModelShape:
     """The shape of a model: a directory, a config.json, a hub id or a GGUF file. Its weights count as stored in
-    `dtype`, by default as the configuration says. GGUF's blocks are unpacked when they are loaded here, so they count
-    as bfloat16.
+    `dtype`, by default as the configuration says, or as the blocks of a GGUF file are.
 
     Raises CheckpointError naming file, field and value, ValueError for an unknown dtype."""
     file = shape_file(model)
@@ -53,6 +55,7 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
     facts, hidden = FAMILIES.get(family, UNKNOWN), count(raw, file, "hidden_size")
     layers = _layers(raw, file, facts)
     is_moe = any(layer.num_experts for layer in layers)
+    dtype = dtype or (_block_types(file) if is_gguf(file) else None)
     own = precision_of(dtype, kv_dtype, is_moe=is_moe) if dtype else _own_precision(raw | outer, file, kv_dtype, is_moe)
     unknown = f"family {family!r} is not known here: counted as llama-like, with a gated MLP and two norms a layer"
     return ModelShape(
@@ -70,7 +73,7 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
 
     Raises CheckpointError naming file, field and value, also if it is no draft of this target."""
     file = shape_file(draft_of(draft))
-    outer = read_json(file)
+    outer = read_draft_fields(file)
     raw = nested(outer, file, "transformer_layer_config") or outer
     if count(raw, file, "num_hidden_layers") != 1:
         raise CheckpointError(f"{file}: num_hidden_layers={raw['num_hidden_layers']}; an EAGLE-3 head has 1")
@@ -138,6 +141,8 @@ def shape_file(model: str | Path) -> Path:
         return config_file(resolve(path))
     if path.is_file():
         return path
+    if not is_hub_id(str(model)):
+        raise CheckpointError(f"{model} is neither a directory nor a config.json nor a Hugging Face id (owner/name)")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -181,6 +186,19 @@ def _layer_of(config: ModelConfig, index: int, inputs: int) -> LayerShape:
         config.num_heads, config.num_kv_heads, dim, fixed + mlp(hidden, inner, config.mlp_bias),
         num_vector=vectors, window=config.window(index),
     )  # fmt: skip
+
+
+def _block_types(file: Path) -> str | None:
+    """How a GGUF file stores most of its layers and its head, as precision_of takes it; None if layers are floats."""
+    tensors = read_gguf(file).tensors
+    sizes: Counter[str] = Counter()
+    for name, info in tensors.items():
+        if name.startswith("blk.") and info.type_name in BLOCK_TYPES:
+            sizes[info.type_name.lower()] += info.num_bytes
+    if not sizes:
+        return None
+    head = (tensors.get("output.weight") or tensors["token_embd.weight"]).type_name
+    return f"{sizes.most_common(1)[0][0]}+{head.lower() if head in BLOCK_TYPES else 'bfloat16'}"
 
 
 def _attention(raw: Raw, file: Path, facts: Family, inputs: int | None = None) -> LayerShape:

@@ -9,6 +9,8 @@ from aquiline.bench.theory.roofline import Ideal, Roofline
 from aquiline.spec.drafting import Chain
 
 EXAMPLE_TAU = 2.5
+EXPECTED_CHAIN = 3
+"""The chain of which `expectation` says from when on it pays."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,50 @@ def notes(roofline: Roofline, cells: list[Cell]) -> list[str]:
             f"context x batch {', '.join(too_big)}: more than the {ceilings.memory_bytes / 1e9:.0f} GB of the device"
         )
     return found
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What decides whether speculation pays.
+
+    weight_bytes: that a step reads. cache_bytes: of the last-level cache, None if it is not known. rows: a forward of
+    EXPECTED_CHAIN + 1 rows, in forwards of one. chain: the same with the drafting of such a chain; None without a
+    draft. is_ideal: computed at the device's best, not measured."""
+
+    weight_bytes: float
+    cache_bytes: int | None
+    rows: float
+    chain: float | None
+    is_ideal: bool = False
+
+
+def expectation(costs: Costs) -> str:
+    """What to expect of speculation, in one line: where the weights come from, what verified rows cost, and from which
+    tau on a chain pays."""
+    weights, cache = f"{costs.weight_bytes / 1e6:.0f} MB of weights", costs.cache_bytes
+    if cache is None:
+        source = f"a step reads {weights}"
+    elif cache >= costs.weight_bytes:
+        source = f"a last-level cache of {cache / 1e6:.0f} MB holds the {weights} of a step, so rows cost arithmetic"
+    else:
+        source = f"a step reads {weights} from memory, past a last-level cache of {cache / 1e6:.0f} MB"
+    bound = "at least " if costs.is_ideal else ""
+    told = f"{source}; {EXPECTED_CHAIN + 1} rows cost {bound}{costs.rows:.2f} steps"
+    if costs.chain is None:
+        return told
+    if costs.chain >= EXPECTED_CHAIN + 1:
+        return f"{told}, and with its drafting a chain of {EXPECTED_CHAIN} costs {costs.chain:.2f}: it cannot pay"
+    return f"{told}, and with its drafting a chain of {EXPECTED_CHAIN} pays from a tau of {bound}{costs.chain:.2f} on"
+
+
+def costs_of(roofline: Roofline, context: int) -> Costs:
+    """The least that a chain costs one sequence of so many cached tokens."""
+    one, spec = roofline.step(1, context), Chain(EXPECTED_CHAIN)
+    return Costs(
+        one.cost.weight_bytes, roofline.ceilings.cache_bytes,
+        roofline.step(1, context, spec.max_nodes).seconds / one.seconds,
+        None if roofline.draft is None else roofline.cycle(spec, 1.0, 1, context).seconds / one.seconds, is_ideal=True,
+    )  # fmt: skip
 
 
 def describe(roofline: Roofline) -> dict[str, object]:

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from aquiline.config import SamplingParams
-from aquiline.engine.bulk import BulkRun
+from aquiline.engine.bulk import BulkResult, BulkRun
 from aquiline.engine.llm import LLM, Output, Result
 from aquiline.metrics import peak_memory_bytes
+from aquiline.text.chat import ChatTemplate
+
+NUM_NAMED = 10
+"""At most this many failed rows are named in the last line; each has a line of its own before it."""
 
 
 def show_continuation(
@@ -34,12 +38,11 @@ def show_continuation(
     )
 
 
-def show_file(run: BulkRun, as_json: bool) -> None:
+def show_file(run: BulkRun, llm: LLM, template: ChatTemplate | None, system: str | None, as_json: bool) -> BulkResult:
     """Run a file of prompts and print what became of its rows."""
-    llm = run.llm
     if not as_json:
         print(llm.engine.memory, file=sys.stderr)
-    result = run.run(progress=not as_json)
+    result = run.run(llm, template, system, progress=not as_json)
     for line, reason in result.failed.items():
         print(f"aquiline: {run.rows}, line {line}: {reason}", file=sys.stderr)
     s = result.summary
@@ -48,12 +51,22 @@ def show_file(run: BulkRun, as_json: bool) -> None:
             "num_rows": result.num_rows, "num_resumed": result.num_resumed, "failed": result.failed,
             "metrics": s.as_dict(), "memory": llm.engine.memory.as_dict(), "system": llm.models.system(),
         }))  # fmt: skip
-        return
-    print(
-        f"{result.num_rows} rows ({result.num_resumed} were there, {len(result.failed)} failed), "
-        f"{s.tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}; {s.slots_line}",
-        file=sys.stderr,
-    )
+    else:
+        print(
+            f"{result.num_rows} rows ({result.num_resumed} were there, {len(result.failed)} failed), "
+            f"{s.tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}; {s.slots_line}",
+            file=sys.stderr,
+        )
+    if result.failed:
+        named = ", ".join(map(str, list(result.failed)[:NUM_NAMED])) + (
+            ", ..." if len(result.failed) > NUM_NAMED else ""
+        )
+        print(
+            f"aquiline: {len(result.failed)} of {result.num_rows} rows failed (line {named}); their lines of {run.out} "
+            'say why in "error"',
+            file=sys.stderr,
+        )
+    return result
 
 
 def as_dict(result: Result, llm: LLM) -> dict[str, object]:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo import CHAINS, Demo, DemoResult, Run, run_demo
+from aquiline.bench.theory.limits import expectation
 from aquiline.cli.options import wide_console
 from aquiline.cli.show.writers import coloured, legend, shares_of
 from aquiline.engine.chat import pieces_of
@@ -50,6 +51,7 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
         f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, "
         f"{s['arithmetic']} arithmetic"
     )
+    console.print(f"Here {expectation(result.costs)}", soft_wrap=True)
     console.print("tok/s and speedup: medians over the prompts by the wall clock [95 % intervals]")
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter")
     if demo.others:
