@@ -40,7 +40,7 @@ def open_service(
     checkpoint = resolve(target)
     vocab_size = read_model_config(
         checkpoint
-    ).vocab_size  # what can be no target is refused before a process is started for it
+    ).vocab_size  # no target: refused before a process starts for it
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise ValueError(f"target={str(checkpoint)!r}: has no tokenizer.json, and clients send text; add one")
