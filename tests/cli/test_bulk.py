@@ -87,12 +87,12 @@ def test_results_stand_in_input_order_and_bad_rows_say_why(llm: LLM, rows: Path,
 
 
 def test_a_full_disk_is_named_and_costs_no_row(llm: LLM, rows: Path, tmp_path: Path) -> None:
-    run(llm, rows, tmp_path / "whole.jsonl").run()
+    run(llm, rows, tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_text()
     out = tmp_path / "out.jsonl"
     with full_after(len(whole) // 2), pytest.raises(OSError, match=rf"out\.jsonl: {MESSAGE}\. Its whole lines stay"):
-        run(llm, rows, out).run()
-    result = run(llm, rows, out).run()
+        run(llm, rows, out)
+    result = run(llm, rows, out)
     assert 0 < result.num_resumed < len(ROWS) and out.read_text() == whole
 
 

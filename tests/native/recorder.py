@@ -192,7 +192,10 @@ class Recorder:
         self._text(name)
         self._write("II", len(arguments), handle if name in OPENING else 0)
         for i, (value, kind) in enumerate(zip(arguments, self._kinds(name), strict=True)):
-            self._argument(name, i, value, kind)
+            if isinstance(value, int) and i in ARGUMENTS[name] and not ARGUMENTS[name][i](arguments):
+                self._write("IQ", used[0].number, 0)  # the address of no bytes: any will do
+            else:
+                self._argument(name, i, value, kind)
         timed = [r for r in used if self._is_time(name, arguments, r)]
         untimed = [r for r in used if not r.range.is_input and r not in timed]
         changed = [(r, offset, content) for r in untimed for offset, content in self._changes(r)]

@@ -119,7 +119,7 @@ def test_an_engine_that_dies_again_and_again_is_waited_for_longer(monkeypatch: p
 
     async def run() -> None:
         nonlocal lived
-        client = EngineClient(Opening(PairConfig(), EngineConfig(), NoDraft()))
+        client = EngineClient(Opening(PairConfig("bundled"), EngineConfig(), NoDraft()))
         await client.start()
         for seconds in [0.0] * 12 + [STEADY_S] + [0.0] * 2:
             lived, number = seconds, client.num_restarts

@@ -37,7 +37,7 @@ def test_a_process_that_cannot_be_started_ends_the_server(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(multiprocessing.popen_spawn_posix.Popen, "__init__", broken)
     service, ended = silent_service(), []
-    service.client = EngineClient(Opening(PairConfig(), EngineConfig(), NoDraft()))
+    service.client = EngineClient(Opening(PairConfig("bundled"), EngineConfig(), NoDraft()))
     service.on_failure = lambda: ended.append(True)
     asyncio.run(service.start())
     assert ended and service.failure is not None and "cannot be started" in service.failure, service.failure
@@ -56,7 +56,7 @@ def test_a_process_that_cannot_be_replaced_is_tried_again(
         return SilentLife()
 
     async def main() -> str:
-        client = EngineClient(Opening(PairConfig(), EngineConfig(), NoDraft()))
+        client = EngineClient(Opening(PairConfig("bundled"), EngineConfig(), NoDraft()))
         client._pause_s = 0.0
         monkeypatch.setattr(Life, "begun", begun)
         monkeypatch.setattr(EngineClient, "_read", lambda *given: None)
