@@ -52,7 +52,9 @@ SPECS = {
 @cache
 def bundled() -> LLM:
     """The bundled pair in float32, whose draft is right often enough."""
-    return LLM("bundled", dtype="float32", engine=EngineConfig(max_batch=8, page_size=16, prefix_cache=False, check=True))
+    return LLM(
+        "bundled", dtype="float32", engine=EngineConfig(max_batch=8, page_size=16, prefix_cache=False, check=True)
+    )
 
 
 @cache

@@ -62,6 +62,8 @@ class SilentClient(EngineClient):
 def silent_service(limits: Limits | None = None, **config: Any) -> Service:
     """A service in front of it, which is not started."""
     settings = ServerConfig(port=0, **config)
-    service = open_service(PairConfig("bundled"), EngineConfig(), Adaptive(), settings, limits or Limits(), ChatConfig())
+    service = open_service(
+        PairConfig("bundled"), EngineConfig(), Adaptive(), settings, limits or Limits(), ChatConfig()
+    )
     service.client = SilentClient(Opening(PairConfig("bundled"), EngineConfig(), Adaptive()))
     return service

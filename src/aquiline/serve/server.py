@@ -38,9 +38,7 @@ def open_service(
     CheckpointError for what cannot be read."""
     target = checkpoints(pair.target, pair.draft).target
     checkpoint = resolve(target)
-    vocab_size = read_model_config(
-        checkpoint
-    ).vocab_size  # no target: refused before a process starts for it
+    vocab_size = read_model_config(checkpoint).vocab_size  # no target: refused before a process starts for it
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise ValueError(f"target={str(checkpoint)!r}: has no tokenizer.json, and clients send text; add one")
