@@ -14,6 +14,7 @@ from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
 from aquiline.engine.scheduler import MIN_CHUNK
+from aquiline.engine.step import Step
 
 pytestmark = needs_native
 
@@ -45,6 +46,36 @@ def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budg
     finish(llm)
     assert second.output_ids == alone(words(150, 1))
     assert first.output_ids == alone(words(5), dataclasses.replace(PARAMS, max_tokens=300))
+
+
+def test_a_prompt_does_not_hold_up_others_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunks beside a sequence that decodes take a tenth of a second, at 4 ms a row; alone it has all rows."""
+    llm = tiny_llm(max_batch=2, row_budget=200)
+    rows = lambda step: len(step.plan.decoding) + step.plan.num_chunk_rows  # noqa: E731
+    monkeypatch.setattr(Step, "seconds", property(lambda step: 0.004 * rows(step)))
+    first = started(llm, "first", words(50), LONG)
+    finish_at = len(first.output_ids)
+    second, chunks = add(llm, "second", words(170, 1)), []
+    while not second.output_ids:
+        llm.engine.step()
+        assert llm.engine.last is not None
+        chunks.append(llm.engine.last.plan.num_chunk_rows)
+    assert set(chunks[:-1]) == {25} and len(first.output_ids) == finish_at + len(chunks)
+    finish(llm)
+    third = add(llm, "third", words(170, 1))
+    llm.engine.step()
+    assert llm.engine.last is not None and llm.engine.last.plan.num_chunk_rows == 170
+    finish(llm)
+    assert second.output_ids == third.output_ids == alone(words(170, 1))
+
+
+def test_one_step_that_was_disturbed_cuts_no_prompt() -> None:
+    scheduler = tiny_llm(max_batch=2, row_budget=200).engine.scheduler
+    for seconds in (0.1, 0.1, 10.0):
+        scheduler.learn_pace(200, seconds, 0.0)
+    assert scheduler.chunk_rows == 200
+    scheduler.learn_pace(200, 10.0, 0.0)
+    assert scheduler.chunk_rows == MIN_CHUNK
 
 
 def test_prompts_share_a_step_s_rows_in_the_order_they_came() -> None:

@@ -226,6 +226,8 @@ class Engine:
                 self._forget(sequence)
         plan = step.plan
         num_decode_rows = sum(1 + decoded.num_drafted for decoded in output.decodes)
+        if plan.chunks and step.seconds:
+            self.scheduler.learn_pace(num_decode_rows + plan.num_chunk_rows, step.seconds, self._step_s or 0.0)
         self.meter.add_step(output.seconds, output.parts, num_decode_rows, plan.num_chunk_rows)
         if plan.decoding:
             self.meter.slots.add(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from aquiline.engine.sequence import MARGIN, Request, Sequence
@@ -21,6 +23,10 @@ from aquiline.kv.prefix import PrefixCache
 
 MIN_CHUNK = 16
 """Prompt rows of a step in which decoding sequences alone fill the row budget: prompts must not starve."""
+
+MOST_CHUNK_S = 0.1
+"""Seconds that a step with prompt rows takes, about, beyond a step of the decoding sequences alone: whoever reads along
+must not notice somebody else's prompt."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Scheduler:
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
         self.due: dict[Sequence, float] = {}  # time.monotonic at which sequences with a deadline must end
         self.num_preemptions = 0
+        self.chunk_rows = row_budget  # prompt rows at most of a step in which others decode
+        self._row_s = deque[float](maxlen=3)  # of the last steps with chunks: one that was disturbed is no rule
         self.capacity = min(pool.num_pages, pool.pages_per_slot) * pool.page_size  # KV indices of one sequence at most
 
     @property
@@ -132,6 +140,13 @@ class Scheduler:
         """The plan ran so often: its outcomes will be read one by one."""
         for sequence in plan.decoding:
             sequence.in_flight += (num_steps - 1) * sequence.max_step
+
+    def learn_pace(self, num_rows: int, seconds: float, decode_s: float) -> None:
+        """Learn how long a row takes from a step with chunks; decode_s: what a step without chunks takes. Chunks beside
+        decoding sequences are then cut to MOST_CHUNK_S, whatever the machine and the model."""
+        if num_rows >= MIN_CHUNK:
+            self._row_s.append(seconds / num_rows)
+            self.chunk_rows = max(MIN_CHUNK, int((MOST_CHUNK_S + decode_s) / median(self._row_s)))
 
     def remove(self, sequence: Sequence) -> None:
         """Free the slot and pages of a sequence, or take it out of the queue."""
@@ -217,6 +232,8 @@ class Scheduler:
     def _chunks(self, prefilling: list[Sequence], decoding: tuple[Sequence, ...]) -> tuple[PlannedChunk, ...]:
         num_decode_rows = sum(s.num_rows for s in decoding)
         budget = max(self.row_budget - num_decode_rows, min(self.row_budget, MIN_CHUNK))
+        if decoding:
+            budget = min(budget, self.chunk_rows)
         chunks = []
         for sequence in sorted(prefilling, key=lambda s: s.urgency):
             end = min(sequence.prefill_end, sequence.num_planned + budget)
