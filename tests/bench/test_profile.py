@@ -65,6 +65,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert data["num_steps"] > 0 and data["tau"] >= 1 and data["adaptive"] is None
 
 
+@pytest.mark.rare
 def test_a_backend_that_times_no_stages_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of its stages is shown as taking no time, and no step as having taken none."""
     monkeypatch.setenv("AQUILINE_ISA", "off")

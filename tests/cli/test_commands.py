@@ -98,6 +98,7 @@ def test_help_waits_for_nothing_heavy(args: list[str]) -> None:
     assert args[0] == "--help" or f"aquiline {args[0]} " in done.stdout.replace("\n", " "), "no example"
 
 
+@pytest.mark.rare
 def test_transformers_is_needed_by_its_peer_alone(tmp_path: Path) -> None:
     """A process of its own, since this one has imported it."""
     done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=120, cwd=tmp_path)
