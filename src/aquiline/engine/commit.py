@@ -114,9 +114,9 @@ def append(
     delta = sequence.append(tokens[:-1], num_accepted, logprobs, drafter)
     if delta.finish_reason is not None:
         return delta
-    end = sequence.end(
-        "error",
-        f"request {sequence.request.id}: the target's logits at position {len(sequence.tokens)} are NaN or "
-        "have no finite value; check the checkpoint's weights and dtype",
-    )
+    sampling, cause = sequence.request.sampling, "check the checkpoint's weights and dtype"
+    if sampling.logit_bias or sampling.bad_words or sampling.min_tokens:
+        cause += ", and whether logit_bias, bad_words and min_tokens leave any token"
+    where = f"request {sequence.request.id}: the target's logits at position {len(sequence.tokens)}"
+    end = sequence.end("error", f"{where} are NaN or have no finite value; {cause}")
     return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)
