@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a write, not of a path: those of a path name it."""
+
+
+def check_place(path: Path | None, is_folder: bool = False) -> None:
+    """Refuse a place where no file, or no folder of files, can be written, before work is done for it. Raises OSError
+    naming it."""
+    if path is None:
+        return
+    if path.exists() and path.is_dir() != is_folder:
+        raise OSError(f"{path}: is a {'file' if is_folder else 'folder'}; name a {'folder' if is_folder else 'file'}")
+    folder = path if is_folder else path.parent
+    while is_folder and not folder.exists():  # these are made
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OSError(f"{path}: {folder} is no folder that can be written; make it, or name another place")
 
 
 @contextmanager

@@ -309,3 +309,28 @@ def test_a_prediction_is_a_text_or_a_file(pair: Path, tmp_path: Path) -> None:
     told = refused(generate(pair, "--prompts-file", rows, "--out", out, "--prediction", text))
     assert "prediction: goes with one prompt; give rows of --prompts-file" in told
     assert "No such file" in refused(generate(pair, "--prompt", "abc", "--drafter", "lookup", "--prediction", "@none"))
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["profile", "--trace", "nowhere/trace.json"], "nowhere/trace.json: nowhere is no folder that can be written"),
+        (["profile", "--trace", "folder"], "folder: is a folder; name a file"),
+        (["demo", "--plot", "nowhere/demo.png"], "nowhere/demo.png: nowhere is no folder"),
+        (["eval", "--out", "file"], "file: is a file; name a folder"),
+        (["compare", "--out", "file/results"], "file/results: file is no folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    command: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*given: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    for place in ("engine.llm.load_models", "bench.suite.scenarios.load_models"):
+        monkeypatch.setattr(f"aquiline.{place}", loaded)
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and told in refused.stderr, refused.output

@@ -12,6 +12,7 @@ from aquiline.bench.peers.plan import Contest, Workload
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, named
 from aquiline.config import PairConfig
+from aquiline.writing import check_place
 
 
 @with_options
@@ -50,11 +51,12 @@ def compare(
     from aquiline.bench.peers.verdict import write_comparison
     from aquiline.cli.show.comparison import compare_shown, show_comparison
 
+    check_place(out, is_folder=True)
     plan = plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
     found = compare_shown(plan, is_shown=not as_json)
-    if out is not None:
-        write_comparison(found, out)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
         show_comparison(found, plan)
+    if out is not None:  # last: a disk that is full must not cost the figures
+        write_comparison(found, out)

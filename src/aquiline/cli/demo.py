@@ -12,6 +12,7 @@ import typer
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, named
 from aquiline.config import EngineConfig, PairConfig
+from aquiline.writing import check_place
 
 
 @with_options
@@ -48,6 +49,7 @@ def demo(
     from aquiline.engine.opened import open_llm, open_template
     from aquiline.models.named import BUNDLED
 
+    check_place(plot)
     pair = replace(pair, target=BUNDLED) if bundled or package is not None else named(pair)
     name = str(pair.target)
     llm = open_llm(pair, EngineConfig(max_batch=1, prefix_cache=False))

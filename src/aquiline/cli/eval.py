@@ -14,6 +14,7 @@ from aquiline.bench.eval.plan import OUTPUT, EvalPlan, Search, check_pair
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import named
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
+from aquiline.writing import check_place
 
 EXAMPLES = """
 Examples:
@@ -62,6 +63,7 @@ def evaluate(
     from aquiline.models.named import pair_of
 
     chosen = EvalPlan(search.settings, **plan)
+    check_place(out, is_folder=True)
     check_pair(pair)
     pair = named(pair)
     dataset = sample.dataset or pair_of(pair.target).questions

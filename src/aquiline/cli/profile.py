@@ -13,6 +13,7 @@ from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, chosen, named
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.spec.named import DraftingChoice
+from aquiline.writing import check_place
 
 
 @with_options
@@ -42,6 +43,7 @@ def profile(
     from aquiline.bench.suite.scenarios import sources_of
     from aquiline.cli.show.profile import show_profile
 
+    check_place(trace)
     pair = named(pair)
     spec = chosen(drafting, pair)
     config = EngineConfig(max_batch=batch, max_context=context + new_tokens, prefix_cache=False)
