@@ -154,13 +154,13 @@ async def worst(storm: Storm) -> None:
 
 
 async def feel_worst(storm: Storm) -> dict[str, Felt]:
-    """Send each of these bodies once the storm is over, and note what a stream beside it feels."""
+    """Send each of these bodies before the storm, and note what a stream beside it feels."""
     felt: dict[str, Felt] = {}
     async with Canary(storm.served) as canary:
         await canary.listen(20)
         most = most_gap_s(await canary.listen(300))
         for name, worst in WORST.items():
-            felt[name] = found = await canary.beside(worst.path, storm.worst[name])
+            felt[name] = found = await canary.felt(worst.path, storm.worst[name], most)
             if found.gap_s > most or found.grown_bytes > MAX_GROWN_BYTES:
                 told = f"{found.gap_s:.2f} s ({most:.2f} allowed), {found.grown_bytes / 1e6:.0f} MB"
                 storm.wrong.append(f"beside {name!r} a stream waited {told}")
