@@ -62,7 +62,7 @@ def test_a_short_context_drafts_adaptively(isa: str | None) -> None:
 def test_a_backend_that_times_no_steps_has_its_drafting_measured() -> None:
     """By what a step that drafts takes beyond one that verifies as many rows."""
     table = measured_table(models_of(400, "off"))
-    assert table.first[4] > 0.01 and table.first[1] < 100 * table.verify[1]
+    assert table.verify[1] / (TINY.num_layers + 1) <= table.first[1] < 100 * table.verify[1]
 
 
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {

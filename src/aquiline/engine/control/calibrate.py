@@ -106,7 +106,7 @@ class _Bench:
 
     def __init__(self, models: LoadedModels, backend: Backend, num_long: int) -> None:
         self.backend, self.has_draft = backend, models.draft_config is not None
-        self.vocab, self.num_long = models.vocab_size, num_long
+        self.vocab, self.num_long, self.num_layers = models.vocab_size, num_long, models.target_config.num_layers
         self.by_rows = filled([(1, 0.0)])  # what forwards take, once they are measured
         self.tells_times = True
         self.lengths, self.num_seated = [0] * SLOTS, 0  # num_seated: the first slots, that hold long sequences
@@ -194,7 +194,10 @@ class _Bench:
             return _Took(took * 1e3, output.seconds["draft"] * 1e3)
         self.tells_times = False  # drafting is what the step takes beyond a forward of its rows
         num_rows = sum(1 + decoded.num_drafted for decoded in output.decodes)
-        return _Took(took * 1e3, max(LEAST_MS, took * 1e3 - at(self.by_rows, num_rows)))
+        # A pass takes no less than one of the target's layers, head included, however disturbed those forwards were.
+        num_passes = max(decoded.num_drafted for decoded in output.decodes)
+        least = num_passes * self.by_rows[1] / (self.num_layers + 1)
+        return _Took(took * 1e3, max(least, took * 1e3 - at(self.by_rows, num_rows)))
 
     def _seat(self, slot: int, num_keys: int, num_pages: int, first_page: int) -> None:
         """A sequence of num_keys cached tokens and one more, whose keys stand in pages from first_page on."""
