@@ -48,7 +48,8 @@ def assert_tau_holds(file: Path, num_requests: int) -> Result:
     return result
 
 
-@pytest.mark.parametrize("profile", [pytest.param("full", marks=pytest.mark.rare), "cpu"])
+@pytest.mark.rare
+@pytest.mark.parametrize("profile", PROFILES)
 def test_tau_from_output_lengths_is_the_reported_one_in_every_scenario(profile: str, tmp_path: Path) -> None:
     plan = Plan(
         shrunk(PROFILES[profile]), profile, num_spec_tokens=(4,), temperatures=(0.0, 0.8), micro_steps=9,

@@ -63,6 +63,7 @@ def test_bad_options(pair: Path, options: list[str], named: str) -> None:
     assert named in refused("generate", "--target", str(pair / "target"), *prompt, *options)
 
 
+@pytest.mark.rare
 def test_broken_checkpoints(pair: Path, tmp_path: Path) -> None:
     assert "no-such-dir" in refused("generate", "--target", str(tmp_path / "no-such-dir"), "--prompt", "x")
     truncated = copy(pair / "target", tmp_path / "truncated")

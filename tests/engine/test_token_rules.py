@@ -23,7 +23,9 @@ WAYS = {"none": BASELINE} | {name: SPECS[name] for name in ("chain4", "static", 
 BATCH = prompts(6)
 GREEDY = SamplingParams(max_tokens=30)
 SAMPLED = SamplingParams(max_tokens=30, temperature=1.2, top_p=0.95, presence_penalty=0.3, seed=8)
-both = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+both = pytest.mark.parametrize(
+    "sampling", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.rare), pytest.param(SAMPLED, id="sampled")]
+)
 
 
 @lru_cache
