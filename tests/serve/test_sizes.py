@@ -33,7 +33,7 @@ WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
     *((CompletionRequest, {"prompt": value}) for value in (NULLS, EMPTY, [NULLS], [["a"] * MANY] * MANY)),
     *((CompletionRequest, {"prompt": "a", "stop": value}) for value in ([1] * MANY, NULLS)),
     *((CompletionRequest, {"prompt": "a", name: NULLS}) for name in ("stop_token_ids", "bad_words")),
-    *((CompletionRequest, {"prompt": "a", name: NAMED}) for name in ("logit_bias", "speculative")),
+    (CompletionRequest, {"prompt": "a", "logit_bias": NAMED}),
     *((CompletionRequest, {"prompt": "a", "prediction": {"content": value}}) for value in (NULLS, EMPTY)),
     *((ChatRequest, {"messages": value}) for value in (NULLS, EMPTY)),
     *((ChatRequest, {"messages": [USER | {"content": value}]}) for value in (NULLS, EMPTY)),
