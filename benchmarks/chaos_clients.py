@@ -15,7 +15,7 @@ from typing import Any
 from served import Served, posted
 from worst_bodies import MAX_GROWN_BYTES, WORST, Canary, Felt, most_gap_s
 
-from aquiline.serve.config import Limits
+from aquiline.serve.server_config import Limits
 
 PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "import os\n\n\ndef walk(path):\n"]
 PATIENCE_S = 120.0

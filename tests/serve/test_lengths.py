@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from tests.serve.silent import INFO, silent_service
 
-from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError
+from aquiline.serve.api_errors import ApiError
+from aquiline.serve.choices import Job
 from aquiline.serve.protocol import ChatRequest, CompletionRequest, ResponseRequest
 from aquiline.serve.responses import as_chat
-from aquiline.serve.service import Job, Service
+from aquiline.serve.server_config import Limits
+from aquiline.serve.service import Service
 
 WAYS: list[dict[str, Any]] = [
     {"drafter": "none"}, {}, {"num_spec_tokens": 1}, {"drafter": "chain"}, {"drafter": "static"}, {"drafter": "lookup"},

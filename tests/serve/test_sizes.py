@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from aquiline.config import SamplingParams
 from aquiline.engine.sequence import Request
-from aquiline.serve.errors import MAX_MESSAGE, ApiError
-from aquiline.serve.limits import MAX_ENTRIES, MAX_PARTS, check_entries, read_json
-from aquiline.serve.prompts import Prompts
+from aquiline.serve.admission import MAX_ENTRIES, MAX_PARTS, check_entries, read_json
+from aquiline.serve.api_errors import MAX_MESSAGE, ApiError
 from aquiline.serve.protocol import ChatRequest, CompletionRequest, Prediction, ResponseRequest, TokenizeRequest
+from aquiline.serve.request_prompts import Prompts
 from aquiline.spec.drafting import NoDraft
 from aquiline.text.chat import ChatTemplate
 

@@ -2,7 +2,7 @@
 
 Fields that are not known are ignored, as vLLM and OpenAI do; fields that are known and not supported are refused by
 name (`sampling.refuse_unsupported`). Of what is wrong in a body one thing is told, so no list and no object is looked
-at behind its first error.
+at after its first error.
 """
 
 from __future__ import annotations

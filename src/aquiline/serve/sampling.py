@@ -8,10 +8,10 @@ from typing import Any
 
 from aquiline.checks import shown
 from aquiline.config import SamplingParams
-from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError, bad_request
-from aquiline.serve.limits import check_sizes
+from aquiline.serve.admission import check_sizes
+from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling
+from aquiline.serve.server_config import Limits
 from aquiline.spec.adaptive import PLENTY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
@@ -73,7 +73,7 @@ class Wanted:
     cache_salt: str | None
 
     def choice(self, index: int, room: int) -> SamplingParams:
-        """The sampling of one choice of a prompt behind which `room` tokens fit. Choice i has the seed + i, so each
+        """The sampling of one choice of a prompt after which `room` tokens fit. Choice i has the seed + i, so each
         choice is the text of a request with n=1 and that seed."""
         max_tokens = min(room, self.most) if self.max_tokens is None else self.max_tokens
         return replace(self.sampling, seed=(self.seed + index) % 2**64, max_tokens=max_tokens)
@@ -174,8 +174,8 @@ def _bounded(spec: Drafting, num_tokens: int) -> Drafting:
     except ValueError as error:
         raise bad_request(str(error), "num_spec_tokens") from None
     raise bad_request(
-        f"num_spec_tokens={num_tokens}: a {spec.name} tree has its own size; name the drafter adaptive, chain or lookup",
-        "num_spec_tokens",
+        f"num_spec_tokens={num_tokens}: a {spec.name} tree has its own size; name the drafter adaptive, chain or "
+        "lookup", "num_spec_tokens",
     )  # fmt: skip
 
 
