@@ -44,6 +44,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP) $(CPP_TESTS)
 	$(BIN)/ruff check .
+	$(BIN)/python docs/log/index.py --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

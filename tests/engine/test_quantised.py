@@ -163,7 +163,7 @@ def test_a_checkpoint_is_quantised_as_it_loads(dtype: str, tmp_path: Path) -> No
 
 @needs_native
 def test_the_bundled_target_stays_close_to_itself() -> None:
-    """Logits on held-out source beside those of bfloat16. Measured over all prompts (LOG.md): 0.022 and 0.26."""
+    """Logits on held-out source beside those of bfloat16. Measured over all prompts (docs/log): 0.022 and 0.26."""
     text = json.loads(BUNDLED_PROMPTS.read_text().splitlines()[0])["text"]
     logits = {}
     for dtype in ("bfloat16", *DTYPES):
