@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
 from aquiline.spec.named import drafting
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "drafting.md"
 
 
 @pytest.mark.parametrize(
@@ -191,14 +192,14 @@ def test_sizes_that_buffers_are_made_for(spec: Drafting, nodes: int, depth: int,
     assert (spec.max_nodes, spec.max_depth, spec.draft_rows) == (nodes, depth, rows)
 
 
-def test_the_readmes_table_says_what_ways_to_draft_have() -> None:
-    rows = re.findall(r"^\|([^|]*)\| `(\w+)` \|([^|]*)\|", README.read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_pages_table_says_what_ways_to_draft_have() -> None:
+    rows = re.findall(r"^\|([^|]*)\| `(\w+)` \|([^|]*)\|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     table = {name: (flag.strip(" `"), default.strip()) for flag, name, default in rows}
-    own = [f for kind in (Chain, Dynamic, Static, Lookup) for f in fields(kind)]
+    own = [f for kind in (Adaptive, Chain, Dynamic, Static, Lookup) for f in fields(kind)]
     assert list(table) == ["drafter", *(f.name for f in own)] and table["drafter"][0] == "--drafter"
-    flags = {"top_k": "--draft-top-k", "static_paths": "", "window": "--max-lookup"}
+    flags = {"lookup": "--use-lookup", "top_k": "--draft-top-k", "static_paths": "", "window": "--max-lookup"}
     for f in own:
         flag, default = table[f.name]
         assert flag == flags.get(f.name, f"--{f.name.replace('_', '-')}")
         if isinstance(f.default, int | float):
-            assert default == str(f.default), f"README says {f.name} is {default}, spec/drafting.py {f.default}"
+            assert default == str(f.default), f"{PAGE.name} says {f.name} is {default}, spec/drafting.py {f.default}"

@@ -4,7 +4,7 @@
 // misaligned or a shape, dtype or index is out of range. It has then read and written nothing. All arrays are
 // C-contiguous.
 //
-// Exactness (ARCHITECTURE.md, "Decisions"): every result of a row is the same bits whatever the other rows, the thread
+// Exactness (docs/decisions, 3): every result of a row is the same bits whatever the other rows, the thread
 // count, the chunking of the prompt and the instruction set. Linears are one fused-multiply-add sum over k in
 // order; attention reduces blocks of AQ_BLOCK absolute positions, each in position order, folded in block order within
 // spans of 512 positions, and the spans in order;

@@ -1,4 +1,4 @@
-// Attention over paged keys, each row along its own path (ARCHITECTURE.md, decision 3).
+// Attention over paged keys, each row along its own path (docs/decisions, 3).
 //
 // A row sees positions [low, high): below context_len through the page table, from there on through its tail. Blocks
 // of 64 absolute positions are reduced to (maximum, sum, accumulator), each a function of the block's keys in position

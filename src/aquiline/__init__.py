@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from aquiline.config import EngineConfig, SamplingParams
     from aquiline.engine.async_llm import AsyncLLM
     from aquiline.engine.llm import LLM, Output
+    from aquiline.spec.adaptive import Adaptive
     from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
     from aquiline.spec.lookup import Lookup
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "Adaptive",
     "AsyncLLM",
     "Chain",
     "Drafting",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Adaptive": "aquiline.spec.adaptive",
     "AsyncLLM": "aquiline.engine.async_llm",
     "LLM": "aquiline.engine.llm",
     "Output": "aquiline.engine.llm",

@@ -1,4 +1,4 @@
-"""README's tables: what they say of results, and that they are the ones that the committed results give."""
+"""The tables of docs/results.md: what they say of results, and that the committed results give them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ needs_results = pytest.mark.skipif(not RESULTS.is_dir(), reason="there are no re
 
 
 def shown(mark: str) -> str:
-    """README's block behind a mark."""
-    return (ROOT / "README.md").read_text(encoding="utf-8").split(f"{mark}\n")[1].split("<!-- end -->")[0]
+    """The block of docs/results.md after a mark."""
+    return (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split(f"{mark}\n")[1].split("<!-- end -->")[0]
 
 
 @needs_results
-def test_readme_shows_the_committed_results() -> None:
+def test_the_page_shows_the_committed_results() -> None:
     expected = summary(read_results(RESULTS))
     assert shown("<!-- aquiline bench table results --short -->") == expected, (
-        "python benchmarks/readme.py --only suite"
+        "python benchmarks/results_page.py --only suite"
     )
 
 
 @needs_results
-def test_readme_shows_the_committed_comparisons() -> None:
+def test_the_page_shows_the_committed_comparisons() -> None:
     expected = short(read_comparisons(RESULTS / "peers"))
-    assert shown("<!-- aquiline compare -->") == expected, "python benchmarks/readme.py --only peers"
+    assert shown("<!-- aquiline compare -->") == expected, "python benchmarks/results_page.py --only peers"
 
 
 @needs_results

@@ -1,4 +1,4 @@
-"""Every example that a help text or the README shows is one the command line takes; those of help texts run.
+"""Every example that a help text or a page shows is one the command line takes; those of help texts run.
 
 A help's example names known pairs, ids of the hub, and files of the user's own, which `home` makes; it runs in their
 folder until a model would be loaded or a server would wait."""
@@ -25,7 +25,7 @@ from aquiline.models.named import PAIRS, KnownPair
 from gguf_files import chatml, trained, write_gguf_target
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OWN = ("cpu-baseline-512x1-t0-baseline.json", "cpu-baseline-512x1-t0-chain-3.json")
 RESULTS = {
     "results": OWN,
@@ -128,8 +128,9 @@ def test_the_examples_of_every_help_run(name: str, home: Path, tmp_path: Path, m
         )
 
 
-def test_the_examples_of_the_readme_are_taken() -> None:
-    blocks = re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+def test_the_examples_of_the_pages_are_taken() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     shown = [arguments for block in blocks for arguments in examples(block)]
     assert len(shown) >= 10
     for arguments in shown:

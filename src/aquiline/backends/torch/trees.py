@@ -1,6 +1,6 @@
 """Trees of several slots as padded tensors: ancestors, paths, and which path is kept.
 
-Sample and match (ARCHITECTURE.md, decision 1), in symbols: for node i with parent p(i), ok(i) = token(i) ==
+Sample and match (docs/decisions, 1), in symbols: for node i with parent p(i), ok(i) = token(i) ==
 drawn(p(i)); i is kept iff ok holds on its whole path; the token drawn at the deepest kept node follows that node.
 """
 

@@ -1,4 +1,4 @@
-"""Comparisons as one small table, as in the README: the best setting of both sides, by name.
+"""Comparisons as one small table, as in docs/results.md: the best setting of both sides, by name.
 
 Reads one directory of results per comparison, as `aquiline compare --out` writes them. Each line names the fastest
 setting of either side and how many settings it was chosen from. It is chosen on the same rounds that it is judged by,

@@ -1,11 +1,11 @@
-"""Measure what README's tables show, and write the tables into it. Run: python benchmarks/readme.py
+"""Measure what the tables of docs/results.md show, and write them there. Run: python benchmarks/results_page.py
 
 About an hour and a half on two quiet cores. The rules: every figure a median over six rounds or more with its 95 %
 interval; in every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers
 swept over the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from
 uncommitted source. Which parts run can be named (--only), and which comparisons (--comparison); results of others stay.
 The part `eval` needs a file of questions with categories (--questions), which is not in the repository. --smoke runs
-all of them for seconds, in a folder of its own, and writes nothing into README. Needs the extra `peers`, llama.cpp's
+all of them for seconds, in a folder of its own, and writes no page. Needs the extra `peers`, llama.cpp's
 server (benchmarks/llama_server.py) and the weights of `smollm2`. Ends with one JSON line.
 """
 
@@ -32,6 +32,7 @@ from aquiline.bench.results.summary import summary
 from aquiline.models.named import SMOLLM2, SMOLLM2_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results.md"
 COMMAND = [sys.executable, "-c", "from aquiline.cli.main import app; app()"]
 EAGLE = ("openvino:eagle", "openvino:eagle:samekv", "llamacpp:eagle", "llamacpp:eagle:noflash")
 PLAIN = (
@@ -262,7 +263,7 @@ PARTS: dict[str, tuple[str, Callable[[Job], str]]] = {
     "suite": ("<!-- aquiline bench table results --short -->", suite),
     "peers": ("<!-- aquiline compare -->", peers),
 }
-"""Parts by name: what marks their place in README, up to the next `<!-- end -->`, and what measures them."""
+"""Parts by name: what marks their place in the page, up to the next `<!-- end -->`, and what measures them."""
 
 
 def insert(text: str, mark: str, table: str) -> str | None:
@@ -298,12 +299,14 @@ def main() -> None:
         table = measure(job)
         seconds[name] = time.perf_counter() - began
         print(f"{mark}\n{table}<!-- end -->\n")
-        text = insert((ROOT / "README.md").read_text(encoding="utf-8"), mark, table)
+        text = insert(PAGE.read_text(encoding="utf-8"), mark, table)
         if text is None:
-            print(f"README.md has no {mark} ... <!-- end -->: put the table there by hand")
+            print(f"{PAGE.name} has no {mark} ... <!-- end -->: put the table there by hand")
         elif not args.smoke:
-            (ROOT / "README.md").write_text(text, encoding="utf-8")
-    print(json.dumps({"benchmark": "readme", "commit": commit(), "seconds": seconds, "results": str(job.results)}))
+            PAGE.write_text(text, encoding="utf-8")
+    print(
+        json.dumps({"benchmark": "results_page", "commit": commit(), "seconds": seconds, "results": str(job.results)})
+    )
 
 
 if __name__ == "__main__":
