@@ -305,7 +305,7 @@ def main() -> None:
         elif not args.smoke:
             PAGE.write_text(text, encoding="utf-8")
     print(
-        json.dumps({"benchmark": "results_page", "commit": commit(), "seconds": seconds, "results": str(job.results)})
+        json.dumps({"benchmark": "results", "commit": commit(), "seconds": seconds, "results": str(job.results)})
     )
 
 

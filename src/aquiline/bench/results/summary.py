@@ -1,4 +1,4 @@
-"""A suite in one small table, as in docs/results.md: a row per scenario, with the default chain and the fastest setting.
+"""A suite in one small table, as in docs/results.md: a row per scenario, the default chain beside the fastest setting.
 
 The fastest of several settings is chosen on the same runs that it is judged by, which flatters it. So the chain of the
 default length is shown beside it, and its column says how many settings it was chosen from.
