@@ -11,7 +11,7 @@ import pytest
 from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
-from aquiline.spec.named import drafting
+from aquiline.spec.registry import drafting
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

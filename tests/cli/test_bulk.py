@@ -22,7 +22,7 @@ from aquiline.engine.bulk import BulkResult, BulkRun
 from aquiline.engine.llm import LLM
 from aquiline.models.families import read_model_config
 from aquiline.spec.drafting import Chain
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,7 +21,7 @@ from aquiline.serve.limits import MAX_ENTRIES, MAX_PARTS, check_entries, read_js
 from aquiline.serve.prompts import Prompts
 from aquiline.serve.protocol import ChatRequest, CompletionRequest, Prediction, ResponseRequest, TokenizeRequest
 from aquiline.spec.drafting import NoDraft
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 MANY = 1000
 NULLS: list[Any] = [None] * MANY

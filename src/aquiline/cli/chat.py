@@ -11,7 +11,7 @@ import typer
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import chosen, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.named import DraftingChoice
+from aquiline.spec.registry import DraftingChoice
 
 OFFERED = Fields(only=("max_tokens", "temperature", "top_k", "top_p", "seed"), defaults={"max_tokens": 1024})
 
@@ -45,7 +45,7 @@ def chat(
     The target's chat template turns the conversation into its prompt. Without a terminal each line of stdin is a turn.
     """
     from aquiline.cli.show.conversation import converse
-    from aquiline.engine.chat import ChatSession
+    from aquiline.engine.chat_session import ChatSession
     from aquiline.engine.opened import open_llm, open_template
 
     if sys.stdin is None:

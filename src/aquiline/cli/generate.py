@@ -11,9 +11,9 @@ import typer
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import AsJson, chosen, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.named import DraftingChoice
+from aquiline.spec.registry import DraftingChoice
 
-FILES = "Many prompts"
+BULK_HEADING = "Many prompts"
 
 EXAMPLES = """
 Examples:
@@ -50,10 +50,12 @@ def generate(
     sampling: SamplingParams,
     drafting: DraftingChoice,
     prompts_file: Annotated[
-        Path | None, typer.Option(help='JSONL of {"prompt": text}; resumes where --out ends.', rich_help_panel=FILES)
+        Path | None,
+        typer.Option(help='JSONL of {"prompt": text}; resumes where --out ends.', rich_help_panel=BULK_HEADING),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSONL of results for --prompts-file, in its order.", rich_help_panel=FILES)
+        Path | None,
+        typer.Option(help="JSONL of results for --prompts-file, in its order.", rich_help_panel=BULK_HEADING),
     ] = None,
     engine: Annotated[
         Given[EngineConfig], Fields(only=("max_batch", "max_context", "cache_fraction", "shared_lookup_bytes"))
@@ -64,9 +66,9 @@ def generate(
 
     Exits with 1 if a row of a file failed.
     """
-    from aquiline.cli.show.answers import show_continuation, show_file
+    from aquiline.cli.show.continuations import show_continuation, show_file
     from aquiline.engine.bulk import BulkRun
-    from aquiline.engine.chat import user_prompt
+    from aquiline.engine.chat_session import user_prompt
     from aquiline.engine.encode import ending_with
     from aquiline.engine.opened import identity, open_llm, open_template
 

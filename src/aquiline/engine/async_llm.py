@@ -22,7 +22,7 @@ from aquiline.spec.drafting import Drafting
 
 
 @dataclass(eq=False)
-class _Stream:
+class _OpenRequest:
     """A request and the place where its caller waits for deltas, or for the error that ends it."""
 
     request: Request
@@ -39,7 +39,7 @@ class AsyncLLM:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[int | str, _Stream] = {}  # the engine thread's
+        self._streams: dict[int | str, _OpenRequest] = {}  # the engine thread's
         self._ids = itertools.count()
         self._stopped: str | None = None
         self._thread = threading.Thread(target=self._run, name="aquiline-engine", daemon=True)
@@ -79,7 +79,7 @@ class AsyncLLM:
         request = await asyncio.to_thread(
             self.llm.request, chosen, prompt, params, spec, priority, deadline_s, prediction=prediction
         )
-        stream = _Stream(request, asyncio.get_running_loop())
+        stream = _OpenRequest(request, asyncio.get_running_loop())
         self._commands.put(lambda: self._add(stream))
         if self._stopped is not None:  # set before the thread looks at its commands for the last time
             raise EngineStopped(self._stopped)
@@ -101,7 +101,7 @@ class AsyncLLM:
         reason = "the engine was closed"
         try:
             while self._obey():
-                by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenDelta]]] = {}
+                by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OpenRequest, TokenDelta]]] = {}
                 for delta in self.llm.engine.step():
                     stream = self._streams[delta.request_id]
                     by_loop.setdefault(stream.loop, []).append((stream, delta))
@@ -132,7 +132,7 @@ class AsyncLLM:
             command()
         return True
 
-    def _add(self, stream: _Stream) -> None:
+    def _add(self, stream: _OpenRequest) -> None:
         try:
             if self._stopped is not None:
                 raise EngineStopped(self._stopped)
@@ -142,12 +142,12 @@ class AsyncLLM:
         else:
             self._streams[stream.request.id] = stream
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: _OpenRequest) -> None:
         if self._streams.get(stream.request.id) is stream:  # it may have finished meanwhile
             del self._streams[stream.request.id]
             self.llm.engine.abort(stream.request.id)
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop, deltas: list[tuple[_Stream, TokenDelta]]) -> None:
+    def _deliver(self, loop: asyncio.AbstractEventLoop, deltas: list[tuple[_OpenRequest, TokenDelta]]) -> None:
         def put() -> None:
             for stream, delta in deltas:
                 stream.arrived.put_nowait(delta)
@@ -159,6 +159,6 @@ class AsyncLLM:
                 self._abort(stream)
 
     @staticmethod
-    def _tell(stream: _Stream, error: Exception) -> None:
+    def _tell(stream: _OpenRequest, error: Exception) -> None:
         with contextlib.suppress(RuntimeError):  # that loop has ended: nobody is left to tell
             stream.loop.call_soon_threadsafe(stream.arrived.put_nowait, error)

@@ -19,14 +19,14 @@ from typing import Any
 
 from aquiline.checks import is_unicode, parse_json
 from aquiline.config import SamplingParams
-from aquiline.engine.chat import user_prompt
+from aquiline.engine.chat_session import user_prompt
 from aquiline.engine.encode import encode_prediction, ending_with
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.metrics import RunSummary
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.writing import writing
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}

@@ -9,7 +9,7 @@ import numpy as np
 
 from aquiline.config import SamplingParams
 from aquiline.engine.model import LoadedModels
-from aquiline.text.chat import ChatTemplate, Message
+from aquiline.text.chat_template import ChatTemplate, Message
 
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 """One conversation, a list of {"role": ..., "content": text}, or a list of conversations."""

@@ -30,7 +30,7 @@ from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP, weight_bytes
 from aquiline.spec.drafting import Chain, Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
 
 

@@ -13,7 +13,7 @@ from aquiline.models.fingerprint import fingerprint
 from aquiline.models.load import resolve
 from aquiline.models.named import checkpoints, draft_of
 from aquiline.spec.drafting import Drafting
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 
 def open_llm(pair: PairConfig, engine: EngineConfig, spec: Drafting | None = None) -> LLM:

@@ -17,7 +17,7 @@ from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
 from aquiline.spec.past_outputs import PastSpace
 from aquiline.spec.text_index import NewIndex, SuffixIndex
 
-PLENTY = 16
+MAX_COPY = 16
 """Copied tokens of a step at most."""
 
 
@@ -45,11 +45,11 @@ class Adaptive(Drafting):
 
     @property
     def max_nodes(self) -> int:  # noqa: D102
-        return max(most_nodes(self.max_spec_tokens), 1 + PLENTY if self.lookup else 0)
+        return max(most_nodes(self.max_spec_tokens), 1 + MAX_COPY if self.lookup else 0)
 
     @property
     def max_depth(self) -> int:  # noqa: D102
-        return max(self.max_spec_tokens, PLENTY if self.lookup else 0)
+        return max(self.max_spec_tokens, MAX_COPY if self.lookup else 0)
 
     @property
     def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
@@ -80,4 +80,4 @@ class Adaptive(Drafting):
     ) -> Proposer | None:
         if not self.lookup:
             return None
-        return LookupProposer(Lookup(max_draft=PLENTY), len(prompt), prediction, shared, past)
+        return LookupProposer(Lookup(max_draft=MAX_COPY), len(prompt), prediction, shared, past)

@@ -73,7 +73,7 @@ class Proposal(NamedTuple):
         return max(levels, default=0)
 
 
-NOTHING = Proposal(())
+NO_PROPOSAL = Proposal(())
 
 
 class Proposer(Protocol):

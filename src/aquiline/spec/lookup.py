@@ -15,13 +15,13 @@ from typing import ClassVar
 from aquiline.checks import check_fields
 from aquiline.config import MAX_DEPTH, check
 from aquiline.settings import setting
-from aquiline.spec.drafting import DRAFTING, NOTHING, Drafting, Match, Proposal
+from aquiline.spec.drafting import DRAFTING, NO_PROPOSAL, Drafting, Match, Proposal
 from aquiline.spec.match_events import MatchEvents, cell_of
-from aquiline.spec.past_outputs import CONTEXT, PastMatch, PastSpace
+from aquiline.spec.past_outputs import PROMPT_TAIL, PastMatch, PastSpace
 from aquiline.spec.suffix_automaton import SEPARATOR
 from aquiline.spec.text_index import NewIndex, SuffixIndex, TextIndex
 
-LEAST = 0.02
+MIN_CHANCE = 0.02
 """Chance below which nothing is drafted where the engine weighs what is: no verified token is as cheap."""
 
 
@@ -49,15 +49,15 @@ class Lookup(Drafting):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check(1 <= self.min_match <= CONTEXT, "min_match", self.min_match, f"must be between 1 and {CONTEXT}")
+        check(1 <= self.min_match <= PROMPT_TAIL, "min_match", self.min_match, f"must be between 1 and {PROMPT_TAIL}")
         check(
             1 <= self.max_draft <= MAX_DEPTH, "max_draft", self.max_draft,
             f"must be between 1 and {MAX_DEPTH}; drafter='none' switches speculation off",
         )  # fmt: skip
         ok = self.min_confidence is None or 0 <= self.min_confidence < 1
         check(ok, "min_confidence", self.min_confidence, "must be in [0, 1); 0 drafts whatever is found")
-        ok = 8 * CONTEXT <= self.window <= 2**24
-        check(ok, "max_lookup", self.window, f"must be between {8 * CONTEXT} and 2^24 tokens")
+        ok = 8 * PROMPT_TAIL <= self.window <= 2**24
+        check(ok, "max_lookup", self.window, f"must be between {8 * PROMPT_TAIL} and 2^24 tokens")
 
     @property
     def max_nodes(self) -> int:  # noqa: D102
@@ -100,7 +100,7 @@ class LookupProposer:
         self.index: TextIndex | None = None
         self.num_seen = 0  # tokens of the sequence that were indexed, or left out as too old
         self.window = spec.window
-        self.least = LEAST if spec.min_confidence is None else spec.min_confidence
+        self.least = MIN_CHANCE if spec.min_confidence is None else spec.min_confidence
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
         """The tokens behind the longest match, as far as they are likely enough. If that is none, those behind the
@@ -135,7 +135,7 @@ class LookupProposer:
                 break
             drafted.append(token)
             confidences.append(chance)
-        return Proposal(tuple(drafted), (), tuple(confidences), Match(length, count)) if drafted else NOTHING
+        return Proposal(tuple(drafted), (), tuple(confidences), Match(length, count)) if drafted else NO_PROPOSAL
 
     def _open(self, tokens: Sequence[int], end: int) -> TextIndex:
         """A new index of the prediction, which gets half of the window at most, and the latest tokens before `end`,
@@ -144,8 +144,8 @@ class LookupProposer:
         The prediction stands first: it is copied only from where prompt and output have no match as long."""
         index = self.index = self.shared.new_index(self.spec.min_match, self.shared.events)
         if self.prediction:
-            index.extend(tokens[max(0, self.num_prompt - CONTEXT) : self.num_prompt])
-            index.extend(self.prediction[: self.window // 2 - CONTEXT - 1])
+            index.extend(tokens[max(0, self.num_prompt - PROMPT_TAIL) : self.num_prompt])
+            index.extend(self.prediction[: self.window // 2 - PROMPT_TAIL - 1])
             index.extend((SEPARATOR,))
         index.extend(tokens[max(0, end - (self.window - index.num_tokens) // 2) : end])
         self.num_seen = end

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from array import array
 
-LONGEST, OFTENEST = 64, 8
+MAX_LENGTH, MAX_COUNT = 64, 8
 """Lengths and counts from which on all are one bucket; below, a bucket holds those of as many bits."""
 
 MAX_TRIALS = 1024
 """Events of a cell after which it forgets half of them: what was written long ago says less."""
 
-_COUNT_CELLS = tuple(count.bit_length() for count in range(OFTENEST + 1))
-_LENGTH_CELLS = tuple(length.bit_length() * (_COUNT_CELLS[-1] + 1) for length in range(LONGEST + 1))
+_COUNT_CELLS = tuple(count.bit_length() for count in range(MAX_COUNT + 1))
+_LENGTH_CELLS = tuple(length.bit_length() * (_COUNT_CELLS[-1] + 1) for length in range(MAX_LENGTH + 1))
 
 
 def cell_of(length: int, count: int) -> int:
     """Where events of matches of so many tokens, which stood in the text so often, are counted together."""
     return (
-        _LENGTH_CELLS[length if length < LONGEST else LONGEST] + _COUNT_CELLS[count if count < OFTENEST else OFTENEST]
+        _LENGTH_CELLS[length if length < MAX_LENGTH else MAX_LENGTH]
+        + _COUNT_CELLS[count if count < MAX_COUNT else MAX_COUNT]
     )
 
 
@@ -32,7 +33,7 @@ class MatchEvents:
     The arrays stay where they are: the native library reads and writes them too."""
 
     def __init__(self) -> None:
-        num_cells = cell_of(LONGEST, OFTENEST) + 1
+        num_cells = cell_of(MAX_LENGTH, MAX_COUNT) + 1
         self.trials, self.hits = array("i", [0]) * num_cells, array("i", [0]) * num_cells
         self.estimates = array("d", [0.5]) * num_cells
 

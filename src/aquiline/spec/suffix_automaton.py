@@ -19,11 +19,11 @@ from typing import Protocol
 SEPARATOR = -1
 """Stands between two texts, in an automaton once: no match reaches across it, and nothing is copied from behind it."""
 
-MAX_SETTLED = 32
+MAX_UPDATED_LINKS = 32
 """Links whose counts a token may raise. Texts that repeat themselves have paths of any length, and time must stay
 constant; states behind it keep an older place and a lower count, both of them true of a part of the text."""
 
-_NONE = -2
+_NO_TOKEN = -2
 
 
 class Events(Protocol):
@@ -49,7 +49,7 @@ class SuffixAutomaton:
         self.length, self.link = array("i", [0]), array("i", [-1])
         self.count, self.end = array("i", [0]), array("i", [-1])
         # The token that followed a state first, and the state behind both. Most states have no other.
-        self.token, self.target = array("i", [_NONE]), array("i", [0])
+        self.token, self.target = array("i", [_NO_TOKEN]), array("i", [0])
         self.branches: dict[int, dict[int, int]] = {}  # by state, the other tokens that followed it
         self.last = 0  # the state of the whole text
 
@@ -74,7 +74,7 @@ class SuffixAutomaton:
         """Append tokens to the text. events: is told for each of them what the match before it had foretold."""
         text, length, link, count, end = self.text, self.length, self.link, self.count, self.end
         first, target, branches, shortest = self.token, self.target, self.branches, self.min_length
-        settled = range(MAX_SETTLED)
+        settled = range(MAX_UPDATED_LINKS)
         for token in tokens:
             at, new, last = len(text), len(length), self.last
             # The suffixes of the text so far become earlier ones. Before the first token there is the root alone, to
@@ -94,7 +94,7 @@ class SuffixAutomaton:
             link.append(0)
             count.append(1)
             end.append(at)
-            first.append(_NONE)
+            first.append(_NO_TOKEN)
             target.append(0)
             self.last = new
             # Every suffix that no token like this one followed is now followed by it.
@@ -103,7 +103,7 @@ class SuffixAutomaton:
                 seen = first[state]
                 if seen == token:
                     found = target[state]
-                elif seen == _NONE:
+                elif seen == _NO_TOKEN:
                     first[state], target[state], found = token, new, new
                 elif state in branches:
                     found = branches[state].setdefault(token, new)

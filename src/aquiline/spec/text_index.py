@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from aquiline.spec.drafting import NOTHING, Match, Proposal
+from aquiline.spec.drafting import NO_PROPOSAL, Match, Proposal
 from aquiline.spec.match_events import MatchEvents, cell_of
 from aquiline.spec.suffix_automaton import SEPARATOR, SuffixAutomaton
 
@@ -63,7 +63,7 @@ class SuffixIndex:
         text, state = automaton.text, automaton.match()
         self.match_length = automaton.length[state]
         if not state:
-            return NOTHING
+            return NO_PROPOSAL
         match = Match(automaton.length[state], automaton.count[state])
         matched, count = match
         begin = place = automaton.end[state] + 1
@@ -82,4 +82,4 @@ class SuffixIndex:
             state = automaton.next(state, token) if state else 0
             count = automaton.count[state] if state else count
             place = place + 1 if place + 1 < len(text) else begin
-        return Proposal(tuple(drafted), (), tuple(confidences), match) if drafted else NOTHING
+        return Proposal(tuple(drafted), (), tuple(confidences), match) if drafted else NO_PROPOSAL

@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, decoders
 
 from aquiline.types import FinishReason
 
-CUT = "\N{REPLACEMENT CHARACTER}"  # a decoder writes it for bytes that are no character, or not a whole one yet
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder writes it for bytes that are no character, or not a whole one yet
 
-CONTEXT = 8
+CONTEXT_TOKENS = 8
 """Prompt tokens to the left of the output that the decoder is shown."""
 
-MAX_CUT = 64
+MAX_PENDING_TOKENS = 64
 """Tokens in a row that may end in a cut character. Of a prompt's, more leave the context empty; of an output's, more
 become text without the last character, as no character has so many bytes."""
 
@@ -40,7 +40,8 @@ class Detokenizer:
     of tokens, texts of whole characters are joined from those of single tokens, which are decoded once.
 
     Time: a token takes constant time, whatever came before it. A stretch without a whole character, which a decoder
-    would read from its beginning each time, is cut after MAX_CUT tokens, and a run of bytes is read byte by byte.
+    would read from its beginning each time, is cut after MAX_PENDING_TOKENS tokens, and a run of bytes is read byte by
+    byte.
 
     num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
     tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""
@@ -85,8 +86,8 @@ class Detokenizer:
             if self.run is not None and not self.run.may_end(self.stop, self.longest):
                 continue
             piece, is_cut = self._undecided_text(), False
-            if piece.endswith(CUT):
-                is_cut = is_final and len(self.undecided) > MAX_CUT
+            if piece.endswith(REPLACEMENT):
+                is_cut = is_final and len(self.undecided) > MAX_PENDING_TOKENS
                 if not is_cut:
                     continue
                 piece = piece[:-1]  # the last character may yet be completed
@@ -131,7 +132,7 @@ class Detokenizer:
         """`text` has become final, which held what `undecided` shows; is_cut: but for a last, cut character."""
         decided, self.held, self.undecided = self.undecided, text, []
         if is_cut:  # the decoder is shown more bytes than a character has, and begins with those that it would skip
-            decided = decided[-CONTEXT:]
+            decided = decided[-CONTEXT_TOKENS:]
         if is_cut or self.alone is None:
             self.context, self.shown = decided, len(self._decode(decided)) - is_cut
         else:
@@ -140,7 +141,7 @@ class Detokenizer:
     def _undecided_text(self) -> str:
         if self.alone is not None and not self.context:
             texts = [self.alone[token] for token in self.undecided]
-            if CUT not in texts:
+            if REPLACEMENT not in texts:
                 return "".join(texts)
         return self._decode(self.context + self.undecided)[self.shown :]
 
@@ -184,7 +185,8 @@ class _ByteRun:
 
 
 class TextsAlone(dict[int, str]):
-    """The text of each token by itself, CUT where that is not of whole characters. Filled as tokens are asked for."""
+    """The text of each token by itself, REPLACEMENT where that is not of whole characters. Filled as tokens are asked
+    for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ class TextsAlone(dict[int, str]):
 
     def __missing__(self, token: int) -> str:
         text: str = self.tokenizer.decode([token], skip_special_tokens=True)
-        self[token] = found = CUT if CUT in text else text
+        self[token] = found = REPLACEMENT if REPLACEMENT in text else text
         return found
 
 
@@ -211,11 +213,11 @@ def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
     for end in range(len(prompt_ids), 0, -1):
         if prompt_ids[end - 1] in changeable:
             continue
-        context = list(prompt_ids[max(0, end - CONTEXT) : end])
-        if not tokenizer.decode(context, skip_special_tokens=True).endswith(CUT):
+        context = list(prompt_ids[max(0, end - CONTEXT_TOKENS) : end])
+        if not tokenizer.decode(context, skip_special_tokens=True).endswith(REPLACEMENT):
             return context
         num_cut += 1
-        if num_cut == MAX_CUT:
+        if num_cut == MAX_PENDING_TOKENS:
             break
     return []
 

@@ -44,7 +44,7 @@ class Measure(NamedTuple):
 
 
 _LOSSLESS = ("Prepend", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Metaspace", "Digits")
-_COMPOSED = 4
+_MAX_COMPOSED = 4
 """Characters that Unicode's normal forms make one of at most, as an alpha with three marks."""
 
 
@@ -67,7 +67,7 @@ def _measure(tokenizer: Tokenizer) -> Measure:
     if model["type"] != "BPE" or takes_space or not all(map(_keeps, steps)):
         return Measure(0)
     vocab = tokenizer.get_vocab()
-    longest = max(map(len, vocab)) * (_COMPOSED if any(step["type"].startswith("NF") for step in steps) else 1)
+    longest = max(map(len, vocab)) * (_MAX_COMPOSED if any(step["type"].startswith("NF") for step in steps) else 1)
     has_unknown = model["unk_token"] is not None and not model["fuse_unk"]  # a token for each unknown character
     if any(step["type"] == "ByteLevel" for step in steps):
         missing = [byte for byte, letter in enumerate(_letters()) if letter not in vocab]

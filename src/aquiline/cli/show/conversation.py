@@ -13,13 +13,13 @@ from types import FrameType
 
 from rich.console import Console
 
-from aquiline.cli.show.answers import described
+from aquiline.cli.show.continuations import described
 from aquiline.cli.show.writers import COLOURS, has_colours, legend
-from aquiline.engine.chat import Answer, ChatSession, Piece
+from aquiline.engine.chat_session import Answer, AttributedText, ChatSession
 from aquiline.errors import AquilineError
 
 PROMPT = "> "
-COMMANDS = "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends"
+COMMAND_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends"
 
 
 def converse(session: ChatSession, drafts: bool, as_json: bool) -> None:
@@ -38,7 +38,7 @@ def _talk(session: ChatSession, drafts: bool) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     if drafts and has_colours(console):
         console.print(legend(console), soft_wrap=True)
-    console.print(f"{COMMANDS}; Ctrl-C stops an answer.", style="dim", soft_wrap=True)
+    console.print(f"{COMMAND_HELP}; Ctrl-C stops an answer.", style="dim", soft_wrap=True)
     for line in _turns(_typed()):
         said = _command(session, line)
         if said is not None:
@@ -51,7 +51,7 @@ def _talk(session: ChatSession, drafts: bool) -> None:
 
 
 def _show(session: ChatSession, line: str, console: Console) -> None:
-    def show(piece: Piece) -> None:
+    def show(piece: AttributedText) -> None:
         console.print(piece.text, style=COLOURS[piece.source], end="", soft_wrap=True)
 
     with _interruptible() as pressed:
@@ -111,7 +111,7 @@ def _command(session: ChatSession, line: str) -> str | None:
     if name == "system":
         session.system = text
         return "there is no system message" if text is None else "the system message is set"
-    return f"/{name} is no command: {COMMANDS}"
+    return f"/{name} is no command: {COMMAND_HELP}"
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from aquiline.engine.chat import Piece
+from aquiline.engine.chat_session import AttributedText
 from aquiline.types import Source
 
 COLOURS: dict[Source, str] = {"draft": "green", "lookup": "cyan", "target": ""}
@@ -32,7 +32,7 @@ def legend(console: Console, shares: dict[Source, float] | None = None) -> Text:
     return text.append("; the target checked every token")
 
 
-def coloured(console: Console, pieces: Iterable[Piece]) -> Text:
+def coloured(console: Console, pieces: Iterable[AttributedText]) -> Text:
     """A text with its writers marked."""
     text = Text()
     if has_colours(console):

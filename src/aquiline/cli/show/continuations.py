@@ -11,9 +11,9 @@ from aquiline.config import SamplingParams
 from aquiline.engine.bulk import BulkResult, BulkRun
 from aquiline.engine.llm import LLM, Output, Result
 from aquiline.metrics import peak_memory_bytes
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
-NUM_NAMED = 10
+MAX_NAMED_ROWS = 10
 """At most this many failed rows are named in the last line; each has a line of its own before it."""
 
 
@@ -58,8 +58,8 @@ def show_file(run: BulkRun, llm: LLM, template: ChatTemplate | None, system: str
             file=sys.stderr,
         )
     if result.failed:
-        named = ", ".join(map(str, list(result.failed)[:NUM_NAMED])) + (
-            ", ..." if len(result.failed) > NUM_NAMED else ""
+        named = ", ".join(map(str, list(result.failed)[:MAX_NAMED_ROWS])) + (
+            ", ..." if len(result.failed) > MAX_NAMED_ROWS else ""
         )
         print(
             f"aquiline: {len(result.failed)} of {result.num_rows} rows failed (line {named}); their lines of {run.out} "

@@ -30,7 +30,7 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True)
-class Span:
+class AnswerSpan:
     """Characters [start, end) of a text."""
 
     start: int
@@ -44,7 +44,7 @@ class Rendered:
 
     text: str
     num_messages: int
-    answers: list[Span] = field(default_factory=list)
+    answers: list[AnswerSpan] = field(default_factory=list)
 
 
 def find_answers(render: Render, messages: Sequence[Message], name: str) -> list[Rendered]:
@@ -65,7 +65,7 @@ def find_answers(render: Render, messages: Sequence[Message], name: str) -> list
         where = f"{name}: message {place + 1}, an answer"
         if not through.startswith(before):
             raise ValueError(f"{where}: does not continue its generation prompt, which ends {before[-40:]!r}")
-        span = Span(len(before), len(through))
+        span = AnswerSpan(len(before), len(through))
         header = render(messages[:place], False)
         turn = through[len(header) if through.startswith(header) else span.start :]  # prompts may open the reasoning
         if _letters(messages[place]["content"]) not in _letters(turn):
@@ -100,7 +100,7 @@ def find_marked(
             ]
     if not starts:
         raise ValueError(f"{name}: has generation blocks, but writes none of these messages in one")
-    spans = [Span(start, int(end)) for start, end in zip(starts, ends[1::2], strict=True)]
+    spans = [AnswerSpan(start, int(end)) for start, end in zip(starts, ends[1::2], strict=True)]
     return Rendered(plain, len(messages), spans)
 
 

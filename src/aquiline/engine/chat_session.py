@@ -17,13 +17,13 @@ from aquiline.engine.llm import LLM, Output, output_of
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.errors import NumericalError
 from aquiline.metrics import RunSummary
-from aquiline.text.chat import ChatTemplate, Message, conversation
+from aquiline.text.chat_template import ChatTemplate, Message, conversation
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import Source
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttributedText:
     """Text that one token made final, and who wrote that token."""
 
     text: str
@@ -76,7 +76,7 @@ class ChatSession:
     def ask(
         self,
         text: str,
-        on_piece: Callable[[Piece], None] = lambda piece: None,
+        on_piece: Callable[[AttributedText], None] = lambda piece: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
         """The answer to one more turn of the user. Turn and answer join the history.
@@ -103,7 +103,7 @@ class ChatSession:
         self,
         prompt: list[int],
         sampling: SamplingParams,
-        on_piece: Callable[[Piece], None],
+        on_piece: Callable[[AttributedText], None],
         is_stopped: Callable[[], bool],
     ) -> Answer:
         engine = self.llm.engine
@@ -123,7 +123,7 @@ class ChatSession:
         return Answer(output_of(sequence), engine.meter.since(began))
 
 
-def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[Piece]:
+def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[AttributedText]:
     """The text of a step token by token; a stop token shows none."""
     written = list(zip(delta.token_ids, delta.sources, strict=True))
     if delta.finish_reason == "stop" and delta.token_ids[-1] in sequence.eos_token_ids:
@@ -131,16 +131,17 @@ def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> 
     for token, source in written:
         text = detokenizer.add([token])
         if text:
-            yield Piece(text, source)
+            yield AttributedText(text, source)
     if delta.finish_reason is not None and (rest := detokenizer.finish()):
-        yield Piece(rest, sequence.sources[-1])
+        yield AttributedText(rest, sequence.sources[-1])
 
 
-def pieces_of(output: Output, tokenizer: Tokenizer) -> list[Piece]:
+def pieces_of(output: Output, tokenizer: Tokenizer) -> list[AttributedText]:
     """A finished output as the pieces that its tokens wrote; special tokens write none."""
     detokenizer = Detokenizer(tokenizer, tuple(output.prompt_ids), ())
     pieces = [
-        Piece(detokenizer.add([token]), source) for token, source in zip(output.token_ids, output.sources, strict=True)
+        AttributedText(detokenizer.add([token]), source)
+        for token, source in zip(output.token_ids, output.sources, strict=True)
     ]
-    pieces += [Piece(detokenizer.finish(), output.sources[-1])] if output.sources else []
+    pieces += [AttributedText(detokenizer.finish(), output.sources[-1])] if output.sources else []
     return [piece for piece in pieces if piece.text]
