@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.chat_session import AttributedText, ChatSession, user_prompt
 from aquiline.engine.llm import LLM
-from aquiline.engine.opened import open_template
 from aquiline.errors import CheckpointError
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
@@ -195,6 +194,6 @@ def test_a_template_that_ends_answers_with_a_token_that_the_model_does_not_have(
     letters.add_special_tokens([END])
     llm = chatty(tmp_path, SOURCE, letters)
     told = f"the chat template of {tmp_path}: ends an answer with token 96, and the model has 96 tokens"
-    for use in (lambda: llm.chat(HELLO), lambda: open_template(llm)):
+    for use in (lambda: llm.chat(HELLO), lambda: llm.template()):
         with pytest.raises(CheckpointError, match=re.escape(told)):
             use()

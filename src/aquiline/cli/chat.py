@@ -46,14 +46,14 @@ def chat(
     """
     from aquiline.cli.show.conversation import converse
     from aquiline.engine.chat_session import ChatSession
-    from aquiline.engine.opened import open_llm, open_template
+    from aquiline.engine.llm import LLM
 
     if sys.stdin is None:
         raise ValueError("chat: stdin is closed; talk in a terminal, or write a turn a line to stdin")
     pair = named(pair)
     spec = chosen(drafting, pair)
-    llm = open_llm(pair, replace(engine, max_batch=1), spec)
-    wrapped = open_template(llm, template.template_options)
+    llm = LLM.open(pair, replace(engine, max_batch=1), spec)
+    wrapped = llm.template(template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
     tell(wrapped.notice)
     converse(session, spec.is_speculative, as_json)

@@ -74,7 +74,6 @@ class SuffixAutomaton:
         """Append tokens to the text. events: is told for each of them what the match before it had foretold."""
         text, length, link, count, end = self.text, self.length, self.link, self.count, self.end
         first, target, branches, shortest = self.token, self.target, self.branches, self.min_length
-        settled = range(MAX_UPDATED_LINKS)
         for token in tokens:
             at, new, last = len(text), len(length), self.last
             # The suffixes of the text so far become earlier ones. Before the first token there is the root alone, to
@@ -83,7 +82,7 @@ class SuffixAutomaton:
             if length[state] >= shortest:
                 if events is not None:
                     self._tell(events, state, token)
-                for _ in settled:
+                for _ in range(MAX_UPDATED_LINKS):
                     count[state] += 1
                     end[state] = at - 1
                     state = link[state]
@@ -105,11 +104,8 @@ class SuffixAutomaton:
                     found = target[state]
                 elif seen == _NO_TOKEN:
                     first[state], target[state], found = token, new, new
-                elif state in branches:
-                    found = branches[state].setdefault(token, new)
                 else:
-                    branches[state] = {token: new}
-                    found = new
+                    found = branches.setdefault(state, {}).setdefault(token, new)
                 if found != new:
                     link[new] = found if length[found] == length[state] + 1 else self._split(found, state, token)
                     break
