@@ -1,7 +1,7 @@
 """The asynchronous interface: `async for delta in AsyncLLM(...).generate(prompt)`.
 
-One thread owns the engine. Event loops send it commands through one queue; it hands deltas back with one callback per
-event loop and step.
+One thread owns the engine. Event loops send it commands through one queue. The thread returns deltas with one callback
+per event loop and step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aquiline.spec.drafting import Drafting
 
 @dataclass(eq=False)
 class _OpenRequest:
-    """A request and the place where its caller waits for deltas, or for the error that ends it."""
+    """A request and the queue on which its caller waits for deltas, or for the error that ends it."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
@@ -34,7 +34,7 @@ class AsyncLLM:
     """Runs an LLM in a thread of its own for any number of concurrent callers.
 
     `async with AsyncLLM(LLM(...)) as engine:` ends the thread; requests that have not finished then raise
-    EngineStopped. The LLM must not be used otherwise meanwhile."""
+    EngineStopped. Nothing else may use the LLM while the thread runs."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -109,7 +109,7 @@ class AsyncLLM:
                         del self._streams[delta.request_id]
                 for loop, deltas in by_loop.items():
                     self._deliver(loop, deltas)
-        except Exception as error:  # whatever went wrong, no caller may wait for ever
+        except Exception as error:  # no caller may wait for ever, whatever went wrong
             reason = f"the engine stopped: {type(error).__name__}: {error}"
             raise
         finally:
@@ -124,7 +124,7 @@ class AsyncLLM:
             self.llm.engine.reset()
 
     def _obey(self) -> bool:
-        """Carry out the commands that have come; wait for one if the engine is idle. False: the thread must end."""
+        """Carry out the queued commands, and wait for one if the engine is idle. False: the thread must end."""
         while not self._commands.empty() or not self.llm.engine.is_busy:
             command = self._commands.get()
             if command is None:

@@ -56,7 +56,7 @@ class Topology:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node hangs below the one before it, so that KV index and position coincide."""
+        """Whether every node is the child of the node before it, so that KV index and position coincide."""
         return bool((self.local == self.depths).all())
 
 

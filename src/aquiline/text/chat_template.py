@@ -49,14 +49,14 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode assign
 
 
 class ChatTemplate:
-    """How a target wants a conversation written. `template`, kept as `source`, is Jinja; None: there is none.
+    """The form in which a target expects a conversation. `template`, kept as `source`, is Jinja, or None.
 
-    With a template the prompt ends where the model's turn begins, and special tokens are those the template writes.
-    Without one the messages stand after one another, an empty line between, inside the special tokens that the
-    tokenizer puts around a text: a single turn is then its plain text.
+    With a template the prompt ends where the model's turn begins, and the template writes all special tokens. Without
+    one the messages follow one another with an empty line between them, inside the special tokens that the tokenizer
+    puts around a text. A single turn is then its plain text.
 
-    `special` are the named special tokens a template may write ("bos_token": "<s>"), `options` what else it is given,
-    for example {"enable_thinking": False}; `name` stands in errors. Raises CheckpointError for a template that is not
+    `special` are the named special tokens a template may write ("bos_token": "<s>"), `options` further values for it,
+    for example {"enable_thinking": False}. `name` appears in errors. Raises CheckpointError for a template that is not
     Jinja, ValueError for options without a template.
     """
 
@@ -103,8 +103,8 @@ class ChatTemplate:
         return cls(template or None, special | _special_tokens(config), tokenizer, None, name)
 
     def with_options(self, options: Mapping[str, object], name: str | None = None) -> ChatTemplate:
-        """The same template given `options` too, as {"tools": [...]}; they come before its own. name: what errors call
-        it from now on, for readers who are not to see paths. Raises ValueError for options without a template."""
+        """The same template with further `options`, such as {"tools": [...]}, which override its own. name: its name in
+        errors, if readers must not see paths. Raises ValueError for options without a template."""
         if options and not self.has_template:
             raise ValueError(f"{self.name} does not exist, so it cannot be given {', '.join(options)}; drop them")
         other = copy.copy(self)
@@ -118,7 +118,7 @@ class ChatTemplate:
 
     @property
     def notice(self) -> str | None:
-        """What whoever chats is to be told, in one line: that there is no template. None if there is one."""
+        """A line for the user that says that there is no template. None if there is one."""
         if self.has_template:
             return None
         return f"{self.name} does not exist: messages are written one after another and continued as plain text"
@@ -137,7 +137,8 @@ class ChatTemplate:
 
     def encode_with_mask(self, messages: Sequence[Message]) -> MaskedTokens:
         """The whole conversation as tokens. The mask is true for tokens that the model itself would have written: the
-        content of every answer and the token that ends its turn, not the header before it or the line break behind.
+        content of every answer and the token that ends its turn, but not the header before it or the line break after
+        it.
 
         Where a template marks answers (`{% generation %}`), these marks count; otherwise answers are found as
         `find_answers` says. Raises ValueError naming template and message if the template writes an answer otherwise

@@ -1,7 +1,7 @@
 """Questions to put to a model: one type, read from every format that prompts and benchmarks come in.
 
-Owns the formats and what may be wrong in a row; knows nothing of models, templates or the network. A row's format is
-told by its fields, so a file may be called anything:
+Owns the formats and the errors of a row; knows nothing of models, templates or the network. A row's fields tell its
+format, so a file may have any name:
 
     turns                    EAGLE's, FastChat's and Spec-Bench's files: question_id, category, turns, reference
     conversations, messages  chats: {role | from, content | value}; the user's messages are asked, the answers are not
@@ -46,7 +46,7 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionRow:
-    """A row of a file and its place there. line: the JSON that `value` parses; None if `known` holds the value."""
+    """A row of a file and where it stands. line: the JSON that `value` parses; None if `known` holds the value."""
 
     where: str
     line: str | None = None
@@ -197,7 +197,7 @@ _FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], _Parts]] = {
     ("prompt",): _plain("prompt"),
     ("text",): _plain("text"),
 }
-"""How to read a row, by the fields that it must have; the first entry whose fields are there reads the row."""
+"""How to read a row, by its required fields. The first entry whose fields the row has reads the row."""
 
 
 def _texts(value: object, name: str) -> tuple[str, ...]:

@@ -36,8 +36,8 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
 
 
 class Measure(NamedTuple):
-    """How long texts are in tokens at least. longest: characters that a token stands for at most, 0 where that is not
-    certain. Where tokens are of bytes it counts these, and those of `dropped` become no token."""
+    """A bound on the number of tokens of a text. longest: the greatest number of characters of a token, 0 if unknown.
+    If tokens consist of bytes, it counts bytes, and the bytes in `dropped` become no token."""
 
     longest: int
     dropped: bytes | None = None
@@ -45,13 +45,13 @@ class Measure(NamedTuple):
 
 _LOSSLESS = ("Prepend", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Metaspace", "Digits")
 _MAX_COMPOSED = 4
-"""Characters that Unicode's normal forms make one of at most, as an alpha with three marks."""
+"""The greatest number of characters that a Unicode normal form composes into one, such as an alpha with three marks."""
 
 
 def least_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Tokens that a text becomes at least, told by its length alone: whether it is much too long is known before it is
-    encoded. 0 where that is not certain: a tokenizer that drops characters, or has one token for all the characters
-    that it does not know, may make few tokens of any text."""
+    """The least number of tokens of a text, from its length alone, so that a text that is much too long is refused
+    before it is encoded. 0 if there is no bound: a tokenizer that drops characters, or has one token for a run of
+    unknown characters, may make few tokens of any text."""
     longest, dropped = _measure(tokenizer)
     if not longest:
         return 0
