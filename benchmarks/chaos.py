@@ -106,7 +106,7 @@ def growth(storm: Storm) -> float:
 async def know_canaries(storm: Storm) -> None:
     """The first answers, without speculation."""
     for name in [f"{place} {temperature}" for place in range(len(PROMPTS)) for temperature in (0.0, 0.9)]:
-        status, text = await text_of(storm.served, canary_body(name) | {"speculative": {"enabled": False}})
+        status, text = await text_of(storm.served, canary_body(name) | {"drafter": "none"})
         assert status == 200, text
         storm.canaries[name] = text
 

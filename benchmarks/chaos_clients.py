@@ -15,7 +15,7 @@ from typing import Any
 from served import Served, posted
 from worst_bodies import MAX_GROWN_BYTES, WORST, Canary, Felt, most_gap_s
 
-from aquiline.serve.config import Limits
+from aquiline.serve.server_config import Limits
 
 PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "import os\n\n\ndef walk(path):\n"]
 PATIENCE_S = 120.0
@@ -81,8 +81,8 @@ async def canary(storm: Storm) -> None:
     """A text that is known, asked for in a random way."""
     name, began = storm.rng.choice(list(storm.canaries)), time.monotonic()
     body = canary_body(name) | {"stream": storm.rng.random() < 0.5}
-    ways: list[dict[str, Any]] = [{}, {"enabled": False}, {"proposer": "lookup"}, {"num_tokens": 1}]
-    status, text = await text_of(storm.served, body | {"speculative": storm.rng.choice(ways)})
+    ways: list[dict[str, Any]] = [{}, {"drafter": "none"}, {"drafter": "lookup"}, {"num_spec_tokens": 1}]
+    status, text = await text_of(storm.served, body | storm.rng.choice(ways))
     if status == 200 and text not in ("broken", storm.canaries[name]):
         storm.wrong.append(f"canary {name!r} differs: {text[:80]!r}")
     is_fine = status == 429 or (status == 200 and text != "broken")

@@ -72,7 +72,7 @@ WORST = {
     "a prediction in parts": Worst(COMPLETIONS, '"prediction":{"content":[...]}', '{"type":"text","text":"a"},'),
     "a prediction of wrong parts": Worst(COMPLETIONS, '"prediction":{"content":[...]}', "{},"),
     "a salt": Worst(COMPLETIONS, '"cache_salt":"..."', "a"),
-    "unknown ways to draft": Worst(COMPLETIONS, '"speculative":{...}', '"KEY000":0,'),
+    "a way to draft": Worst(COMPLETIONS, '"drafter":"..."', "a"),
     "unknown fields": Worst(COMPLETIONS, "...", '"KEY000":{},'),
     "a user": Worst(COMPLETIONS, '"user":"..."', "a"),
     "options of streams": Worst(COMPLETIONS, '"stream_options":{...}', '"KEY000":0,'),

@@ -8,7 +8,7 @@ import pytest
 from tests.serve.serving import ENGINE, KEY, Server, running
 
 from aquiline.engine.llm import LLM
-from aquiline.serve.config import ServerConfig
+from aquiline.serve.server_config import ServerConfig
 from aquiline.spec.drafting import NoDraft
 
 

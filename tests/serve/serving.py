@@ -15,8 +15,8 @@ import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
 from aquiline.serve.app import make_app
-from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.server import open_service
+from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.serve.service import Service
 from aquiline.serve.wire import StepMessage
 from aquiline.spec.drafting import Chain

@@ -9,9 +9,9 @@ from typing import Any
 
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
 from aquiline.serve.client import EngineClient
-from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.life import Life
 from aquiline.serve.server import open_service
+from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.serve.service import Service
 from aquiline.serve.wire import Begin, Command, Delta, EngineInfo, Opening, Stats, StepMessage, Submit
 from aquiline.spec.adaptive import Adaptive

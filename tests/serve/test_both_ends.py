@@ -20,7 +20,7 @@ from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.sequence import Request
 from aquiline.serve.client import LONGEST_PAUSE_S, STEADY_S, EngineClient
 from aquiline.serve.engine_process import _Host
-from aquiline.serve.metrics import Metrics
+from aquiline.serve.prometheus import Metrics
 from aquiline.serve.wire import Abort, Command, EngineInfo, Opening, Quit, Stats, StepMessage, Submit
 from aquiline.spec.drafting import NoDraft
 

@@ -13,11 +13,10 @@ from tokenizers import Tokenizer
 from aquiline.config import SamplingParams
 from aquiline.engine.sequence import Request
 from aquiline.models.named import BUNDLED_TARGET
-from aquiline.serve.choices import Choice, Gain
+from aquiline.serve.choices import Choice, Gain, Job
 from aquiline.serve.parsers import Parsing, Part, Text
 from aquiline.serve.reply import drafting_so_far
 from aquiline.serve.sampling import Wanted
-from aquiline.serve.service import Job
 from aquiline.serve.wire import Begin, Delta
 from aquiline.spec.drafting import Chain
 from aquiline.text.tokenizer import load_tokenizer

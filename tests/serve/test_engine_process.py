@@ -20,7 +20,7 @@ from tests.serve.serving import HEADERS, PROMPT, Server, held, until
 pytestmark = needs_native
 
 LONG: dict[str, Any] = {
-    "prompt": PROMPT, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "speculative": {"enabled": False},
+    "prompt": PROMPT, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "drafter": "none",
 }  # fmt: skip
 RUN = "from aquiline.cli.main import app; app()"
 

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
 from aquiline.engine.encode import encode_chats
 from aquiline.errors import CheckpointError
-from aquiline.serve.chat import ChatReply
-from aquiline.serve.config import Limits, ServerConfig
-from aquiline.serve.errors import ApiError, bad_request
+from aquiline.serve.admission import Admission, has_key
+from aquiline.serve.api_errors import ApiError, bad_request
+from aquiline.serve.chat_completions import ChatReply
 from aquiline.serve.http import ClientGone, EventStream, Front, disconnect, error_response, while_connected
-from aquiline.serve.limits import Gate, has_key
-from aquiline.serve.prompts import Prompts
 from aquiline.serve.protocol import ChatMessage, ChatRequest, Tool
+from aquiline.serve.request_prompts import Prompts
 from aquiline.serve.server import open_service, with_environment
+from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.spec.drafting import NoDraft
 from aquiline.text.chat_template import ChatTemplate
 
@@ -159,7 +159,7 @@ def test_what_is_polled_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, 
 
 
 def test_the_gate() -> None:
-    gate = Gate(num_slots=2, max_waiting=1)
+    gate = Admission(num_slots=2, max_waiting=1)
     gate.enter(2)
     gate.enter(1)
     with pytest.raises(ApiError) as refused:
@@ -179,7 +179,7 @@ def test_the_gate() -> None:
 
 def test_the_gate_says_to_come_back_when_those_that_wait_have_run() -> None:
     """Two run and eight wait. A choice takes a second at first, and then as long as choices took of late."""
-    gate = Gate(num_slots=2, max_waiting=8)
+    gate = Admission(num_slots=2, max_waiting=8)
 
     def retry_after() -> int:
         with pytest.raises(ApiError) as refused:

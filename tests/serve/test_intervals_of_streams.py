@@ -13,7 +13,7 @@ from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.sequence import Request
 from aquiline.errors import NumericalError
 from aquiline.serve.client import STREAMS_PER_TOKEN, EngineClient, EngineDown, Stream
-from aquiline.serve.config import ServerConfig
+from aquiline.serve.server_config import ServerConfig
 from aquiline.serve.wire import Begin, Delta, Opening
 from aquiline.spec.drafting import Chain
 

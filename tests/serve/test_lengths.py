@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from tests.serve.silent import INFO, silent_service
 
-from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError
+from aquiline.serve.api_errors import ApiError
+from aquiline.serve.choices import Job
 from aquiline.serve.protocol import ChatRequest, CompletionRequest, ResponseRequest
 from aquiline.serve.responses import as_chat
-from aquiline.serve.service import Job, Service
+from aquiline.serve.server_config import Limits
+from aquiline.serve.service import Service
 
 WAYS: list[dict[str, Any]] = [
-    {"enabled": False}, {}, {"num_tokens": 1}, {"proposer": "chain"}, {"proposer": "static"}, {"proposer": "lookup"},
+    {"drafter": "none"}, {}, {"num_spec_tokens": 1}, {"drafter": "chain"}, {"drafter": "static"}, {"drafter": "lookup"},
 ]  # fmt: skip
 
 
@@ -38,12 +39,12 @@ def length_of(job: Job) -> int:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_room_does_not_depend_on_the_way_to_draft(way: dict[str, Any]) -> None:
     service = started()
-    job = chat(service, speculative=way)
+    job = chat(service, **way)
     room = INFO.max_length - len(job.prompts[0])
     assert length_of(job) == room
-    assert length_of(chat(service, speculative=way, max_tokens=room)) == room
+    assert length_of(chat(service, **way, max_tokens=room)) == room
     with pytest.raises(ApiError, match="maximum context length"):
-        chat(service, speculative=way, max_tokens=room + 1)
+        chat(service, **way, max_tokens=room + 1)
 
 
 def test_a_reply_that_names_no_length_is_not_as_long_as_the_context() -> None:

@@ -21,7 +21,7 @@ def test_synchronous(server: Server) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     chat = client.chat.completions.create(
         model="code", messages=messages, max_completion_tokens=20, temperature=0, logprobs=True, top_logprobs=2,
-        extra_body={"speculative": {"enabled": False}},
+        extra_body={"drafter": "none"},
     )  # fmt: skip
     assert chat.choices[0].message.content == whole.choices[0].text
     assert len(chat.choices[0].logprobs.content) == 20 == chat.usage.completion_tokens

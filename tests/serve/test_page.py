@@ -40,12 +40,12 @@ def test_tokens_are_marked_by_who_wrote_them(tab: Tab, server: Server) -> None:
 
 
 def test_copied_tokens_have_a_mark_of_their_own(tab: Tab) -> None:
-    tab.set(proposer="lookup", num_tokens="4")
+    tab.set(drafter="lookup", num_spec_tokens="4")
     tab.answer(REPEATS)
     assert tab.style(".answer .by[data-by=lookup]", *UNDERLINE) == ["underline", "dotted"]
     assert tab.page.locator(".answer .by[data-by=draft]").count() == 0
     assert tab.figure("lookup").endswith("%")
-    assert tab.sent[-1]["speculative"] == {"enabled": True, "proposer": "lookup", "num_tokens": 4}
+    assert (tab.sent[-1]["drafter"], tab.sent[-1]["num_spec_tokens"]) == ("lookup", 4)
 
 
 def test_the_comparison_says_that_both_texts_are_one(tab: Tab) -> None:
@@ -53,7 +53,7 @@ def test_the_comparison_says_that_both_texts_are_one(tab: Tab) -> None:
     tab.page.check("#compare")
     tab.answer()
     drafted, plain = tab.sent[-2:]
-    assert drafted["speculative"] == {"enabled": True} and plain["speculative"] == {"enabled": False}
+    assert "drafter" not in drafted and plain["drafter"] == "none"
     assert drafted["seed"] == plain["seed"] and drafted["messages"] == plain["messages"]
     assert tab.text(0) == tab.text(1) != ""
     assert tab.page.locator(".verdict").inner_text().startswith("Identical: yes.")
@@ -126,13 +126,14 @@ def test_settings_are_sent_and_kept(tab: Tab) -> None:
     page.reload()
     tab.answer()
     body = tab.sent[-1]
-    assert {name: body[name] for name in ("temperature", "top_p", "seed", "max_tokens", "speculative")} == {
-        "temperature": 0.25, "top_p": 0.9, "seed": 11, "max_tokens": 4, "speculative": {"enabled": False},
+    assert {name: body[name] for name in ("temperature", "top_p", "seed", "max_tokens", "drafter")} == {
+        "temperature": 0.25, "top_p": 0.9, "seed": 11, "max_tokens": 4, "drafter": "none",
     }  # fmt: skip
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     page.click("text=Defaults")
     expect(page.locator("#system")).to_have_value("")
-    assert page.input_value("#temperature") == "0.7" and page.input_value("#key") == KEY
+    expect(page.locator("#key")).to_have_value(KEY)  # which the page restores after the reset
+    assert page.input_value("#temperature") == "0.7"
     tab.set(temperature="-1")
     tab.ask("never sent")
     assert page.evaluate("document.activeElement.id") == "temperature" and page.locator(".turn").count() == 1

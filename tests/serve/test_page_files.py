@@ -55,8 +55,8 @@ def test_colours_are_named_once() -> None:
 
 
 def test_every_way_to_draft_can_be_chosen() -> None:
-    (proposers,) = re.findall(r'<select id="proposer".*?</select>', (PAGE / "index.html").read_text(), re.DOTALL)
-    assert re.findall(r'value="(\w*)"', proposers) == ["", *(name for name in DRAFTINGS if name != "none")]
+    (drafters,) = re.findall(r'<select id="drafter".*?</select>', (PAGE / "index.html").read_text(), re.DOTALL)
+    assert re.findall(r'value="(\w*)"', drafters) == ["", *(name for name in DRAFTINGS if name != "none")]
 
 
 def test_everything_comes_from_the_page_itself() -> None:

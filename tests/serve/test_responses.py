@@ -15,7 +15,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.serve.protocol import ResponseRequest
 from aquiline.serve.response_events import ResponseReply
-from aquiline.serve.responses import Kept, ResponseStore, as_chat
+from aquiline.serve.responses import ResponseStore, StoredResponse, as_chat
 
 pytestmark = needs_native
 
@@ -107,7 +107,7 @@ def test_the_oldest_responses_are_dropped() -> None:
     """What is counted is what is held: bytes, and what Python needs around them."""
     store = ResponseStore(20_000)
     for number in range(50):
-        store.put(str(number), Kept(b'{"output":["%s"]}' % (b"x" * 100), b"[]"))
+        store.put(str(number), StoredResponse(b'{"output":["%s"]}' % (b"x" * 100), b"[]"))
         assert store.num_bytes <= 20_000
         held = sum(map(getsizeof, (store.kept, *store.kept, *store.kept.values())))
         held += sum(getsizeof(each) for kept in store.kept.values() for each in (vars(kept), *vars(kept).values()))
@@ -116,7 +116,7 @@ def test_the_oldest_responses_are_dropped() -> None:
     for name in list(store.kept):
         store.drop(name)
     assert store.num_bytes == 0
-    ResponseStore(0).put("a", Kept(b'{"output":[]}', b"[]"))
+    ResponseStore(0).put("a", StoredResponse(b'{"output":[]}', b"[]"))
 
 
 def test_a_response_that_is_read_is_kept_for_longer(server: Server) -> None:

@@ -14,7 +14,7 @@ from aquiline.engine.llm import LLM
 
 pytestmark = needs_native
 
-PLAIN = {"enabled": False}
+PLAIN = "none"
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "temperature": {"temperature": 0.9},
@@ -47,7 +47,7 @@ def test_every_parameter(server: Server, llm: LLM, name: str) -> None:
     asked = ASKED[name]
     body = asked | {"max_tokens": 32, "seed": 7}
     output = expected(llm, asked)
-    drafted, plain = server.complete(**body), server.complete(**body, speculative=PLAIN)
+    drafted, plain = server.complete(**body), server.complete(**body, drafter=PLAIN)
     assert drafted["choices"] == plain["choices"]
     (choice,) = drafted["choices"]
     assert choice["text"] == output.text and choice["finish_reason"] == output.finish_reason
@@ -70,23 +70,23 @@ def test_every_field_of_sampling_is_reachable() -> None:
     assert fields == set(ASKED) - {"greedy"} | elsewhere
 
 
-@pytest.mark.parametrize("proposer", ["none", "adaptive", "chain", "dynamic", "static", "lookup"])
-def test_every_proposer(server: Server, llm: LLM, proposer: str) -> None:
-    reply = server.complete(temperature=0, max_tokens=40, speculative={"proposer": proposer})
+@pytest.mark.parametrize("drafter", ["none", "adaptive", "chain", "dynamic", "static", "lookup"])
+def test_every_drafter(server: Server, llm: LLM, drafter: str) -> None:
+    reply = server.complete(temperature=0, max_tokens=40, drafter=drafter)
     (choice,) = reply["choices"]
     assert choice["text"] == expected(llm, {"temperature": 0}, 40).text
     record = reply["metrics"]["speculative_decoding"]
-    assert (record["num_spec_steps"] > 0) == (proposer != "none") or proposer == "adaptive"  # which may see no gain
+    assert (record["num_spec_steps"] > 0) == (drafter != "none") or drafter == "adaptive"  # which may see no gain
 
 
 def test_a_bound_of_drafted_tokens(server: Server) -> None:
-    reply = server.complete(temperature=0, max_tokens=30, speculative={"num_tokens": 2})
+    reply = server.complete(temperature=0, max_tokens=30, num_spec_tokens=2)
     record = reply["metrics"]["speculative_decoding"]
     assert set(record["per_step_drafted"]) == {2} and record["num_spec_tokens"] == 2
-    reply = server.complete(temperature=0, max_tokens=30, speculative={"num_tokens": 0})
+    reply = server.complete(temperature=0, max_tokens=30, num_spec_tokens=0)
     assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
-    error = server.error("/v1/completions", prompt=PROMPT, speculative={"num_tokens": 2, "proposer": "dynamic"})
-    assert error["param"] == "speculative" and "tree has its own size" in error["message"]
+    error = server.error("/v1/completions", prompt=PROMPT, num_spec_tokens=2, drafter="dynamic")
+    assert error["param"] == "num_spec_tokens" and "tree has its own size" in error["message"]
 
 
 def test_a_prediction_is_copied_from(server: Server, llm: LLM) -> None:
@@ -98,7 +98,7 @@ def test_a_prediction_is_copied_from(server: Server, llm: LLM) -> None:
     record = reply["metrics"]["speculative_decoding"]
     details = reply["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == record["num_accepted_draft_tokens"] > 30
-    without = server.complete(temperature=0, max_tokens=60, speculative={"proposer": "lookup"})
+    without = server.complete(temperature=0, max_tokens=60, drafter="lookup")
     assert without["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] < record["num_accepted_draft_tokens"]
 
 
@@ -125,7 +125,7 @@ def test_sources_say_who_wrote_what(server: Server, llm: LLM) -> None:
     assert "".join(entry["text"] for entry in choice["sources"]) == choice["text"] == output.text
     by_draft = sum(entry["by"] == "draft" for entry in choice["sources"])
     assert 0 < by_draft < len(choice["sources"])
-    (choice,) = server.complete(max_tokens=9, return_token_sources=True, speculative=PLAIN)["choices"]
+    (choice,) = server.complete(max_tokens=9, return_token_sources=True, drafter=PLAIN)["choices"]
     assert {entry["by"] for entry in choice["sources"]} == {"target"}
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "return_token_sources": True}
     told = [chunk["choices"][0] for chunk in server.stream("/v1/completions", **body)]

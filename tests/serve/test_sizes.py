@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from aquiline.config import SamplingParams
 from aquiline.engine.sequence import Request
-from aquiline.serve.errors import MAX_MESSAGE, ApiError
-from aquiline.serve.limits import MAX_ENTRIES, MAX_PARTS, check_entries, read_json
-from aquiline.serve.prompts import Prompts
+from aquiline.serve.admission import MAX_ENTRIES, MAX_PARTS, check_entries, read_json
+from aquiline.serve.api_errors import MAX_MESSAGE, ApiError
 from aquiline.serve.protocol import ChatRequest, CompletionRequest, Prediction, ResponseRequest, TokenizeRequest
+from aquiline.serve.request_prompts import Prompts
 from aquiline.spec.drafting import NoDraft
 from aquiline.text.chat_template import ChatTemplate
 
@@ -33,7 +33,7 @@ WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
     *((CompletionRequest, {"prompt": value}) for value in (NULLS, EMPTY, [NULLS], [["a"] * MANY] * MANY)),
     *((CompletionRequest, {"prompt": "a", "stop": value}) for value in ([1] * MANY, NULLS)),
     *((CompletionRequest, {"prompt": "a", name: NULLS}) for name in ("stop_token_ids", "bad_words")),
-    *((CompletionRequest, {"prompt": "a", name: NAMED}) for name in ("logit_bias", "speculative")),
+    (CompletionRequest, {"prompt": "a", "logit_bias": NAMED}),
     *((CompletionRequest, {"prompt": "a", "prediction": {"content": value}}) for value in (NULLS, EMPTY)),
     *((ChatRequest, {"messages": value}) for value in (NULLS, EMPTY)),
     *((ChatRequest, {"messages": [USER | {"content": value}]}) for value in (NULLS, EMPTY)),

@@ -20,10 +20,10 @@ from tests.serve.test_http import SCOPE, never
 
 from aquiline.config import EngineConfig, PairConfig
 from aquiline.serve.client import EngineClient
-from aquiline.serve.config import Limits
 from aquiline.serve.http import Front
 from aquiline.serve.life import Life
 from aquiline.serve.server import Server
+from aquiline.serve.server_config import Limits
 from aquiline.serve.wire import Opening
 from aquiline.spec.drafting import NoDraft
 

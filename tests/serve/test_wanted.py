@@ -19,15 +19,15 @@ EXPECTED: dict[str, Any] = {"prediction": {"type": "content", "content": "a"}}
     ("default", "asked", "spec"),
     [
         (Adaptive(), {}, Adaptive()),
-        (Adaptive(), {"speculative": {"num_tokens": 4}}, Adaptive(4, lookup=False)),
-        (Adaptive(), {"speculative": {"num_tokens": MAX_COPY}}, Adaptive(MAX_COPY)),
-        (Adaptive(), {"speculative": {"num_tokens": 0}}, NoDraft()),
+        (Adaptive(), {"num_spec_tokens": 4}, Adaptive(4, lookup=False)),
+        (Adaptive(), {"num_spec_tokens": MAX_COPY}, Adaptive(MAX_COPY)),
+        (Adaptive(), {"num_spec_tokens": 0}, NoDraft()),
         (Adaptive(), EXPECTED, Adaptive()),
         (Chain(3), EXPECTED, Lookup()),
-        (Chain(3), EXPECTED | {"speculative": {"num_tokens": 2}}, Lookup(max_draft=2)),
-        (Chain(3), EXPECTED | {"speculative": {"proposer": "chain"}}, Chain(3)),
-        (Chain(3), EXPECTED | {"speculative": {"enabled": False}}, NoDraft()),
-        (Chain(3), {"speculative": {"proposer": "adaptive"}}, Adaptive()),
+        (Chain(3), EXPECTED | {"num_spec_tokens": 2}, Lookup(max_draft=2)),
+        (Chain(3), EXPECTED | {"drafter": "chain"}, Chain(3)),
+        (Chain(3), EXPECTED | {"drafter": "none"}, NoDraft()),
+        (Chain(3), {"drafter": "adaptive"}, Adaptive()),
     ],
 )
 def test_how_a_request_is_drafted(default: Drafting, asked: dict[str, Any], spec: Drafting) -> None:

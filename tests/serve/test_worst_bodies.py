@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from tests.conftest import needs_native
 
-from aquiline.serve.config import Limits
+from aquiline.serve.server_config import Limits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -9,7 +9,7 @@ import typer
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import chosen, named
 from aquiline.config import BATCH, ChatConfig, EngineConfig, PairConfig
-from aquiline.serve.config import Limits, ServerConfig
+from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.spec.registry import DraftingChoice
 
 ENGINE = ("page_size", "num_pages", "cache_fraction", "prefix_cache", "shared_lookup_bytes", "calibration", "check")

@@ -18,9 +18,10 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from aquiline.serve.chat import ChatReply
+from aquiline.serve.api_errors import ApiError, bad_request, in_words_of, validation_error
+from aquiline.serve.chat_completions import ChatReply
+from aquiline.serve.choices import Job
 from aquiline.serve.completions import CompletionReply
-from aquiline.serve.errors import ApiError, bad_request, in_words_of, validation_error
 from aquiline.serve.http import (
     ClientGone,
     EventStream,
@@ -32,7 +33,6 @@ from aquiline.serve.http import (
     json_response,
     while_connected,
 )
-from aquiline.serve.prompts import token_text
 from aquiline.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -41,9 +41,10 @@ from aquiline.serve.protocol import (
     TokenizeRequest,
 )
 from aquiline.serve.reply import Reply
+from aquiline.serve.request_prompts import token_text
 from aquiline.serve.response_events import ResponseReply
 from aquiline.serve.responses import CHAT_FIELDS, ResponseStore, as_chat, conversation_of, kept_before
-from aquiline.serve.service import Job, Run, Service, explained
+from aquiline.serve.service import Run, Service, explained
 
 PAGE = Path(__file__).resolve().parent / "page"
 CLIENT_CLOSED = 499

@@ -1,4 +1,4 @@
-"""One answer as it comes: the engine's deltas become text, parts of the answer and figures.
+"""A client's request while it runs: its choices, whose deltas become text, parts of an answer and figures.
 
 The text is cut by the same `Detokenizer.take` that cuts sequences in the engine, so an answer is LLM.generate's of the
 same seed, whatever a step brings. No part ever ends inside a character.
@@ -6,14 +6,16 @@ same seed, whatever a step brings. No part ever ends inside a character.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from aquiline.engine.sequence import Request
 from aquiline.serve.parsers import Parser, Part, Plain, Think
+from aquiline.serve.sampling import Wanted
 from aquiline.serve.wire import Begin, Delta
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason, Source, TokenLogprobs
@@ -64,7 +66,7 @@ class Speculation:
 
 class Gain(NamedTuple):
     """What a delta added to an answer, or several. pieces: one for all tokens of a delta, or one per token where
-    `by_token` asks; tokens behind a stop string are in none of the fields."""
+    `by_token` asks; tokens after a stop string are in none of the fields."""
 
     pieces: list[Piece]
     token_ids: list[int]
@@ -134,3 +136,39 @@ class Choice:
     @staticmethod
     def _source(delta: Delta, place: int) -> Source:
         return delta.drafter if place < delta.num_accepted else "target"
+
+
+@dataclass(eq=False)
+class Job:
+    """One request of a client. choices: n for each prompt, those of one prompt beside each other. texts: the prompts as
+    clients wrote them, where echo asks for them."""
+
+    id: str
+    model: str
+    wanted: Wanted
+    prompts: list[list[int]]
+    choices: list[Choice]
+    created: int = field(default_factory=lambda: int(time.time()))
+    began_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage; every field is there, zeros too. Drafted tokens that were kept count as accepted, the others
+        as rejected, whoever drafted them."""
+        n = self.wanted.n
+        drafted = sum(choice.speculation.num_drafted for choice in self.choices)
+        accepted = sum(choice.speculation.num_accepted for choice in self.choices)
+        num_prompt, num_new = sum(map(len, self.prompts)), sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.begin.num_cached for choice in self.choices[::n])},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.num_reasoning for choice in self.choices),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }

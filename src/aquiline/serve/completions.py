@@ -7,14 +7,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from aquiline.serve.chat import prompt_logprobs
-from aquiline.serve.choices import Choice, Gain
-from aquiline.serve.config import Detail
-from aquiline.serve.errors import bad_request
-from aquiline.serve.prompts import token_text
+from aquiline.serve.api_errors import bad_request
+from aquiline.serve.chat_completions import prompt_logprobs
+from aquiline.serve.choices import Choice, Gain, Job
 from aquiline.serve.protocol import CompletionRequest
 from aquiline.serve.reply import FINISH_REASONS, ChunkedReply, drafting_so_far, finite, sources, stop_reason, texts
-from aquiline.serve.service import Job
+from aquiline.serve.request_prompts import token_text
+from aquiline.serve.server_config import Detail
 from aquiline.types import TokenLogprobs
 
 

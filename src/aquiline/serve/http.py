@@ -19,11 +19,11 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError, draining
-from aquiline.serve.limits import has_key, read_json
+from aquiline.serve.admission import has_key, read_json
+from aquiline.serve.api_errors import ApiError, draining
 from aquiline.serve.logs import REQUEST_ID, log
-from aquiline.serve.prompts import dumps
+from aquiline.serve.request_prompts import dumps
+from aquiline.serve.server_config import Limits
 
 T = TypeVar("T")
 

@@ -65,7 +65,7 @@ class Plain:
 class Think:
     """Reasoning stands between <think> and </think> at the beginning; what follows is the answer, for `inner`.
 
-    is_open: the prompt has already written <think>. White space around the reasoning, and before the answer behind it,
+    is_open: the prompt has already written <think>. White space around the reasoning, and before the answer after it,
     belongs to neither."""
 
     def __init__(self, inner: Parser, is_open: bool) -> None:
@@ -134,7 +134,7 @@ class Hermes:
     def __init__(self) -> None:
         self.held = self.gap = ""  # text that is not certain yet; white space before the marker of a call
         self.is_inside = False
-        self.is_behind_call = False  # nothing but white space stands behind the last call
+        self.is_after_call = False  # only white space has come since the last call
 
     def feed(self, text: str) -> list[Part]:  # noqa: D102
         self.held += text
@@ -176,14 +176,14 @@ class Hermes:
             self._content(parts, whole)
         else:
             parts.append(call)
-            self.is_behind_call = True
+            self.is_after_call = True
 
     def _content(self, parts: list[Part], text: str) -> None:
-        if self.is_behind_call:
+        if self.is_after_call:
             text = text.lstrip(SPACE)
         if text:
             parts.append(Text("content", text))
-            self.is_behind_call = False
+            self.is_after_call = False
 
 
 class LlamaJson:
@@ -243,7 +243,7 @@ class Parsing:
         return cls(thinks, None if tools == "none" else tools)
 
     def parser(self, prompt: str, has_tools: bool) -> Parser:
-        """A parser for one answer behind a prompt; has_tools: the request names tools that may be called."""
+        """A parser for one answer to a prompt; has_tools: the request names tools that may be called."""
         inner = TOOL_PARSERS[self.tools]() if has_tools and self.tools else Plain()
         return Think(inner, prompt.rstrip(SPACE).endswith(THINK)) if self.thinks else inner
 

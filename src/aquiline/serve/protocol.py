@@ -2,14 +2,14 @@
 
 Fields that are not known are ignored, as vLLM and OpenAI do; fields that are known and not supported are refused by
 name (`sampling.refuse_unsupported`). Of what is wrong in a body one thing is told, so no list and no object is looked
-at behind its first error.
+at after its first error.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 MAX_LOGPROBS = 20
 """Alternatives that a request may ask for at each token."""
@@ -41,25 +41,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Speculative(BaseModel):
-    """How to draft for one request; it changes how fast the text comes and never the text. enabled False: not at all.
-    num_tokens: the longest draft of a step. proposer: a way to draft by name; the server's where it is null."""
-
-    model_config = ConfigDict(extra="forbid")
-    enabled: bool = True
-    num_tokens: Whole | None = None
-    proposer: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _first_unknown(cls, given: Any) -> Any:
-        """Of all unknown fields the first, where there are some: each would be an error of its own."""
-        unknown = (
-            next((name for name in given if name not in cls.model_fields), None) if isinstance(given, dict) else None
-        )
-        return given if unknown is None else {unknown: None}
-
-
 class ContentPart(Body):
     """A part of a message; text alone is understood."""
 
@@ -75,8 +56,9 @@ class Prediction(Body):
 
 
 class Sampling(Body):
-    """What completions and chats share. Names and meaning are OpenAI's; those it does not have are vLLM's, and
-    `speculative` and `return_token_sources` are ours."""
+    """What completions and chats share. Names and meaning are OpenAI's; those it does not have are vLLM's.
+    Ours are three: `return_token_sources`; `drafter`, a way to draft by name, "none" for plain decoding; and
+    `num_spec_tokens`, the longest draft of a step. No way to draft changes the text."""
 
     model: str | None = None
     max_tokens: Whole | None = None
@@ -101,7 +83,8 @@ class Sampling(Body):
     priority: Whole | None = None
     cache_salt: Salt | None = None
     prediction: Prediction | None = None
-    speculative: Speculative | None = None
+    drafter: str | None = None
+    num_spec_tokens: Whole | None = None
     return_token_sources: bool | None = None
 
 
@@ -205,5 +188,6 @@ class ResponseRequest(Body):
     seed: Whole | None = None
     cache_salt: Salt | None = None
     priority: Whole | None = None
-    speculative: Speculative | None = None
+    drafter: str | None = None
+    num_spec_tokens: Whole | None = None
     return_token_sources: bool | None = None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from aquiline.serve.choices import Choice, Gain, Speculation
-from aquiline.serve.config import Detail
-from aquiline.serve.errors import ApiError
+from aquiline.serve.api_errors import ApiError
+from aquiline.serve.choices import Choice, Gain, Job, Speculation
 from aquiline.serve.parsers import Text
-from aquiline.serve.prompts import dumps
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
-from aquiline.serve.service import Job
+from aquiline.serve.request_prompts import dumps
+from aquiline.serve.server_config import Detail
 
 DONE = b"data: [DONE]\n\n"
 
@@ -34,7 +33,7 @@ class Reply(Protocol):
         ...
 
     def end(self) -> list[bytes]:
-        """Events behind the last gain."""
+        """Events after the last gain."""
         ...
 
     def failed(self, error: ApiError) -> bytes:

@@ -7,15 +7,14 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from aquiline.serve.chat import logprob_entry
-from aquiline.serve.choices import Choice, Gain
-from aquiline.serve.errors import ApiError
+from aquiline.serve.api_errors import ApiError
+from aquiline.serve.chat_completions import logprob_entry
+from aquiline.serve.choices import Choice, Gain, Job
 from aquiline.serve.parsers import Call, Text
-from aquiline.serve.prompts import dumps
 from aquiline.serve.protocol import ResponseRequest
 from aquiline.serve.reply import drafting_so_far, sources
-from aquiline.serve.responses import Item, Kept, ResponseStore
-from aquiline.serve.service import Job
+from aquiline.serve.request_prompts import dumps
+from aquiline.serve.responses import Item, ResponseStore, StoredResponse
 
 Kind = Literal["message", "reasoning"]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -142,7 +141,7 @@ class ResponseReply:
         (choice,) = self.job.choices
         self.status = "completed" if choice.finish_reason == "stop" else "incomplete"
         if self.request.store is not False:
-            self.store.put(self.job.id, Kept(dumps(self.response()), dumps(self.input)))
+            self.store.put(self.job.id, StoredResponse(dumps(self.response()), dumps(self.input)))
 
     def _item(self, kind: Kind, status: str) -> Item:
         text = "".join(self.pieces)

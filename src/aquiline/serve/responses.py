@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from aquiline.serve.errors import ApiError, bad_request, validation_error
-from aquiline.serve.limits import read_json
+from aquiline.serve.admission import read_json
+from aquiline.serve.api_errors import ApiError, bad_request, validation_error
 from aquiline.serve.protocol import ChatRequest, ResponseRequest
 from aquiline.serve.sampling import STRUCTURED
 
@@ -27,8 +27,8 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
 refused."""
 
 PASSED_ON = (
-    "model", "temperature", "top_p", "seed", "stream", "cache_salt", "priority", "speculative", "return_token_sources",
-    "tool_choice", "parallel_tool_calls",
+    "model", "temperature", "top_p", "seed", "stream", "cache_salt", "priority", "drafter", "num_spec_tokens",
+    "return_token_sources", "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
 """Fields that mean in a response what they mean in a chat."""
 
@@ -41,7 +41,7 @@ OVERHEAD = 1024
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResponse:
     """A response and the conversation up to it: input items, and those of the responses before. Both are JSON, as
     Python objects take many times the bytes of their JSON."""
 
@@ -65,9 +65,9 @@ class ResponseStore:
 
     max_bytes: int
     num_bytes: int = 0
-    kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
+    kept: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
 
-    def put(self, name: str, kept: Kept) -> None:
+    def put(self, name: str, kept: StoredResponse) -> None:
         """Keep a response under its id."""
         self.kept[name] = kept
         self.num_bytes += kept.num_bytes
@@ -75,7 +75,7 @@ class ResponseStore:
             _, gone = self.kept.popitem(last=False)
             self.num_bytes -= gone.num_bytes
 
-    def get(self, name: str, param: str = "response_id") -> Kept:
+    def get(self, name: str, param: str = "response_id") -> StoredResponse:
         """The response of an id. Raises ApiError where there is none."""
         if name not in self.kept:
             raise ApiError(404, f"{param}={name[:100]!r}: is not stored; it was dropped, or never kept", param)
@@ -88,13 +88,13 @@ class ResponseStore:
         del self.kept[name]
 
 
-def kept_before(request: ResponseRequest, store: ResponseStore) -> Kept | None:
+def kept_before(request: ResponseRequest, store: ResponseStore) -> StoredResponse | None:
     """The response that a request goes on from. Raises ApiError where it is not stored."""
     name = request.previous_response_id
     return None if name is None else store.get(name, "previous_response_id")
 
 
-def conversation_of(request: ResponseRequest, kept: Kept | None) -> list[Item]:
+def conversation_of(request: ResponseRequest, kept: StoredResponse | None) -> list[Item]:
     """The items of the conversation that a request goes on: those before it, then its own, each with an id."""
     before: list[Item] = [] if kept is None else kept.items
     own = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input

@@ -8,10 +8,10 @@ from typing import Any
 
 from aquiline.checks import shown
 from aquiline.config import SamplingParams
-from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError, bad_request
-from aquiline.serve.limits import check_sizes
-from aquiline.serve.protocol import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling, Speculative
+from aquiline.serve.admission import check_sizes
+from aquiline.serve.api_errors import ApiError, bad_request
+from aquiline.serve.protocol import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling
+from aquiline.serve.server_config import Limits
 from aquiline.spec.adaptive import MAX_COPY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
@@ -73,7 +73,7 @@ class Wanted:
     cache_salt: str | None
 
     def choice(self, index: int, room: int) -> SamplingParams:
-        """The sampling of one choice of a prompt behind which `room` tokens fit. Choice i has the seed + i, so each
+        """The sampling of one choice of a prompt after which `room` tokens fit. Choice i has the seed + i, so each
         choice is the text of a request with n=1 and that seed."""
         max_tokens = min(room, self.most) if self.max_tokens is None else self.max_tokens
         return replace(self.sampling, seed=(self.seed + index) % 2**64, max_tokens=max_tokens)
@@ -144,23 +144,20 @@ def num_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
 def chosen_spec(request: Sampling, default: Drafting) -> Drafting:
     """How to draft for a request: as it says, by a lookup where it has a prediction and names no other way, else as
     the server does."""
-    asked = request.speculative or Speculative()
-    if not asked.enabled:
-        return NoDraft()
-    if asked.proposer is not None:
-        spec = default if asked.proposer == default.name else _named(asked.proposer)
+    if request.drafter is not None:
+        spec = default if request.drafter == default.name else _named(request.drafter)
     elif request.prediction is not None and not default.reads_prediction:
         spec = Lookup()
     else:
         spec = default
-    return spec if asked.num_tokens is None else _bounded(spec, asked.num_tokens)
+    return spec if request.num_spec_tokens is None else _bounded(spec, request.num_spec_tokens)
 
 
-def _named(proposer: str) -> Drafting:
+def _named(drafter: str) -> Drafting:
     try:
-        return drafting(proposer)
+        return drafting(drafter)
     except ValueError as error:
-        raise bad_request(f"speculative.proposer: {error}", "speculative") from None
+        raise bad_request(str(error), "drafter") from None
 
 
 def _bounded(spec: Drafting, num_tokens: int) -> Drafting:
@@ -175,10 +172,10 @@ def _bounded(spec: Drafting, num_tokens: int) -> Drafting:
         if isinstance(spec, Adaptive):  # which copies up to MAX_COPY tokens a step, or none
             return replace(spec, max_spec_tokens=num_tokens, lookup=spec.lookup and num_tokens >= MAX_COPY)
     except ValueError as error:
-        raise bad_request(f"speculative.num_tokens: {error}", "speculative") from None
+        raise bad_request(str(error), "num_spec_tokens") from None
     raise bad_request(
-        f"speculative.num_tokens={num_tokens}: a {spec.name} tree has its own size; name the proposer adaptive, chain "
-        "or lookup", "speculative",
+        f"num_spec_tokens={num_tokens}: a {spec.name} tree has its own size; name the drafter adaptive, chain or "
+        "lookup", "num_spec_tokens",
     )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from aquiline.models.load import read_model_config, resolve
 from aquiline.models.named import checkpoints
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
-from aquiline.serve.config import Limits, ServerConfig
 from aquiline.serve.logs import log, set_up
-from aquiline.serve.prompts import Prompts
+from aquiline.serve.request_prompts import Prompts
+from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.serve.service import Service
 from aquiline.serve.wire import Opening
 from aquiline.spec.drafting import Drafting

@@ -10,66 +10,30 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from aquiline.checks import shown
 from aquiline.engine.encode import ending_with
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
-from aquiline.serve.choices import Choice, Gain
+from aquiline.serve.admission import Admission, check_choices, check_entries
+from aquiline.serve.api_errors import ApiError, as_api_error, context_error, in_words_of
+from aquiline.serve.choices import Choice, Gain, Job
 from aquiline.serve.client import EngineClient, EngineDown, Stream
-from aquiline.serve.config import Limits, ServerConfig
-from aquiline.serve.errors import ApiError, as_api_error, context_error, in_words_of
-from aquiline.serve.limits import Gate, check_choices, check_entries
 from aquiline.serve.logs import log
-from aquiline.serve.metrics import Metrics
 from aquiline.serve.parsers import Parsing
-from aquiline.serve.prompts import Prompts, several
+from aquiline.serve.prometheus import Metrics
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
+from aquiline.serve.request_prompts import Prompts, several
 from aquiline.serve.sampling import Wanted, wanted
+from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.spec.drafting import Drafting
 
 T = TypeVar("T")
 
 SHORT = 4096
 """Bytes of a request that is made tokens at once, in less than a millisecond."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One request of a client. choices: n for each prompt, those of one prompt beside each other. texts: the prompts as
-    clients wrote them, where echo asks for them."""
-
-    id: str
-    model: str
-    wanted: Wanted
-    prompts: list[list[int]]
-    choices: list[Choice]
-    created: int = field(default_factory=lambda: int(time.time()))
-    began_s: float = field(default_factory=time.monotonic)
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's usage; every field is there, zeros too. Drafted tokens that were kept count as accepted, the others
-        as rejected, whoever drafted them."""
-        n = self.wanted.n
-        drafted = sum(choice.speculation.num_drafted for choice in self.choices)
-        accepted = sum(choice.speculation.num_accepted for choice in self.choices)
-        num_prompt, num_new = sum(map(len, self.prompts)), sum(choice.num_tokens for choice in self.choices)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.begin.num_cached for choice in self.choices[::n])},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.num_reasoning for choice in self.choices),
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
-        }
 
 
 class Service:
@@ -88,7 +52,7 @@ class Service:
         self.config, self.limits = config, limits
         self.parsing = Parsing.of(prompts.template.source, config.reasoning_parser, config.tool_call_parser)
         self.metrics = Metrics(names[0])
-        self.gate = Gate(1, limits.max_waiting)
+        self.gate = Admission(1, limits.max_waiting)
         self.began = int(time.time())
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -106,7 +70,7 @@ class Service:
             return
         info = self.client.info
         assert info is not None
-        self.gate = Gate(info.num_slots, self.limits.max_waiting)
+        self.gate = Admission(info.num_slots, self.limits.max_waiting)
         self.metrics.on_start(info)
 
     def model(self, name: str | None) -> str:
@@ -204,7 +168,7 @@ class Service:
         return Job(f"{prefix}-{uuid.uuid4().hex}", model, asked, list(prompts), choices)
 
     def _room(self, ids: list[int], asked: Wanted, request: CompletionRequest | ChatRequest) -> int:
-        """New tokens that fit behind a prompt, however they are drafted. Raises ApiError where fewer fit than were
+        """New tokens that fit after a prompt, however they are drafted. Raises ApiError where fewer fit than were
         asked for, or none, or where an id is no token."""
         info = self.client.info
         if info is None:
@@ -272,7 +236,7 @@ class Run:
                 for delta in deltas:
                     name, choice = delta.request_id, by_id[delta.request_id]
                     if choice.finish_reason is not None:
-                        continue  # computed behind a stop string
+                        continue  # computed after a stop string
                     gain = choice.take(delta)
                     if gain.finish_reason is not None and delta.finish_reason is None:
                         self.stream.end(name)  # a stop string, which the engine does not know

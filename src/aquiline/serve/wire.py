@@ -93,7 +93,7 @@ class Refused(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Where the engine stands behind a step. Sums count from the start of the engine process: prompt tokens of requests
+    """The engine's state after a step. Sums count from the start of the engine process: prompt tokens of requests
     that have ended and how many of these the prefix cache had, tokens that chunks of prompts computed, preemptions.
 
     num_active: slots that decoded in the last step; num_used_pages: pages that running requests hold."""

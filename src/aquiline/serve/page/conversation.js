@@ -2,16 +2,14 @@
 
 import { Answer, grown } from "./answer.js";
 import { shownRate } from "./figures.js";
-
-const PLAIN = "plain decoding";
+import { PLAIN } from "./settings.js";
 
 /** What a way to draft is called on the page. model: what the server told of itself, null before it has. */
-export function nameOf(speculative, model) {
-  if (!speculative.enabled) return PLAIN;
+export function nameOf(drafting, model) {
   const own = model?.speculation ?? {};
-  const drafter = speculative.proposer ?? own.drafter ?? "speculation";
-  const number = speculative.num_tokens ?? (drafter === own.drafter ? own.num_spec_tokens : undefined);
-  return drafter === "none" ? PLAIN : number ? `${drafter} of ${number}` : drafter;
+  const drafter = drafting.drafter ?? own.drafter ?? "speculation";
+  const number = drafting.num_spec_tokens ?? (drafter === own.drafter ? own.num_spec_tokens : undefined);
+  return drafter === "none" ? "plain decoding" : number ? `${drafter} of ${number}` : drafter;
 }
 
 /** Turns and their answers. `running` is called with whether an answer is being written, `said` with what a screen
@@ -45,7 +43,7 @@ export class Conversation {
     const { settings } = this;
     const messages = this.#before(turn);
     const seed = settings.seed;
-    const ways = turn.isCompared ? [settings.speculative(true), { enabled: false }] : [settings.speculative()];
+    const ways = turn.isCompared ? [settings.drafting(true), PLAIN] : [settings.drafting()];
     turn.answers = ways.map((way) => new Answer(nameOf(way, this.model()), this.templates.answer));
     turn.element.classList.toggle("compared", turn.isCompared);
     turn.element.querySelector(".answers").replaceChildren(...turn.answers.map((answer) => answer.element));

@@ -2,6 +2,8 @@
 
 const KEPT = "aquiline.settings";
 const KEY = "aquiline.key";
+/** How a request asks for plain decoding. */
+export const PLAIN = { drafter: "none" };
 const SAMPLING = ["temperature", "top_p", "max_tokens"];
 
 /** The form of settings. Fields are kept between visits, the API key until the tab is closed. */
@@ -36,32 +38,32 @@ export class Settings {
     return [...this.fields].find((field) => field.willValidate && !field.checkValidity()) ?? null;
   }
 
-  /** What a request asks of speculation; null fields are the server's. */
-  speculative(isEnabled = this.fields.enabled.checked) {
-    if (!isEnabled) return { enabled: false };
-    const { proposer, num_tokens } = this.fields;
-    const asked = { enabled: true };
-    if (proposer.value) asked.proposer = proposer.value;
-    if (num_tokens.value && !num_tokens.disabled) asked.num_tokens = Number(num_tokens.value);
+  /** How a request is drafted; fields that are missing are the server's. */
+  drafting(isEnabled = this.fields.enabled.checked) {
+    if (!isEnabled) return PLAIN;
+    const { drafter, num_spec_tokens } = this.fields;
+    const asked = {};
+    if (drafter.value) asked.drafter = drafter.value;
+    if (num_spec_tokens.value && !num_spec_tokens.disabled) asked.num_spec_tokens = Number(num_spec_tokens.value);
     return asked;
   }
 
   /** The body of a request for an answer to messages. */
-  request(messages, seed, speculative) {
+  request(messages, seed, drafting) {
     const system = this.fields.system.value.trim();
     const body = {
       messages: system ? [{ role: "system", content: system }, ...messages] : messages,
       stream: true, stream_options: { include_usage: true }, return_token_sources: true,
-      seed, speculative,
+      seed, ...drafting,
     };
     for (const name of SAMPLING) if (this.fields[name].value !== "") body[name] = Number(this.fields[name].value);
     return body;
   }
 
   #enable() {
-    const { enabled, proposer, num_tokens } = this.fields;
-    proposer.disabled = !enabled.checked;
-    num_tokens.disabled = !enabled.checked || ["static", "dynamic"].includes(proposer.value); // trees have sizes of their own
+    const { enabled, drafter, num_spec_tokens } = this.fields;
+    drafter.disabled = !enabled.checked;
+    num_spec_tokens.disabled = !enabled.checked || ["static", "dynamic"].includes(drafter.value); // trees have sizes of their own
     document.body.classList.toggle("unmarked", !this.fields.marks.checked);
     document.body.classList.toggle("prose", this.fields.type.value === "prose");
   }

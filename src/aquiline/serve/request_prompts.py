@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from aquiline.serve.errors import ApiError, bad_request
-from aquiline.serve.limits import read_json
+from aquiline.serve.admission import read_json
+from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import ChatMessage, ContentPart, Prediction, Tool
 from aquiline.text.chat_template import ChatTemplate, Message
 from aquiline.text.tokenizer import least_tokens

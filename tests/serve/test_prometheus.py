@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import needs_native
 from tests.serve.serving import Server
 
-from aquiline.serve.metrics import Metrics
+from aquiline.serve.prometheus import Metrics
 from aquiline.serve.wire import Begin, Delta, Stats, StepMessage
 
 pytestmark = needs_native

@@ -11,9 +11,9 @@ from typing import Any
 
 from aquiline.checks import parse_json
 from aquiline.engine.sequence import Request
-from aquiline.serve.config import Limits
-from aquiline.serve.errors import ApiError, bad_request, draining
+from aquiline.serve.api_errors import ApiError, bad_request, draining
 from aquiline.serve.protocol import Sampling
+from aquiline.serve.server_config import Limits
 
 MAX_PARTS = 2**15
 """Lists, objects, fields, decimals and booleans in a client's JSON. Python takes much longer for each of them than for
@@ -77,7 +77,7 @@ def _check_number(name: str, items: Sequence[object], most: int) -> None:
         raise bad_request(f"{name}: {len(items)} entries; at most {most} are allowed", name)
 
 
-class Gate:
+class Admission:
     """Lets choices in while there is room: those that run and max_waiting more. It also guesses when room comes back
     from how long choices took of late."""
 

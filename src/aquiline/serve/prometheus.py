@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from aquiline.serve.choices import Job
 from aquiline.serve.wire import EngineInfo, Stats, StepMessage
-
-if TYPE_CHECKING:
-    from aquiline.serve.service import Job
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -85,7 +82,7 @@ class Metrics:
         )
         self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.", GAPS)
         self.per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "A request's time behind its first token, per token.", GAPS
+            "vllm:request_time_per_output_token_seconds", "A request's time after its first token, per token.", GAPS
         )
         self.end_to_end = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
         self.prompt_sizes = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
