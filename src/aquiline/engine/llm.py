@@ -13,7 +13,7 @@ from typing import Any
 from aquiline.config import EngineConfig, Environment, PairConfig, SamplingParams
 from aquiline.engine.encode import Conversations, encode_chats, encode_prediction, encode_prompt, ending_with
 from aquiline.engine.engine import Engine
-from aquiline.engine.model import LoadedModels, Loading, ResolvedPair, load_models
+from aquiline.engine.model import LoadedModels, Loading, ResolvedPair
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import NumericalError
@@ -111,8 +111,8 @@ class LLM:
         pair, is_plain = checkpoints(target, draft), spec is not None and not spec.needs_draft_model
         config = engine or EngineConfig()
         how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback), draft_dtype)
-        models = load_models(pair.target, draft if is_plain else pair.draft, how, Environment.read())
-        self._start(models, config, spec)
+        resolved = ResolvedPair.find(pair.target, draft if is_plain else pair.draft, how, Environment.read())
+        self._start(resolved.load(), config, spec)
 
     @classmethod
     def open(cls, pair: PairConfig, config: EngineConfig, spec: Drafting | None = None) -> LLM:
