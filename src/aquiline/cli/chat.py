@@ -40,7 +40,7 @@ def chat(
     engine: Annotated[EngineConfig, Fields(only=("max_context",))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
 ) -> None:
-    """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures behind each answer.
+    """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures after each answer.
 
     The target's chat template turns the conversation into its prompt. Without a terminal each line of stdin is a turn.
     """
