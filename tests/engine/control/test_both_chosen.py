@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aquiline.backends.base import Decode, Decoded
@@ -84,6 +84,7 @@ def test_without_a_chain_there_is_the_copy() -> None:
 @given(
     st.lists(st.floats(0.01, 1), max_size=16), st.integers(0, 8), st.floats(-1, 6), st.floats(0, 1), st.floats(0.01, 1)
 )
+@example([0.9, 0.9, 0.9], 7, 2.0, 0.0, 0.5)  # a copy of which two tokens fit beside the chain
 def test_it_is_worth_the_most_of_the_three_and_fits(
     parts: list[float], length: int, chain_worth: float, alike: float, share: float
 ) -> None:
