@@ -26,7 +26,7 @@ from aquiline.models.draft_config import read_draft_config
 from aquiline.models.files import resolve
 from aquiline.models.formats import head_rows, load_draft
 from aquiline.spec.drafting import Chain
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.batches import Assembler
 from aquiline.train.evaluate import HeldOut, Text
 from aquiline.train.features import Views

@@ -29,7 +29,7 @@ from turns import ADAPTIVE, FIXED, SETTINGS, Texts, Turn, Turns, open_llm, promp
 
 from aquiline.bench.results.intervals import LEAST_RUNS, Estimate, paired
 from aquiline.bench.results.result import commit
-from aquiline.engine.control.chosen import PLAIN
+from aquiline.engine.control.controller import PLAIN
 from aquiline.engine.llm import LLM
 from aquiline.spec.drafting import NoDraft
 

@@ -128,10 +128,10 @@ def engine_alone(settings: argparse.Namespace, prompts: list[str], num_clients: 
 def run_engine_alone() -> None:
     """The body of that process: requests from stdin, tokens per second to stdout."""
     from aquiline.config import EngineConfig, PairConfig, SamplingParams
-    from aquiline.engine.opened import open_llm
+    from aquiline.engine.llm import LLM
 
     work = json.load(sys.stdin)
-    llm = open_llm(PairConfig(target=work["target"], draft=work["draft"]), EngineConfig(max_batch=work["max_batch"]))
+    llm = LLM.open(PairConfig(target=work["target"], draft=work["draft"]), EngineConfig(max_batch=work["max_batch"]))
     params = [sampling_of(SamplingParams, work, seed) for seed in range(len(work["prompts"]))]
     for salt in ("warm", "a"):
         began = time.perf_counter()

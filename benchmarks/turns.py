@@ -19,8 +19,7 @@ from aquiline.backends.base import Decode, StepOutput
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.control.calibrate import cost_table
-from aquiline.engine.control.chosen import PLAIN
-from aquiline.engine.control.controller import EVERY, Controller, _Choice
+from aquiline.engine.control.controller import PLAIN, REPLAN_STEPS, Controller, _SequenceState
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.llm import LLM
 from aquiline.engine.scheduler import StepPlan
@@ -58,7 +57,7 @@ class Turns(Controller):
     def __init__(self, llm: LLM) -> None:
         super().__init__(StepCosts(cost_table(llm.models, is_measured=True)))
         self.setting = ADAPTIVE
-        self.kept: dict[int | str, _Choice] = {}  # by request id, what was learnt of sequences that went back
+        self.kept: dict[int | str, _SequenceState] = {}  # by request id, what was learnt of sequences that went back
 
     def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
         """How each sequence drafts in this step."""
@@ -71,7 +70,7 @@ class Turns(Controller):
 
     def most_repeats(self, found: dict[Sequence, Decode]) -> int:
         """A fixed way needs no choice."""
-        return super().most_repeats(found) if self.setting == ADAPTIVE else EVERY
+        return super().most_repeats(found) if self.setting == ADAPTIVE else REPLAN_STEPS
 
     def repeated(self, found: dict[Sequence, Decode], num_steps: int) -> None:
         """Of the adaptive turns."""
@@ -80,14 +79,14 @@ class Turns(Controller):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ends, or goes back and is a new one."""
-        choice = self._choices.pop(sequence, None)
+        choice = self._states.pop(sequence, None)
         if choice is not None:
             self.kept[sequence.request.id] = choice
 
-    def _choice_of(self, sequence: Sequence) -> _Choice:
-        if sequence not in self._choices and sequence.request.id in self.kept:
-            self._choices[sequence] = self.kept[sequence.request.id]
-        return super()._choice_of(sequence)
+    def _state_of(self, sequence: Sequence) -> _SequenceState:
+        if sequence not in self._states and sequence.request.id in self.kept:
+            self._states[sequence] = self.kept[sequence.request.id]
+        return super()._state_of(sequence)
 
     def learn(self, step: Step, output: StepOutput) -> None:
         """Learn from the adaptive turns."""

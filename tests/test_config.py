@@ -12,7 +12,7 @@ from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
-from aquiline.spec.named import drafting
+from aquiline.spec.registry import drafting
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "drafting.md"
 

@@ -20,9 +20,9 @@ from aquiline.engine import engine, llm
 from aquiline.errors import NativeError
 from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec.drafting import Proposal
-from aquiline.spec.lookup import CONTEXT, Lookup, LookupShared
+from aquiline.spec.lookup import Lookup, LookupShared
 from aquiline.spec.match_events import MatchEvents
-from aquiline.spec.past_outputs import PastOutputs
+from aquiline.spec.past_outputs import PROMPT_TAIL, PastOutputs
 from aquiline.spec.suffix_automaton import SEPARATOR, SuffixAutomaton
 from aquiline.spec.text_index import SuffixIndex
 from aquiline.text.tokenizer import load_tokenizer
@@ -108,7 +108,7 @@ def test_the_same_with_windows_predictions_and_past_outputs(
 ) -> None:
     """Several sequences of an engine in turn, whose indexes are made anew when they are full."""
     draw = np.random.default_rng(seed)
-    spec = Lookup(min_match, 8, least, window=8 * CONTEXT)
+    spec = Lookup(min_match, 8, least, window=8 * PROMPT_TAIL)
     shares = twins()
     pasts = [PastOutputs(2**16).space(None) if with_past else None for _ in shares]
     kinds = int(draw.integers(1, 30))
@@ -188,7 +188,7 @@ def test_an_index_is_closed_with_the_last_reference_to_it(monkeypatch: pytest.Mo
 
 
 def test_a_new_index_takes_the_place_of_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive, spec = Alive(monkeypatch), Lookup(window=8 * CONTEXT)
+    alive, spec = Alive(monkeypatch), Lookup(window=8 * PROMPT_TAIL)
     drafts = spec.proposer([0] * 10, (), spec.shared(NativeIndex))
     text = list(range(2000))
     for num in range(10, 2001, 10):

@@ -14,7 +14,7 @@ from aquiline.bench.eval.answers import AnswerFile, TurnAnswer, answer_row
 from aquiline.config import SamplingParams
 from aquiline.metrics import mean
 from aquiline.models.named import BUNDLED_TARGET
-from aquiline.spec.named import drafting
+from aquiline.spec.registry import drafting
 from aquiline.text.questions import Question
 
 TWO_TURNS = Question(81, "writing", ("Write.", "Shorter."))

@@ -23,7 +23,7 @@ from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
 from aquiline.models.named import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, Drafting
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 NEW_TOKENS = 24
 

@@ -19,9 +19,9 @@ from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.errors import ResultError
 from aquiline.spec.drafting import Chain, Dynamic
-from aquiline.spec.named import drafting
+from aquiline.spec.registry import drafting
 from aquiline.spec.simulate import SimulatedAcceptance
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.questions import Question
 
 LETTERS = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(90)}, unk_token="!"))

@@ -138,7 +138,7 @@ def test_infinite_weights_are_refused_and_infinite_logits_an_error(pair: Path, t
 
 def test_json_output_of_generate(pair: Path) -> None:
     llm = LLM(pair / "target", pair / "draft")
-    from aquiline.cli.show.answers import as_dict
+    from aquiline.cli.show.continuations import as_dict
 
     result = llm.run([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
     data = json.loads(json.dumps(as_dict(result, llm)))

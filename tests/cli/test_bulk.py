@@ -22,7 +22,7 @@ from aquiline.engine.bulk import BulkResult, BulkRun
 from aquiline.engine.llm import LLM
 from aquiline.models.families import read_model_config
 from aquiline.spec.drafting import Chain
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_the_output_is_refused_before_anything_is_loaded(
     def loaded(*given: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("aquiline.engine.llm.load_models", loaded)
+    monkeypatch.setattr("aquiline.engine.model.ResolvedPair.load", loaded)
     refused = CliRunner().invoke(app, [*args, out, "--seed", "5", "--temperature", "1"])
     assert refused.exit_code == 2 and out in refused.stderr and refused.stderr.count("\n") == 1
     assert "No such file" in refused.stderr if "/" in out else "line 1 is not a result" in refused.stderr

@@ -19,7 +19,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.bulk import SAMPLING_FIELDS, BulkResult, BulkRun
 from aquiline.engine.llm import LLM
 from aquiline.spec.lookup import Lookup
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 SAMPLING = SamplingParams(max_tokens=3, ignore_eos=True)
 

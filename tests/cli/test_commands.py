@@ -265,7 +265,7 @@ def test_broken_checkpoints_are_explained(name: str, pair: Path, tmp_path: Path)
 
 def test_an_empty_prompt_is_refused(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.txt").touch()
-    monkeypatch.setattr("aquiline.engine.llm.load_models", None)  # nothing is loaded for it
+    monkeypatch.setattr("aquiline.engine.model.ResolvedPair.load", None)  # nothing is loaded for it
     for given, named in (
         (generate(pair, "--prompt", ""), "prompt=''"), (generate(pair, stdin=""), "prompt: stdin"),
         (generate(pair, "--prompt-file", tmp_path / "empty.txt"), "prompt_file="),
@@ -276,7 +276,7 @@ def test_an_empty_prompt_is_refused(pair: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_without_any_stdin_text_is_asked_for(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `<&-`: Python then has no stdin at all. Nothing is loaded for it."""
-    monkeypatch.setattr("aquiline.engine.llm.load_models", None)
+    monkeypatch.setattr("aquiline.engine.model.ResolvedPair.load", None)
     for name, said in (("generate", "prompt: give --prompt, --prompt-file"), ("chat", "chat: stdin is closed")):
         command = get_command(app).commands[name]  # type: ignore[attr-defined]
         monkeypatch.setattr(sys, "stdin", None)
@@ -330,7 +330,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("folder").mkdir()
-    for place in ("engine.llm.load_models", "bench.suite.scenarios.load_models"):
+    for place in ("engine.model.ResolvedPair.load", "bench.suite.scenarios.load_models"):
         monkeypatch.setattr(f"aquiline.{place}", loaded)
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 2 and told in refused.stderr, refused.output

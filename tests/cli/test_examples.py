@@ -33,7 +33,8 @@ RESULTS = {
     "results-of-another-engine": ("peers/bundled/llamacpp-eagle=3.json",),
 }
 WAITS = (
-    "aquiline.engine.llm.load_models", "aquiline.bench.suite.scenarios.load_models", "aquiline.serve.server.serve",
+    "aquiline.engine.model.ResolvedPair.load", "aquiline.bench.suite.scenarios.load_models",
+    "aquiline.serve.server.serve",
     "aquiline.train.trainer.train", "aquiline.train.estimate.measure_rate", "aquiline.bench.data.sources.fetch",
     "aquiline.bench.theory.ceilings.measured_once", "huggingface_hub.hf_hub_download",
     "aquiline.bench.peers.random_target.random_target", "aquiline.bench.peers.compare.random_target",

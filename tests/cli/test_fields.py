@@ -21,7 +21,7 @@ from aquiline.config import SamplingParams
 from aquiline.settings import about, about_of, name_of, setting
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
-from aquiline.spec.named import DRAFTINGS, DraftingChoice
+from aquiline.spec.registry import DRAFTINGS, DraftingChoice
 
 EVERY = dict(commands(get_command(app)))
 

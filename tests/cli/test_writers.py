@@ -7,14 +7,14 @@ import io
 from rich.console import Console
 
 from aquiline.cli.show.writers import coloured, has_colours, legend, shares_of
-from aquiline.engine.chat import Piece
+from aquiline.engine.chat_session import AttributedText
 from aquiline.types import Source
 
 WRITTEN: list[tuple[str, Source]] = [
     ("The", "target"), (" sky", "draft"), (" is", "draft"), ("\n", "draft"), ("blue", "lookup"), (" ", "draft"),
     (".", "target"),
 ]  # fmt: skip
-PIECES = [Piece(text, source) for text, source in WRITTEN]
+PIECES = [AttributedText(text, source) for text, source in WRITTEN]
 
 
 def console(*, terminal: bool, no_color: bool = False) -> Console:

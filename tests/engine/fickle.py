@@ -9,8 +9,7 @@ import numpy as np
 
 from aquiline.backends.base import Decode
 from aquiline.engine.control.calibrate import estimated_table
-from aquiline.engine.control.chosen import PLAIN, UNVERIFIED
-from aquiline.engine.control.controller import Controller
+from aquiline.engine.control.controller import PLAIN, UNVERIFIED, Controller
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence

@@ -17,7 +17,7 @@ from tests.engine.traffic import Setup
 from aquiline.backends.torch.pair import TorchPair
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.control.controller import Controller
-from aquiline.engine.control.costs import CostTable, StepCosts, filled
+from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
 from aquiline.engine.llm import LLM
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft
@@ -25,13 +25,13 @@ from aquiline.spec.lookup import Lookup
 
 pytestmark = needs_native
 
-CHEAP_ROWS = filled([(1, 2.0), (32, 2.2)])
-DEAR_ROWS = filled([(1, 1.0), (32, 32.0)])
+CHEAP_ROWS = times_by_rows([(1, 2.0), (32, 2.2)])
+DEAR_ROWS = times_by_rows([(1, 1.0), (32, 32.0)])
 
 
 def controlled(llm: LLM, verify: tuple[float, ...], draft_ms: float) -> Controller:
     """A controller that believes in these costs, and goes on believing."""
-    passes = filled([(1, draft_ms), (32, 2 * draft_ms)])
+    passes = times_by_rows([(1, draft_ms), (32, 2 * draft_ms)])
     costs = StepCosts(CostTable(verify, passes, passes))
     costs.learn_verify = costs.learn_draft = costs.learn_host = lambda *args: None  # type: ignore[method-assign]
     llm.engine.controller = found = Controller(costs)
@@ -48,7 +48,7 @@ def test_random_choices_give_the_same_text(sampling: SamplingParams, seed: int) 
     assert tokens(result) == expected
     check_accounting(result)
     assert all(fickle.taken[way] for way in ("none", "probe", "cut", "chain", "random", "copy", "both")), fickle.taken
-    assert not fickle._choices, "nothing is kept of requests that have ended"
+    assert not fickle._states, "nothing is kept of requests that have ended"
 
 
 def test_it_gives_the_same_text_by_its_own_choices_beside_fixed_ones() -> None:

@@ -13,13 +13,12 @@ from tests.conftest import engine_config, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.chat import ChatSession, Piece, user_prompt
+from aquiline.engine.chat_session import AttributedText, ChatSession, user_prompt
 from aquiline.engine.llm import LLM
-from aquiline.engine.opened import open_template
 from aquiline.errors import CheckpointError
 from aquiline.spec.drafting import Chain
-from aquiline.text.answers import Message
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
+from aquiline.text.loss_mask import Message
 
 END = "<E>"
 LETTERS = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(90)}, unk_token="!"))
@@ -56,7 +55,7 @@ def test_an_answer_joins_the_history_the_next_one_is_asked_with() -> None:
 def test_pieces_are_the_text_and_say_who_wrote_it() -> None:
     llm = LLM("bundled", spec=Chain(3), engine=EngineConfig(max_batch=1, max_context=300))
     chat = ChatSession(llm, ChatTemplate(None, {}, llm.models.tokenizer), SamplingParams(max_tokens=60))
-    pieces: list[Piece] = []
+    pieces: list[AttributedText] = []
     answer = chat.ask('def greet(name):\n    """Grüße é"""\n', pieces.append)
     assert "".join(piece.text for piece in pieces) == answer.output.text
     assert len(pieces) > 40 and answer.share_by("draft") == sum(answer.output.by_draft) / 60 > 0.3
@@ -70,7 +69,7 @@ def test_pieces_are_the_text_and_say_who_wrote_it() -> None:
 
 
 def test_the_end_of_a_turn_ends_an_answer_and_is_not_shown() -> None:
-    pieces: list[Piece] = []
+    pieces: list[AttributedText] = []
     answer = session(dataclasses.replace(SHORT, logit_bias=ALWAYS_END)).ask("hello", pieces.append)
     assert answer.output.finish_reason == "stop" and answer.output.token_ids == list(ALWAYS_END)
     assert answer.output.text == "" and not pieces
@@ -81,7 +80,7 @@ def test_the_end_of_a_turn_ends_an_answer_and_is_not_shown() -> None:
 
 def test_an_answer_stops_between_two_steps() -> None:
     chat = session(dataclasses.replace(SHORT, max_tokens=200))
-    pieces: list[Piece] = []
+    pieces: list[AttributedText] = []
     answer = chat.ask("hello", pieces.append, lambda: len(pieces) >= 5)
     assert answer.output.finish_reason == "abort" and 5 <= len(answer.output.token_ids) < 12
     assert answer.output.text == "".join(piece.text for piece in pieces) == chat.messages[-1]["content"]
@@ -96,7 +95,7 @@ def test_what_fails_leaves_the_history_and_the_engine_as_they_were() -> None:
     chat.ask("hello")
     before = list(chat.messages)
 
-    def fail(piece: Piece) -> None:
+    def fail(piece: AttributedText) -> None:
         raise OSError("the terminal is gone")
 
     with pytest.raises(OSError, match="gone"):
@@ -195,6 +194,6 @@ def test_a_template_that_ends_answers_with_a_token_that_the_model_does_not_have(
     letters.add_special_tokens([END])
     llm = chatty(tmp_path, SOURCE, letters)
     told = f"the chat template of {tmp_path}: ends an answer with token 96, and the model has 96 tokens"
-    for use in (lambda: llm.chat(HELLO), lambda: open_template(llm)):
+    for use in (lambda: llm.chat(HELLO), lambda: llm.template()):
         with pytest.raises(CheckpointError, match=re.escape(told)):
             use()

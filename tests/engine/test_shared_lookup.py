@@ -16,7 +16,7 @@ from aquiline.engine.llm import LLM
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
-from aquiline.spec.past_outputs import CONTEXT, PastOutputs
+from aquiline.spec.past_outputs import PROMPT_TAIL, PastOutputs
 
 SOME = 2**17
 EAGER = Lookup(min_match=1, min_confidence=0)
@@ -104,7 +104,7 @@ def test_a_preempted_request_is_added_once_and_as_it_was_written() -> None:
     result = llm.run(batch, SAMPLED, spec=EAGER)
     assert result.summary.num_preemptions > 0
     assert tokens(result) == tokens(tiny_llm(max_batch=5).run(batch, SAMPLED, spec=BASELINE))
-    expected = sum(min(len(p), CONTEXT) + 60 + 1 for p in batch)
+    expected = sum(min(len(p), PROMPT_TAIL) + 60 + 1 for p in batch)
     assert past_of(llm).num_written == expected
     for output in result.outputs:
         assert stood(llm, output.token_ids[:-1]) == 59

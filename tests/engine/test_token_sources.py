@@ -6,7 +6,7 @@ import pytest
 
 from aquiline.backends.base import Decode, Decoded
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.chat import pieces_of
+from aquiline.engine.chat_session import pieces_of
 from aquiline.engine.commit import drafter_of
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta

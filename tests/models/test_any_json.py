@@ -17,7 +17,7 @@ from aquiline.errors import CheckpointError
 from aquiline.models.decoder import Decoder
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target, read_model_config
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from checkpoints import edit_json, write_draft, write_target
 
 CONFIG = (

@@ -26,7 +26,7 @@ from aquiline.serve.request_prompts import Prompts
 from aquiline.serve.server import open_service, with_environment
 from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.spec.drafting import NoDraft
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 LIMITS = Limits(max_body_bytes=100, max_stalled_s=0.05)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import aquiline.serve
-from aquiline.spec.named import DRAFTINGS
+from aquiline.spec.registry import DRAFTINGS
 
 PAGE = Path(aquiline.serve.__file__).parent / "page"
 CSS = (PAGE / "page.css").read_text()

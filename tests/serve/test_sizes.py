@@ -21,7 +21,7 @@ from aquiline.serve.api_errors import MAX_MESSAGE, ApiError
 from aquiline.serve.protocol import ChatRequest, CompletionRequest, Prediction, ResponseRequest, TokenizeRequest
 from aquiline.serve.request_prompts import Prompts
 from aquiline.spec.drafting import NoDraft
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
 MANY = 1000
 NULLS: list[Any] = [None] * MANY

@@ -8,7 +8,7 @@ import pytest
 
 from aquiline.serve.protocol import CompletionRequest
 from aquiline.serve.sampling import chosen_spec
-from aquiline.spec.adaptive import PLENTY, Adaptive
+from aquiline.spec.adaptive import MAX_COPY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
 
@@ -20,7 +20,7 @@ EXPECTED: dict[str, Any] = {"prediction": {"type": "content", "content": "a"}}
     [
         (Adaptive(), {}, Adaptive()),
         (Adaptive(), {"num_spec_tokens": 4}, Adaptive(4, lookup=False)),
-        (Adaptive(), {"num_spec_tokens": PLENTY}, Adaptive(PLENTY)),
+        (Adaptive(), {"num_spec_tokens": MAX_COPY}, Adaptive(MAX_COPY)),
         (Adaptive(), {"num_spec_tokens": 0}, NoDraft()),
         (Adaptive(), EXPECTED, Adaptive()),
         (Chain(3), EXPECTED, Lookup()),

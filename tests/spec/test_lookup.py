@@ -17,11 +17,11 @@ from aquiline.config import MAX_DEPTH
 from aquiline.spec.drafting import Match, Proposal
 from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
 from aquiline.spec.match_events import MAX_TRIALS, MatchEvents, cell_of
-from aquiline.spec.past_outputs import CONTEXT
-from aquiline.spec.suffix_automaton import MAX_SETTLED, SEPARATOR
+from aquiline.spec.past_outputs import PROMPT_TAIL
+from aquiline.spec.suffix_automaton import MAX_UPDATED_LINKS, SEPARATOR
 
 EAGER = Lookup(min_match=1, min_confidence=0)
-SHORT = STREAMS.map(lambda text: text[:MAX_SETTLED])  # whose places and counts are all known
+SHORT = STREAMS.map(lambda text: text[:MAX_UPDATED_LINKS])  # whose places and counts are all known
 
 
 def proposer(
@@ -205,7 +205,7 @@ def test_a_prediction_that_ends_is_followed_by_a_shorter_match() -> None:
 
 
 def test_of_a_long_text_the_latest_half_is_kept() -> None:
-    spec = Lookup(min_match=1, min_confidence=0, window=8 * CONTEXT)
+    spec = Lookup(min_match=1, min_confidence=0, window=8 * PROMPT_TAIL)
     prediction = list(range(1000, 3000))
     for expected, most in (((), 128), (prediction, 0)):
         drafts = proposer(spec, 2000, expected)
@@ -226,7 +226,7 @@ def test_of_a_long_text_the_latest_half_is_kept() -> None:
 
 def test_many_tokens_at_once_do_not_pass_the_window() -> None:
     """As they come to a sequence that did not look anything up for a while."""
-    spec = Lookup(window=8 * CONTEXT)
+    spec = Lookup(window=8 * PROMPT_TAIL)
     drafts = proposer(spec, 10)
     text = list(range(5000))
     for num in (11, 200, 1200, 1300, 5000):

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from aquiline.spec import past_outputs
 from aquiline.spec.drafting import Match, Proposal
 from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
-from aquiline.spec.match_events import LONGEST, MatchEvents
-from aquiline.spec.past_outputs import BYTES, CONTEXT, LEAST, MAX_PLACES, NOWHERE, PastMatch, PastOutputs, PastSpace
+from aquiline.spec.match_events import MAX_LENGTH, MatchEvents
+from aquiline.spec.past_outputs import (
+    BYTES_PER_TOKEN,
+    MAX_PLACES,
+    MIN_MATCH,
+    NO_PLACE,
+    PROMPT_TAIL,
+    PastMatch,
+    PastOutputs,
+    PastSpace,
+)
 from aquiline.spec.suffix_automaton import SEPARATOR
 
 EAGER = Lookup(min_match=1, min_confidence=0)
@@ -24,7 +33,7 @@ SALTS = (None, "salt")
 
 def outputs_of(size: int, *outputs: Sequence[int]) -> PastOutputs:
     """A ring of so many tokens, with outputs of requests without a salt."""
-    found = PastOutputs(size * BYTES)
+    found = PastOutputs(size * BYTES_PER_TOKEN)
     for output in outputs:
         found.space(None).add((), output)
     return found
@@ -34,7 +43,7 @@ class Written:
     """All that was ever written, token by token with its space."""
 
     def __init__(self, size: int) -> None:
-        self.outputs, self.size = PastOutputs(size * BYTES), size
+        self.outputs, self.size = PastOutputs(size * BYTES_PER_TOKEN), size
         self.tokens: list[int] = []
         self.salts: list[str | None] = []
 
@@ -52,16 +61,16 @@ class Written:
             if self.salts[end] != salt or self.tokens[end + 1] == SEPARATOR:
                 continue
             length = 0
-            while length < min(len(tokens), LONGEST) and end - length >= begin:
+            while length < min(len(tokens), MAX_LENGTH) and end - length >= begin:
                 if self.tokens[end - length] != tokens[-1 - length]:
                     break
                 length += 1
             found.append((length, end))
         length, end = max(found, default=(0, -1))
-        return (end, length, sum(each == length for each, _ in found)) if length >= least else tuple(NOWHERE)
+        return (end, length, sum(each == length for each, _ in found)) if length >= least else tuple(NO_PLACE)
 
 
-@given(OUTPUTS, TEXTS, st.integers(8, 70), st.integers(LEAST, 6), st.sampled_from(SALTS))
+@given(OUTPUTS, TEXTS, st.integers(8, 70), st.integers(MIN_MATCH, 6), st.sampled_from(SALTS))
 def test_a_search_finds_what_is_still_there(
     outputs: list[tuple[int, list[int]]], tokens: list[int], size: int, least: int, salt: str | None
 ) -> None:
@@ -85,7 +94,7 @@ def test_following_is_searching_for_every_token(
     written = Written(size)
     for number, earlier in outputs:
         written.add(SALTS[number], earlier)
-    text, shortest = [*prompt, *output], max(least, LEAST)
+    text, shortest = [*prompt, *output], max(least, MIN_MATCH)
     expected: list[tuple[int, bool]] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(past_outputs, "MAX_PLACES", size)
@@ -106,8 +115,8 @@ def test_following_is_searching_for_every_token(
 def test_a_search_compares_a_constant_number_of_places() -> None:
     """The latest ones, of which the text's end has no token behind it."""
     outputs = outputs_of(1000, [5] * 900)
-    end, length, count = outputs.find(outputs.space(None).number, [5] * 200, 200, LEAST)
-    assert (end, length, count) == (898, LONGEST, MAX_PLACES - 1)
+    end, length, count = outputs.find(outputs.space(None).number, [5] * 200, 200, MIN_MATCH)
+    assert (end, length, count) == (898, MAX_LENGTH, MAX_PLACES - 1)
 
 
 def test_no_place_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +126,9 @@ def test_no_place_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(9):
         written.add(None, [5] * 9)
         space = written.outputs.space(None)
-        assert tuple(space.outputs.find(space.number, [5] * 9, 9, LEAST)) == written.searched(None, [5] * 9, LEAST)
+        assert tuple(space.outputs.find(space.number, [5] * 9, 9, MIN_MATCH)) == written.searched(
+            None, [5] * 9, MIN_MATCH
+        )
 
 
 def test_bytes_are_bounded_and_the_oldest_outputs_go() -> None:
@@ -131,13 +142,13 @@ def test_bytes_are_bounded_and_the_oldest_outputs_go() -> None:
             n for n in range(200) if outputs.find(space.number, [10_000 + 100 * n + i for i in range(4)], 4, 4).length
         ]
         assert kept == list(range(max(0, number - len(kept) + 1), number + 1))
-    assert len(kept) == (2**16 // BYTES) // (90 + 1)
+    assert len(kept) == (2**16 // BYTES_PER_TOKEN) // (90 + 1)
 
 
 def test_an_output_longer_than_the_ring_leaves_its_end() -> None:
     outputs = outputs_of(20, [1, 2, 3, 4], list(range(100, 200)))
     number = outputs.space(None).number
-    assert outputs.find(number, [1, 2, 3], 3, LEAST) == NOWHERE
+    assert outputs.find(number, [1, 2, 3], 3, MIN_MATCH) == NO_PLACE
     assert [outputs.find(number, list(range(t - 3, t + 1)), 4, 4).length for t in (150, 184, 198, 199)] == [0, 4, 4, 0]
 
 
@@ -148,7 +159,7 @@ def test_what_is_overwritten_is_not_followed() -> None:
     assert match.follow([1, 2, 3, 4], 4).length == 4
     outputs.space("other").add((), [1, 2, 3, 4, 5, 6, 7])
     assert outputs.num_written == 18, "from place 0 on"
-    assert match.follow([1, 2, 3, 4, 5], 4) == NOWHERE and sum(outputs.events.trials) == 0
+    assert match.follow([1, 2, 3, 4, 5], 4) == NO_PLACE and sum(outputs.events.trials) == 0
 
 
 def test_nothing_is_added_of_a_request_that_wrote_nothing() -> None:
@@ -161,7 +172,7 @@ def test_the_first_tokens_are_found_behind_the_prompt() -> None:
     """A repeated request matches the prompt's end, another one as far as the prompts are alike."""
     outputs = PastOutputs(2**16)
     outputs.space(None).add(range(100), [201, 202, 203])
-    for prompt, length in (([*range(100)], CONTEXT), ([0, 0, 95, 96, 97, 98, 99], 5), ([0, 97, 98, 99], 0)):
+    for prompt, length in (([*range(100)], PROMPT_TAIL), ([0, 0, 95, 96, 97, 98, 99], 5), ([0, 97, 98, 99], 0)):
         assert PastMatch(outputs.space(None), 1).follow(prompt, len(prompt)).length == length
 
 

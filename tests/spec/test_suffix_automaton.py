@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aquiline.engine import engine, llm
 from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec import suffix_automaton
-from aquiline.spec.suffix_automaton import MAX_SETTLED, SEPARATOR, SuffixAutomaton
+from aquiline.spec.suffix_automaton import MAX_UPDATED_LINKS, SEPARATOR, SuffixAutomaton
 from aquiline.text.tokenizer import load_tokenizer
 
 STREAMS = st.integers(1, 4).flatmap(lambda kinds: st.lists(st.integers(0, kinds - 1), min_size=1, max_size=60))
@@ -48,7 +48,7 @@ def found(automaton: SuffixAutomaton) -> tuple[int, int, int]:
 @example([0, 1, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 0], 1)
 def test_it_finds_what_a_search_finds(text: list[int], min_length: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(suffix_automaton, "MAX_SETTLED", len(text))
+        patched.setattr(suffix_automaton, "MAX_UPDATED_LINKS", len(text))
         automaton = SuffixAutomaton(min_length)
         for num, token in enumerate(text, 1):
             automaton.extend([token])
@@ -82,7 +82,8 @@ def test_every_substring_leads_to_its_state(text: list[int]) -> None:
 
 
 def test_a_text_of_one_token_settles_a_constant_number_of_links() -> None:
-    """Behind MAX_SETTLED links, places and counts are those of an earlier text: true of it, and not the latest."""
+    """Behind MAX_UPDATED_LINKS links, places and counts are those of an earlier text: true of it, and not the
+    latest."""
     automaton = SuffixAutomaton(1)
     text = [5] * 200
     automaton.extend(text)
@@ -91,7 +92,7 @@ def test_a_text_of_one_token_settles_a_constant_number_of_links() -> None:
     text += [6, 5, 5]
     length, count, end = found(automaton)
     assert length == 2 and end in places(text, [5, 5]) and end < len(text) - 1
-    assert count == MAX_SETTLED + 1 < len(places(text, [5, 5]))
+    assert count == MAX_UPDATED_LINKS + 1 < len(places(text, [5, 5]))
 
 
 class Told:
@@ -104,7 +105,7 @@ class Told:
         self.events.append((length, count, is_hit))
 
 
-@given(STREAMS.map(lambda text: text[:MAX_SETTLED]), st.integers(1, 3), st.integers(0, MAX_SETTLED))
+@given(STREAMS.map(lambda text: text[:MAX_UPDATED_LINKS]), st.integers(1, 3), st.integers(0, MAX_UPDATED_LINKS))
 def test_events_say_whether_the_match_was_right(text: list[int], min_length: int, num_prompt: int) -> None:
     told = Told()
     automaton = SuffixAutomaton(min_length)

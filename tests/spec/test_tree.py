@@ -9,7 +9,7 @@ from tests.ops.native_calls import select
 from tests.spec.topologies import chain_topology, paths
 
 from aquiline.spec.drafting import DEFAULT_STATIC_PATHS
-from aquiline.spec.named import drafting
+from aquiline.spec.registry import drafting
 from aquiline.spec.tree import Topology, ancestor_masks, static_shape
 
 

@@ -15,7 +15,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.text.detokenizer import Detokenizer
 
-CUT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 AWKWARD = [0x41, 0x20, 0x80, 0xC3, 0xA9, 0xE2, 0x86, 0x92, 0xF0, 0x9F, 0xFF]
 """Bytes that are characters, begin some, continue some, and are never part of any."""
 
@@ -45,7 +45,7 @@ def merged_tokenizer() -> Tokenizer:
 def fallback_tokenizer(strips: bool = True, first: int = 0, last: int = 256) -> Tokenizer:
     """Bytes first .. last - 1 beside pieces of text, as SentencePiece models spell them. A decoder of Llama's kind
     (strips) leaves a text's first space out; Gemma's does not."""
-    pieces = ["▁", "▁▁", "▁the", "▁é", "a", "é", "→", CUT, "\n"]
+    pieces = ["▁", "▁▁", "▁the", "▁é", "a", "é", "→", REPLACEMENT, "\n"]
     spelled = [f"<0x{byte:02X}>" for byte in range(first, last)] + pieces
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(spelled)}, unk_token="a"))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -93,7 +93,7 @@ def left_of(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
     while left and (
         left[-1] in special
         or str(tokenizer.id_to_token(left[-1])).startswith("<0x")
-        or tokenizer.decode(left).endswith(CUT)
+        or tokenizer.decode(left).endswith(REPLACEMENT)
     ):
         left.pop()
     return left
@@ -127,7 +127,7 @@ def test_a_byte_that_spoils_a_run_of_bytes_reaches_nobody_else() -> None:
     came first may not have been shown by then."""
     tokenizer = TOKENIZERS["byte fallback"]
     detokenizer = Detokenizer(tokenizer, (), ())
-    assert [detokenizer.add([i]) for i in (0x41, 0xFF, tokenizer.token_to_id("a"))] == ["", "", 2 * CUT + "a"]
+    assert [detokenizer.add([i]) for i in (0x41, 0xFF, tokenizer.token_to_id("a"))] == ["", "", 2 * REPLACEMENT + "a"]
 
 
 NOWHERE = {"bytes": [0x80], "bytes, merged": [0xFF, 0xC3], "byte fallback": [0xFF, 0x41]}
@@ -137,7 +137,7 @@ WHOLE = {"bytes": [END], "byte fallback": list("é".encode())}
 @pytest.mark.parametrize("stop", [(), ("A", "never")], ids=["", "stop"])
 @pytest.mark.parametrize(
     ("name", "unit"),
-    [*NOWHERE.items(), *WHOLE.items(), ("byte fallback", [TOKENIZERS["byte fallback"].token_to_id(CUT)])],
+    [*NOWHERE.items(), *WHOLE.items(), ("byte fallback", [TOKENIZERS["byte fallback"].token_to_id(REPLACEMENT)])],
 )
 def test_a_token_takes_as_long_whatever_came_before(name: str, unit: list[int], stop: tuple[str, ...]) -> None:
     """Bytes that never become a character, runs of bytes, tokens without text: what is decoded for each token does not

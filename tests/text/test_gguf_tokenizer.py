@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from aquiline.errors import CheckpointError
-from aquiline.text.chat import ChatTemplate, conversation
+from aquiline.text.chat_template import ChatTemplate, conversation
 from aquiline.text.gguf_tokenizer import WORDS, chat_template, special_tokens
 from aquiline.text.tokenizer import load_tokenizer
 from checkpoints import write_target

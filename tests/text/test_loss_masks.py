@@ -10,7 +10,7 @@ from tests.text.families import HARMONY, LLAMA31, MARKED, QWEN3, QWEN25, SMOLLM2
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from aquiline.text.chat import ChatTemplate, MaskedTokens, Message, conversation
+from aquiline.text.chat_template import ChatTemplate, MaskedTokens, Message, conversation
 
 TOKENIZER = byte_tokenizer()
 TWO = conversation(["Hi", "And é?"], ["Hello.", "Fine,\n\n  thanks "], complete=True)

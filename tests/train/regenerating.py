@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.spec.drafting import Drafting, NoDraft
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.regenerate import Regeneration
 from aquiline.train.regenerate_config import RegenerateConfig
 from aquiline.train.regenerated import Regenerated

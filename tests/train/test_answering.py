@@ -11,7 +11,7 @@ from tests.engine.test_stops import letters
 from tests.train.regenerating import ROWS, STOPS, TEMPLATE, TURNS, llm, read, regenerate, target, write
 
 from aquiline.config import SamplingParams
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.data import Rejects, read_documents, token_ids
 
 pytestmark = needs_native

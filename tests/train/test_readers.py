@@ -15,7 +15,7 @@ import pytest
 import tiny
 from tests.text.families import QWEN3, SMOLLM2, SPECIAL, byte_tokenizer
 
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.config import TrainConfig
 from aquiline.train.data import is_held_out, load_split
 from aquiline.train.documents import Document, Rejects, TokenIds, token_ids

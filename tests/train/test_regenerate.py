@@ -19,7 +19,7 @@ from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
 from aquiline.spec.drafting import Chain
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.answer_file import AnswerFile
 from aquiline.train.regenerate import Regeneration
 from aquiline.train.regenerate_config import RegenerateConfig

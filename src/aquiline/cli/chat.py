@@ -11,7 +11,7 @@ import typer
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import chosen, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.named import DraftingChoice
+from aquiline.spec.registry import DraftingChoice
 
 OFFERED = Fields(only=("max_tokens", "temperature", "top_k", "top_p", "seed"), defaults={"max_tokens": 1024})
 
@@ -40,20 +40,20 @@ def chat(
     engine: Annotated[EngineConfig, Fields(only=("max_context",))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
 ) -> None:
-    """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures behind each answer.
+    """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures after each answer.
 
     The target's chat template turns the conversation into its prompt. Without a terminal each line of stdin is a turn.
     """
     from aquiline.cli.show.conversation import converse
-    from aquiline.engine.chat import ChatSession
-    from aquiline.engine.opened import open_llm, open_template
+    from aquiline.engine.chat_session import ChatSession
+    from aquiline.engine.llm import LLM
 
     if sys.stdin is None:
         raise ValueError("chat: stdin is closed; talk in a terminal, or write a turn a line to stdin")
     pair = named(pair)
     spec = chosen(drafting, pair)
-    llm = open_llm(pair, replace(engine, max_batch=1), spec)
-    wrapped = open_template(llm, template.template_options)
+    llm = LLM.open(pair, replace(engine, max_batch=1), spec)
+    wrapped = llm.template(template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
     tell(wrapped.notice)
     converse(session, spec.is_speculative, as_json)

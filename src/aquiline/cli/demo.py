@@ -46,14 +46,14 @@ def demo(
     from aquiline.bench.suite.demos import demo_of, package_demo
     from aquiline.bench.suite.plot import plot_demo
     from aquiline.cli.show.demo import run_shown, show_demo
-    from aquiline.engine.opened import open_llm, open_template
+    from aquiline.engine.llm import LLM
     from aquiline.models.named import BUNDLED
 
     check_place(plot)
     pair = replace(pair, target=BUNDLED) if bundled or package is not None else named(pair)
     name = str(pair.target)
-    llm = open_llm(pair, EngineConfig(max_batch=1, prefix_cache=False))
-    template = open_template(llm)
+    llm = LLM.open(pair, EngineConfig(max_batch=1, prefix_cache=False))
+    template = llm.template()
     found = demo_of(name, template) if package is None else package_demo(name, package, template)
     result = run_shown(llm, found, is_shown=not as_json)
     if as_json:

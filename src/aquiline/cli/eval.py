@@ -59,7 +59,7 @@ def evaluate(
     from aquiline.bench.eval.figures import tables
     from aquiline.bench.eval.report import EvalFacts, as_document, model_facts, name_of, write_report
     from aquiline.cli.show.evaluation import plot_or_say_why, run_shown, show_evaluation
-    from aquiline.engine.opened import open_llm, open_template
+    from aquiline.engine.llm import LLM
     from aquiline.models.named import pair_of
 
     chosen = EvalPlan(search.settings, **plan)
@@ -68,8 +68,8 @@ def evaluate(
     pair = named(pair)
     dataset = sample.dataset or pair_of(pair.target).questions
     questions = load_questions(dataset, sample.count, sample.sample_seed)
-    llm = open_llm(pair, replace(engine, max_batch=chosen.batch, prefix_cache=False))
-    wrapped = open_template(llm, template.template_options)
+    llm = LLM.open(pair, replace(engine, max_batch=chosen.batch, prefix_cache=False))
+    wrapped = llm.template(template.template_options)
     model = model_facts(llm, pair.target, pair.draft)
     evaluation = Evaluation(llm, wrapped, questions, chosen, model.target, out / "answers" if out else None)
     found = run_shown(evaluation, is_shown=not as_json)

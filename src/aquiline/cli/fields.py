@@ -22,7 +22,7 @@ import typer
 
 from aquiline.settings import about_of, name_of
 from aquiline.spec.drafting import DRAFTING
-from aquiline.spec.named import DRAFTINGS, DraftingChoice
+from aquiline.spec.registry import DRAFTINGS, DraftingChoice
 
 T = TypeVar("T")
 CONTEXT = "ctx"

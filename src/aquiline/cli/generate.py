@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import AsJson, chosen, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.named import DraftingChoice
+from aquiline.spec.registry import DraftingChoice
 
-FILES = "Many prompts"
+if TYPE_CHECKING:
+    from aquiline.engine.llm import LLM
+    from aquiline.spec.drafting import Drafting
+    from aquiline.text.chat_template import ChatTemplate
+
+BULK_HEADING = "Many prompts"
 
 EXAMPLES = """
 Examples:
@@ -34,44 +39,71 @@ Examples:
 """
 
 
+Prompt = Annotated[str | None, typer.Option(help="Prompt text. Default: --prompt-file, else stdin.")]
+PromptFile = Annotated[Path | None, typer.Option(help="File whose whole text is the prompt.")]
+Prediction = Annotated[
+    str | None, typer.Option(help="Text that is expected to come back, or @FILE; --drafter lookup copies from it.")
+]
+AsChat = Annotated[
+    bool, typer.Option("--chat", help="The prompt is a user's message: wrap it in the target's chat template.")
+]
+PromptsFile = Annotated[
+    Path | None, typer.Option(help='JSONL of {"prompt": text}; resumes where --out ends.', rich_help_panel=BULK_HEADING)
+]
+OutFile = Annotated[
+    Path | None,
+    typer.Option(help="JSONL of results for --prompts-file, in its order.", rich_help_panel=BULK_HEADING),
+]
+ENGINE = Fields(only=("max_batch", "max_context", "cache_fraction", "shared_lookup_bytes"))
+
+
 @with_options
 def generate(
-    prompt: Annotated[str | None, typer.Option(help="Prompt text. Default: --prompt-file, else stdin.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File whose whole text is the prompt.")] = None,
-    prediction: Annotated[
-        str | None, typer.Option(help="Text that is expected to come back, or @FILE; --drafter lookup copies from it.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message: wrap it in the target's chat template.")
-    ] = False,
-    *,
-    template: ChatConfig,
-    pair: PairConfig,
-    sampling: SamplingParams,
-    drafting: DraftingChoice,
-    prompts_file: Annotated[
-        Path | None, typer.Option(help='JSONL of {"prompt": text}; resumes where --out ends.', rich_help_panel=FILES)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="JSONL of results for --prompts-file, in its order.", rich_help_panel=FILES)
-    ] = None,
-    engine: Annotated[
-        Given[EngineConfig], Fields(only=("max_batch", "max_context", "cache_fraction", "shared_lookup_bytes"))
-    ],
-    as_json: AsJson = False,
-) -> None:
+    prompt: Prompt = None, prompt_file: PromptFile = None, prediction: Prediction = None, chat: AsChat = False,
+    *, template: ChatConfig, pair: PairConfig, sampling: SamplingParams, drafting: DraftingChoice,
+    prompts_file: PromptsFile = None, out: OutFile = None,
+    engine: Annotated[Given[EngineConfig], ENGINE], as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way.
 
     Exits with 1 if a row of a file failed.
     """
-    from aquiline.cli.show.answers import show_continuation, show_file
+    from aquiline.cli.show.continuations import show_continuation, show_file
     from aquiline.engine.bulk import BulkRun
-    from aquiline.engine.chat import user_prompt
+    from aquiline.engine.chat_session import user_prompt
     from aquiline.engine.encode import ending_with
-    from aquiline.engine.opened import identity, open_llm, open_template
+    from aquiline.engine.llm import LLM
+    from aquiline.engine.model import ResolvedPair
 
     pair = named(pair)
     spec = chosen(drafting, pair)
+    _check_together(chat, template, prediction, prompts_file, out, spec)
+    if prompts_file is not None and out is not None:
+        resolved = ResolvedPair.of(pair, spec)
+        settings = resolved.identity(spec) | ({"chat": [template.system, template.template_options]} if chat else {})
+        run = BulkRun(prompts_file, out, sampling, settings)
+        llm = LLM.from_models(resolved.load(), EngineConfig(**engine), spec)
+        wrapped = _template_of(llm, chat, template)
+        if show_file(run, llm, wrapped, template.system, as_json).failed:
+            raise typer.Exit(1)
+        return
+    text, expected = _prompt_text(prompt, prompt_file), None if prediction is None else _text_of(prediction)
+    one_at_once: Given[EngineConfig] = Given({"max_batch": 1} | engine)
+    llm = LLM.open(pair, EngineConfig(**one_at_once), spec)
+    wrapped = _template_of(llm, chat, template)
+    ids = llm.encode(text) if wrapped is None else user_prompt(wrapped, text, template.system)
+    sampling = sampling if wrapped is None else ending_with(wrapped, sampling)
+    show_continuation(llm, text, ids, sampling, expected, as_json)
+
+
+generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
+
+
+def _check_together(
+    chat: bool, template: ChatConfig, prediction: str | None, prompts_file: Path | None, out: Path | None,
+    spec: Drafting,
+) -> None:  # fmt: skip
+    """Raises ValueError for options that do not go together; says on stderr which one has no effect."""
     if (prompts_file is None) != (out is None):
         raise ValueError("prompts_file: --prompts-file and --out go together")
     if not chat and template != ChatConfig():
@@ -80,31 +112,17 @@ def generate(
         raise ValueError('prediction: goes with one prompt; give rows of --prompts-file a "prediction" of their own')
     if prediction is not None and not spec.reads_prediction:
         tell(f"--prediction has no effect with drafter {spec.name}")
-    run, text = None, ""
-    if prompts_file is not None and out is not None:
-        settings = identity(pair, spec) | ({"chat": [template.system, template.template_options]} if chat else {})
-        run = BulkRun(prompts_file, out, sampling, settings)
-    else:
-        text, engine = _prompt_text(prompt, prompt_file), Given({"max_batch": 1} | engine)
-    expected = _text_of(prediction) if prediction is not None else None
-    llm = open_llm(pair, EngineConfig(**engine), spec)
-    wrapped = open_template(llm, template.template_options) if chat else None
+
+
+def _template_of(llm: LLM, chat: bool, template: ChatConfig) -> ChatTemplate | None:
+    """The chat template of the target, if the prompt is a user's message."""
+    wrapped = llm.template(template.template_options) if chat else None
     tell(None if wrapped is None else wrapped.notice)
-    if run is not None:
-        if show_file(run, llm, wrapped, template.system, as_json).failed:
-            raise typer.Exit(1)
-    elif wrapped is None:
-        show_continuation(llm, text, llm.encode(text), sampling, expected, as_json)
-    else:
-        ids, sampling = user_prompt(wrapped, text, template.system), ending_with(wrapped, sampling)
-        show_continuation(llm, text, ids, sampling, expected, as_json)
-
-
-generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
+    return wrapped
 
 
 def _text_of(given: str) -> str:
-    """A text that stands on the command line, or as @FILE in a file."""
+    """A text from the command line, or from the file that @FILE names."""
     return Path(given[1:]).read_text(encoding="utf-8") if given.startswith("@") else given
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from aquiline.config import PairConfig
     from aquiline.spec.drafting import Drafting
-    from aquiline.spec.named import DraftingChoice
+    from aquiline.spec.registry import DraftingChoice
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

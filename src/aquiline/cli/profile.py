@@ -12,7 +12,7 @@ from aquiline.bench.suite.plan import RandomWeights
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, chosen, named
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
-from aquiline.spec.named import DraftingChoice
+from aquiline.spec.registry import DraftingChoice
 from aquiline.writing import check_place
 
 

@@ -62,7 +62,7 @@ def regenerate(
     Every row is done, failed or skipped, with its reason on stderr; the summary stands there too. Exits with 1 if a row
     failed.
     """
-    from aquiline.engine.opened import open_llm, open_template
+    from aquiline.engine.llm import LLM
     from aquiline.models.load import resolve
     from aquiline.spec.drafting import Chain
     from aquiline.train.answer_file import check_settings
@@ -73,8 +73,8 @@ def regenerate(
     pair = replace(pair, target=target, draft=draft)
     check_settings(config.out, asked_settings(config, resolve(target), template.template_options))
     # Prompts share no more than a short system message: small pages hold it, pages of 64 tokens would not.
-    llm = open_llm(pair, replace(engine, page_size=16), Chain() if draft is not None else None)
-    wrapped = open_template(llm, template.template_options)
+    llm = LLM.open(pair, replace(engine, page_size=16), Chain() if draft is not None else None)
+    wrapped = llm.template(template.template_options)
     tell(wrapped.notice)
     run = Regeneration(llm, wrapped, resolve(target), config, is_shown=True)
     print(llm.engine.memory, file=sys.stderr)

@@ -10,7 +10,7 @@ from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import chosen, named
 from aquiline.config import BATCH, ChatConfig, EngineConfig, PairConfig
 from aquiline.serve.server_config import Limits, ServerConfig
-from aquiline.spec.named import DraftingChoice
+from aquiline.spec.registry import DraftingChoice
 
 ENGINE = ("page_size", "num_pages", "cache_fraction", "prefix_cache", "shared_lookup_bytes", "calibration", "check")
 

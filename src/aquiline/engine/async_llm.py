@@ -1,7 +1,7 @@
 """The asynchronous interface: `async for delta in AsyncLLM(...).generate(prompt)`.
 
-One thread owns the engine. Event loops send it commands through one queue; it hands deltas back with one callback per
-event loop and step.
+One thread owns the engine. Event loops send it commands through one queue. The thread returns deltas with one callback
+per event loop and step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from aquiline.spec.drafting import Drafting
 
 
 @dataclass(eq=False)
-class _Stream:
-    """A request and the place where its caller waits for deltas, or for the error that ends it."""
+class _OpenRequest:
+    """A request and the queue on which its caller waits for deltas, or for the error that ends it."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
@@ -34,12 +34,12 @@ class AsyncLLM:
     """Runs an LLM in a thread of its own for any number of concurrent callers.
 
     `async with AsyncLLM(LLM(...)) as engine:` ends the thread; requests that have not finished then raise
-    EngineStopped. The LLM must not be used otherwise meanwhile."""
+    EngineStopped. Nothing else may use the LLM while the thread runs."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[int | str, _Stream] = {}  # the engine thread's
+        self._streams: dict[int | str, _OpenRequest] = {}  # the engine thread's
         self._ids = itertools.count()
         self._stopped: str | None = None
         self._thread = threading.Thread(target=self._run, name="aquiline-engine", daemon=True)
@@ -79,7 +79,7 @@ class AsyncLLM:
         request = await asyncio.to_thread(
             self.llm.request, chosen, prompt, params, spec, priority, deadline_s, prediction=prediction
         )
-        stream = _Stream(request, asyncio.get_running_loop())
+        stream = _OpenRequest(request, asyncio.get_running_loop())
         self._commands.put(lambda: self._add(stream))
         if self._stopped is not None:  # set before the thread looks at its commands for the last time
             raise EngineStopped(self._stopped)
@@ -101,7 +101,7 @@ class AsyncLLM:
         reason = "the engine was closed"
         try:
             while self._obey():
-                by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenDelta]]] = {}
+                by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OpenRequest, TokenDelta]]] = {}
                 for delta in self.llm.engine.step():
                     stream = self._streams[delta.request_id]
                     by_loop.setdefault(stream.loop, []).append((stream, delta))
@@ -109,7 +109,7 @@ class AsyncLLM:
                         del self._streams[delta.request_id]
                 for loop, deltas in by_loop.items():
                     self._deliver(loop, deltas)
-        except Exception as error:  # whatever went wrong, no caller may wait for ever
+        except Exception as error:  # no caller may wait for ever, whatever went wrong
             reason = f"the engine stopped: {type(error).__name__}: {error}"
             raise
         finally:
@@ -124,7 +124,7 @@ class AsyncLLM:
             self.llm.engine.reset()
 
     def _obey(self) -> bool:
-        """Carry out the commands that have come; wait for one if the engine is idle. False: the thread must end."""
+        """Carry out the queued commands, and wait for one if the engine is idle. False: the thread must end."""
         while not self._commands.empty() or not self.llm.engine.is_busy:
             command = self._commands.get()
             if command is None:
@@ -132,7 +132,7 @@ class AsyncLLM:
             command()
         return True
 
-    def _add(self, stream: _Stream) -> None:
+    def _add(self, stream: _OpenRequest) -> None:
         try:
             if self._stopped is not None:
                 raise EngineStopped(self._stopped)
@@ -142,12 +142,12 @@ class AsyncLLM:
         else:
             self._streams[stream.request.id] = stream
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: _OpenRequest) -> None:
         if self._streams.get(stream.request.id) is stream:  # it may have finished meanwhile
             del self._streams[stream.request.id]
             self.llm.engine.abort(stream.request.id)
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop, deltas: list[tuple[_Stream, TokenDelta]]) -> None:
+    def _deliver(self, loop: asyncio.AbstractEventLoop, deltas: list[tuple[_OpenRequest, TokenDelta]]) -> None:
         def put() -> None:
             for stream, delta in deltas:
                 stream.arrived.put_nowait(delta)
@@ -159,6 +159,6 @@ class AsyncLLM:
                 self._abort(stream)
 
     @staticmethod
-    def _tell(stream: _Stream, error: Exception) -> None:
+    def _tell(stream: _OpenRequest, error: Exception) -> None:
         with contextlib.suppress(RuntimeError):  # that loop has ended: nobody is left to tell
             stream.loop.call_soon_threadsafe(stream.arrived.put_nowait, error)

@@ -1,4 +1,5 @@
-"""Many prompts from a JSONL file to another: in order, resumable, a bad row is reported and does not stop the rest.
+"""Run the prompts of a JSONL file and write results to another, in order and resumable. A bad row is reported and does
+not stop the rest.
 
 A row is {"prompt": text} or {"token_ids": [...]}. It may have an "id" (a text or a whole number), a "prediction" (the
 output that is expected, text or token ids) and any field of SamplingParams, which then holds for that row; other fields
@@ -19,14 +20,14 @@ from typing import Any
 
 from aquiline.checks import is_unicode, parse_json
 from aquiline.config import SamplingParams
-from aquiline.engine.chat import user_prompt
+from aquiline.engine.chat_session import user_prompt
 from aquiline.engine.encode import encode_prediction, ending_with
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.metrics import RunSummary
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.writing import writing
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
@@ -34,7 +35,7 @@ SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
 @dataclass
 class BulkResult:
-    """What a run over a file did; failed: line number (from 1) and reason of each row that gave no text."""
+    """The result of a run over a file. failed: line number (from 1) and reason of each row without text."""
 
     num_rows: int
     num_resumed: int
@@ -45,9 +46,8 @@ class BulkResult:
 class BulkRun:
     """One run over a file, which is checked before a model is loaded.
 
-    `settings`: everything that decides a result and is not in `sampling`; checkpoints stand there with their
-    fingerprints, not their paths. Raises ValueError if `out` holds results of other rows or settings, OSError if it
-    cannot be written."""
+    `settings`: everything but `sampling` that decides a result. It names checkpoints by fingerprint, not by path.
+    Raises ValueError if `out` holds results of other rows or settings, OSError if it cannot be written."""
 
     llm: LLM
 
@@ -59,7 +59,7 @@ class BulkRun:
         text = rows.read_bytes().removeprefix(BOM_UTF8)
         self.lines = text.removesuffix(b"\n").split(b"\n") if text else []
         self.settings = json.dumps(settings | asdict(sampling), sort_keys=True, default=str)
-        self.done: dict[int, dict[str, Any]] = {}  # results by line that wait until the lines before are written
+        self.done: dict[int, dict[str, Any]] = {}  # results by line, until the lines before them are written
         self.failed: dict[int, str] = {}
         self.num_written = self._resume()
 
@@ -70,8 +70,8 @@ class BulkRun:
         system: str | None = None,
         progress: bool = False,
     ) -> BulkResult:
-        """Run what is left. With a template each prompt is a user's message, after that of the system if there is
-        one."""
+        """Run the rows that are left. With a template each prompt is a user's message, after the system message if
+        there is one."""
         self.llm, self.template, self.system = llm, template, system
         num_resumed = self.num_written
         engine = llm.engine
@@ -103,7 +103,8 @@ class BulkRun:
                 yield request
 
     def _row(self, index: int) -> dict[str, Any]:
-        """The object on a line. Raises ValueError unless it is one, with an id that can stand in the output."""
+        """The object on a line. Raises ValueError for anything else, and for an id that cannot be written to the
+        output."""
         try:
             row = parse_json(self.lines[index])
         except ValueError as error:
@@ -177,11 +178,12 @@ class BulkRun:
         return {"id": row["id"]} if "id" in row else {}
 
     def _key(self, index: int) -> str:
-        """Tells results of this row under these settings from others."""
+        """Identifies the results of this row under these settings."""
         return hashlib.sha256(self.settings.encode() + self.lines[index]).hexdigest()[:16]
 
     def _resume(self) -> int:
-        """Count the results that are there, dropping a last line that was cut. Raises OSError if none can be added."""
+        """Count the results in the output file and drop a last line that was cut. Raises OSError if the file cannot be
+        appended to."""
         with self.out.open("a"):
             pass
         num_whole = num_bytes = 0
@@ -192,7 +194,7 @@ class BulkRun:
                 self._take(num_whole, line)
                 num_whole, num_bytes = num_whole + 1, num_bytes + len(line)
         if num_bytes < self.out.stat().st_size:
-            os.truncate(self.out, num_bytes)  # not written anew: a kill at this moment must not lose whole lines
+            os.truncate(self.out, num_bytes)  # not rewritten: a kill at this moment must not lose whole lines
         return num_whole
 
     def _take(self, index: int, line: bytes) -> None:

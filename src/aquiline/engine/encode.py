@@ -1,4 +1,4 @@
-"""What callers give as text or as token ids, as token ids: prompts, conversations, and predictions of outputs."""
+"""Convert prompts, conversations and predictions to token ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from aquiline.config import SamplingParams
 from aquiline.engine.model import LoadedModels
-from aquiline.text.chat import ChatTemplate, Message
+from aquiline.text.chat_template import ChatTemplate, Message
 
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 """One conversation, a list of {"role": ..., "content": text}, or a list of conversations."""
@@ -28,7 +28,8 @@ def encode_prompt(models: LoadedModels, prompt: str | Iterable[int] | int) -> li
 
 
 def encode_prediction(models: LoadedModels, prediction: str | Iterable[int] | None) -> list[int]:
-    """Token ids of an output that is expected: a text gets no special tokens, and may be empty; None is empty too.
+    """Token ids of an expected output. A text gets no special tokens. Text and ids may be empty, and None means no
+    prediction.
 
     Raises ValueError as `encode_prompt` does."""
     if isinstance(prediction, str):
@@ -39,8 +40,8 @@ def encode_prediction(models: LoadedModels, prediction: str | Iterable[int] | No
 
 
 def encode_chats(template: ChatTemplate, messages: Conversations) -> list[list[int]]:
-    """Token ids that ask for the next answer of one conversation or of each of several. Raises ValueError for what is
-    no conversation, and for messages that the template refuses."""
+    """Token ids that ask for the next answer of one conversation or of each of several. Raises ValueError for anything
+    that is not a conversation, and for messages that the template refuses."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages={messages!r}: must be a list of messages, or a list of such lists")
     several = [messages] if isinstance(messages[0], Mapping) else messages
@@ -53,7 +54,7 @@ def ending_with(template: ChatTemplate, sampling: SamplingParams) -> SamplingPar
 
 
 def _checked(conversation: object, name: str) -> list[Message]:
-    """The messages with a text each; one of the model that only calls tools has none."""
+    """The messages, each with a text. A message of the model that only calls tools gets an empty one."""
     if not isinstance(conversation, list | tuple) or not conversation:
         raise ValueError(f"{name}={conversation!r}: must be a list of messages that is not empty")
     checked: list[Message] = []
@@ -68,7 +69,7 @@ def _checked(conversation: object, name: str) -> list[Message]:
 
 
 def _ids(models: LoadedModels, name: str, text: str, is_begun: bool) -> list[int]:
-    """Token ids of a text; is_begun: with the special tokens around it."""
+    """Token ids of a text; is_begun: with the special tokens that begin and end a text."""
     if models.tokenizer is None:
         raise ValueError(f"{name}={text[:40]!r}: the target has no tokenizer.json; pass token ids")
     try:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aquiline.config import EngineConfig, Environment, SamplingParams
+from aquiline.config import EngineConfig, Environment, PairConfig, SamplingParams
 from aquiline.engine.encode import Conversations, encode_chats, encode_prediction, encode_prompt, ending_with
 from aquiline.engine.engine import Engine
-from aquiline.engine.model import LoadedModels, Loading, load_models
+from aquiline.engine.model import LoadedModels, Loading, ResolvedPair
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import NumericalError
@@ -22,6 +22,7 @@ from aquiline.models.draft_config import DraftOverrides
 from aquiline.models.named import checkpoints
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.types import FinishReason, Source, TokenLogprobs
 
 Prompts = str | list[str] | list[list[int]]
@@ -31,10 +32,10 @@ Predictions = str | list[str | list[int] | None]
 
 @dataclass(frozen=True)
 class Output:
-    """One finished request. token_ids include the stop token, text does not; sources say who wrote each token; metrics
-    count this request's steps alone. logprobs hold one entry per output token, prompt_logprobs one
-    per prompt token but the first, where asked for. ttft_ms: from its arrival to its first token; total_ms: to its end.
-    error: why finish_reason is "error"."""
+    """One finished request. token_ids include the stop token, text does not. sources name who wrote each token. metrics
+    count this request's steps alone. If asked for, logprobs hold one entry per output token, and prompt_logprobs one
+    per prompt token but the first. ttft_ms: from the arrival to the first token; total_ms: to the end. error: why
+    finish_reason is "error"."""
 
     request_id: int | str
     prompt: str | None
@@ -52,7 +53,7 @@ class Output:
 
     @property
     def by_draft(self) -> list[bool]:
-        """Per token whether it was drafted, by the draft model or from text that was there before."""
+        """For each token whether it was drafted, by the draft model or as a copy of earlier text."""
         return [source != "target" for source in self.sources]
 
 
@@ -66,8 +67,8 @@ class Result:
 
 @dataclass(eq=False)
 class _Run:
-    """One call of `outputs`. live: its requests whose output was not yielded yet; arrived: deltas of these requests
-    that the call has not handled yet."""
+    """One call of `outputs`. live: its requests whose output has not been yielded; arrived: deltas of these requests
+    that the call has not handled."""
 
     live: dict[int | str, Sequence] = field(default_factory=dict)
     arrived: deque[TokenDelta] = field(default_factory=deque)
@@ -77,17 +78,16 @@ class LLM:
     """A target with or without a draft, each a path, a hub id or the name of a known pair ("smollm2", "bundled"), whose
     own draft comes with its target. Without arguments it is smollm2 where its weights are installed, else bundled.
 
-    `spec`: the default way to draft; Adaptive() if a draft is loaded, no drafting otherwise.
-    `dtype`: how weights are stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them.
-    "auto" is "packed" for a GGUF file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and
-    int4 beside packed blocks.
-    `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16.
-    `arithmetic`: "float32" gives the same text on every x86 and Arm CPU. "bfloat16", for bfloat16 weights on CPUs with
-    AVX512_BF16, rounds activations too: it is faster, and text is still the same with and without speculation, but it
-    is another text than that of float32. "int8", for int8, int4 and packed weights, rounds activations to integers: the
-    fastest, and again the same text on every CPU. "auto" takes int8 for these, and bfloat16 where it is available.
-    `capture` (target layers whose outputs the draft reads) and `norm_feedback` replace the values of a draft's
-    checkpoint, or give them where it has none.
+    `spec`: the default way to draft; Adaptive() if a draft is loaded, no drafting otherwise. `dtype`: how weights are
+    stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them. "auto" is "packed" for a GGUF
+    file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and int4 beside packed blocks.
+    `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16. `arithmetic`:
+    "float32" gives the same text on every x86 and Arm CPU. "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16,
+    also rounds activations. It is faster. The text is the same with and without speculation, but differs from that of
+    float32. "int8", for int8, int4 and packed weights, rounds activations to integers. It is the fastest and gives the
+    same text on every CPU. "auto" is int8 for these weights, and otherwise bfloat16 where it is available. `capture`
+    (target layers whose outputs the draft reads) and `norm_feedback` replace the values of a draft's checkpoint, or
+    provide them if it has none.
 
     Raises CheckpointError before the first token if a checkpoint is wrong or target and draft do not fit, OutOfMemory,
     and ValueError for settings that cannot work.
@@ -111,8 +111,14 @@ class LLM:
         pair, is_plain = checkpoints(target, draft), spec is not None and not spec.needs_draft_model
         config = engine or EngineConfig()
         how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback), draft_dtype)
-        models = load_models(pair.target, draft if is_plain else pair.draft, how, Environment.read())
-        self._start(models, config, spec)
+        resolved = ResolvedPair.find(pair.target, draft if is_plain else pair.draft, how, Environment.read())
+        self._start(resolved.load(), config, spec)
+
+    @classmethod
+    def open(cls, pair: PairConfig, config: EngineConfig, spec: Drafting | None = None) -> LLM:
+        """An LLM of the pair that settings name. A draft model that `spec` does not use is not loaded. Raises as LLM
+        does."""
+        return cls.from_models(ResolvedPair.of(pair, spec).load(), config, spec)
 
     @classmethod
     def from_models(cls, models: LoadedModels, config: EngineConfig, spec: Drafting | None = None) -> LLM:
@@ -149,9 +155,9 @@ class LLM:
     ) -> list[Output]:
         """Continue one prompt or many, text or token ids; outputs in the order of the prompts.
 
-        sampling: one for all, or one per prompt. spec: another way to draft for this call. predictions: what each
-        output is expected to be, text or token ids, None where nothing is; a way to draft that reads predictions, as
-        Lookup(), then copies from them. Neither changes the text. progress: show a bar on stderr."""
+        sampling: one for all, or one per prompt. spec: another way to draft for this call. predictions: the expected
+        output of each prompt, text or token ids, or None. A way to draft that reads predictions, such as Lookup(),
+        copies from them. Neither changes the text. progress: show a bar on stderr."""
         return self.run(prompts, sampling, spec=spec, predictions=predictions, progress=progress).outputs
 
     def chat(
@@ -168,16 +174,20 @@ class LLM:
         of outputs in either case.
 
         The target's chat template makes the prompts, and the token that ends a turn there ends the answer; without a
-        template the messages are continued as text. tools, template_options: what the template is given beside the
-        messages, as {"enable_thinking": False}. The rest is as in `generate`. Raises CheckpointError for a broken
-        template, ValueError for messages or options that it refuses."""
+        template the messages are continued as text. tools, template_options: further values for the template, such as
+        {"enable_thinking": False}. The rest is as in `generate`. Raises CheckpointError for a broken template,
+        ValueError for messages or options that it refuses."""
         options = (template_options or {}) | ({"tools": tools} if tools else {})
-        template = self.models.template.with_options(options)
+        template = self.template(options)
         if isinstance(sampling, list):
             ending: Sampling = [ending_with(template, own) for own in sampling]
         else:
             ending = ending_with(template, sampling or SamplingParams())
         return self.generate(encode_chats(template, messages), ending, spec=spec, progress=progress)
+
+    def template(self, options: dict[str, Any] | None = None) -> ChatTemplate:
+        """The target's chat template with these options. Raises as `chat` does."""
+        return self.models.template.with_options(options or {})
 
     def run(
         self,
@@ -191,8 +201,8 @@ class LLM:
     ) -> Result:
         """`generate` with the run's figures, another way to draft for this call, and deltas as they come.
 
-        Every prompt is checked before the first token is computed. Raises NumericalError if the target's logits are
-        not numbers. The figures cover everything that the engine computed during the call."""
+        Every prompt is checked before the first token is computed. The figures cover everything that the engine
+        computed during the call. Raises NumericalError if the target's logits are not numbers."""
         batch: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(batch)
         if len(each) != len(batch):
@@ -202,7 +212,7 @@ class LLM:
             raise ValueError(
                 f"predictions: {len(expected)} for {len(batch)} prompts; give one per prompt, or None for it"
             )
-        # Ids from 0; inside another run, from behind the ids that are in use.
+        # Ids count from 0, or, inside another run, from after the ids that are in use.
         first = 1 + max((name for name in self.engine.sequences if isinstance(name, int)), default=-1)
         requests = [
             self.request(first + i, prompt, params, spec, prediction=prediction)
@@ -234,36 +244,40 @@ class LLM:
         meanwhile are delivered afterwards. A request that other code aborts is yielded as an output too.
 
         Raises ValueError for a request that cannot work, and for None while no request runs."""
-        engine, mine = self.engine, _Run()
+        engine, run = self.engine, _Run()
         ahead = 2 * engine.config.max_batch + 16  # enough that no slot waits
         source = iter(requests)
         try:
             while True:
-                while mine.arrived:  # on_delta and the caller may run steps, which add more
-                    delta = mine.arrived.popleft()
-                    if on_delta is not None:
-                        on_delta(delta)
-                    if delta.finish_reason is not None:
-                        yield output_of(self._take(delta.request_id, mine))
-                ended = [name for name, sequence in mine.live.items() if sequence.finish_reason is not None]
-                for name in ended:  # by Engine.abort or Engine.reset, called from elsewhere
-                    yield output_of(self._take(name, mine))
-                for request in itertools.islice(source, max(0, ahead - len(mine.live))):
+                yield from self._finished(run, on_delta)
+                for request in itertools.islice(source, max(0, ahead - len(run.live))):
                     if request is None:
-                        if not mine.live:
+                        if not run.live:
                             raise ValueError("requests: None waits for an output, and no request runs")
                         break
-                    self._add(request, mine)
-                if not mine.live and (engine.sequences or not engine.is_busy):
+                    self._add(request, run)
+                if not run.live and (engine.sequences or not engine.is_busy):
                     return
                 self._step()
         finally:
-            for name in list(mine.live):
-                sequence = self._take(name, mine)
+            for name in list(run.live):
+                sequence = self._take(name, run)
                 if sequence.finish_reason is None:
                     engine.abort(name)
             if not engine.sequences:
                 engine.reset()
+
+    def _finished(self, run: _Run, on_delta: Callable[[TokenDelta], None] | None) -> Iterator[Output]:
+        """Deliver the deltas that arrived, and yield the outputs of requests that have ended."""
+        while run.arrived:  # on_delta and the caller may run steps, which add more
+            delta = run.arrived.popleft()
+            if on_delta is not None:
+                on_delta(delta)
+            if delta.finish_reason is not None:
+                yield output_of(self._take(delta.request_id, run))
+        ended = [name for name, sequence in run.live.items() if sequence.finish_reason is not None]
+        for name in ended:  # by Engine.abort or Engine.reset, called from elsewhere
+            yield output_of(self._take(name, run))
 
     def _add(self, request: Request, run: _Run) -> None:
         if request.id in run.live and request.id not in self.engine.sequences:
@@ -300,7 +314,7 @@ class LLM:
         cache_salt: str | None = None,
         prediction: str | Iterable[int] | None = None,
     ) -> Request:
-        """A request for the engine: prompt and prediction as tokens, the seed resolved, this LLM's `spec` where none is
+        """A request for the engine, with prompt and prediction as tokens, a seed, and this LLM's `spec` if none is
         given."""
         if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
@@ -316,7 +330,7 @@ class LLM:
 
 
 def default_spec(models: LoadedModels) -> Drafting:
-    """How an LLM of these models drafts where nobody says: adaptively, if there is a draft model."""
+    """The default way to draft of an LLM of these models: adaptively, if there is a draft model."""
     if models.draft_config is None:
         return NoDraft()
     return Adaptive() if models.simulated is None else Chain()

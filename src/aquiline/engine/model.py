@@ -1,4 +1,4 @@
-"""What an engine runs: a pair of models in this machine's backend and their tokenizer, checked against each other."""
+"""The models that an engine runs: a pair in this machine's backend and its tokenizer, checked against each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,29 +15,30 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from aquiline.backends.base import Pair
-from aquiline.backends.choose import new_pair, runs_natively
+from aquiline.backends.choose import new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
-from aquiline.config import Environment
+from aquiline.config import Environment, PairConfig
 from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
-from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft
+from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
 from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
+from aquiline.models.fingerprint import fingerprint
 from aquiline.models.formats import load_draft
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
-from aquiline.models.named import draft_of
+from aquiline.models.named import checkpoints, draft_of
 from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP, weight_bytes
 from aquiline.spec.drafting import Chain, Drafting
 from aquiline.spec.simulate import SimulatedAcceptance
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How a pair is loaded. dtype, draft_dtype, arithmetic, kv_dtype and device: see LLM; overrides: settings that
-    replace those of a draft's checkpoint."""
+    """Settings by which a pair is loaded. dtype, draft_dtype, arithmetic, kv_dtype and device: see LLM. overrides:
+    settings that replace those of a draft's checkpoint."""
 
     dtype: str = "auto"
     arithmetic: str = "auto"
@@ -70,7 +71,7 @@ class LoadedModels:
 
     pair: Pair
     tokenizer: Tokenizer | None
-    storage: str  # the target's `dtype`; of packed blocks their types, as "q4_1+q8_0" with the head's behind the plus
+    storage: str  # the target's `dtype`; of packed blocks their types, as "q4_1+q8_0" with the head's after the plus
     weight_bytes: int
     draft_storage: str | None = None  # the draft's
     checkpoint: Path | None = None  # where the target was read from; None for modules that were made in memory
@@ -88,7 +89,7 @@ class LoadedModels:
 
     @property
     def arithmetic(self) -> str:
-        """What weights are multiplied in."""
+        """The arithmetic that weights are multiplied in."""
         return self.pair.arithmetic
 
     @property
@@ -136,7 +137,7 @@ class LoadedModels:
             raise ValueError(f"draft_top_k={spec.width}: the draft's vocabulary has {size} tokens")
 
     def token_sequences(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids that write each word, at the start of a text and behind a space. Raises ValueError without a
+        """The token ids that write each word, at the start of a text and after a space. Raises ValueError without a
         tokenizer, and for a word with a token that the tokenizer has and the model has not."""
         if not words:
             return ()
@@ -155,7 +156,7 @@ class LoadedModels:
         return tuple(found)
 
     def system(self) -> dict[str, object]:
-        """What ran, for results: library, instruction set, arithmetic, versions."""
+        """The facts that results state of a run: library, instruction set, arithmetic, versions."""
         common: dict[str, object] = {
             "path": self.pair.name,
             "exact_trees": self.pair.is_exact,
@@ -170,38 +171,90 @@ class LoadedModels:
         return common | self.pair.system() | {"arithmetic": self.pair.arithmetic}
 
 
-def load_models(target: str | Path, draft: str | Path | None, how: Loading, environment: Environment) -> LoadedModels:
-    """Load and pack a target and its draft.
+@dataclass(frozen=True)
+class ResolvedPair:
+    """A pair whose checkpoints were found and whose dtypes are settled; nothing is loaded. `asked`: the settings before
+    they were settled; `how`: after."""
 
-    Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for settings
-    this machine does not have."""
-    target_dir = resolve(target)
-    draft_dir = resolve(draft_of(draft)) if draft is not None else None
-    is_free = how.draft_dtype == "auto"
-    how = for_checkpoint(how, target_dir, environment)
-    capture: tuple[int, ...] = ()
-    if draft_dir is not None:
-        reading = read_draft(draft_dir, read_model_config(target_dir), how.overrides)
-        how = how.for_draft(reading.config) if is_free else how
-        capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
-    check_fits({target_dir: how.dtype} | ({} if draft_dir is None else {draft_dir: how.draft_dtype}))
-    decoder = load_target(target_dir, dtype=how.dtype, capture=capture)
-    head = None
-    if draft_dir is not None:
-        head = load_draft(
-            draft_dir, decoder, dtype=how.draft_dtype, capture=how.overrides.capture,
-            norm_feedback=how.overrides.norm_feedback,
-        )  # fmt: skip
-    models = from_modules(decoder, head, None, how, environment)
-    del decoder, head  # they are packed
-    give_back()
-    models = replace(models, tokenizer=load_tokenizer(target_dir), checkpoint=target_dir)
-    give_back()
-    return models
+    target: Path
+    draft: Path | None
+    asked: Loading
+    how: Loading
+    environment: Environment
+
+    @classmethod
+    def find(
+        cls, target: str | Path, draft: str | Path | None, asked: Loading, environment: Environment
+    ) -> ResolvedPair:
+        """The checkpoints that paths, hub ids and names of known pairs mean. Raises CheckpointError for one that is not
+        there, ValueError for settings this machine does not have."""
+        place = resolve(target)
+        draft_place = None if draft is None else resolve(draft_of(draft))
+        return cls(place, draft_place, asked, for_checkpoint(asked, place, environment), environment)
+
+    @classmethod
+    def of(cls, pair: PairConfig, spec: Drafting | None = None) -> ResolvedPair:
+        """The checkpoints of a pair that settings name, without a draft model that `spec` does not use. Raises as
+        `find`."""
+        named, overrides = checkpoints(pair.target, pair.draft), DraftOverrides(pair.capture, pair.norm_feedback)
+        asked = Loading(pair.dtype, pair.arithmetic, overrides=overrides, draft_dtype=pair.draft_dtype)
+        draft = named.draft if spec is None or spec.needs_draft_model else None
+        return cls.find(named.target, draft, asked, Environment.read())
+
+    def identity(self, spec: Drafting) -> dict[str, object]:
+        """Everything but the sampling on which results depend: checkpoints by their bytes, how they run, and how the
+        draft is used.
+
+        Loads nothing, so that results of another pair are refused before weights are read. Raises CheckpointError for a
+        checkpoint that cannot be read, ValueError for settings that this machine does not have."""
+        dtype, overrides = self.how.dtype, self.asked.overrides
+        path, arithmetic = path_of("cpu", self.asked.arithmetic, dtype, self.environment)
+        draft: object = None
+        if spec.needs_draft_model and self.draft is not None:
+            config = read_draft_config(
+                self.draft, self.target, capture=overrides.capture, norm_feedback=overrides.norm_feedback
+            )
+            draft = [fingerprint(self.draft), asdict(config), asdict(spec)]
+        elif spec.is_speculative:
+            draft = spec.as_dict()
+        target = fingerprint(self.target)
+        return {"target": target, "draft": draft, "dtype": dtype, "arithmetic": arithmetic, "path": path}
+
+    def load(self) -> LoadedModels:
+        """Load and pack the models.
+
+        Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for
+        settings this machine does not have."""
+        how, overrides = self.how, self.asked.overrides
+        capture: tuple[int, ...] = ()
+        if self.draft is not None:
+            reading = read_draft(self.draft, read_model_config(self.target), overrides)
+            how = how.for_draft(reading.config) if self.asked.draft_dtype == "auto" else how
+            capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
+        check_fits({self.target: how.dtype} | ({} if self.draft is None else {self.draft: how.draft_dtype}))
+        decoder = load_target(self.target, dtype=how.dtype, capture=capture)
+        head = None
+        if self.draft is not None:
+            head = load_draft(
+                self.draft, decoder, dtype=how.draft_dtype, capture=overrides.capture,
+                norm_feedback=overrides.norm_feedback,
+            )  # fmt: skip
+        models = from_modules(decoder, head, None, how, self.environment)
+        del decoder, head  # they are packed
+        give_back()
+        models = replace(models, tokenizer=load_tokenizer(self.target), checkpoint=self.target)
+        give_back()
+        return models
+
+
+def load_models(target: str | Path, draft: str | Path | None, how: Loading, environment: Environment) -> LoadedModels:
+    """Load and pack a target and its draft. Raises as ResolvedPair.find and ResolvedPair.load do."""
+    return ResolvedPair.find(target, draft, how, environment).load()
 
 
 def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:
-    """The dtypes to load: where none is named, a GGUF file's own blocks if the native library runs, else bfloat16.
+    """The settings with dtypes to load: if none is named, a GGUF file's own blocks if the native library runs, else
+    bfloat16.
 
     Raises ValueError for blocks that nothing here can multiply."""
     native = runs_natively(how.device, environment)
@@ -228,7 +281,8 @@ def from_modules(
 
 
 def storage_of(decoder: Decoder, dtype: str) -> str:
-    """What stores the target's linears: `dtype`, or the type of most blocks of its layers and, if other, its head's."""
+    """The storage of the target's linears: `dtype`, or the type of most blocks of its layers and, if it differs, the
+    type of the head's."""
     sizes: Counter[str] = Counter()
     for name, parts in decoder.packed.items():
         if name.startswith("layers."):
@@ -241,7 +295,7 @@ def storage_of(decoder: Decoder, dtype: str) -> str:
 
 
 def stored_bytes(decoder: Decoder, head: DraftHead | None, how: Loading) -> int:
-    """Bytes of the pair's weights as they are stored; an embedding that both read counts once."""
+    """Bytes of the pair's weights in storage. An embedding that both models read counts once."""
     packed = {id(parts): sum(part.num_bytes for part in parts) for parts in decoder.packed.values()}
     modules: dict[str, list[nn.Module]] = {how.dtype: [decoder]}
     if head is not None:

@@ -1,4 +1,4 @@
-"""The progress of many requests: how many are done, tokens per second, tau if drafts are made, time left."""
+"""The progress of many requests: the number done, tokens per second, tau if there are drafts, and the time left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAR_EVERY_S, LINE_EVERY_S = 0.5, 30.0
 class RequestProgress:
     """Shows on stderr how many of `total` pieces of work an engine has done; num_done were done before this run.
 
-    In a terminal a bar that disappears at the end; elsewhere a line every 30 seconds."""
+    In a terminal it is a bar that disappears at the end, elsewhere a line every 30 seconds."""
 
     def __init__(self, total: int, engine: Engine, is_shown: bool, num_done: int = 0) -> None:
         self.engine, self.total, self.num_done, self.num_before = engine, total, num_done, num_done
@@ -49,7 +49,7 @@ class RequestProgress:
         self.tick()
 
     def tick(self, event: object = None) -> None:
-        """Show the figures again if that is due; may be called as often as tokens come, `event` is ignored."""
+        """Show the figures again if an update is due. May be called for every token; `event` is ignored."""
         now = time.monotonic()
         if not self.is_shown or now - self.shown_s < (BAR_EVERY_S if self.is_bar else LINE_EVERY_S):
             return
@@ -60,11 +60,11 @@ class RequestProgress:
             self.note(f"{self.num_done}/{self.total} done, {self._figures(now)}, {self._left(now)} left")
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar where there is one."""
+        """Print a separate line, above the bar if there is one."""
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _figures(self, now: float) -> str:
-        """Tokens of this run, those of unfinished requests too, per second."""
+        """Tokens per second of this run, including unfinished requests, and tau."""
         counters = self._counted().minus(self.before)
         speed = (counters.num_committed + counters.num_prefilled) / (now - self.began_s)
         return f"{speed:.0f} tok/s" + (f", tau {counters.tau:.2f}" if counters.num_draft_tokens else "")

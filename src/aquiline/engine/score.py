@@ -1,7 +1,7 @@
-"""What a target computes over given text: residual stream and features at every position, many documents a forward.
+"""Run a target over given text: the residual stream and the features at every position, many documents per forward.
 
-Training takes its features from here, so that they are the vectors that serving computes, bit for bit. Draws no token
-and keeps nothing.
+Training takes its features from here, so they are bit for bit the vectors that serving computes. Draws no token and
+keeps nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aquiline.types import Int32
 
 PAGE_SIZE = 64
 MAX_DOCUMENTS = 256
-"""Documents of one call at most; each may leave most of its last page unused."""
+"""The greatest number of documents in a call. Each may leave most of its last page unused."""
 
 
 class Scorer:

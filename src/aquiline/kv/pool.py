@@ -137,10 +137,10 @@ class PagePool:
     def _take(self, last: int, count: int) -> int:
         """A page for a slot that takes `count` more and whose last page is `last` (-1: it has none).
 
-        The page behind `last` if it is free, so that a context is read as one stream of memory. Otherwise a page in
-        the first free run that holds `count` behind some room for the slot that ends where the run begins, else in the
-        longest: memory that was never written costs its clearing, and a pool is not written before it is needed.
-        Without a free page, the least recently used idle page, which is evicted."""
+        It is the page after `last` if that one is free, so that a context is read as one stream of memory. Otherwise it
+        is in the first free run that holds `count` pages after some room for the slot whose pages end where the run
+        begins. If no run is so long, it is in the longest. Early runs come first because memory that was never written
+        must be cleared by the system. Without a free page, the least recently used idle page, which is evicted."""
         if self.num_free == 0:
             page = self.idle.popitem(last=False)[0]
             self.evicted(page)

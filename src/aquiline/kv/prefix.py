@@ -16,8 +16,8 @@ from aquiline.kv.pool import PagePool
 
 @dataclass(eq=False)
 class Node:
-    """One page of tokens of a space, behind the tokens of its parents. has_draft: the page holds all its draft keys
-    too."""
+    """One page of tokens of a space, after the tokens of its parents. has_draft: the page also holds all its draft
+    keys."""
 
     space: Hashable
     tokens: tuple[int, ...]
@@ -30,7 +30,7 @@ class Node:
 class PrefixCache:
     """All cached pages of a pool. `match` only looks pages up; PagePool.share takes them for a slot.
 
-    roots: of the spaces that have pages; nothing is kept of the others."""
+    roots: the root of each space that has pages; nothing is kept of other spaces."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -58,7 +58,8 @@ class PrefixCache:
         drafts: bool,
         has_draft: bool,
     ) -> Node | None:
-        """Offer the slot's page number `index`, which holds `tokens` behind `parent` (None: no page), to a space.
+        """Offer the slot's page number `index`, which holds `tokens` after those of `parent` (None: no page), to a
+        space.
 
         drafts: the slot will read draft keys in that page. has_draft: the page holds all its draft keys. Returns the
         page's node. If the tree already has a page for these tokens, the slot takes the tree's page and drops its own.

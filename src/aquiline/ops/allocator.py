@@ -1,4 +1,4 @@
-"""Memory that was freed and that the C library keeps."""
+"""Return freed memory that the C library keeps to the system."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def give_back() -> None:
-    """Give memory that was freed back to the system. glibc keeps as much of it as the largest array that was ever
-    freed, which after loading a model may be half the model; other C libraries are left alone."""
+    """Give memory that was freed back to the system. glibc keeps up to the size of the largest array that was ever
+    freed, which may be half of a model after loading it. Other C libraries are left alone."""
     trim = _trim()
     if trim is not None:
         trim(0)

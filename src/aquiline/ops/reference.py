@@ -1,4 +1,4 @@
-"""Plain, obvious torch in float32: what every faster path is tested against, and what training differentiates.
+"""Plain torch in float32, against which every faster path is tested, and which training differentiates.
 
 Owns no state. Each function has a native twin of the same name in csrc/api/aquiline.h.
 """

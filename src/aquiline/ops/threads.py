@@ -1,4 +1,4 @@
-"""How many threads compute: one for each physical core that this process may use.
+"""The number of threads that compute: one for each physical core that this process may use.
 
 Every phase of a forward ends when its last thread ends. A second thread on a core, or more threads than a container's
 CPU quota, therefore only delays the others.

@@ -12,7 +12,6 @@ import signal
 from multiprocessing.connection import Connection
 
 from aquiline.engine.llm import LLM
-from aquiline.engine.opened import open_llm
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.errors import AquilineError
 from aquiline.serve.wire import (
@@ -35,7 +34,7 @@ def run_engine(connection: Connection, opening: Opening) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process drains first, then closes the pipe
         signal.signal(number, signal.SIG_IGN)
     try:
-        llm = open_llm(opening.pair, opening.engine, opening.spec)
+        llm = LLM.open(opening.pair, opening.engine, opening.spec)
     except (ValueError, AquilineError, OSError) as error:
         connection.send(f"{error}")
         return

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from aquiline.serve.admission import read_json
 from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import ChatMessage, ContentPart, Prediction, Tool
-from aquiline.text.chat import ChatTemplate, Message
+from aquiline.text.chat_template import ChatTemplate, Message
 from aquiline.text.tokenizer import least_tokens
 
 

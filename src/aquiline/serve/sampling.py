@@ -12,10 +12,10 @@ from aquiline.serve.admission import check_sizes
 from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling
 from aquiline.serve.server_config import Limits
-from aquiline.spec.adaptive import PLENTY, Adaptive
+from aquiline.spec.adaptive import MAX_COPY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
-from aquiline.spec.named import drafting
+from aquiline.spec.registry import drafting
 
 COMPLETION_TOKENS = 16
 """New tokens of a completion that names no number, as OpenAI has it."""
@@ -169,8 +169,8 @@ def _bounded(spec: Drafting, num_tokens: int) -> Drafting:
             return Chain(num_tokens)
         if isinstance(spec, Lookup):
             return replace(spec, max_draft=num_tokens)
-        if isinstance(spec, Adaptive):  # which copies up to PLENTY tokens a step, or none
-            return replace(spec, max_spec_tokens=num_tokens, lookup=spec.lookup and num_tokens >= PLENTY)
+        if isinstance(spec, Adaptive):  # which copies up to MAX_COPY tokens a step, or none
+            return replace(spec, max_spec_tokens=num_tokens, lookup=spec.lookup and num_tokens >= MAX_COPY)
     except ValueError as error:
         raise bad_request(str(error), "num_spec_tokens") from None
     raise bad_request(

@@ -24,7 +24,7 @@ from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.serve.service import Service
 from aquiline.serve.wire import Opening
 from aquiline.spec.drafting import Drafting
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
 
 LAST_S = 5

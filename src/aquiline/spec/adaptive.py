@@ -1,5 +1,5 @@
-"""Adaptive drafting: the engine chooses anew at each step and for each sequence whether to draft, from where, and how
-far, by what a step costs and by how often drafts were right (engine/control)."""
+"""Adaptive drafting: at each step the engine chooses for each sequence whether to draft, from where, and how far. The
+choice follows from the cost of a step and from how often drafts were right (engine/control)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
 from aquiline.spec.past_outputs import PastSpace
 from aquiline.spec.text_index import NewIndex, SuffixIndex
 
-PLENTY = 16
-"""Copied tokens of a step at most."""
+MAX_COPY = 16
+"""The greatest number of tokens that a step copies."""
+
+COPYING = Lookup(max_draft=MAX_COPY)
+"""How copies are made."""
 
 
 @dataclass(frozen=True)
 class Adaptive(Drafting):
-    """What brings the most tokens per millisecond at each step: nothing drafted, a chain of the draft model that ends
-    where the draft is unsure, a copy of earlier text, or both in one tree. The fields are the most that a step may
-    draft.
+    """The draft that brings the most tokens per millisecond at each step: none, a chain of the draft model that ends
+    where the draft is unsure, a copy of earlier text, or both in one tree. The fields limit what a step may draft.
 
     max_spec_tokens: levels of the draft model's chain; each may have a runner-up beside its token. lookup: whether
-    text may be copied. Without a draft model the copies are all there is."""
+    text may be copied. Without a draft model there are only copies."""
 
     name: ClassVar[str] = "adaptive"
     needs_draft_model: ClassVar[bool] = True
@@ -45,11 +47,11 @@ class Adaptive(Drafting):
 
     @property
     def max_nodes(self) -> int:  # noqa: D102
-        return max(most_nodes(self.max_spec_tokens), 1 + PLENTY if self.lookup else 0)
+        return max(most_nodes(self.max_spec_tokens), 1 + MAX_COPY if self.lookup else 0)
 
     @property
     def max_depth(self) -> int:  # noqa: D102
-        return max(self.max_spec_tokens, PLENTY if self.lookup else 0)
+        return max(self.max_spec_tokens, MAX_COPY if self.lookup else 0)
 
     @property
     def draft_passes(self) -> tuple[int, ...]:  # noqa: D102
@@ -80,4 +82,4 @@ class Adaptive(Drafting):
     ) -> Proposer | None:
         if not self.lookup:
             return None
-        return LookupProposer(Lookup(max_draft=PLENTY), len(prompt), prediction, shared, past)
+        return LookupProposer(COPYING, len(prompt), prediction, shared, past)

@@ -1,4 +1,4 @@
-"""How the draft's confidence ends a chain: what a backend is told of it, and what it tells of the chain.
+"""How the draft's confidence ends a chain: the rule that a backend gets (Cut), and the guesses that it returns (Guess).
 
 The draft draws its next token by noisy scores: logits / temperature plus noise, or the logits themselves at temperature
 0. The *margin* is by how much the best of these scores exceeds the second best. A small margin means that the draft
@@ -37,8 +37,8 @@ class Cut(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What the draft said at one level of a chain. token: what it drew; runner_up: its second choice, -1 if no second
-    token was possible; margin: the bucket of the margin, the last one if the margin is infinite."""
+    """The draft's guess at one level of a chain. token: the token that it drew; runner_up: its second choice, -1 if no
+    second token was possible; margin: the bucket of the margin, the last one if the margin is infinite."""
 
     token: int
     runner_up: int
@@ -46,7 +46,6 @@ class Guess(NamedTuple):
 
 
 def most_nodes(num_levels: int) -> int:
-    """Nodes of a chain of num_levels levels with a Cut at most: the root, and a token and a runner-up on each level.
-    The drafting of a request whose steps bring a Cut must have room for them: this is the least max_nodes it may
-    have."""
+    """The greatest number of nodes of a chain of num_levels levels with a Cut: the root, and a token and a runner-up on
+    each level. The max_nodes of a request whose steps have a Cut must not be smaller."""
     return 1 + 2 * num_levels

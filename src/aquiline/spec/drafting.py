@@ -1,9 +1,9 @@
 """Ways to draft, as values: none, chain, static tree, dynamic tree. A request carries one as its upper bound, a step
 carries one per sequence, and a backend grows the tree that the value describes.
 
-A value validates itself and knows its bounds, its label and the fields it has on a command line and in JSON. A way to
-draft that needs no draft model brings a Proposer instead: it sees the sequence's tokens and returns a Proposal. To add
-one, subclass Drafting in a file of its own, as lookup.py does; the engine and the backends need not change.
+A value validates itself and knows its bounds, its label and its fields on a command line and in JSON. A way to draft
+without a draft model has a Proposer, which sees the sequence's tokens and returns a Proposal. To add one, subclass
+Drafting in a new file, as lookup.py does. The engine and the backends need not change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ with a little width near the root, where second choices are right most often."""
 
 
 class Match(NamedTuple):
-    """Why tokens were copied: so many of the latest tokens stood before them in the text, so often."""
+    """The match that tokens were copied from. length: how many of the latest tokens stood before the copied ones in
+    earlier text; occurrences: how often."""
 
     length: int
     occurrences: int
@@ -51,8 +52,9 @@ class Proposal(NamedTuple):
     """Drafted tokens from the host. parents[i]: the entry that token i follows, -1 for the root; () means a chain.
     A parent stands before its children; children of one parent differ.
 
-    confidences[i]: the estimated chance that token i is accepted, which needs all tokens above it to be accepted; their
-    sum is the expected number of accepted tokens. () where nobody estimates. match: for tokens that were copied."""
+    confidences[i]: the estimated chance that token i and all tokens above it are accepted. The sum of the confidences
+    is the expected number of accepted tokens. () means no estimate. match: the match that the tokens were copied from,
+    if any."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...] = ()
@@ -61,7 +63,8 @@ class Proposal(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Level of the deepest token; those behind the root are on level 1. Raises ValueError for what is no tree."""
+        """Level of the deepest token. Children of the root are on level 1. Raises ValueError unless `parents` is a
+        tree."""
         if not self.parents:
             return len(self.tokens)
         levels: list[int] = []
@@ -73,27 +76,27 @@ class Proposal(NamedTuple):
         return max(levels, default=0)
 
 
-NOTHING = Proposal(())
+NO_PROPOSAL = Proposal(())
 
 
 class Proposer(Protocol):
     """Drafts for one sequence on the host."""
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
-        """Up to max_tokens tokens that may follow `tokens`, prompt and output so far; none is a valid answer.
+        """Up to max_tokens tokens that may follow `tokens`, the prompt and the output so far. An empty answer is valid.
 
-        Tokens that stood there in an earlier call stand there still. `tokens` must neither be changed nor kept."""
+        From call to call `tokens` only grows. The proposer must neither change nor keep it."""
         ...
 
 
 @dataclass(frozen=True)
 class Drafting(ABC):
-    """What every way to draft can say of itself."""
+    """The common interface of all ways to draft."""
 
     name: ClassVar[str]
     needs_draft_model: ClassVar[bool] = True
     reads_prediction: ClassVar[bool] = False
-    """Whether it drafts from what a request's caller expects to come back."""
+    """Whether it copies from a prediction of the output, which the caller may give."""
 
     @property
     def max_nodes(self) -> int:
@@ -107,17 +110,17 @@ class Drafting(ABC):
 
     @property
     def draft_passes(self) -> tuple[int, ...]:
-        """Rows of each pass of the draft model behind the first, which catches up with the root."""
+        """Rows of each pass of the draft model after the first, which catches up with the root."""
         return ()
 
     @property
     def draft_rows(self) -> int:
-        """Rows that the draft model writes behind the root while one slot's tree grows."""
+        """Rows that the draft model writes after the root while one slot's tree grows."""
         return sum(self.draft_passes)
 
     @property
     def width(self) -> int:
-        """Children of a node at most."""
+        """The greatest number of children of a node."""
         return 1
 
     @property
@@ -127,7 +130,7 @@ class Drafting(ABC):
 
     @cached_property
     def lookahead(self) -> int:
-        """KV indices from a sequence's last token on that one step may write."""
+        """Number of KV indices, from a sequence's last token on, that one step may write."""
         return max(self.max_nodes, self.draft_rows + 1)
 
     @property
@@ -141,17 +144,17 @@ class Drafting(ABC):
         return self.name
 
     def shared(self, new_index: NewIndex) -> Any:
-        """What the proposers of this way to draft share within an engine, whatever their fields; made once by each
-        engine that runs one. new_index: makes the index of a text that is copied from, as the engine's backend does."""
+        """A value that all proposers of this way to draft share within an engine, whatever their fields. Each engine
+        makes it once. new_index: makes an index of a text, with the implementation of the engine's backend."""
         return None
 
     def proposer(
         self, prompt: Sequence[int], prediction: Sequence[int], shared: Any, past: PastSpace | None = None
     ) -> Proposer | None:
-        """Who drafts on the host, one for every sequence; None where the draft model does, or nobody.
+        """The proposer of one sequence, which drafts on the host; None if the draft model drafts, or if nothing does.
 
-        prediction: the output that the caller expects, often empty; shared: the engine's value of `shared()`; past:
-        what earlier requests of the same cache_salt wrote, None where the engine keeps no past outputs."""
+        prediction: the output that the caller expects, often empty; shared: the engine's value of `shared()`; past: the
+        outputs of earlier requests with the same cache_salt, None if the engine keeps no past outputs."""
         return None
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Prompt lookup: drafts are copied from where the latest tokens stood before, in the prompt, the output, or the text
-that the caller expects to come back. No draft model takes part.
+"""Prompt lookup: drafts are copied from an earlier place of the latest tokens, in the prompt, the output, or a
+prediction of the output. No draft model takes part.
 
 Each sequence has an index of its tokens (text_index.py), which is freed with it. The sequences of an engine share
-MatchEvents: how often a match of a length and a count foretold the next token of the target. Where the engine keeps
-past outputs, drafts are copied from those of the sequence's space too; such matches have events of their own.
+MatchEvents: how often a match of some length and count predicted the target's next token. If the engine keeps past
+outputs, drafts are also copied from those of the sequence's space. Matches in past outputs have their own events.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from typing import ClassVar
 from aquiline.checks import check_fields
 from aquiline.config import MAX_DEPTH, check
 from aquiline.settings import setting
-from aquiline.spec.drafting import DRAFTING, NOTHING, Drafting, Match, Proposal
+from aquiline.spec.drafting import DRAFTING, NO_PROPOSAL, Drafting, Match, Proposal
 from aquiline.spec.match_events import MatchEvents, cell_of
-from aquiline.spec.past_outputs import CONTEXT, PastMatch, PastSpace
+from aquiline.spec.past_outputs import PROMPT_TAIL, PastMatch, PastSpace
 from aquiline.spec.suffix_automaton import SEPARATOR
 from aquiline.spec.text_index import NewIndex, SuffixIndex, TextIndex
 
-LEAST = 0.02
-"""Chance below which nothing is drafted where the engine weighs what is: no verified token is as cheap."""
+MIN_CHANCE = 0.02
+"""A proposer whose drafts the controller weighs drafts no token with a smaller chance: no verified token is as
+cheap."""
 
 
 @dataclass(frozen=True)
 class Lookup(Drafting):
-    """Up to max_draft tokens, copied from behind the most recent place where the longest suffix of the text stood.
+    """Up to max_draft tokens, copied from after the most recent earlier place of the longest suffix of the text.
 
-    Where the target wrote another token than the copied one, the next draft follows the suffix that ends with this
-    token, a shorter match. min_confidence: a token is drafted if the estimated chance that it is accepted is at least
-    that. None: at least what a verified token costs, as a share of the tokens that its time could bring; the engine
-    measures that. window: tokens of a sequence and its prediction that are indexed at most, at 140 bytes a token or
-    less (without the native library about 150, in ordinary text); once there are more, the older half of the sequence's
-    is dropped."""
+    If the target writes another token than the copied one, the next draft follows the suffix that ends with the
+    target's token, a shorter match. min_confidence: the least estimated chance to be accepted of a drafted token. None:
+    the cost of a verified token, which the engine measures, as a share of the tokens that its time could bring. window:
+    the greatest number of indexed tokens of a sequence and its prediction, at 140 bytes a token or less (without the
+    native library about 150, in ordinary text). When there are more, the older half of the sequence's tokens is
+    dropped."""
 
     name: ClassVar[str] = "lookup"
     needs_draft_model: ClassVar[bool] = False
@@ -49,15 +50,15 @@ class Lookup(Drafting):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check(1 <= self.min_match <= CONTEXT, "min_match", self.min_match, f"must be between 1 and {CONTEXT}")
+        check(1 <= self.min_match <= PROMPT_TAIL, "min_match", self.min_match, f"must be between 1 and {PROMPT_TAIL}")
         check(
             1 <= self.max_draft <= MAX_DEPTH, "max_draft", self.max_draft,
             f"must be between 1 and {MAX_DEPTH}; drafter='none' switches speculation off",
         )  # fmt: skip
         ok = self.min_confidence is None or 0 <= self.min_confidence < 1
         check(ok, "min_confidence", self.min_confidence, "must be in [0, 1); 0 drafts whatever is found")
-        ok = 8 * CONTEXT <= self.window <= 2**24
-        check(ok, "max_lookup", self.window, f"must be between {8 * CONTEXT} and 2^24 tokens")
+        ok = 8 * PROMPT_TAIL <= self.window <= 2**24
+        check(ok, "max_lookup", self.window, f"must be between {8 * PROMPT_TAIL} and 2^24 tokens")
 
     @property
     def max_nodes(self) -> int:  # noqa: D102
@@ -82,15 +83,15 @@ class Lookup(Drafting):
 
 @dataclass(frozen=True)
 class LookupShared:
-    """What the lookups of an engine share: `events` of all of them, and what makes the index of a text."""
+    """The state that the lookups of an engine share: their `events`, and the function that makes an index of a text."""
 
     events: MatchEvents = field(default_factory=MatchEvents)
     new_index: NewIndex = SuffixIndex
 
 
 class LookupProposer:
-    """Drafts for one sequence. Its index is built by the first call of `propose`, so that a sequence that waits for a
-    slot has none, and keeps its tokens while the sequence is preempted."""
+    """Drafts for one sequence. The first call of `propose` builds the index, so a sequence that waits for a slot has
+    none. The index stays while the sequence is preempted."""
 
     def __init__(
         self, spec: Lookup, num_prompt: int, prediction: Sequence[int], shared: LookupShared, past: PastSpace | None
@@ -98,13 +99,14 @@ class LookupProposer:
         self.spec, self.num_prompt, self.prediction, self.shared = spec, num_prompt, prediction, shared
         self.past = None if past is None else PastMatch(past, spec.min_match)
         self.index: TextIndex | None = None
-        self.num_seen = 0  # tokens of the sequence that were indexed, or left out as too old
+        self.num_seen = 0  # tokens of the sequence that were indexed, or skipped as too old
         self.window = spec.window
-        self.least = LEAST if spec.min_confidence is None else spec.min_confidence
+        self.least = MIN_CHANCE if spec.min_confidence is None else spec.min_confidence
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
-        """The tokens behind the longest match, as far as they are likely enough. If that is none, those behind the
-        other match: the text's own, which goes first where both are as long, or the one in past outputs."""
+        """The tokens after the longer of two matches, in the sequence's own text and in past outputs, as far as they
+        are likely enough. The text's own match goes first if both are as long. If no token is likely enough, the tokens
+        after the other."""
         index = self.index
         if index is None:
             index = self._open(tokens, self.num_prompt)
@@ -122,7 +124,7 @@ class LookupProposer:
         return found if found.tokens else own
 
     def _from_past(self, past: PastMatch, max_tokens: int) -> Proposal:
-        """From what earlier requests wrote, up to the end of that output."""
+        """A draft from past outputs, up to the end of the output that has the match."""
         outputs, (end, length, count) = past.space.outputs, past.place
         estimates, least = outputs.events.estimates, self.least
         chance = 1.0
@@ -135,17 +137,17 @@ class LookupProposer:
                 break
             drafted.append(token)
             confidences.append(chance)
-        return Proposal(tuple(drafted), (), tuple(confidences), Match(length, count)) if drafted else NOTHING
+        return Proposal(tuple(drafted), (), tuple(confidences), Match(length, count)) if drafted else NO_PROPOSAL
 
     def _open(self, tokens: Sequence[int], end: int) -> TextIndex:
-        """A new index of the prediction, which gets half of the window at most, and the latest tokens before `end`,
-        which get half of the rest: the other half is for tokens to come.
+        """Make an index of the prediction, in half of the window at most, and of the latest tokens before `end`, in
+        half of the rest. The other half is left for later tokens.
 
-        The prediction stands first: it is copied only from where prompt and output have no match as long."""
+        The prediction stands first, so it is copied from only if prompt and output have no match as long."""
         index = self.index = self.shared.new_index(self.spec.min_match, self.shared.events)
         if self.prediction:
-            index.extend(tokens[max(0, self.num_prompt - CONTEXT) : self.num_prompt])
-            index.extend(self.prediction[: self.window // 2 - CONTEXT - 1])
+            index.extend(tokens[max(0, self.num_prompt - PROMPT_TAIL) : self.num_prompt])
+            index.extend(self.prediction[: self.window // 2 - PROMPT_TAIL - 1])
             index.extend((SEPARATOR,))
         index.extend(tokens[max(0, end - (self.window - index.num_tokens) // 2) : end])
         self.num_seen = end

@@ -1,8 +1,8 @@
-"""A suffix automaton of a growing text of token ids: at any time the longest suffix that stood in the text before.
+"""A suffix automaton of a growing text of token ids. It knows the longest suffix that stood in the text before.
 
 A state is a set of substrings that end at the same places of the text. Its link leads to their longest suffix that ends
 at other places too. So the link of the state of the whole text is the longest suffix that stood in the text before, and
-the links behind it are shorter ones. Source: Blumer et al., The smallest automaton recognizing the subwords of a text,
+further links lead to shorter ones. Source: Blumer et al., The smallest automaton recognizing the subwords of a text,
 Theoretical Computer Science 40, 1985. csrc/lookup/suffix_automaton.cpp is the same in the native library.
 
 Time: appending a token takes amortised constant time, whatever the text. Memory: at most 2 states a token, 24 bytes
@@ -17,17 +17,17 @@ from collections.abc import Iterable
 from typing import Protocol
 
 SEPARATOR = -1
-"""Stands between two texts, in an automaton once: no match reaches across it, and nothing is copied from behind it."""
+"""Stands between two texts, at most once in an automaton: no match reaches across it, and no copy does."""
 
-MAX_SETTLED = 32
-"""Links whose counts a token may raise. Texts that repeat themselves have paths of any length, and time must stay
-constant; states behind it keep an older place and a lower count, both of them true of a part of the text."""
+MAX_UPDATED_LINKS = 32
+"""The greatest number of links whose counts a token raises. Texts that repeat themselves have paths of any length, and
+time must stay constant. States further along keep an older place and a lower count, both true of a part of the text."""
 
-_NONE = -2
+_NO_TOKEN = -2
 
 
 class Events(Protocol):
-    """Counts whether tokens were those that a match foretold."""
+    """Counts whether tokens were those that a match predicted."""
 
     def add(self, length: int, count: int, is_hit: bool) -> None:
         """A match of `length` tokens, which stood in the text `count` times before, was followed by the same token as
@@ -36,11 +36,11 @@ class Events(Protocol):
 
 
 class SuffixAutomaton:
-    """The automaton of `text`. State 0 is the empty text; where a state is asked for, 0 says that there is none.
+    """The automaton of `text`. State 0 is the empty text; as an answer it means that there is no such state.
 
-    min_length: shorter matches are not looked for, and their places and counts not kept.
-    length: tokens of a state's longest substring. count: how often the state's substrings stand in the text, and end:
-    where the most recent of them ends, both without the text's last token."""
+    min_length: shorter matches are ignored, and their places and counts are not kept. length: tokens of a state's
+    longest substring. count: how often the state's substrings stand in the text, and end: where the most recent of them
+    ends, both without the text's last token."""
 
     def __init__(self, min_length: int) -> None:
         assert min_length >= 1, min_length
@@ -48,14 +48,14 @@ class SuffixAutomaton:
         self.text = array("i")
         self.length, self.link = array("i", [0]), array("i", [-1])
         self.count, self.end = array("i", [0]), array("i", [-1])
-        # The token that followed a state first, and the state behind both. Most states have no other.
-        self.token, self.target = array("i", [_NONE]), array("i", [0])
+        # The token that first followed a state, and the state that it leads to. Most states have no other.
+        self.token, self.target = array("i", [_NO_TOKEN]), array("i", [0])
         self.branches: dict[int, dict[int, int]] = {}  # by state, the other tokens that followed it
         self.last = 0  # the state of the whole text
 
     def match(self) -> int:
-        """The state of the longest suffix that stood in the text before with a token behind it, of at least min_length
-        tokens. What follows its most recent place begins at text[end[state] + 1]."""
+        """The state of the longest suffix of at least min_length tokens that stood in the text before and was followed
+        by a token. The text after its most recent place begins at text[end[state] + 1]."""
         state = self.link[self.last]
         while self.length[state] >= self.min_length:
             if self.text[self.end[state] + 1] != SEPARATOR:
@@ -64,17 +64,16 @@ class SuffixAutomaton:
         return 0
 
     def next(self, state: int, token: int) -> int:
-        """The state of a state's longest substring with `token` behind it; 0 if that is not in the text."""
+        """The state of a state's longest substring followed by `token`; 0 if that is not in the text."""
         if self.token[state] == token:
             return self.target[state]
         others = self.branches.get(state)
         return 0 if others is None else others.get(token, 0)
 
     def extend(self, tokens: Iterable[int], events: Events | None = None) -> None:
-        """Append tokens to the text. events: is told for each of them what the match before it had foretold."""
+        """Append tokens to the text. events: counts for each of them whether the match before it predicted it."""
         text, length, link, count, end = self.text, self.length, self.link, self.count, self.end
         first, target, branches, shortest = self.token, self.target, self.branches, self.min_length
-        settled = range(MAX_SETTLED)
         for token in tokens:
             at, new, last = len(text), len(length), self.last
             # The suffixes of the text so far become earlier ones. Before the first token there is the root alone, to
@@ -83,7 +82,7 @@ class SuffixAutomaton:
             if length[state] >= shortest:
                 if events is not None:
                     self._tell(events, state, token)
-                for _ in settled:
+                for _ in range(MAX_UPDATED_LINKS):
                     count[state] += 1
                     end[state] = at - 1
                     state = link[state]
@@ -94,7 +93,7 @@ class SuffixAutomaton:
             link.append(0)
             count.append(1)
             end.append(at)
-            first.append(_NONE)
+            first.append(_NO_TOKEN)
             target.append(0)
             self.last = new
             # Every suffix that no token like this one followed is now followed by it.
@@ -103,20 +102,17 @@ class SuffixAutomaton:
                 seen = first[state]
                 if seen == token:
                     found = target[state]
-                elif seen == _NONE:
+                elif seen == _NO_TOKEN:
                     first[state], target[state], found = token, new, new
-                elif state in branches:
-                    found = branches[state].setdefault(token, new)
                 else:
-                    branches[state] = {token: new}
-                    found = new
+                    found = branches.setdefault(state, {}).setdefault(token, new)
                 if found != new:
                     link[new] = found if length[found] == length[state] + 1 else self._split(found, state, token)
                     break
                 state = link[state]
 
     def _tell(self, events: Events, state: int, token: int) -> None:
-        """Tell of the token behind the match, which is `state` or a suffix of it."""
+        """Count the token after the match, which is `state` or a suffix of it."""
         foretold = self.text[self.end[state] + 1]
         if foretold == SEPARATOR:
             state = self.match()
@@ -125,8 +121,8 @@ class SuffixAutomaton:
             events.add(self.length[state], self.count[state], foretold == token)
 
     def _split(self, whole: int, state: int, token: int) -> int:
-        """Of the substrings of `whole`, those that are `state` or its suffixes with `token` behind them stand at one
-        place more than the others from now on. Gives them a state of their own and returns it."""
+        """Split a state. Of the substrings of `whole`, those that are `state` or its suffixes followed by `token` stand
+        at one more place than the others from now on. They get a new state, which is returned."""
         length, link, first, target, branches = self.length, self.link, self.token, self.target, self.branches
         part = len(length)
         length.append(length[state] + 1)

@@ -1,7 +1,7 @@
-"""Where the latest tokens of a growing text stood before, and what followed there: what lookup.py copies from.
+"""The index of a growing text, which finds where its latest tokens stood before, and copies the tokens that followed.
 
-A backend brings the index that it has: the native library's, or SuffixIndex, its readable twin. Both give the same
-results to the bit.
+Each backend has an implementation: the native library's, or SuffixIndex, its readable twin. Both give the same results
+to the bit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from aquiline.spec.drafting import NOTHING, Match, Proposal
+from aquiline.spec.drafting import NO_PROPOSAL, Match, Proposal
 from aquiline.spec.match_events import MatchEvents, cell_of
 from aquiline.spec.suffix_automaton import SEPARATOR, SuffixAutomaton
 
@@ -24,23 +24,23 @@ class TextIndex(Protocol):
 
     @property
     def match_length(self) -> int:
-        """Tokens of the longest match that the last `propose` found; 0: there was none."""
+        """Length of the longest match that the last `propose` found; 0 without a match."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens that tell the events nothing, SEPARATOR among them."""
+        """Append tokens without counting events; SEPARATOR may be among them."""
         ...
 
     def propose(self, tokens: Sequence[int], max_tokens: int, least: float) -> Proposal:
-        """Append tokens that the target wrote, each of which tells the events whether the match before it was right.
-        Then copy up to max_tokens tokens from behind the longest match, as long as their chance is at least `least`.
+        """Append tokens that the target wrote, and count for each of them whether the match before it was right. Then
+        copy up to max_tokens tokens from after the longest match, as long as their chance is at least `least`.
 
-        A copy that reaches the text's end goes on from the copy's beginning: such a text repeats itself."""
+        A copy that reaches the text's end continues from the copy's beginning, because such a text repeats itself."""
         ...
 
 
 NewIndex = Callable[[int, MatchEvents], TextIndex]
-"""Makes the index of an empty text, by the least length of a match and the events that it tells."""
+"""Makes the index of an empty text, from the least length of a match and the events to count in."""
 
 
 class SuffixIndex:
@@ -63,7 +63,7 @@ class SuffixIndex:
         text, state = automaton.text, automaton.match()
         self.match_length = automaton.length[state]
         if not state:
-            return NOTHING
+            return NO_PROPOSAL
         match = Match(automaton.length[state], automaton.count[state])
         matched, count = match
         begin = place = automaton.end[state] + 1
@@ -77,9 +77,9 @@ class SuffixIndex:
                 break
             drafted.append(token)
             confidences.append(chance)
-            # If the token is accepted, the match is a token longer, and stood in the text as often as that one did.
+            # If the token is accepted, the match is one token longer, and has the count of that longer match.
             matched += 1
             state = automaton.next(state, token) if state else 0
             count = automaton.count[state] if state else count
             place = place + 1 if place + 1 < len(text) else begin
-        return Proposal(tuple(drafted), (), tuple(confidences), match) if drafted else NOTHING
+        return Proposal(tuple(drafted), (), tuple(confidences), match) if drafted else NO_PROPOSAL

@@ -14,7 +14,7 @@ import numpy as np
 
 from aquiline.types import Int32, Int64
 
-WORD = 64
+WORD_BITS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Topology:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node hangs below the one before it, so that KV index and position coincide."""
+        """Whether every node is the child of the node before it, so that KV index and position coincide."""
         return bool((self.local == self.depths).all())
 
 
@@ -70,8 +70,8 @@ class DraftTree:
 
 def own_bits(local: Int32) -> Int64:
     """int64 [R, W]: one bit per row; W covers the largest slot-local node number."""
-    bits = np.zeros((len(local), int(local.max(initial=0)) // WORD + 1), np.uint64)
-    bits[np.arange(len(local)), local // WORD] = np.uint64(1) << (local % WORD).astype(np.uint64)
+    bits = np.zeros((len(local), int(local.max(initial=0)) // WORD_BITS + 1), np.uint64)
+    bits[np.arange(len(local)), local // WORD_BITS] = np.uint64(1) << (local % WORD_BITS).astype(np.uint64)
     return bits.view(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Text from token ids as they come, and the stop strings in it. One instance follows one sequence."""
+"""Stream text from token ids, and find stop strings in it. One instance follows one sequence."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from tokenizers import Tokenizer, decoders
 
 from aquiline.types import FinishReason
 
-CUT = "\N{REPLACEMENT CHARACTER}"  # a decoder writes it for bytes that are no character, or not a whole one yet
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder writes it for bytes that are no character, or not a whole one yet
 
-CONTEXT = 8
-"""Prompt tokens to the left of the output that the decoder is shown."""
+CONTEXT_TOKENS = 8
+"""Number of prompt tokens before the output that the decoder is given."""
 
-MAX_CUT = 64
-"""Tokens in a row that may end in a cut character. Of a prompt's, more leave the context empty; of an output's, more
-become text without the last character, as no character has so many bytes."""
+MAX_PENDING_TOKENS = 64
+"""The greatest number of tokens in a row after each of which the text may end in a cut character. With more at the end
+of a prompt the context stays empty. With more in an output their text is final without the last character, because no
+character has so many bytes."""
 
 
 class Taken(NamedTuple):
-    """What a text gained from the latest tokens. num_tokens: how many of them belong to it, the others stand behind a
-    stop string; text: what became final; finish_reason: why the text has ended, None if it goes on."""
+    """The text of the latest tokens. num_tokens: how many of them belong to it, the others come after a stop string;
+    text: the part that became final; finish_reason: why the text has ended, None if it continues."""
 
     num_tokens: int
     text: str
@@ -30,17 +31,18 @@ class Taken(NamedTuple):
 
 
 class Detokenizer:
-    """Streams text out of tokens, holding back what might yet become a stop string, half a character or a run of bytes.
+    """Streams text from tokens. It holds back text that may become a stop string, half a character, and a run of bytes.
 
     Every `add` and the `finish` together give decode(left + output) without decode(left) at its beginning. Here left is
     the prompt without the tokens at its end that are bytes or a cut character, and decode is the tokenizer's, special
-    tokens skipped. That holds for every decoder that leaves a text alone once a whole character or a run of byte tokens
-    stands behind it: byte-level ones, and SentencePiece's with or without byte fallback. Where a decoder changes text
-    later (WordPiece's clean-up), text that was already returned stays as it was. Where the decoder only joins the bytes
-    of tokens, texts of whole characters are joined from those of single tokens, which are decoded once.
+    tokens skipped. That holds for every decoder that does not change a text once a whole character or a run of byte
+    tokens follows it: byte-level decoders, and SentencePiece's with or without byte fallback. If a decoder changes text
+    later (WordPiece's clean-up), text that was already returned stays as it was. If a decoder only joins the bytes of
+    tokens, texts of whole characters are joined from the texts of single tokens, which are decoded once.
 
     Time: a token takes constant time, whatever came before it. A stretch without a whole character, which a decoder
-    would read from its beginning each time, is cut after MAX_CUT tokens, and a run of bytes is read byte by byte.
+    would read from its beginning each time, is cut after MAX_PENDING_TOKENS tokens, and a run of bytes is read byte by
+    byte.
 
     num_until_stop is set by `add` when a stop string was completed: how many of that call's tokens it took. Without a
     tokenizer (token ids in, token ids out) the text is empty and stop strings are refused by the engine."""
@@ -51,7 +53,7 @@ class Detokenizer:
         self.skipped = skipped_tokens(tokenizer) if tokenizer else frozenset()
         self.held = ""
         self.alone = texts_alone(tokenizer) if tokenizer else None
-        # Tokens whose text was shown last: what a decoder that joins bytes makes of tokens, it makes without any.
+        # The tokens whose text was returned last. A decoder that only joins bytes needs none.
         self.context = _context(tokenizer, prompt_ids) if tokenizer and self.alone is None else []
         self.shown = len(self._decode(self.context))
         self.undecided: list[int] = []  # tokens behind `context`, whose text may still change
@@ -60,9 +62,8 @@ class Detokenizer:
         self.longest = max((len(s) for s in stop), default=0)
 
     def take(self, token_ids: list[int], finish_reason: FinishReason | None) -> Taken:
-        """The next tokens of a sequence, and where its text ends if a stop string is among them. finish_reason: why
-        the sequence ends with these tokens, apart from stop strings; behind "stop" the last token, a stop token, shows
-        no text."""
+        """Add the next tokens of a sequence, and cut them at a stop string. finish_reason: why the sequence ends with
+        these tokens, apart from stop strings. With "stop" the last token is a stop token, which has no text."""
         text, num_tokens = self.add(token_ids, hide_last=finish_reason == "stop"), len(token_ids)
         if self.num_until_stop is not None:
             num_tokens, finish_reason = self.num_until_stop, "stop"
@@ -85,8 +86,8 @@ class Detokenizer:
             if self.run is not None and not self.run.may_end(self.stop, self.longest):
                 continue
             piece, is_cut = self._undecided_text(), False
-            if piece.endswith(CUT):
-                is_cut = is_final and len(self.undecided) > MAX_CUT
+            if piece.endswith(REPLACEMENT):
+                is_cut = is_final and len(self.undecided) > MAX_PENDING_TOKENS
                 if not is_cut:
                     continue
                 piece = piece[:-1]  # the last character may yet be completed
@@ -106,7 +107,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The text that was held back, for when no more tokens come. A cut character is written as the decoder writes
+        """The text that was held back, when no more tokens come. A cut character is written as the decoder writes
         it."""
         text = self.held + self._undecided_text()
         self._clear()
@@ -116,8 +117,8 @@ class Detokenizer:
         self.held, self.undecided, self.context, self.shown = "", [], [], 0
 
     def _is_final(self, token: int) -> bool:
-        """Whether no run of byte tokens is open behind this token. Text inside such a run is never final: a decoder
-        with byte fallback writes a whole run as CUTs if any byte in it is wrong."""
+        """Whether no run of byte tokens is open after this token. Text inside such a run is never final: a decoder with
+        byte fallback writes a whole run as replacement characters if any byte in it is wrong."""
         if token in self.bytes:
             self.run = self.run or _ByteRun()
             self.run.add(self.bytes[token])
@@ -128,10 +129,11 @@ class Detokenizer:
         return self.run is None
 
     def _decide(self, text: str, is_cut: bool) -> None:
-        """`text` has become final, which held what `undecided` shows; is_cut: but for a last, cut character."""
+        """`text`, which includes the text of `undecided`, has become final; is_cut: except for a last, cut
+        character."""
         decided, self.held, self.undecided = self.undecided, text, []
         if is_cut:  # the decoder is shown more bytes than a character has, and begins with those that it would skip
-            decided = decided[-CONTEXT:]
+            decided = decided[-CONTEXT_TOKENS:]
         if is_cut or self.alone is None:
             self.context, self.shown = decided, len(self._decode(decided)) - is_cut
         else:
@@ -140,7 +142,7 @@ class Detokenizer:
     def _undecided_text(self) -> str:
         if self.alone is not None and not self.context:
             texts = [self.alone[token] for token in self.undecided]
-            if CUT not in texts:
+            if REPLACEMENT not in texts:
                 return "".join(texts)
         return self._decode(self.context + self.undecided)[self.shown :]
 
@@ -157,8 +159,8 @@ class Detokenizer:
 
 
 class _ByteRun:
-    """A run of byte tokens, read as UTF-8 as they come. new: the character that the latest byte completed, if any.
-    tail: the latest text, None as long as it was not looked at in this run."""
+    """A run of byte tokens, read as UTF-8 byte by byte. new: the character that the latest byte completed, if any.
+    tail: the latest text, None until it is first needed in this run."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")()
@@ -175,8 +177,8 @@ class _ByteRun:
                 self.is_spoiled = True
 
     def may_end(self, stop: tuple[str, ...], longest: int) -> bool:
-        """Whether the latest byte may have completed a stop string, the longest of which has so many characters. A run
-        with a cut or a wrong character shows no text."""
+        """Whether the latest byte may have completed a stop string. longest: length of the longest one. A run with a
+        cut or a wrong character has no text."""
         if not self.new or self.tail is None:
             return bool(self.new)
         self.tail = (self.tail + self.new)[-longest:]
@@ -184,7 +186,7 @@ class _ByteRun:
 
 
 class TextsAlone(dict[int, str]):
-    """The text of each token by itself, CUT where that is not of whole characters. Filled as tokens are asked for."""
+    """The text of each token by itself, or REPLACEMENT if that text has a cut character. Filled on demand."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -192,13 +194,13 @@ class TextsAlone(dict[int, str]):
 
     def __missing__(self, token: int) -> str:
         text: str = self.tokenizer.decode([token], skip_special_tokens=True)
-        self[token] = found = CUT if CUT in text else text
+        self[token] = found = REPLACEMENT if REPLACEMENT in text else text
         return found
 
 
 @lru_cache(maxsize=4)
 def texts_alone(tokenizer: Tokenizer) -> TextsAlone | None:
-    """The texts of single tokens where the decoder joins the bytes of tokens and does nothing else; else None."""
+    """The texts of single tokens, if the decoder only joins the bytes of tokens; else None."""
     return TextsAlone(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
 
 
@@ -211,11 +213,11 @@ def _context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...]) -> list[int]:
     for end in range(len(prompt_ids), 0, -1):
         if prompt_ids[end - 1] in changeable:
             continue
-        context = list(prompt_ids[max(0, end - CONTEXT) : end])
-        if not tokenizer.decode(context, skip_special_tokens=True).endswith(CUT):
+        context = list(prompt_ids[max(0, end - CONTEXT_TOKENS) : end])
+        if not tokenizer.decode(context, skip_special_tokens=True).endswith(REPLACEMENT):
             return context
         num_cut += 1
-        if num_cut == MAX_CUT:
+        if num_cut == MAX_PENDING_TOKENS:
             break
     return []
 

@@ -1,7 +1,7 @@
 """Questions to put to a model: one type, read from every format that prompts and benchmarks come in.
 
-Owns the formats and what may be wrong in a row; knows nothing of models, templates or the network. A row's format is
-told by its fields, so a file may be called anything:
+Owns the formats and the errors of a row; knows nothing of models, templates or the network. A row's fields tell its
+format, so a file may have any name:
 
     turns                    EAGLE's, FastChat's and Spec-Bench's files: question_id, category, turns, reference
     conversations, messages  chats: {role | from, content | value}; the user's messages are asked, the answers are not
@@ -26,8 +26,8 @@ from typing import Any
 from aquiline.checks import is_unicode, parse_json
 
 _GZIP = b"\x1f\x8b"
-_USERS = ("user", "human")
-_MODELS = ("assistant", "gpt", "chatgpt", "model", "bard", "bing")
+_USER_ROLES = ("user", "human")
+_MODEL_ROLES = ("assistant", "gpt", "chatgpt", "model", "bard", "bing")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a file and its place there. line: the JSON that `value` parses; None if `known` holds the value."""
+class QuestionRow:
+    """A row of a file and where it stands. line: the JSON that `value` parses; None if `known` holds the value."""
 
     where: str
     line: str | None = None
@@ -73,7 +73,7 @@ def read_questions(path: Path) -> Iterator[Question]:
         yield row.question(index)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[QuestionRow]:
     """Every row of one file, without a check of its fields. Raises ValueError naming a file without rows or text."""
     row = None
     for row in _rows(path):
@@ -82,7 +82,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: holds no question")
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[QuestionRow]:
     data = path.read_bytes()
     try:
         text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode("utf-8-sig")
@@ -90,13 +90,17 @@ def _rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not UTF-8 text, plain or gzipped ({error})") from None
     if text.lstrip().startswith("[") and ".txt" not in path.suffixes:
         for number, value in enumerate(_parse(text, str(path)), 1):
-            yield Row(f"{path} row {number}", known=value)
+            yield QuestionRow(f"{path} row {number}", known=value)
         return
     # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for line ends.
     for number, line in enumerate(text.split("\n"), 1):
         where = f"{path} line {number}"
         if line.strip():
-            yield Row(where, known={"text": line.rstrip("\r")}) if ".txt" in path.suffixes else Row(where, line)
+            yield (
+                QuestionRow(where, known={"text": line.rstrip("\r")})
+                if ".txt" in path.suffixes
+                else QuestionRow(where, line)
+            )
 
 
 def _parse(text: str, where: str) -> Any:
@@ -168,11 +172,11 @@ def _chat(name: str) -> Callable[[dict[str, Any]], _Parts]:
         for place, message in enumerate(messages):
             role = message.get("role", message.get("from"))
             content = message.get("content", message.get("value"))
-            if role in _USERS:
+            if role in _USER_ROLES:
                 turns.append(_text(content, f"{name}[{place}]"))
             elif role == "system" and place == 0:
                 system = _text(content, f"{name}[{place}]")
-            elif role not in _MODELS:
+            elif role not in _MODEL_ROLES:
                 raise ValueError(f"{name}[{place}] has role {role!r}; read are one leading system, user and assistant")
             elif len(turns) == 1 and reference is None:
                 reference = _first_text(content)
@@ -193,7 +197,7 @@ _FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], _Parts]] = {
     ("prompt",): _plain("prompt"),
     ("text",): _plain("text"),
 }
-"""How to read a row, by the fields that it must have; the first entry whose fields are there reads the row."""
+"""How to read a row, by its required fields. The first entry whose fields the row has reads the row."""
 
 
 def _texts(value: object, name: str) -> tuple[str, ...]:

@@ -36,22 +36,22 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
 
 
 class Measure(NamedTuple):
-    """How long texts are in tokens at least. longest: characters that a token stands for at most, 0 where that is not
-    certain. Where tokens are of bytes it counts these, and those of `dropped` become no token."""
+    """A bound on the number of tokens of a text. longest: the greatest number of characters of a token, 0 if unknown.
+    If tokens consist of bytes, it counts bytes, and the bytes in `dropped` become no token."""
 
     longest: int
     dropped: bytes | None = None
 
 
 _LOSSLESS = ("Prepend", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Metaspace", "Digits")
-_COMPOSED = 4
-"""Characters that Unicode's normal forms make one of at most, as an alpha with three marks."""
+_MAX_COMPOSED = 4
+"""The greatest number of characters that a Unicode normal form composes into one, such as an alpha with three marks."""
 
 
 def least_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Tokens that a text becomes at least, told by its length alone: whether it is much too long is known before it is
-    encoded. 0 where that is not certain: a tokenizer that drops characters, or has one token for all the characters
-    that it does not know, may make few tokens of any text."""
+    """The least number of tokens of a text, from its length alone, so that a text that is much too long is refused
+    before it is encoded. 0 if there is no bound: a tokenizer that drops characters, or has one token for a run of
+    unknown characters, may make few tokens of any text."""
     longest, dropped = _measure(tokenizer)
     if not longest:
         return 0
@@ -67,7 +67,7 @@ def _measure(tokenizer: Tokenizer) -> Measure:
     if model["type"] != "BPE" or takes_space or not all(map(_keeps, steps)):
         return Measure(0)
     vocab = tokenizer.get_vocab()
-    longest = max(map(len, vocab)) * (_COMPOSED if any(step["type"].startswith("NF") for step in steps) else 1)
+    longest = max(map(len, vocab)) * (_MAX_COMPOSED if any(step["type"].startswith("NF") for step in steps) else 1)
     has_unknown = model["unk_token"] is not None and not model["fuse_unk"]  # a token for each unknown character
     if any(step["type"] == "ByteLevel" for step in steps):
         missing = [byte for byte, letter in enumerate(_letters()) if letter not in vocab]

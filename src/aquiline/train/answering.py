@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from aquiline.engine.llm import Output
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.questions import Question
 
 _ANSWER = "\ufdd0"  # stands for an answer; a code point that Unicode assigns to no character, so no text holds it

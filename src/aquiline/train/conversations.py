@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aquiline.text.chat import Message
+from aquiline.text.chat_template import Message
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.types import Bool
 

@@ -23,7 +23,7 @@ from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
 from aquiline.models.fingerprint import fingerprint
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.questions import read_rows
 from aquiline.train.answer_file import AnswerFile
 from aquiline.train.answering import Conversation

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aquiline.checks import is_unicode
-from aquiline.text.chat import MaskedTokens, Message
+from aquiline.text.chat_template import MaskedTokens, Message
 from aquiline.train.conversations import RowError, messages_of
 from aquiline.train.documents import Document, TokenIds
 from aquiline.types import Bool

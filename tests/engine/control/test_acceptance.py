@@ -68,7 +68,7 @@ def test_chances_are_those_that_come() -> None:
             record.observe([guess(1, int(m), 2) for m in margins], tokens)
     assert np.abs(np.array(chances_of(record)) - truth).max() < 0.09
     assert np.abs(np.array(seconds_of(record)) - seconds * (1 - truth)).max() < 0.06
-    assert record.lean == pytest.approx(1.0, abs=0.2)
+    assert record.calibration == pytest.approx(1.0, abs=0.2)
 
 
 def test_a_text_that_leans_the_other_way_changes_its_chances() -> None:
@@ -99,7 +99,7 @@ def test_how_a_text_leans_is_told_by_its_last_tokens() -> None:
     record = Record(Pool())
     for _ in range(600):
         record.observe([guess(1)], [1])
-    assert record.lean > 1.0
+    assert record.calibration > 1.0
     for _ in range(100):
         record.observe([guess(1)], [2])
-    assert record.lean < 0.5
+    assert record.calibration < 0.5

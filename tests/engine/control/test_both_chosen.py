@@ -6,14 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aquiline.backends.base import Decode, Decoded
 from aquiline.engine.control.acceptance import Pool, Record
 from aquiline.engine.control.calibrate import estimated_table
-from aquiline.engine.control.chosen import PLAIN, add_choice, source_of
-from aquiline.engine.control.controller import Controller, _Choice
+from aquiline.engine.control.controller import PLAIN, Controller, _SequenceState, add_choice, source_of
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import Terms
 from aquiline.ledger import Ledger
@@ -40,14 +39,14 @@ def chosen(
     """What is chosen of a copy with these chances, and a chain that was planned so long and is worth so much. share: of
     right tokens at deeper levels."""
     controller = Controller(StepCosts(estimated_table(10**6, True)))
-    controller._alike.hits[0] = alike * controller._alike.trials[0]
+    controller._overlap.hits[0] = alike * controller._overlap.trials[0]
     record = Record(Pool())
     record.pool.levels.hits[1] = share * record.pool.levels.trials[1]
-    choice = _Choice(record, Terms(CUT, length, chain_worth) if length else None, least)
+    choice = _SequenceState(record, Terms(CUT, length, chain_worth) if length else None, least)
     sequence: Any = SimpleNamespace(
         proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(spec=Adaptive())
     )
-    return controller._chosen(sequence, choice)
+    return controller._choose(sequence, choice)
 
 
 def test_two_unsure_drafts_that_are_unlike_are_both_verified() -> None:
@@ -85,6 +84,7 @@ def test_without_a_chain_there_is_the_copy() -> None:
 @given(
     st.lists(st.floats(0.01, 1), max_size=16), st.integers(0, 8), st.floats(-1, 6), st.floats(0, 1), st.floats(0.01, 1)
 )
+@example([0.9, 0.9, 0.9], 7, 2.0, 0.0, 0.5)  # a copy of which two tokens fit beside the chain
 def test_it_is_worth_the_most_of_the_three_and_fits(
     parts: list[float], length: int, chain_worth: float, alike: float, share: float
 ) -> None:

@@ -16,7 +16,7 @@ from aquiline.config import Environment, SamplingParams, cache_directory
 from aquiline.engine.control import calibrate
 from aquiline.engine.control.calibrate import cost_table, estimated_table, measured_table
 from aquiline.engine.control.controller import Controller
-from aquiline.engine.control.costs import LEAST_MS, MOST_ROWS, CostTable, StepCosts
+from aquiline.engine.control.costs import MAX_TABLE_ROWS, MIN_MS, CostTable, StepCosts
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.spec.adaptive import Adaptive
@@ -28,11 +28,11 @@ TABLE = dataclasses.asdict(estimated_table(10**8, has_draft=True)) | {"keys": ((
 def _measures_briefly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in (
-        ("SECONDS", 0.02),
+        ("MAX_SECONDS", 0.02),
         ("REPEATS", 1),
-        ("ROWS", (1, 2, 4, 8, 16)),
-        ("SEQUENCES", (1, 4)),
-        ("LONG_BYTES", 1e6),
+        ("MEASURED_ROWS", (1, 2, 4, 8, 16)),
+        ("MEASURED_SEQUENCES", (1, 4)),
+        ("LONG_KV_BYTES", 1e6),
     ):
         monkeypatch.setattr(calibrate, name, value)
 
@@ -47,7 +47,7 @@ def models_of(max_positions: int, isa: str | None = None) -> LoadedModels:
 @pytest.mark.parametrize("max_positions", [1, 15, 63, 64, 79, 80, 143, 144, 145, 400])
 def test_a_table_is_measured_for_any_context(max_positions: int) -> None:
     table = measured_table(models_of(max_positions))
-    assert table.verify[1] > LEAST_MS and table.first[1] > LEAST_MS and table.keys[0][0] > 1000
+    assert table.verify[1] > MIN_MS and table.first[1] > MIN_MS and table.keys[0][0] > 1000
 
 
 @pytest.mark.parametrize("isa", [pytest.param(None, marks=needs_native), "off"])
@@ -66,14 +66,14 @@ def test_a_backend_that_times_no_steps_has_its_drafting_measured() -> None:
 
 
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
-    "zeros": lambda t: t.update({name: [0.0] * (MOST_ROWS + 1) for name in ("verify", "first", "deeper")}),
-    "forwards of no time": lambda t: t.update(verify=[0.0] * (MOST_ROWS + 1)),
-    "drafts of no time": lambda t: t.update(first=[0.0] * (MOST_ROWS + 1)),
+    "zeros": lambda t: t.update({name: [0.0] * (MAX_TABLE_ROWS + 1) for name in ("verify", "first", "deeper")}),
+    "forwards of no time": lambda t: t.update(verify=[0.0] * (MAX_TABLE_ROWS + 1)),
+    "drafts of no time": lambda t: t.update(first=[0.0] * (MAX_TABLE_ROWS + 1)),
     "not a number": lambda t: t["verify"].__setitem__(7, float("nan")),
-    "only not numbers": lambda t: t.update(first=[0.0] + [float("nan")] * MOST_ROWS),
-    "infinity": lambda t: t["deeper"].__setitem__(MOST_ROWS, float("inf")),
+    "only not numbers": lambda t: t.update(first=[0.0] + [float("nan")] * MAX_TABLE_ROWS),
+    "infinity": lambda t: t["deeper"].__setitem__(MAX_TABLE_ROWS, float("inf")),
     "below 0": lambda t: t["first"].__setitem__(1, -1.0),
-    "beyond floats": lambda t: t["verify"].__setitem__(MOST_ROWS, 10**400),
+    "beyond floats": lambda t: t["verify"].__setitem__(MAX_TABLE_ROWS, 10**400),
     "near nothing": lambda t: t["verify"].__setitem__(1, 1e-320),
     "falling": lambda t: t["verify"].__setitem__(9, 2.0 * t["verify"][10]),
     "too short": lambda t: t["verify"].pop(),

@@ -8,9 +8,15 @@ from types import SimpleNamespace
 
 from aquiline.backends.base import Admit, Decoded, StepInput, StepOutput
 from aquiline.config import SamplingParams
-from aquiline.engine.control.chosen import source_of
-from aquiline.engine.control.controller import FIRST_PROBES, PATIENCE, PROBING, RARELY, Controller
-from aquiline.engine.control.costs import CostTable, StepCosts, filled
+from aquiline.engine.control.controller import (
+    INITIAL_PROBES,
+    PROBE_TIME_SHARE,
+    SEARCH_PERIODS,
+    UNCOPIED_LIMITS,
+    Controller,
+    source_of,
+)
+from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Request, Sequence
 from aquiline.engine.step import Step
@@ -27,8 +33,8 @@ FLAT: Points = [(1, PLAIN_MS), (32, 1.001 * PLAIN_MS)]
 
 
 def controller_of(rows: Points = FLAT, pass_ms: float = PASS_MS) -> Controller:
-    passes = filled([(1, pass_ms), (32, 2 * pass_ms)])
-    return Controller(StepCosts(CostTable(filled(rows), passes, passes)))
+    passes = times_by_rows([(1, pass_ms), (32, 2 * pass_ms)])
+    return Controller(StepCosts(CostTable(times_by_rows(rows), passes, passes)))
 
 
 class Copies:
@@ -71,9 +77,9 @@ def test_a_text_without_copies_is_searched_less_and_less() -> None:
     copies = Copies(lambda length: length == 100)
     taken(controller_of(), sequence_of(copies), 130)
     gaps = [b - a for a, b in pairwise(copies.looked)]
-    assert set(gaps) <= set(RARELY) and max(gaps) == RARELY[-1]
-    before = [length for length in copies.looked if length <= PATIENCE[-1]]
-    assert len(before) <= PATIENCE[-1] / RARELY[-2] + 4, "looks cost time, and copies are rare"
+    assert set(gaps) <= set(SEARCH_PERIODS) and max(gaps) == SEARCH_PERIODS[-1]
+    before = [length for length in copies.looked if length <= UNCOPIED_LIMITS[-1]]
+    assert len(before) <= UNCOPIED_LIMITS[-1] / SEARCH_PERIODS[-2] + 4, "looks cost time, and copies are rare"
 
 
 def test_a_copy_has_the_text_searched_at_every_step_again() -> None:
@@ -89,17 +95,17 @@ def test_time_that_no_probe_took_is_saved_up_to_a_limit() -> None:
     sequence = sequence_of(Copies(lambda length: length <= num_copied))
     controller = controller_of()
     assert set(taken(controller, sequence, num_copied)) == {"lookup"}
-    assert PROBING * PLAIN_MS * num_copied / PASS_MS > 4 * FIRST_PROBES, "more was saved than may be kept"
+    assert PROBE_TIME_SHARE * PLAIN_MS * num_copied / PASS_MS > 4 * INITIAL_PROBES, "more was saved than may be kept"
     after = taken(controller, sequence, num_plain)
-    assert FIRST_PROBES <= after.count("probe") <= 2 * FIRST_PROBES
+    assert INITIAL_PROBES <= after.count("probe") <= 2 * INITIAL_PROBES
 
 
 def test_probes_go_round() -> None:
     """Nobody drafts, and each sequence is asked as often as the others."""
     controller, sequences = controller_of(), [sequence_of(slot=slot) for slot in range(3)]
-    steps = [controller.decodes(plan_of(*sequences)) for _ in range(FIRST_PROBES)]
+    steps = [controller.decodes(plan_of(*sequences)) for _ in range(INITIAL_PROBES)]
     probed = [sequence.slot for found in steps for sequence in found if source_of(found[sequence]) == "probe"]
-    assert len(probed) == FIRST_PROBES and set(probed) == {0, 1, 2}
+    assert len(probed) == INITIAL_PROBES and set(probed) == {0, 1, 2}
 
 
 def test_a_copy_is_cut_where_a_row_costs_as_much_as_four() -> None:
@@ -115,18 +121,18 @@ def test_rows_of_fixed_drafts_leave_fewer_cheap_ones() -> None:
     rows, sequence = [(1, 2.0), (8, 2.05), (9, 6.0), (32, 52.0)], sequence_of()
     for beside, source in ((), "draft"), ((sequence_of(spec=Chain(7), slot=1),), "none"):
         controller = controller_of(rows, pass_ms=0.05)
-        steps = [controller.decodes(plan_of(sequence, *beside))[sequence] for _ in range(FIRST_PROBES + 1)]
+        steps = [controller.decodes(plan_of(sequence, *beside))[sequence] for _ in range(INITIAL_PROBES + 1)]
         assert source_of(steps[-1]) == source, "those before may be probes"
 
 
 def test_a_choice_stands_no_longer_than_a_text_may_go_without_a_look() -> None:
     controller, sequence = controller_of(), sequence_of(Copies(lambda length: False))
     most = list[int]()
-    for _ in range(2 * PATIENCE[-1]):
+    for _ in range(2 * UNCOPIED_LIMITS[-1]):
         most.append(controller.most_repeats(controller.decodes(plan_of(sequence))))
         sequence.tokens.append(5)
-    _, soon, late = PATIENCE
-    assert max(most[: soon - 1]) <= RARELY[1] and max(most[: late - 1]) == RARELY[2] < max(most[late:])
+    _, soon, late = UNCOPIED_LIMITS
+    assert max(most[: soon - 1]) <= SEARCH_PERIODS[1] and max(most[: late - 1]) == SEARCH_PERIODS[2] < max(most[late:])
 
 
 def test_steps_that_admit_teach_no_times() -> None:

@@ -15,12 +15,17 @@ from hypothesis import strategies as st
 from tests.conftest import needs_native, tiny_models
 
 import aquiline.engine.control.calibrate as calibrate
-from aquiline.engine.control.costs import MOST_ROWS, CostTable, StepCosts, at, filled
+from aquiline.engine.control.costs import MAX_TABLE_ROWS, CostTable, StepCosts, ms_at, times_by_rows
 from aquiline.engine.model import LoadedModels
 
-EDGED = filled([(1, 2.0), (4, 2.0), (5, 3.0), (8, 3.0), (64, 17.0)])
+EDGED = times_by_rows([(1, 2.0), (4, 2.0), (5, 3.0), (8, 3.0), (64, 17.0)])
 TABLE = CostTable(
-    EDGED, filled([(1, 0.2), (8, 0.3)]), filled([(1, 0.1), (8, 0.2)]), ((1000.0, 0.1), (4000.0, 0.7)), 2e-4, 1e-5
+    EDGED,
+    times_by_rows([(1, 0.2), (8, 0.3)]),
+    times_by_rows([(1, 0.1), (8, 0.2)]),
+    ((1000.0, 0.1), (4000.0, 0.7)),
+    2e-4,
+    1e-5,
 )
 
 
@@ -28,22 +33,25 @@ def test_points_are_kept_and_joined_by_lines() -> None:
     assert EDGED[0] == 0.0 and EDGED[1] == EDGED[4] == 2.0 and EDGED[5] == EDGED[8] == 3.0
     assert EDGED[36] == pytest.approx(10.0), "half way from 8 to 64"
     assert EDGED[128] == pytest.approx(17.0 + 64 * 14.0 / 56), "the last slope goes on"
-    assert at(EDGED, 2 * MOST_ROWS) == pytest.approx(17.0 + (512 - 64) * 0.25)
+    assert ms_at(EDGED, 2 * MAX_TABLE_ROWS) == pytest.approx(17.0 + (512 - 64) * 0.25)
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, MOST_ROWS), st.floats(0.01, 50)), min_size=1, max_size=12, unique_by=lambda p: p[0]
+        st.tuples(st.integers(1, MAX_TABLE_ROWS), st.floats(0.01, 50)),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda p: p[0],
     )
 )
 def test_more_rows_never_cost_less(points: list[tuple[int, float]]) -> None:
-    values = filled(sorted(points))
-    assert len(values) == MOST_ROWS + 1
+    values = times_by_rows(sorted(points))
+    assert len(values) == MAX_TABLE_ROWS + 1
     assert all(low <= high + 1e-9 for low, high in pairwise(values))
 
 
 def test_a_disturbed_point_does_not_raise_those_behind_it() -> None:
-    values = filled([(1, 2.0), (4, 9.0), (8, 3.0), (16, 5.0)])
+    values = times_by_rows([(1, 2.0), (4, 9.0), (8, 3.0), (16, 5.0)])
     assert values[1] == 2.0 and values[4] == values[8] == 3.0 and values[16] == 5.0
 
 
@@ -111,7 +119,7 @@ def test_one_long_pause_moves_little() -> None:
     costs.learn_host(0.05)
     costs.learn_host(1e6)
     assert costs.host_ms < 0.1
-    assert math.isfinite(costs.verify(MOST_ROWS + 5))
+    assert math.isfinite(costs.verify(MAX_TABLE_ROWS + 5))
 
 
 @needs_native

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from aquiline.engine.control.acceptance import Pool, Record
-from aquiline.engine.control.costs import CostTable, StepCosts, filled
-from aquiline.engine.control.plan import Load
-from aquiline.engine.control.planner import KNOWN, Plan, Planner
+from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
+from aquiline.engine.control.planner import OUTLOOK_PLANS, DraftingPlan, Planner, StepLoad
 from aquiline.spec.confidence import Guess
 
-LOAD = Load(rows=1, chunk_rows=0, tokens=1, all_keys=10.0, keys=(10.0,))
+LOAD = StepLoad(rows=1, chunk_rows=0, tokens=1, all_keys=10.0, keys=(10.0,))
 
 
 def planner_of(deeper_ms: float) -> Planner:
-    passes = filled([(1, 0.2), (32, 0.4)]), filled([(1, deeper_ms), (32, 2 * deeper_ms)])
-    return Planner(StepCosts(CostTable(filled([(1, 2.0), (32, 2.1)]), *passes)))
+    passes = times_by_rows([(1, 0.2), (32, 0.4)]), times_by_rows([(1, deeper_ms), (32, 2 * deeper_ms)])
+    return Planner(StepCosts(CostTable(times_by_rows([(1, 2.0), (32, 2.1)]), *passes)))
 
 
-def plan_of(planner: Planner, record: Record) -> Plan:
+def plan_of(planner: Planner, record: Record) -> DraftingPlan:
     return planner.plan(LOAD, [record], 8)
 
 
@@ -25,10 +24,10 @@ def test_chains_grow_within_some_plans_once_deeper_tokens_are_right() -> None:
     planner, pool = planner_of(deeper_ms=0.3), Pool()
     for _ in range(400):
         Record(pool).observe([Guess(1, -1, 5), Guess(1, -1, 2), Guess(1, -1, 2)], [1, 2, 2])
-    before = [plan_of(planner, Record(pool)) for _ in range(KNOWN)]
+    before = [plan_of(planner, Record(pool)) for _ in range(OUTLOOK_PLANS)]
     for _ in range(2000):
         Record(pool).observe([Guess(1, -1, 7)] * 4, [1, 1, 1, 1])
-    after = [plan_of(planner, Record(pool)) for _ in range(KNOWN + 1)]
+    after = [plan_of(planner, Record(pool)) for _ in range(OUTLOOK_PLANS + 1)]
     assert before[-1].terms[0].length == 1 and after[-1].terms[0].length > 3
     assert round(Record(pool).share(0), 1) == 1.0
 
@@ -41,7 +40,7 @@ def test_steps_that_bring_less_than_planned_end_drafting_and_it_comes_back() -> 
     assert plan.terms and plain < plan.planned_rate < 1.9 * plain
     num_drafted = 0
     while plan.terms:
-        planner.came(0.5 * plan.planned_rate, plan.planned_rate)
+        planner.learn_rate(0.5 * plan.planned_rate, plan.planned_rate)
         plan = plan_of(planner, record)
         num_drafted += 1
         assert num_drafted < 40, "half of what was planned is less than plain steps bring"

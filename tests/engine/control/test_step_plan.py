@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquiline.engine.control.costs import CostTable, StepCosts, filled
-from aquiline.engine.control.plan import (
-    CHANCES,
+from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
+from aquiline.engine.control.planner import (
+    BIN_CHANCES,
     NUM_BINS,
-    Load,
     Margins,
     Outlook,
     Price,
+    StepLoad,
     best_copies,
     best_drafting,
     least_pass_of,
@@ -32,9 +32,9 @@ SURE = Margins((0, 0, 0, 0, 0, 0, 0, 1.0), (0, 0, 0, 0, 0, 0, 0, 1.0), (0.5,) * 
 
 def costs_of(verify: list[tuple[int, float]], first: float = 0.2, deeper: float = 0.1, host: float = 0.0) -> StepCosts:
     table = CostTable(
-        filled(verify),
-        filled([(1, first), (32, 2 * first)]),
-        filled([(1, deeper), (32, 2 * deeper)]),
+        times_by_rows(verify),
+        times_by_rows([(1, first), (32, 2 * first)]),
+        times_by_rows([(1, deeper), (32, 2 * deeper)]),
         ((1000.0, 0.1),),
         1e-5,
         1e-6,
@@ -54,8 +54,8 @@ def margins_from(rng: np.random.Generator) -> Margins:
     return Margins(first, deeper, chances, (0.5 * (1 - np.array(chances))).tolist())
 
 
-def load_of(count: int, chunk_rows: int = 0, keys: float = 0.0) -> Load:
-    return Load(count + chunk_rows, chunk_rows, count, count * keys, (keys,) * count)
+def load_of(count: int, chunk_rows: int = 0, keys: float = 0.0) -> StepLoad:
+    return StepLoad(count + chunk_rows, chunk_rows, count, count * keys, (keys,) * count)
 
 
 def outlook(*nodes: float) -> Outlook:
@@ -105,7 +105,7 @@ def test_the_next_level_is_drafted_where_it_pays(seed: int, rate: float, thresho
         return brought >= rate * pass_ms
 
     least = least_pass_of(margins, Price(rate, threshold, pass_ms))
-    assert [pays(chance) for chance in CHANCES] == [chance >= least for chance in CHANCES]
+    assert [pays(chance) for chance in BIN_CHANCES] == [chance >= least for chance in BIN_CHANCES]
 
 
 @settings(max_examples=100)
@@ -120,7 +120,7 @@ def test_it_is_the_best_of_all_ways(
 ) -> None:
     """Against every number of sequences and every set of nodes, where each sequence has single nodes."""
     costs, load = costs_of(verify, host=0.05), load_of(len(bins), chunk_rows, keys)
-    outlooks = [outlook(*(CHANCES[i] for i in own)) for own in bins]
+    outlooks = [outlook(*(BIN_CHANCES[i] for i in own)) for own in bins]
     planned = best_drafting(costs, load, outlooks, 16)
 
     def rate(chosen: Sequence[float], num_drafting: int) -> float:
@@ -133,7 +133,7 @@ def test_it_is_the_best_of_all_ways(
     best = rate((), 0)
     assert planned.plain == pytest.approx(best)
     for count in range(1, len(bins) + 1):
-        nodes = [CHANCES[i] for own in bins[:count] for i in own]
+        nodes = [BIN_CHANCES[i] for own in bins[:count] for i in own]
         for size in range(1, len(nodes) + 1):
             best = max(best, *(rate(chosen, count) for chosen in itertools.combinations(nodes, size)))
     assert planned.price.rate == pytest.approx(best)
@@ -165,7 +165,7 @@ def test_rows_of_prompts_lend_no_time() -> None:
 
 
 def test_without_a_draft_there_is_nothing_to_add() -> None:
-    planned = best_drafting(costs_of(FREE_ROWS), Load(2, 0, 2, 0.0, ()), [], 0)
+    planned = best_drafting(costs_of(FREE_ROWS), StepLoad(2, 0, 2, 0.0, ()), [], 0)
     assert planned.num_drafting == 0 and planned.price.rate == planned.plain
 
 
@@ -180,7 +180,7 @@ def test_copied_tokens_that_pay_together_are_found(
 ) -> None:
     """Against all prefixes of all copies, where every row may cost what it will."""
     gains = [list(itertools.accumulate(own, lambda a, b: a * b)) for own in parts]
-    verify = filled([(1 + i, 1.0 + sum(steps[:i])) for i in range(20)])
+    verify = times_by_rows([(1 + i, 1.0 + sum(steps[:i])) for i in range(20)])
     costs = StepCosts(CostTable(verify, verify, verify))
 
     def worth(kept: Sequence[int]) -> float:
@@ -194,7 +194,7 @@ def test_copied_tokens_that_pay_together_are_found(
 
 def test_a_row_beyond_an_edge_is_not_bought_for_one_token() -> None:
     """Four rows cost as one, the fifth costs as much as four more."""
-    verify = filled([(1, 1.0), (4, 1.0), (5, 2.0), (8, 2.0), (64, 20.0)])
+    verify = times_by_rows([(1, 1.0), (4, 1.0), (5, 2.0), (8, 2.0), (64, 20.0)])
     costs = StepCosts(CostTable(verify, verify, verify))
     assert best_copies(costs, 3.0, 4, [[0.9], [0.8]]) == [0, 0]
     assert best_copies(costs, 3.0, 4, [[0.9, 0.8, 0.75], [0.85]]) == [3, 1]

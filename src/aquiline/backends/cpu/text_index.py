@@ -10,7 +10,7 @@ from weakref import finalize
 from aquiline.backends.cpu.native import AqCopy, AqMatchEvents
 from aquiline.backends.cpu.packed import library
 from aquiline.errors import NativeError
-from aquiline.spec.drafting import NOTHING, Match, Proposal
+from aquiline.spec.drafting import NO_PROPOSAL, Match, Proposal
 from aquiline.spec.match_events import MatchEvents
 
 
@@ -52,6 +52,6 @@ class NativeIndex:
         self.num_tokens += len(new)
         num = copy.num_tokens
         if num == 0:
-            return NOTHING
+            return NO_PROPOSAL
         match = Match(copy.length, copy.occurrences)
         return Proposal(tuple(copy.tokens[:num]), (), tuple(copy.chances[:num]), match)

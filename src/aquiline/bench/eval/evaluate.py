@@ -25,7 +25,7 @@ from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.errors import OutOfPages, ResultError
 from aquiline.metrics import mean, repeated_share
-from aquiline.text.chat import ChatTemplate, conversation
+from aquiline.text.chat_template import ChatTemplate, conversation
 from aquiline.text.questions import Question
 
 WARMUP_TOKENS = 16

@@ -10,7 +10,7 @@ from aquiline.bench.eval.figures import Figures, Tables
 from aquiline.bench.eval.plan import Evaluated
 from aquiline.bench.suite.plot import COLORS, SHARES
 from aquiline.spec.drafting import Drafting, NoDraft
-from aquiline.spec.named import DRAFTINGS
+from aquiline.spec.registry import DRAFTINGS
 from aquiline.writing import writing
 
 MAPS = dict(zip(DRAFTINGS, cycle(("Greys", "Blues", "YlOrBr", "Greens", "Purples")), strict=False))

@@ -16,7 +16,7 @@ from typing import Any
 from aquiline.bench.report.charts import Style, count
 from aquiline.bench.results import compare
 from aquiline.bench.results.result import Result, is_speculative
-from aquiline.spec.named import DRAFTINGS
+from aquiline.spec.registry import DRAFTINGS
 
 OWN = "aquiline"
 

@@ -8,7 +8,7 @@ from aquiline.bench.data.datasets import load_questions
 from aquiline.bench.data.prompts import package_prompts, read_prompts
 from aquiline.bench.suite.demo import NUM_OTHERS, Demo, DemoPrompt
 from aquiline.models.named import PAIRS
-from aquiline.text.chat import ChatTemplate, conversation
+from aquiline.text.chat_template import ChatTemplate, conversation
 
 
 def demo_of(name: str, template: ChatTemplate) -> Demo:

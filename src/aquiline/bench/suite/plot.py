@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
-from aquiline.spec.named import DRAFTINGS
+from aquiline.spec.registry import DRAFTINGS
 from aquiline.writing import writing
 
 SHARES = (-0.03, 1.03)

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, or through a pipe. The conversation itself is engine/chat.py's."""
+"""A conversation in the terminal, or through a pipe. engine/chat_session.py runs the conversation itself."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from types import FrameType
 
 from rich.console import Console
 
-from aquiline.cli.show.answers import described
+from aquiline.cli.show.continuations import described
 from aquiline.cli.show.writers import COLOURS, has_colours, legend
-from aquiline.engine.chat import Answer, ChatSession, Piece
+from aquiline.engine.chat_session import Answer, AttributedText, ChatSession
 from aquiline.errors import AquilineError
 
 PROMPT = "> "
-COMMANDS = "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends"
+COMMAND_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends"
 
 
 def converse(session: ChatSession, drafts: bool, as_json: bool) -> None:
-    """Answer who types in a terminal, or each line of stdin."""
+    """Answer the user of a terminal, or each line of stdin."""
     if sys.stdin.isatty() and sys.stdout.isatty() and not as_json:
         _talk(session, drafts)
     else:
@@ -31,14 +31,14 @@ def converse(session: ChatSession, drafts: bool, as_json: bool) -> None:
 
 
 def _talk(session: ChatSession, drafts: bool) -> None:
-    """A conversation in a terminal, until /exit or Ctrl-D. What cannot be answered is said, and the next turn read."""
+    """A conversation in a terminal, until /exit or Ctrl-D. A turn that cannot be answered prints its error."""
     with suppress(ImportError):  # where it is there, it gives input() line editing and history
         import readline  # noqa: F401
 
     console = Console(highlight=False, markup=False, emoji=False)
     if drafts and has_colours(console):
         console.print(legend(console), soft_wrap=True)
-    console.print(f"{COMMANDS}; Ctrl-C stops an answer.", style="dim", soft_wrap=True)
+    console.print(f"{COMMAND_HELP}; Ctrl-C stops an answer.", style="dim", soft_wrap=True)
     for line in _turns(_typed()):
         said = _command(session, line)
         if said is not None:
@@ -51,7 +51,7 @@ def _talk(session: ChatSession, drafts: bool) -> None:
 
 
 def _show(session: ChatSession, line: str, console: Console) -> None:
-    def show(piece: Piece) -> None:
+    def show(piece: AttributedText) -> None:
         console.print(piece.text, style=COLOURS[piece.source], end="", soft_wrap=True)
 
     with _interruptible() as pressed:
@@ -60,7 +60,7 @@ def _show(session: ChatSession, line: str, console: Console) -> None:
 
 
 def _answer_lines(session: ChatSession, as_json: bool) -> None:
-    """Each line of stdin is a turn; answers go to stdout, all else to stderr. What cannot be answered ends it."""
+    """Each line of stdin is a turn. Answers go to stdout, all else to stderr. The first error ends the conversation."""
     for line in _turns(sys.stdin):
         said = _command(session, line)
         if said is not None:
@@ -79,7 +79,7 @@ def _as_dict(answer: Answer) -> dict[str, object]:
 
 
 def _turns(lines: Iterable[str]) -> Iterator[str]:
-    """Lines that say something, until one is /exit."""
+    """Lines that are not empty, up to /exit."""
     for line in lines:
         if line.strip() == "/exit":
             return
@@ -100,7 +100,7 @@ def _typed() -> Iterator[str]:
 
 
 def _command(session: ChatSession, line: str) -> str | None:
-    """Carry out a line that is a command and say what was done; None if it is none."""
+    """Carry out a command and describe the effect; None if the line is not a command."""
     found = re.match(r"/([a-z]+)(?:\s+(.*))?$", line, re.DOTALL)
     if found is None:
         return None
@@ -111,7 +111,7 @@ def _command(session: ChatSession, line: str) -> str | None:
     if name == "system":
         session.system = text
         return "there is no system message" if text is None else "the system message is set"
-    return f"/{name} is no command: {COMMANDS}"
+    return f"/{name} is no command: {COMMAND_HELP}"
 
 
 @dataclass(eq=False)
@@ -123,7 +123,8 @@ class _Pressed:
 
 @contextmanager
 def _interruptible() -> Iterator[_Pressed]:
-    """Inside, Ctrl-C is noted and interrupts nothing: a step of the engine must not be torn in two."""
+    """Within this context Ctrl-C is noted and interrupts nothing, because a step of the engine must not be
+    interrupted."""
     pressed = _Pressed()
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from aquiline.bench.suite.demo import CHAINS, Demo, DemoResult, Run, run_demo
 from aquiline.bench.theory.limits import expectation
 from aquiline.cli.options import wide_console
 from aquiline.cli.show.writers import coloured, legend, shares_of
-from aquiline.engine.chat import pieces_of
+from aquiline.engine.chat_session import pieces_of
 from aquiline.engine.llm import LLM
 
 COLUMNS = ("setting", "temp", "tok/s", "speedup", "tau", "accepted by position", "repeated", "same text")

@@ -1,4 +1,4 @@
-"""Text as the tokens wrote it: the writer of each token in colour, or, where there are no colours, in brackets."""
+"""Text that shows who wrote each token, in colour, or in brackets where there are no colours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from aquiline.engine.chat import Piece
+from aquiline.engine.chat_session import AttributedText
 from aquiline.types import Source
 
 COLOURS: dict[Source, str] = {"draft": "green", "lookup": "cyan", "target": ""}
@@ -17,12 +17,12 @@ NAMES: dict[Source, str] = {"draft": "the draft", "lookup": "copied from earlier
 
 
 def has_colours(console: Console) -> bool:
-    """Whether what is printed has colours: on a terminal that has some, unless NO_COLOR forbids them."""
+    """Whether output has colours: on a terminal with colours, unless NO_COLOR forbids them."""
     return console.color_system is not None and not console.no_color
 
 
 def legend(console: Console, shares: dict[Source, float] | None = None) -> Text:
-    """One line that says what marks each writer, with the shares of the tokens, where they are given."""
+    """One line that names the mark of each writer, with the shares of the tokens if they are given."""
     text = Text("written by ")
     for place, (source, name) in enumerate(NAMES.items()):
         before, after = ("", "") if has_colours(console) else BRACKETS[source]
@@ -32,7 +32,7 @@ def legend(console: Console, shares: dict[Source, float] | None = None) -> Text:
     return text.append("; the target checked every token")
 
 
-def coloured(console: Console, pieces: Iterable[Piece]) -> Text:
+def coloured(console: Console, pieces: Iterable[AttributedText]) -> Text:
     """A text with its writers marked."""
     text = Text()
     if has_colours(console):
@@ -50,7 +50,7 @@ def shares_of(sources: Sequence[Source]) -> dict[Source, float]:
 
 
 def _bracketed(text: str, source: Source) -> str:
-    """A run of one writer in its brackets; white space around the run stays outside."""
+    """A text of one writer in brackets. White space around the text stays outside."""
     inner = text.strip()
     if not inner:
         return text

@@ -1,1 +1,1 @@
-"""Which way to draft each sequence takes at each step: what steps cost, how often drafts are right, the choice."""
+"""Adaptive drafting: the costs of steps, how often drafts are right, and the choice for each sequence at each step."""

@@ -1,40 +1,53 @@
-"""How often drafts are right, from match events alone: at each level that a text reached, the drafted token was the
-one that the target drew, or the runner-up was, or neither.
+"""How often drafts are right, learnt from match events: at each level that a text reached, the target drew the drafted
+token, the runner-up, or neither.
 
-A level is observed whether its token was verified or not: the token that the target drew there is known either way. So
-what a Cut leaves out does not bias the counts. Events are pooled by temperature over all sequences; each sequence has
-its own beside them, which count for more as they come and forget within some tens of tokens.
+A level is observed whether or not its token was verified, because the token that the target drew there is known either
+way. So a Cut does not bias the counts. Events are pooled over all sequences of a range of temperatures. Each sequence
+also counts its own events, which gain weight as they accumulate and are forgotten within some tens of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from aquiline.engine.control.plan import Margins
 from aquiline.spec.confidence import NUM_MARGINS, Guess
 
-_CHANCES = (0.35, 0.4, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
-_SECONDS = (0.25, 0.25, 0.2, 0.2, 0.15, 0.1, 0.05, 0.02)
-PRIOR = 8.0
-"""Events that the first guesses above count for, and a sequence's pool beside its own events."""
+_TOKEN_CHANCES = (0.35, 0.4, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
+_RUNNER_UP_CHANCES = (0.25, 0.25, 0.2, 0.2, 0.15, 0.1, 0.05, 0.02)
+"""By the bucket of the margin, the chances of a token and of a runner-up before the first event."""
+
+PRIOR_EVENTS = 8.0
+"""The weight, in events, of these first chances, and of a pool's share beside a sequence's own events."""
 
 POOL_MEMORY, OWN_MEMORY = 1024.0, 48.0
-"""Events after which half are forgotten: of a bucket in a pool, and of a sequence."""
+"""Number of events at which half of them are forgotten: of a bucket in a pool, and of a sequence."""
 
-_TEMPERATURES = (0.0, 0.5, 0.9)
-"""Upper ends of the ranges of temperature that have a pool each; the last is open."""
+_TEMPERATURE_BOUNDS = (0.0, 0.5, 0.9)
+"""Upper bounds of the ranges of temperature. Each range has a pool, and so have the temperatures above the last."""
 
 
 def pool_number(temperature: float) -> int:
-    """Which pool the events of a temperature belong to."""
-    return sum(temperature > end for end in _TEMPERATURES)
+    """The number of the pool that collects the events of a temperature."""
+    return sum(temperature > end for end in _TEMPERATURE_BOUNDS)
 
 
-NUM_POOLS = len(_TEMPERATURES) + 1
+NUM_POOLS = len(_TEMPERATURE_BOUNDS) + 1
+
+
+class Margins(NamedTuple):
+    """The distribution of a draft's tokens over the buckets of the margin. first, deeper: the share of each bucket at
+    the first level and below it; chances, seconds: the chance of a token and of a runner-up, as in Cut."""
+
+    first: Sequence[float]
+    deeper: Sequence[float]
+    chances: Sequence[float]
+    seconds: Sequence[float]
 
 
 class Rates:
-    """Shares of events, one for each of a few kinds. They forget: once a kind has `memory` events, half of them go."""
+    """The share of hits among the events of each of a few kinds. Once a kind has `memory` events, half are
+    forgotten."""
 
     def __init__(self, shares: Sequence[float], weight: float, memory: float) -> None:
         self.hits = [share * weight for share in shares]
@@ -54,8 +67,8 @@ class Rates:
         return self.hits[kind] / self.trials[kind]
 
 
-class Counts:
-    """How often each bucket of margins came. They forget: once there are `memory` events, half of them go."""
+class MarginCounts:
+    """How often each bucket of margins occurred. Once there are `memory` events, half of them are forgotten."""
 
     def __init__(self, memory: float) -> None:
         self.counts, self.total, self.memory = [1.0] * NUM_MARGINS, float(NUM_MARGINS), memory
@@ -68,28 +81,31 @@ class Counts:
             self.counts, self.total = [0.5 * count for count in self.counts], 0.5 * self.total
 
     def shares(self) -> list[float]:
-        """Of each bucket."""
+        """The share of each bucket."""
         return [count / self.total for count in self.counts]
 
 
 class Pool:
     """The events of all sequences of one range of temperatures.
 
-    chances, seconds: by the bucket of the margin, the shares of tokens and of runners-up that were right; levels: the
-    share of right tokens at the first level, and at all deeper ones that were reached; margins: how often these had
-    which margin."""
+    chances, seconds: by the bucket of the margin, the shares of tokens and of runners-up that were right. levels: the
+    share of right tokens at the first level, and at all deeper levels that were reached. margins: how often each
+    bucket occurred at the first level, and at the deeper ones."""
 
     def __init__(self) -> None:
-        self.margins = Counts(POOL_MEMORY), Counts(POOL_MEMORY)
-        self.chances, self.seconds = Rates(_CHANCES, PRIOR, POOL_MEMORY), Rates(_SECONDS, PRIOR, POOL_MEMORY)
-        self.levels = Rates((0.5, 0.5), PRIOR, POOL_MEMORY)
+        self.margins = MarginCounts(POOL_MEMORY), MarginCounts(POOL_MEMORY)
+        self.chances, self.seconds = (
+            Rates(_TOKEN_CHANCES, PRIOR_EVENTS, POOL_MEMORY),
+            Rates(_RUNNER_UP_CHANCES, PRIOR_EVENTS, POOL_MEMORY),
+        )
+        self.levels = Rates((0.5, 0.5), PRIOR_EVENTS, POOL_MEMORY)
 
 
 class Record:
     """The events of one sequence, beside its pool.
 
-    right and expected: right tokens, and what the pool's chances for their margins had foretold; their quotient says
-    how this text differs from others at the same margins."""
+    right: number of right tokens; expected: the number that the pool's chances predicted for their margins. The
+    quotient says how much more or less predictable this text is than others with the same margins."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -99,15 +115,16 @@ class Record:
     def share(self, level: int) -> float:
         """The chance of a token at level 0 (the first) or deeper (1), given that the token above it was right."""
         own, pooled = self.levels, self.pool.levels.share(level)
-        return (own.hits[level] + PRIOR * pooled) / (own.trials[level] + PRIOR)
+        return (own.hits[level] + PRIOR_EVENTS * pooled) / (own.trials[level] + PRIOR_EVENTS)
 
     @property
-    def lean(self) -> float:
-        """Right tokens for each that was expected by margins, close to 1 while there are few events."""
-        return (self.right + 2 * PRIOR) / (self.expected + 2 * PRIOR)
+    def calibration(self) -> float:
+        """Right tokens per token that the margins predicted; close to 1 while there are few events."""
+        return (self.right + 2 * PRIOR_EVENTS) / (self.expected + 2 * PRIOR_EVENTS)
 
     def observe(self, guesses: Sequence[Guess], drawn: Sequence[int]) -> None:
-        """The target drew these tokens where the draft had guessed; the levels up to the first wrong guess count."""
+        """Count the levels up to the first wrong guess. drawn: the tokens that the target drew at the guessed
+        levels."""
         pool, level = self.pool, 0
         for (guessed, runner_up, margin), token in zip(guesses, drawn, strict=False):
             is_right = guessed == token
@@ -126,9 +143,11 @@ class Record:
 
 
 def chances_of(record: Record) -> tuple[float, ...]:
-    """The chance of a token by the bucket of its margin, as this sequence's text leans."""
-    lean, rates = record.lean, record.pool.chances
-    return tuple([min(0.99, hits / trials * lean) for hits, trials in zip(rates.hits, rates.trials, strict=True)])
+    """The chance of a token by the bucket of its margin, corrected for this sequence's text."""
+    calibration, rates = record.calibration, record.pool.chances
+    return tuple(
+        [min(0.99, hits / trials * calibration) for hits, trials in zip(rates.hits, rates.trials, strict=True)]
+    )
 
 
 def seconds_of(record: Record) -> tuple[float, ...]:
@@ -138,11 +157,11 @@ def seconds_of(record: Record) -> tuple[float, ...]:
 
 
 def margins_of(pool: Pool, share: float) -> Margins:
-    """How a draft's tokens come by their margins, for a text whose first tokens are right as often as `share` says."""
+    """The margins of a draft's tokens, and their chances, in a text of which that share of first tokens is right."""
     first, deeper = (counts.shares() for counts in pool.margins)
     chances, seconds = ([r.share(margin) for margin in range(NUM_MARGINS)] for r in (pool.chances, pool.seconds))
-    lean = share / sum(often * chance for often, chance in zip(first, chances, strict=True))
-    return Margins(first, deeper, [min(0.99, chance * lean) for chance in chances], seconds)
+    calibration = share / sum(often * chance for often, chance in zip(first, chances, strict=True))
+    return Margins(first, deeper, [min(0.99, chance * calibration) for chance in chances], seconds)
 
 
-assert len(_CHANCES) == len(_SECONDS) == NUM_MARGINS
+assert len(_TOKEN_CHANCES) == len(_RUNNER_UP_CHANCES) == NUM_MARGINS

@@ -1,4 +1,4 @@
-"""Measures a CostTable on the machine that runs: short steps of a backend of its own, over made-up tokens and keys.
+"""Measure a CostTable on this machine, by short steps of a separate backend over made-up tokens and keys.
 
 A table depends on the models' geometry, their storage, the arithmetic, the machine and its threads. It is kept in the
 cache directory under a hash of all of these, so that it is measured once.
@@ -21,40 +21,41 @@ from typing import Any, NamedTuple
 from aquiline.backends.base import Admit, Backend, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.checks import parse_json
 from aquiline.config import MAX_DEPTH, SamplingParams, cache_directory
-from aquiline.engine.control.costs import LEAST_MS, CostTable, at, filled
+from aquiline.engine.control.costs import MIN_MS, CostTable, ms_at, times_by_rows
 from aquiline.engine.model import LoadedModels
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
-"""Of the file's form and of what is measured."""
+FILE_VERSION = 4
+"""Version of the file's format and of the measurement."""
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-SEQUENCES = (1, 2, 4, 8, 16, 32)
+MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+MEASURED_SEQUENCES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
-SECONDS = 4.0
-"""Measuring stops at fewer rows once it has taken so long; a large model has few points and a straight line."""
+MAX_SECONDS = 4.0
+"""After this time the larger numbers of rows are left out. A large model has few points and a straight line."""
 
-READS, ROWS_FREE = 40e6, 8
-"""Bytes a millisecond, and rows that cost little more than one, of an estimated table."""
+BYTES_PER_MS, CHEAP_ROWS = 40e6, 8
+"""Assumptions of an estimated table: bytes read per millisecond, and the number of rows that cost little more than
+one."""
 
-PAGE, PAGES_PER_SLOT, SLOTS = 16, 24, 32
-SHORT, LONG = 32, 2048
-"""Keys of a sequence whose tables are measured, and of those that show what keys cost. They are positions like any
-other: a model that was built for fewer computes them too."""
+PAGE_SIZE, PAGES_PER_SLOT, SLOTS = 16, 24, 32
+SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
+"""Keys of a sequence in the steps that measure rows, and in those that measure the cost of keys. A model that was built
+for fewer positions computes these too."""
 
-LONG_BYTES, MOST_LONG = 160e6, 8
-"""Of the keys and values of all long sequences: more than caches hold; and how many sequences there are at most."""
+LONG_KV_BYTES, MAX_LONG_SEQUENCES = 160e6, 8
+"""Bytes of the keys and values of all long sequences, more than caches hold, and the greatest number of sequences."""
 
 LONG_ROWS = 8
-DEEP = 5
-"""Levels of the chain beside that of one level; the rest of its time is DEEP - 1 passes."""
+CHAIN_LEVELS = 5
+"""Levels of the longer of the two chains that are measured. It takes CHAIN_LEVELS - 1 passes more than the other."""
 
 
 def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
-    """The table of this pair on this machine: from the cache file, or else measured and written there. Where nothing
-    may be measured, an estimate from the bytes of the weights alone."""
+    """The table of this pair on this machine: read from the cache file, or measured and written to it. If nothing may
+    be measured, an estimate from the bytes of the weights."""
     if not is_measured:
         return estimated_table(models.weight_bytes, models.draft_config is not None)
     file = cache_directory() / f"costs-{_key(models)}.json"
@@ -74,100 +75,105 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
 
 def measured_table(models: LoadedModels) -> CostTable:
     """The table, measured now."""
-    bytes_each = sum(models.pair.kv_bytes_per_token()) * LONG
-    num_long = max(1, min(MOST_LONG, int(LONG_BYTES / bytes_each)))
-    num_pages = SLOTS * PAGES_PER_SLOT + num_long * LONG // PAGE
-    sizes = Sizes(SLOTS, num_pages, PAGE, LONG // PAGE, 4 * SHORT)
+    bytes_each = sum(models.pair.kv_bytes_per_token()) * LONG_CONTEXT
+    num_long = max(1, min(MAX_LONG_SEQUENCES, int(LONG_KV_BYTES / bytes_each)))
+    num_pages = SLOTS * PAGES_PER_SLOT + num_long * LONG_CONTEXT // PAGE_SIZE
+    sizes = Sizes(SLOTS, num_pages, PAGE_SIZE, LONG_CONTEXT // PAGE_SIZE, 4 * SHORT_CONTEXT)
     backend = models.pair.open(sizes)
     try:
-        return _Bench(models, backend, num_long).table()
+        return _Measurement(models, backend, num_long).table()
     finally:
         backend.close()
 
 
 def estimated_table(weight_bytes: int, has_draft: bool) -> CostTable:
-    """A table of a machine that reads READS bytes a millisecond, and where the work of ROWS_FREE rows takes as long as
-    reading their weights. A draft's pass takes a twentieth of a forward. Real steps correct it within some hundreds."""
-    read_ms = max(1, weight_bytes) / READS
-    rows = filled([(1, read_ms), (ROWS_FREE, read_ms * 1.1), (2 * ROWS_FREE, read_ms * 2.0)])
+    """The table of a machine that reads BYTES_PER_MS bytes a millisecond, on which computing CHEAP_ROWS rows takes as
+    long as reading the weights. A draft's pass takes a twentieth of a forward. Some hundreds of real steps correct the
+    table."""
+    read_ms = max(1, weight_bytes) / BYTES_PER_MS
+    rows = times_by_rows([(1, read_ms), (CHEAP_ROWS, read_ms * 1.1), (2 * CHEAP_ROWS, read_ms * 2.0)])
     share = 0.05 if has_draft else 0.0
     return CostTable(rows, tuple(2 * share * ms for ms in rows), tuple(share * ms for ms in rows))
 
 
-class _Took(NamedTuple):
-    """Milliseconds of a step: all of it, and of that what it drafted."""
+class _StepTimes(NamedTuple):
+    """Milliseconds of a step: of all of it, and of its drafting."""
 
     whole: float
     drafting: float
 
 
-class _Bench:
-    """Sequences in the slots of a backend: made-up tokens, keys that count as cached and hold whatever is there."""
+class _Measurement:
+    """Sequences in the slots of a backend, of made-up tokens. Their keys count as cached and hold arbitrary values."""
 
     def __init__(self, models: LoadedModels, backend: Backend, num_long: int) -> None:
         self.backend, self.has_draft = backend, models.draft_config is not None
         self.vocab, self.num_long, self.num_layers = models.vocab_size, num_long, models.target_config.num_layers
-        self.by_rows = filled([(1, 0.0)])  # what forwards take, once they are measured
-        self.tells_times = True
-        self.lengths, self.num_seated = [0] * SLOTS, 0  # num_seated: the first slots, that hold long sequences
-        self.deadline = time.perf_counter() + SECONDS
+        self.by_rows = times_by_rows([(1, 0.0)])  # milliseconds of forwards, once they are measured
+        self.reports_times = True
+        self.lengths, self.num_seated = [0] * SLOTS, 0  # num_seated: slots, from the first, that hold long sequences
+        self.deadline = time.perf_counter() + MAX_SECONDS
         for slot in range(SLOTS):
-            self._seat(slot, SHORT, PAGES_PER_SLOT, slot * PAGES_PER_SLOT)
+            self._seat(slot, SHORT_CONTEXT, PAGES_PER_SLOT, slot * PAGES_PER_SLOT)
 
     def table(self) -> CostTable:
         verify = dict[int, float]()
-        # Rounds lie apart, so that a neighbour does not disturb all of one number of rows.
+        # Each round measures all numbers of rows, so that a short disturbance does not hit every measurement of one.
         for number in range(REPEATS):
-            for rows in ROWS:
-                is_late = len(verify) > 4 and time.perf_counter() > self.deadline - SECONDS / 2
+            for rows in MEASURED_ROWS:
+                is_late = len(verify) > 4 and time.perf_counter() > self.deadline - MAX_SECONDS / 2
                 if rows not in verify and (number or is_late):
                     break
                 verify[rows] = min(verify.get(rows, math.inf), self._verify(rows).whole)
-        self.by_rows = filled(sorted(verify.items()))
+        self.by_rows = times_by_rows(sorted(verify.items()))
         first, deeper = [(0, 0.0)], [(0, 0.0)]
-        for count in SEQUENCES if self.has_draft else ():
+        for count in MEASURED_SEQUENCES if self.has_draft else ():
             if len(first) > 2 and time.perf_counter() > self.deadline:
                 break
-            one, deep = self._best(self._chain, count, 1).drafting, self._best(self._chain, count, DEEP).drafting
+            one, deep = (
+                self._best(self._chain, count, 1).drafting,
+                self._best(self._chain, count, CHAIN_LEVELS).drafting,
+            )
             first.append((count, one))
-            deeper.append((count, max(0.0, deep - one) / (DEEP - 1)))
+            deeper.append((count, max(0.0, deep - one) / (CHAIN_LEVELS - 1)))
         if not self.has_draft:
             first = deeper = [*first, (1, 0.0)]
-        return CostTable(self.by_rows, filled(first[1:]), filled(deeper[1:]), *self._keys())
+        return CostTable(self.by_rows, times_by_rows(first[1:]), times_by_rows(deeper[1:]), *self._keys())
 
     def _keys(self) -> tuple[tuple[tuple[float, float], ...], float, float]:
-        """What keys add to a forward by their number, for each row that reads them, and to a pass of the draft."""
-        near = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
-        by_rows, num_pages = self.by_rows, LONG // PAGE
-        num_keys = LONG - 4 * MAX_DEPTH  # the rest is for what these sequences write meanwhile
+        """The times that keys add: to a forward by their number, to each row that reads them, and to a pass of the
+        draft."""
+        near = self._best(self._chain, 1, CHAIN_LEVELS).drafting if self.has_draft else 0.0
+        by_rows, num_pages = self.by_rows, LONG_CONTEXT // PAGE_SIZE
+        num_keys = LONG_CONTEXT - 4 * MAX_DEPTH  # the rest is for the tokens that these sequences write
         for slot in range(self.num_long):
             self._seat(slot, num_keys, num_pages, SLOTS * PAGES_PER_SLOT + slot * num_pages)
         self.num_seated = self.num_long
         one, several = (self._best(self._one, rows).whole - by_rows[rows] for rows in (1, LONG_ROWS))
-        far = self._best(self._chain, 1, DEEP).drafting if self.has_draft else 0.0
+        far = self._best(self._chain, 1, CHAIN_LEVELS).drafting if self.has_draft else 0.0
         key_row = max(0.0, (several - one) / (LONG_ROWS - 1) / num_keys)
         points: list[tuple[float, float]] = []
         for count in sorted({1, self.num_long}):
             more = one if count == 1 else self._best(self._each, count).whole - by_rows[count]
             keys = float(count * num_keys)
             points.append((keys, max(points[-1][1] if points else 0.0, more - key_row * keys)))
-        if not self.tells_times:  # what keys add to the forward is in the difference too
-            far -= one + DEEP * key_row * num_keys
-        return tuple(points), key_row, max(0.0, far - near) / DEEP / num_keys
+        if not self.reports_times:  # the difference also has the time that keys add to the forward
+            far -= one + CHAIN_LEVELS * key_row * num_keys
+        return tuple(points), key_row, max(0.0, far - near) / CHAIN_LEVELS / num_keys
 
-    def _verify(self, rows: int) -> _Took:
-        """A step of so many rows: few sequences of several, as chains are."""
+    def _verify(self, rows: int) -> _StepTimes:
+        """A step of that number of rows: a few sequences with several rows each, like chains."""
         count = max(-(-rows // (MAX_DEPTH // 2)), min(rows // 4, SLOTS), 1)
         sizes = [rows // count + (i < rows % count) for i in range(count)]
         return self._step([self._decode(slot, size) for slot, size in enumerate(sizes)])
 
-    def _one(self, rows: int) -> _Took:
+    def _one(self, rows: int) -> _StepTimes:
         return self._step([self._decode(0, rows)])
 
-    def _each(self, count: int) -> _Took:
+    def _each(self, count: int) -> _StepTimes:
         return self._step([self._decode(slot, 1) for slot in range(count)])
 
-    def _chain(self, count: int, length: int) -> _Took:
+    def _chain(self, count: int, length: int) -> _StepTimes:
         return self._step([Decode(slot, Chain(length)) for slot in range(count)])
 
     def _decode(self, slot: int, rows: int) -> Decode:
@@ -175,32 +181,33 @@ class _Bench:
         return Decode(slot, NoDraft(), Proposal(tokens))
 
     @staticmethod
-    def _best(measure: Callable[..., _Took], *args: int) -> _Took:
-        """The fastest of some steps, each part for itself: neighbours can only add time."""
+    def _best(measure: Callable[..., _StepTimes], *args: int) -> _StepTimes:
+        """The fastest of some steps, each part by itself: other processes can only add time."""
         steps = [measure(*args) for _ in range(REPEATS)]
-        return _Took(min(step.whole for step in steps), min(step.drafting for step in steps))
+        return _StepTimes(min(step.whole for step in steps), min(step.drafting for step in steps))
 
-    def _step(self, decodes: list[Decode]) -> _Took:
-        for decode in decodes:  # a slot that is nearly full begins anew
-            is_full = self.lengths[decode.slot] + 2 * MAX_DEPTH > PAGES_PER_SLOT * PAGE
+    def _step(self, decodes: list[Decode]) -> _StepTimes:
+        for decode in decodes:  # a slot that is nearly full starts again
+            is_full = self.lengths[decode.slot] + 2 * MAX_DEPTH > PAGES_PER_SLOT * PAGE_SIZE
             if is_full and decode.slot >= self.num_seated:
-                self._seat(decode.slot, SHORT, PAGES_PER_SLOT, decode.slot * PAGES_PER_SLOT)
+                self._seat(decode.slot, SHORT_CONTEXT, PAGES_PER_SLOT, decode.slot * PAGES_PER_SLOT)
         began = time.perf_counter()
         output = self.backend.step(StepInput(tuple(decodes))).read()
         took = time.perf_counter() - began
         for decode, decoded in zip(decodes, output.decodes, strict=True):
             self.lengths[decode.slot] += len(decoded.kept)
         if output.seconds is not None:
-            return _Took(took * 1e3, output.seconds["draft"] * 1e3)
-        self.tells_times = False  # drafting is what the step takes beyond a forward of its rows
+            return _StepTimes(took * 1e3, output.seconds["draft"] * 1e3)
+        self.reports_times = False  # the time of drafting is the step's time beyond a forward of its rows
         num_rows = sum(1 + decoded.num_drafted for decoded in output.decodes)
         # A pass takes no less than one of the target's layers, head included, however disturbed those forwards were.
         num_passes = max(decoded.num_drafted for decoded in output.decodes)
         least = num_passes * self.by_rows[1] / (self.num_layers + 1)
-        return _Took(took * 1e3, max(least, took * 1e3 - at(self.by_rows, num_rows)))
+        return _StepTimes(took * 1e3, max(least, took * 1e3 - ms_at(self.by_rows, num_rows)))
 
     def _seat(self, slot: int, num_keys: int, num_pages: int, first_page: int) -> None:
-        """A sequence of num_keys cached tokens and one more, whose keys stand in pages from first_page on."""
+        """Put a sequence of num_keys cached tokens and one more into a slot, with its keys in pages from first_page
+        on."""
         tokens = tuple((slot + 5 * i) % self.vocab for i in range(num_keys + 1))
         admit = Admit(slot, tokens, len(tokens), SamplingParams(seed=slot), num_hit=num_keys, drafts=self.has_draft,
                       first_draft_key=1)  # fmt: skip
@@ -213,18 +220,19 @@ class _Bench:
 def _key(models: LoadedModels) -> str:
     draft = models.draft_config
     what = {
-        "version": VERSION, "target": asdict(models.target_config), "draft": None if draft is None else asdict(draft),
+        "version": FILE_VERSION, "target": asdict(models.target_config),
+        "draft": None if draft is None else asdict(draft),
         "system": models.system(), "affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def _read(fields: dict[str, Any], has_draft: bool) -> CostTable:
-    """A table that was kept. Raises ValueError, TypeError, KeyError or OverflowError for what none ever was."""
+    """A table from the cache. Raises ValueError, TypeError, KeyError or OverflowError for anything else."""
     verify, first, deeper = (tuple(map(float, fields[name])) for name in ("verify", "first", "deeper"))
     keys = tuple((float(number), float(ms)) for number, ms in fields["keys"])
     table = CostTable(verify, first, deeper, keys, float(fields["key_row_ms"]), float(fields["draft_key_ms"]))
-    if has_draft and table.first[1] < LEAST_MS:
+    if has_draft and table.first[1] < MIN_MS:
         raise ValueError(f"first={table.first[1]} ms: drafting takes time")
     return table
 

@@ -1,6 +1,6 @@
-"""A conversation with a model: the history, the next answer as it comes, and how it can be stopped.
+"""A conversation with a model: its history, its next answer as a stream, and a way to stop that answer.
 
-Owns no model and no terminal. One LLM serves all turns, so that the prefix cache holds the conversation so far.
+Owns no model and no terminal. One LLM serves all turns, so the prefix cache holds the conversation so far.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from aquiline.engine.llm import LLM, Output, output_of
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.errors import NumericalError
 from aquiline.metrics import RunSummary
-from aquiline.text.chat import ChatTemplate, Message, conversation
+from aquiline.text.chat_template import ChatTemplate, Message, conversation
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import Source
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttributedText:
     """Text that one token made final, and who wrote that token."""
 
     text: str
@@ -59,9 +59,9 @@ def user_prompt(template: ChatTemplate, text: str, system: str | None = None) ->
 
 
 class ChatSession:
-    """Turns of a user and answers of `llm`, which runs nothing else meanwhile.
+    """Turns of a user and answers of `llm`, which runs nothing else at the same time.
 
-    `sampling` is every answer's; its max_tokens shrinks where less of the context is left."""
+    `sampling` applies to every answer. Its max_tokens is reduced when less of the context is left."""
 
     def __init__(self, llm: LLM, template: ChatTemplate, sampling: SamplingParams, system: str | None = None) -> None:
         self.llm, self.template, self.system = llm, template, system
@@ -76,13 +76,13 @@ class ChatSession:
     def ask(
         self,
         text: str,
-        on_piece: Callable[[Piece], None] = lambda piece: None,
+        on_piece: Callable[[AttributedText], None] = lambda piece: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
         """The answer to one more turn of the user. Turn and answer join the history.
 
-        `is_stopped` is asked before every step; once it returns True the answer ends where it stands. Raises ValueError
-        if the conversation does not fit or the template refuses it, OutOfPages and NumericalError; the history is then
+        `is_stopped` is called before every step. Once it returns True, the answer ends as it is. Raises ValueError if
+        the conversation does not fit or the template refuses it, OutOfPages and NumericalError. The history is then
         unchanged."""
         asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -103,7 +103,7 @@ class ChatSession:
         self,
         prompt: list[int],
         sampling: SamplingParams,
-        on_piece: Callable[[Piece], None],
+        on_piece: Callable[[AttributedText], None],
         is_stopped: Callable[[], bool],
     ) -> Answer:
         engine = self.llm.engine
@@ -123,24 +123,25 @@ class ChatSession:
         return Answer(output_of(sequence), engine.meter.since(began))
 
 
-def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[Piece]:
-    """The text of a step token by token; a stop token shows none."""
+def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[AttributedText]:
+    """The text of a step token by token. A stop token has none."""
     written = list(zip(delta.token_ids, delta.sources, strict=True))
     if delta.finish_reason == "stop" and delta.token_ids[-1] in sequence.eos_token_ids:
         written.pop()
     for token, source in written:
         text = detokenizer.add([token])
         if text:
-            yield Piece(text, source)
+            yield AttributedText(text, source)
     if delta.finish_reason is not None and (rest := detokenizer.finish()):
-        yield Piece(rest, sequence.sources[-1])
+        yield AttributedText(rest, sequence.sources[-1])
 
 
-def pieces_of(output: Output, tokenizer: Tokenizer) -> list[Piece]:
-    """A finished output as the pieces that its tokens wrote; special tokens write none."""
+def pieces_of(output: Output, tokenizer: Tokenizer) -> list[AttributedText]:
+    """A finished output as the texts that its tokens wrote. Special tokens write none."""
     detokenizer = Detokenizer(tokenizer, tuple(output.prompt_ids), ())
     pieces = [
-        Piece(detokenizer.add([token]), source) for token, source in zip(output.token_ids, output.sources, strict=True)
+        AttributedText(detokenizer.add([token]), source)
+        for token, source in zip(output.token_ids, output.sources, strict=True)
     ]
-    pieces += [Piece(detokenizer.finish(), output.sources[-1])] if output.sources else []
+    pieces += [AttributedText(detokenizer.finish(), output.sources[-1])] if output.sources else []
     return [piece for piece in pieces if piece.text]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from aquiline.errors import CheckpointError
 from aquiline.models.named import BUNDLED_TARGET
-from aquiline.text.chat import ChatTemplate, conversation
+from aquiline.text.chat_template import ChatTemplate, conversation
 
 BOS = "<|endoftext|>"
 TEMPLATE = (

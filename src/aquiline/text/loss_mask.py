@@ -1,6 +1,7 @@
-"""Which tokens of a conversation the model itself would have written: the loss mask of a chat.
+"""The loss mask of a conversation: which tokens the model itself would have written.
 
-Owns the search for answers in rendered text and the mapping from characters to tokens; chat.py renders the text.
+Owns the search for answers in rendered text and the mapping from characters to tokens; chat_template.py renders the
+text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True)
-class Span:
+class AnswerSpan:
     """Characters [start, end) of a text."""
 
     start: int
@@ -40,20 +41,20 @@ class Span:
 @dataclass(frozen=True)
 class Rendered:
     """The first num_messages messages of a conversation as text. Each span of `answers` is one answer and everything
-    that the template writes behind it."""
+    that the template writes after it."""
 
     text: str
     num_messages: int
-    answers: list[Span] = field(default_factory=list)
+    answers: list[AnswerSpan] = field(default_factory=list)
 
 
 def find_answers(render: Render, messages: Sequence[Message], name: str) -> list[Rendered]:
     """Texts that together hold every answer once, each as the model would have written it, the longest text first.
 
-    An answer is what stands between the generation prompt of the conversation before it and the conversation with it.
-    Where the whole conversation begins with that text, the answer is found there. Some templates rewrite an answer once
-    more turns follow (they drop its reasoning, or write another end of turn). The model never wrote the rewritten form,
-    so such an answer is found in a text of its own, the conversation up to it.
+    An answer is the text between the end of the generation prompt of the conversation before it and the end of the
+    conversation with it. If the whole conversation begins with that text, the answer is found there. Some templates
+    rewrite an answer once more turns follow (they drop its reasoning, or write another end of turn). The model never
+    wrote the rewritten form, so such an answer is found in a text of its own, the conversation up to it.
 
     Raises ValueError naming template and message where a conversation with an answer does not continue its generation
     prompt, or where the answer is not in it."""
@@ -65,7 +66,7 @@ def find_answers(render: Render, messages: Sequence[Message], name: str) -> list
         where = f"{name}: message {place + 1}, an answer"
         if not through.startswith(before):
             raise ValueError(f"{where}: does not continue its generation prompt, which ends {before[-40:]!r}")
-        span = Span(len(before), len(through))
+        span = AnswerSpan(len(before), len(through))
         header = render(messages[:place], False)
         turn = through[len(header) if through.startswith(header) else span.start :]  # prompts may open the reasoning
         if _letters(messages[place]["content"]) not in _letters(turn):
@@ -83,8 +84,8 @@ def find_marked(
 ) -> Rendered:
     """The answers that a template marks itself; `marked` is its text with a mark of one character around each.
 
-    What the generation prompt writes is cut off a marked answer: some templates mark the role's header too. Raises
-    ValueError if the template does more with a marked text than writing it, or marks nothing."""
+    The text of the generation prompt is cut off a marked answer, because some templates mark the role's header too.
+    Raises ValueError if the template does more with a marked text than write it, or marks nothing."""
     plain = render(messages, False)
     pieces = marked.replace(marks[1], marks[0]).split(marks[0])
     ends = np.cumsum([len(piece) for piece in pieces])
@@ -100,7 +101,7 @@ def find_marked(
             ]
     if not starts:
         raise ValueError(f"{name}: has generation blocks, but writes none of these messages in one")
-    spans = [Span(start, int(end)) for start, end in zip(starts, ends[1::2], strict=True)]
+    spans = [AnswerSpan(start, int(end)) for start, end in zip(starts, ends[1::2], strict=True)]
     return Rendered(plain, len(messages), spans)
 
 
@@ -109,9 +110,9 @@ def mask_tokens(
 ) -> MaskedTokens:
     """The tokens `head` and one encoding of the text, its answers masked up to and with the token that ends the turn.
 
-    `special` are the ids that can end a turn. A token that reaches over the border of an answer is not counted: the
-    model, which starts behind its prompt, would not have written it. `tokenizer` adds nothing and gives the offsets of
-    its tokens untrimmed (see `exact_offsets`)."""
+    `special` are the ids that can end a turn. A token that crosses the border of an answer is not counted: the model,
+    which starts after its prompt, would not have written it. `tokenizer` adds nothing and gives the offsets of its
+    tokens untrimmed (see `exact_offsets`)."""
     encoding = tokenizer.encode(rendered.text, add_special_tokens=False)
     ids = np.array(encoding.ids, np.int32)
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)

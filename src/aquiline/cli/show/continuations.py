@@ -11,16 +11,16 @@ from aquiline.config import SamplingParams
 from aquiline.engine.bulk import BulkResult, BulkRun
 from aquiline.engine.llm import LLM, Output, Result
 from aquiline.metrics import peak_memory_bytes
-from aquiline.text.chat import ChatTemplate
+from aquiline.text.chat_template import ChatTemplate
 
-NUM_NAMED = 10
-"""At most this many failed rows are named in the last line; each has a line of its own before it."""
+MAX_NAMED_ROWS = 10
+"""The last line names at most this many failed rows. Each of them also has a line before it."""
 
 
 def show_continuation(
     llm: LLM, prompt: str, ids: Sequence[int], sampling: SamplingParams, prediction: str | None, as_json: bool
 ) -> None:
-    """Continue a prompt and print what comes, token by token where somebody reads along."""
+    """Continue a prompt and print the text, token by token in a terminal."""
     streams = not as_json and sys.stdout.isatty()
     on_delta = (lambda delta: print(delta.text, end="", flush=True)) if streams else None
     result = llm.run([list(ids)], sampling, predictions=[prediction], on_delta=on_delta)
@@ -39,7 +39,7 @@ def show_continuation(
 
 
 def show_file(run: BulkRun, llm: LLM, template: ChatTemplate | None, system: str | None, as_json: bool) -> BulkResult:
-    """Run a file of prompts and print what became of its rows."""
+    """Run a file of prompts and print how many rows ran, and which failed."""
     if not as_json:
         print(llm.engine.memory, file=sys.stderr)
     result = run.run(llm, template, system, progress=not as_json)
@@ -58,8 +58,8 @@ def show_file(run: BulkRun, llm: LLM, template: ChatTemplate | None, system: str
             file=sys.stderr,
         )
     if result.failed:
-        named = ", ".join(map(str, list(result.failed)[:NUM_NAMED])) + (
-            ", ..." if len(result.failed) > NUM_NAMED else ""
+        named = ", ".join(map(str, list(result.failed)[:MAX_NAMED_ROWS])) + (
+            ", ..." if len(result.failed) > MAX_NAMED_ROWS else ""
         )
         print(
             f"aquiline: {len(result.failed)} of {result.num_rows} rows failed (line {named}); their lines of {run.out} "

@@ -1,53 +1,62 @@
-"""Conversations as the token ids a target knows: its chat template, the one place where generate, chat, eval,
-regenerate and train get their prompts from.
+"""A target's chat template, which turns conversations into prompts. Commands, server and training all use it.
 
-The template renders text; the engine's own tokenizer encodes it, so that prompts and answers share one vocabulary.
+The template renders text, and the engine's own tokenizer encodes it, so that prompts and answers share one vocabulary.
+Templates are Jinja in a sandbox, with the filters, functions and tags that checkpoints rely on.
+Source of the expected names and settings: transformers 5.23, utils/chat_template_utils.py.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from aquiline.checks import is_unicode
 from aquiline.errors import CheckpointError
 from aquiline.models.files import is_gguf, read_json
-from aquiline.text.answers import (
+from aquiline.text.gguf_tokenizer import chat_template, special_tokens
+from aquiline.text.loss_mask import (
+    AnswerSpan,
     MaskedTokens,
     Message,
     Rendered,
-    Span,
     exact_offsets,
     find_answers,
     find_marked,
     mask_tokens,
 )
-from aquiline.text.gguf_tokenizer import chat_template, special_tokens
-from aquiline.text.template import ANSWER_MARKS, CompiledTemplate, compile_template
 
 __all__ = ["ChatTemplate", "MaskedTokens", "Message", "conversation"]
 
-_BETWEEN = "\n\n"
+ANSWER_MARKS = ("_answer_begins", "_answer_ends")
+"""Variables that a caller may set to strings: they are written around the body of every `{% generation %}` block."""
+
+_MESSAGE_GAP = "\n\n"
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode assigns them to no character
 
 
 class ChatTemplate:
-    """How a target wants a conversation written. `template`, kept as `source`, is Jinja; None: there is none.
+    """The form in which a target expects a conversation. `template`, kept as `source`, is Jinja, or None.
 
-    With a template the prompt ends where the model's turn begins, and special tokens are those the template writes.
-    Without one the messages stand after one another, an empty line between, inside the special tokens that the
-    tokenizer puts around a text: a single turn is then its plain text.
+    With a template the prompt ends where the model's turn begins, and the template writes all special tokens. Without
+    one the messages follow one another with an empty line between them, inside the special tokens that the tokenizer
+    puts around a text. A single turn is then its plain text.
 
-    `special` are the named special tokens a template may write ("bos_token": "<s>"), `options` what else it is given,
-    for example {"enable_thinking": False}; `name` stands in errors. Raises CheckpointError for a template that is not
+    `special` are the named special tokens a template may write ("bos_token": "<s>"), `options` further values for it,
+    for example {"enable_thinking": False}. `name` appears in errors. Raises CheckpointError for a template that is not
     Jinja, ValueError for options without a template.
     """
 
@@ -94,8 +103,8 @@ class ChatTemplate:
         return cls(template or None, special | _special_tokens(config), tokenizer, None, name)
 
     def with_options(self, options: Mapping[str, object], name: str | None = None) -> ChatTemplate:
-        """The same template given `options` too, as {"tools": [...]}; they come before its own. name: what errors call
-        it from now on, for readers who are not to see paths. Raises ValueError for options without a template."""
+        """The same template with further `options`, such as {"tools": [...]}, which override its own. name: its name in
+        errors, if readers must not see paths. Raises ValueError for options without a template."""
         if options and not self.has_template:
             raise ValueError(f"{self.name} does not exist, so it cannot be given {', '.join(options)}; drop them")
         other = copy.copy(self)
@@ -109,7 +118,7 @@ class ChatTemplate:
 
     @property
     def notice(self) -> str | None:
-        """What whoever chats is to be told, in one line: that there is no template. None if there is one."""
+        """A line for the user that says that there is no template. None if there is one."""
         if self.has_template:
             return None
         return f"{self.name} does not exist: messages are written one after another and continued as plain text"
@@ -128,7 +137,8 @@ class ChatTemplate:
 
     def encode_with_mask(self, messages: Sequence[Message]) -> MaskedTokens:
         """The whole conversation as tokens. The mask is true for tokens that the model itself would have written: the
-        content of every answer and the token that ends its turn, not the header before it or the line break behind.
+        content of every answer and the token that ends its turn, but not the header before it or the line break after
+        it.
 
         Where a template marks answers (`{% generation %}`), these marks count; otherwise answers are found as
         `find_answers` says. Raises ValueError naming template and message if the template writes an answer otherwise
@@ -177,7 +187,7 @@ class ChatTemplate:
 
     def _written(self, messages: Sequence[Message], add_generation_prompt: bool, marks: dict[str, str]) -> str:
         if self._compiled is None:
-            return _BETWEEN.join(message["content"] for message in messages)
+            return _MESSAGE_GAP.join(message["content"] for message in messages)
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         values: dict[str, Any] = {"tools": None, "documents": None} | self.special | self.options | marks
         try:
@@ -205,8 +215,8 @@ class ChatTemplate:
         spans, at = [], 0
         for message in messages:
             if message["role"] == "assistant":
-                spans.append(Span(at, at + len(message["content"])))
-            at += len(message["content"]) + len(_BETWEEN)
+                spans.append(AnswerSpan(at, at + len(message["content"])))
+            at += len(message["content"]) + len(_MESSAGE_GAP)
         return Rendered(self.render(messages, False), len(messages), spans)
 
     def _mask(self, rendered: Rendered) -> MaskedTokens:
@@ -271,3 +281,52 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     named |= extra if isinstance(extra, dict) else {}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+class GenerationBlock(Extension):
+    """The tag `{% generation %} ... {% endgeneration %}`, with which a template says what the model itself writes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The body in a scope of its own, between the variables of ANSWER_MARKS, which are empty unless set."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in ANSWER_MARKS)
+        return [node.set_lineno(line) for node in (begin, nodes.Scope(body), end)]
+
+
+@dataclass(frozen=True)
+class CompiledTemplate:
+    """A template ready to render; marks_answers: whether it has a `{% generation %}` block."""
+
+    template: Template
+    marks_answers: bool
+
+
+def compile_template(source: str) -> CompiledTemplate:
+    """Compile a chat template. Raises jinja2.TemplateSyntaxError.
+
+    A rendering raises jinja2.TemplateError for what the sandbox forbids and for what the template itself refuses."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    names = {name.name for name in environment.parse(source).find_all(nodes.Name)}
+    return CompiledTemplate(environment.from_string(source), ANSWER_MARKS[0] in names)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as it is; Jinja's own filter would write < and > as escapes, for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

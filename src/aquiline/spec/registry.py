@@ -1,4 +1,4 @@
-"""Ways to draft by the names that command lines and JSON files call them."""
+"""Ways to draft by their names on command lines and in JSON files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Ad
 
 
 def drafting(name: str, **fields: Any) -> Drafting:
-    """The value called `name` with those of `fields` that it has; the others belong to other ways to draft.
+    """The way to draft called `name`, with those of `fields` that it has. The other fields belong to other ways.
 
     Raises ValueError for a name that is not in DRAFTINGS, for a field that none of them has, and for a bad value."""
     check(isinstance(name, str) and name in DRAFTINGS, "drafter", name, f"must be one of {', '.join(DRAFTINGS)}")
@@ -32,16 +32,16 @@ def drafting(name: str, **fields: Any) -> Drafting:
 
 @dataclass(frozen=True)
 class DraftingChoice:
-    """A way to draft as a user names it: its name, None for the default, and `given` fields of any of them by the
-    names that users call them."""
+    """A way to draft as a user asks for it: its name, None for the default, and `given`, the values of fields of any
+    way by their option names."""
 
     name: str | None
     given: Mapping[str, Any]
 
     def value(self, default: str) -> Drafting:
-        """The way that is chosen, with those of the given fields that it has. Raises ValueError as `drafting` does.
+        """The chosen way, with those of the given fields that it has. Raises ValueError as `drafting` does.
 
-        Where no way is named, fields name theirs: the first that has all given fields, if the default has none."""
+        If no way is named and the default has none of the given fields, it is the first way that has all of them."""
         name = self.name or self._meant(default)
         kind = DRAFTINGS.get(name, NoDraft)
         return drafting(
