@@ -84,7 +84,7 @@ OPENS = {
     "generate --prompt x": "engine.opened.LLM", "eval": "engine.opened.LLM", "chat": "engine.opened.LLM",
     "demo": "engine.opened.LLM", "serve": "serve.server.open_service", "limits": "bench.theory.chosen.read_shape",
     "profile": "bench.suite.scenarios.load_models", "bench --out results": "bench.suite.scenarios.load_models",
-    "compare": "bench.peers.compare.resolve",
+    "compare": "bench.peers.comparison.resolve",
 }  # fmt: skip
 """Every command that may be given no target, and what it opens the target with."""
 
