@@ -14,7 +14,7 @@ from tests.checkpoints import edit_json, write_draft, write_target
 
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.peers import llama_server
-from aquiline.bench.peers.contestants import PeerModel
+from aquiline.bench.peers.contestants import Other, PeerModel
 from aquiline.bench.peers.llama_server import BINARY, LlamaServerPeer, find_server, server_folder
 from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.peers.peer import PeerSetup, conversion

@@ -13,14 +13,18 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_target
 from transformers import AutoModelForCausalLM
 
+from aquiline.bench.peers import peer as peer_module
 from aquiline.bench.peers.check import Checked, check
+from aquiline.bench.peers.comparison import plan_of
+from aquiline.bench.peers.contest import Contest, Workload
 from aquiline.bench.peers.contestants import Other, PeerModel, agreement
+from aquiline.bench.peers.llama_server import target_file
 from aquiline.bench.peers.names import ALL_PEERS, KINDS, PACKED_PEERS, Ngram, PeerSpec, parse_peer, parse_peers
 from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup, require
 from aquiline.bench.peers.verdict import Comparison, Standing
 from aquiline.bench.results.integrity import differences, problems
 from aquiline.bench.results.result import Scenario
-from aquiline.config import EngineConfig
+from aquiline.config import EngineConfig, PairConfig
 from aquiline.engine.llm import LLM
 from aquiline.models.load import read_model_config, target_entries
 
@@ -162,6 +166,19 @@ def test_a_missing_package_is_named_with_the_extra(target: Path) -> None:
                 with pytest.raises(ValueError, match=rf"peer='{kind}'.*pip install .*aquiline\[peers\]"):
                     PeerSpec(kind).open(PeerSetup(target, None, 1, 64))
                 break
+
+
+def test_an_installed_wheel_says_where_the_conversions_are(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no `benchmarks`; a GGUF file that runs as it is needs none."""
+    monkeypatch.setattr(peer_module, "BENCHMARKS", tmp_path)
+    setup = PeerSetup(tmp_path / "target.gguf", None, 1, 64)
+    assert target_file(parse_peer("llamacpp:packed"), setup, "packed") == setup.target
+    with pytest.raises(ValueError, match=r"^peer='llamacpp int8': needs benchmarks/.*gguf_file\.py, which only a"):
+        target_file(parse_peer("llamacpp:int8"), setup, "int8")
+    with pytest.raises(ValueError, match=r"^random_weights='llama-32m': needs benchmarks/.*pip install -e"):
+        plan_of(Contest(random_weights="llama-32m"), PairConfig(), Workload())
 
 
 def test_every_package_of_a_peer_is_in_the_extra() -> None:

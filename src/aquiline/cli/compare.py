@@ -51,20 +51,18 @@ def compare(
 
       aquiline compare --target ./target --draft ./draft --peer openai:http://localhost:8000/v1#NAME
     """
-    from aquiline.bench.peers.comparison import compare as run
-    from aquiline.bench.peers.comparison import plan_of
-    from aquiline.bench.peers.verdict import write_comparison
+    from aquiline.bench.peers import comparison
 
     check_place(out, is_folder=True)
-    plan = plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
+    plan = comparison.plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
     with Console(stderr=True, quiet=as_json).status("") as status:
-        found = run(plan, status.update)
+        found = comparison.compare(plan, status.update)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
         _show(found, plan.title, plan.new_tokens)
     if out is not None:  # last: a disk that is full must not cost the figures
-        write_comparison(found, out)
+        found.write(out)
 
 
 def _show(found: Comparison, title: str, new_tokens: int) -> None:

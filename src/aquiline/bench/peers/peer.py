@@ -123,8 +123,8 @@ def conversion(module: str, setting: str) -> Any:
     if not (BENCHMARKS / "conversions" / f"{module}.py").is_file():
         raise ValueError(
             f"{setting}: needs benchmarks/conversions/{module}.py, which only a source checkout of aquiline has; run "
-            "`pip install -e .` in a checkout, or compare with peers that need no conversion: transformers, "
-            "llamacpp:packed, openvino:DIR/ or openai:URL#MODEL"
+            "`pip install -e .` in a checkout, or compare on a checkpoint of your own (--target) with peers that need "
+            "no conversion: transformers, llamacpp:packed, openvino:DIR/ or openai:URL#MODEL"
         )
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))

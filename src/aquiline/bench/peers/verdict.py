@@ -142,6 +142,12 @@ class Comparison:
             *(f"not run: {label}: {reason}" for label, reason in self.absent.items()),
         ]
 
+    def write(self, out: Path) -> None:
+        """Write one result file per setting."""
+        out.mkdir(parents=True, exist_ok=True)
+        for row, result in zip(self.rows, self.results, strict=True):
+            write_result(result, out / f"{re.sub('[^a-z0-9=.-]+', '-', row.label.lower())}.json")
+
 
 def fastest(rows: list[Standing]) -> Standing:
     """The setting with the highest median."""
@@ -169,10 +175,3 @@ def _sentence(rows: list[Standing], what: str) -> str:
         f"{what}: {ours.label} ({choice}{mine}{ours.rate.whole()} tok/s) is {ours.over(best).times()} the fastest of "
         f"{len(peers)} peer settings, {best.label} ({theirs}{best.rate.whole()} tok/s)"
     )
-
-
-def write_comparison(found: Comparison, out: Path) -> None:
-    """Write one result file per setting."""
-    out.mkdir(parents=True, exist_ok=True)
-    for row, result in zip(found.rows, found.results, strict=True):
-        write_result(result, out / f"{re.sub('[^a-z0-9=.-]+', '-', row.label.lower())}.json")
