@@ -57,18 +57,18 @@ def compare(
     plan = comparison.plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
     with Console(stderr=True, quiet=as_json).status("") as status:
         found = comparison.compare(plan, status.update)
-    if as_json:
-        print(json.dumps(found.as_dict()))
-    else:
-        _show(found, plan.title, plan.new_tokens)
+    _show(found, plan.title, plan.new_tokens, as_json)
     if out is not None:  # last: a disk that is full must not cost the figures
         found.write(out)
 
 
-def _show(found: Comparison, title: str, new_tokens: int) -> None:
-    """Print every setting beside the baseline, the reasons of void ones, and who is faster."""
+def _show(found: Comparison, title: str, new_tokens: int, as_json: bool) -> None:
+    """Print every setting beside the baseline, the reasons of void ones, and who is faster; or all of it as JSON."""
     from aquiline.bench.results.result import is_dirty
 
+    if as_json:
+        print(json.dumps(found.as_dict()))
+        return
     console = wide_console()
     console.print(found.table(title, new_tokens).console())
     for line in found.notes():
