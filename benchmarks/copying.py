@@ -25,8 +25,8 @@ import statistics
 from turns import DOCUMENTS, chat
 
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.bench.peers.base import Peer, Place
 from aquiline.bench.peers.names import parse_peer
+from aquiline.bench.peers.peer import Peer, PeerSetup
 from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import paired, rotated
 from aquiline.bench.results.result import commit
@@ -101,11 +101,11 @@ def copied_share(prompt: list[int], output: list[int]) -> float:
     return sum(copied) / len(output)
 
 
-def place_of(target: str | None, draft: str | None, threads: int) -> Place:
+def place_of(target: str | None, draft: str | None, threads: int) -> PeerSetup:
     """What peers run on: the same checkpoints as ours."""
     named = checkpoints(target, draft)
     drafts = None if named.draft is None else resolve(draft_of(named.draft))
-    return Place(resolve(named.target), drafts, threads, MAX_CONTEXT)
+    return PeerSetup(resolve(named.target), drafts, threads, MAX_CONTEXT)
 
 
 def shown(name: str, values: list[float], plain: list[float], shares: dict[str, list[float]]) -> str:

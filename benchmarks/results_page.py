@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conversions.converted import cached
 from restored import STORED, restore
 
-from aquiline.bench.peers.converted import cached
-from aquiline.bench.peers.table import read_comparisons, short
+from aquiline.bench.peers.published import published, read_comparisons
 from aquiline.bench.results.result import DIRTY, commit, read_results
 from aquiline.bench.results.summary import summary
 from aquiline.models.named import SMOLLM2, SMOLLM2_WEIGHTS
@@ -245,7 +245,7 @@ def peers(job: Job) -> str:
         print(f"{name}: {time.perf_counter() - began:.0f} s", *said["verdict"], sep="\n  ")
         for label, reason in said["absent"].items():
             print(f"  not run: {label}: {reason}")
-    return short(read_comparisons(job.results / "peers"))
+    return published(read_comparisons(job.results / "peers")).markdown()
 
 
 def restored(stored: str) -> Path:

@@ -14,10 +14,10 @@ from tests.checkpoints import edit_json, write_draft, write_target
 
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.peers import llama_server
-from aquiline.bench.peers.base import Place
+from aquiline.bench.peers.contestants import Other, PeerModel
 from aquiline.bench.peers.llama_server import BINARY, LlamaServerPeer, find_server, server_folder
 from aquiline.bench.peers.names import parse_peer
-from aquiline.bench.peers.results import PeerModel, result_of
+from aquiline.bench.peers.peer import PeerSetup, conversion
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
 from aquiline.config import EngineConfig, SamplingParams
@@ -58,12 +58,12 @@ def program(file: Path, text: str) -> Path:
     return file
 
 
-def pair(directory: Path, family: str = "llama", **draft: Any) -> Place:
+def pair(directory: Path, family: str = "llama", **draft: Any) -> PeerSetup:
     """A random target and a draft of it."""
     write_target(directory / "target", family, **WIDTHS)
     config = read_model_config(directory / "target")
     write_draft(directory / "draft", config, **({"hidden_size": 64} | draft))
-    return Place(directory / "target", directory / "draft", 1, 64)
+    return PeerSetup(directory / "target", directory / "draft", 1, 64)
 
 
 def test_a_missing_server_is_named_with_what_builds_it() -> None:
@@ -92,7 +92,7 @@ def test_a_server_is_found_where_it_is_named_then_on_the_path_then_where_it_is_b
 
 def test_a_server_without_a_draft_is_refused_before_it_is_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="llamacpp eagle: drafts with an EAGLE-3 head and none is given; pass --draft"):
-        LlamaServerPeer(parse_peer("llamacpp:eagle"), Place(tmp_path, None, 1, 64), "bfloat16")
+        LlamaServerPeer(parse_peer("llamacpp:eagle"), PeerSetup(tmp_path, None, 1, 64), "bfloat16")
 
 
 def test_a_server_that_dies_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,14 +107,12 @@ def test_a_server_that_dies_says_its_last_words(tmp_path: Path, monkeypatch: pyt
         LlamaServerPeer(parse_peer("llamacpp:eagle"), place, "float32")
 
 
-def written(place: Place, stored: str = "float32") -> dict[str, Any]:
+def written(place: PeerSetup, stored: str = "float32") -> dict[str, Any]:
     """A draft's file as the gguf package reads it: fields and tensors by name."""
     from gguf import GGUFReader
 
-    from aquiline.bench.peers.gguf_file import draft_file
-
     assert place.draft is not None
-    reader = GGUFReader(draft_file(place.target, place.draft, stored))
+    reader = GGUFReader(conversion("gguf_file", "tests").draft_file(place.target, place.draft, stored))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     return fields | {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
 
@@ -205,7 +203,7 @@ def steps(draft: Path) -> tuple[list[int], list[int]]:
     llm = LLM(BUNDLED_TARGET, draft, engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompts = [llm.encode(read_prompts(BUNDLED_PROMPTS)[i].text) for i in (2, 4, 5, 7)]
     peer = LlamaServerPeer(
-        parse_peer("llamacpp:eagle=3"), Place(BUNDLED_TARGET, draft, 1, max(map(len, prompts)) + 65), "float32"
+        parse_peer("llamacpp:eagle=3"), PeerSetup(BUNDLED_TARGET, draft, 1, max(map(len, prompts)) + 65), "float32"
     )
     ours, theirs = [], []
     for prompt in prompts:
@@ -274,14 +272,15 @@ def test_its_result_holds_up_and_claims_no_memory_of_this_process(tmp_path: Path
     place = pair(tmp_path)
     spec = parse_peer("llamacpp:f32:eagle")
     peer = LlamaServerPeer(spec, place, "float32")
-    runs = [peer.generate([PROMPT], 16, 0.0) for _ in range(2)]
+    other = Other(spec, peer)
+    other.runs = [peer.generate([PROMPT], 16, 0.0) for _ in range(2)]
     config = read_model_config(place.target)
     scenario = Scenario("peers", "cpu", len(PROMPT), 1, 16, 0.0, 0, "0" * 64, "test", 1, 2)
-    result = result_of(scenario, spec, peer, PeerModel("tiny", "head", config, 1, True), runs)
+    result = other.result(scenario, PeerModel("tiny", "head", config, 1, True))
     assert problems(result) == []
     assert result["setting"] == {"name": "llamacpp f32 eagle", "drafter": "other", "num_spec_tokens": 3}
     assert result["model"]["draft"] == "head" and result["memory"]["peak_bytes"] == 0
-    assert result["eagle_speculation"]["num_steps"] == sum(run.outputs[0].num_steps for run in runs)
+    assert result["eagle_speculation"]["num_steps"] == sum(run.outputs[0].num_steps for run in other.runs)
     process = peer.process
     del peer
     assert process.returncode is not None, "a peer that nobody holds runs on"
@@ -304,7 +303,7 @@ def test_the_servers_own_lookups_write_the_same_text_and_it_says_which_ran(optio
     prompt = llm.encode(read_prompts(BUNDLED_PROMPTS)[0].text)[:64]
     run = llm.run([prompt], SamplingParams(max_tokens=48, ignore_eos=True), spec=NoDraft())
     spec = parse_peer(f"llamacpp:{options}")
-    peer = LlamaServerPeer(spec, Place(BUNDLED_TARGET, None, 1, 128), spec.dtype or "float32")
+    peer = LlamaServerPeer(spec, PeerSetup(BUNDLED_TARGET, None, 1, 128), spec.dtype or "float32")
     (output,) = peer.generate([prompt], 48, 0.0).outputs
     system = peer.system()
     peer.close()
@@ -316,7 +315,7 @@ def test_the_servers_own_lookups_write_the_same_text_and_it_says_which_ran(optio
 @needs_server
 @pytest.mark.usefixtures("server")
 def test_a_server_that_drafts_otherwise_than_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(BUNDLED_TARGET, None, 1, 64)
+    place = PeerSetup(BUNDLED_TARGET, None, 1, 64)
     monkeypatch.setattr(llama_server, "drafting", lambda *_: [])
     asked = LlamaServerPeer(parse_peer("llamacpp:ngram-cache"), place, "float32")
     asked.expected = "ngram-cache"
@@ -332,7 +331,7 @@ def test_several_prompts_are_not_for_the_server() -> None:
     pytest.importorskip("llama_cpp", reason="not installed: llama_cpp")
     for options in ("server", "eagle", "ngram-cache"):
         with pytest.raises(ValueError, match="the server runs one prompt at a time here; 4 given"):
-            parse_peer(f"llamacpp:{options}").open(Place(BUNDLED_TARGET, BUNDLED_DRAFT, 1, 64, batch=4))
+            parse_peer(f"llamacpp:{options}").open(PeerSetup(BUNDLED_TARGET, BUNDLED_DRAFT, 1, 64, batch=4))
 
 
 @needs_server

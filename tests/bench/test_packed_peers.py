@@ -19,13 +19,13 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, is_rounded
 from aquiline.bench.peers.check import CHECK_TOKENS, Checked, check
-from aquiline.bench.peers.compare import plan_of
+from aquiline.bench.peers.comparison import plan_of
+from aquiline.bench.peers.contest import Contest, Workload
+from aquiline.bench.peers.contestants import Other, PeerModel, file_weights
 from aquiline.bench.peers.llama_server import LlamaServerPeer
-from aquiline.bench.peers.names import PACKED_PEERS, parse_peer, parse_peers
-from aquiline.bench.peers.plan import Contest, Workload
-from aquiline.bench.peers.results import PeerModel, file_weights, result_of
+from aquiline.bench.peers.names import PACKED_PEERS, PeerSpec, is_rounded, parse_peer, parse_peers
+from aquiline.bench.peers.peer import Peer, PeerOutput, PeerRun, PeerSetup
 from aquiline.bench.peers.verdict import Comparison
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
@@ -103,7 +103,7 @@ class Mirror:
 def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every peer is our own engine: packed ones on the file as it is, others on its values in float32."""
 
-    def opened(self: PeerSpec, place: Place) -> Peer:
+    def opened(self: PeerSpec, place: PeerSetup) -> Peer:
         return Mirror(self, place.target, "packed" if self.dtype == "packed" else "float32")
 
     monkeypatch.setattr(PeerSpec, "open", opened)
@@ -112,7 +112,7 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_need_a_file_that_has_them(tmp_path: Path) -> None:
     spec = parse_peer("llamacpp:packed:noflash")
     with pytest.raises(ValueError) as caught:
-        spec.open(Place(BUNDLED_TARGET, None, 1, 64))
+        spec.open(PeerSetup(BUNDLED_TARGET, None, 1, 64))
     assert str(caught.value) == (
         "peer llamacpp packed noflash: runs a GGUF file as it is, and the target is target; name a .gguf file by "
         "--target, or choose one of int8, int4, bfloat16 and float32, which are converted"
@@ -156,7 +156,7 @@ def test_the_check_on_blocks_asks_for_the_token_behind_every_beginning_of_our_te
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a near tie costs one token, where the whole text behind it would be lost; another model loses more."""
-    place, spec, alone = Place(file, None, 1, 96), parse_peer("llamacpp:packed"), prompts(3)
+    place, spec, alone = PeerSetup(file, None, 1, 96), parse_peer("llamacpp:packed"), prompts(3)
     shutil.copytree(BUNDLED_TARGET, tmp_path / "other")
     weights = load_file(tmp_path / "other" / "model.safetensors")
     for layer in (2, 4, 6):
@@ -166,7 +166,7 @@ def test_the_check_on_blocks_asks_for_the_token_behind_every_beginning_of_our_te
     found = {}
     for name, (target, dtype) in runs.items():
         peer = Mirror(spec, target, dtype)
-        rooms: list[Place] = []
+        rooms: list[PeerSetup] = []
         monkeypatch.setattr(PeerSpec, "open", lambda self, place, peer=peer, rooms=rooms: rooms.append(place) or peer)
         found[name] = check(llm_of(file), spec, replace(place, max_context=50, batch=4), alone)
         assert rooms == [replace(place, max_context=48 + CHECK_TOKENS + 1)]
@@ -209,9 +209,10 @@ def test_results_say_what_a_file_stores_and_its_bytes(file: Path) -> None:
     own = peer.llm.models
     assert (weights.dtype, weights.arithmetic) == (own.storage, own.arithmetic) == ("q4_1+q8_0", "int8")
     assert weights.num_bytes == own.weight_bytes
-    runs = [peer.generate([prompt], 8, 0.0) for prompt in prompts(2)]
+    other = Other(spec, peer)
+    other.runs = [peer.generate([prompt], 8, 0.0) for prompt in prompts(2)]
     scenario = Scenario("peers", "cpu", 48, 1, 8, 0.0, 0, "0" * 64, "test", 1, 2)
-    result = result_of(scenario, spec, peer, PeerModel("target", None, config, 1, False, weights), runs)
+    result = other.result(scenario, PeerModel("target", None, config, 1, False, weights))
     assert problems(result) == []
     assert result["model"]["dtype"] == "q4_1+q8_0" and result["model"]["weight_bytes"] == weights.num_bytes
     assert result["setting"]["name"] == "llamacpp packed noflash" and result["memory"]["kv_bytes_per_token"] == 0
@@ -245,7 +246,7 @@ def test_a_file_is_compared_as_it_is_and_peers_are_checked_each_on_its_own_weigh
 def test_llamacpp_runs_the_file_itself(options: str, file: Path) -> None:
     llm, alone = llm_of(file), prompts(4)
     assert llm.encode("import os")[0] == 0 != alone[0][0], "the file wants a bos before texts"
-    spec, place = parse_peer(f"llamacpp:{options}"), Place(file, None, 1, 96)
+    spec, place = parse_peer(f"llamacpp:{options}"), PeerSetup(file, None, 1, 96)
     assert not check(llm, spec, place, alone[:3]).problems
     peer = spec.open(place)
     texts = [peer.generate([prompt], NEW_TOKENS, 0.0).outputs[0].token_ids for prompt in alone]
@@ -264,7 +265,7 @@ def test_llamacpp_runs_the_file_itself(options: str, file: Path) -> None:
 @pytest.mark.parametrize("options", ["server", "eagle=3", "ngram-simple=3x8", "ngram-map-k=3x8", "ngram-cache"])
 def test_the_server_runs_the_file_itself_and_puts_nothing_before_ids(options: str, file: Path) -> None:
     llm, alone = llm_of(file), prompts(4)
-    peer = parse_peer(f"llamacpp:packed:{options}").open(Place(file, BUNDLED_DRAFT, 1, 96))
+    peer = parse_peer(f"llamacpp:packed:{options}").open(PeerSetup(file, BUNDLED_DRAFT, 1, 96))
     assert isinstance(peer, LlamaServerPeer) and peer.dtype == "packed"
     outputs = [peer.generate([prompt], NEW_TOKENS, 0.0).outputs[0] for prompt in alone]
     assert sum(o.token_ids[:8] == ours(llm, p)[:8] for o, p in zip(outputs, alone, strict=True)) >= 3

@@ -11,15 +11,16 @@ import torch
 from tests.checkpoints import write_draft, write_target
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.peers.base import Peer, Place
-from aquiline.bench.peers.converted import cached, converted, stored_dtype
 from aquiline.bench.peers.names import parse_peer
-from aquiline.bench.peers.random_target import random_target
+from aquiline.bench.peers.peer import Peer, PeerSetup, conversion, stored_dtype
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.models.load import load_target, read_model_config
 from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, NoDraft
+
+converted, cached = (getattr(conversion("converted", "tests"), name) for name in ("converted", "cached"))
+random_target = conversion("random_target", "tests").random_target
 
 NEW_TOKENS = 24
 PROMPT = [5, 9, 33, 7, 12, 80, 80, 41, 3, 99, 14, 150]
@@ -77,7 +78,7 @@ def ours(target: Path, prompt: list[int], count: int = NEW_TOKENS, dtype: str = 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_family_writes_our_tokens(name: str, engine: str, tmp_path: Path, cache: Path) -> None:
     write_target(tmp_path / "target", **(WIDTHS | TARGETS[name]))
-    place = Place(tmp_path / "target", None, 1, 64)
+    place = PeerSetup(tmp_path / "target", None, 1, 64)
     expected = ours(place.target, PROMPT)
     assert len(set(expected)) > 4, "a text that loops at once shows nothing"
     for options in {"openvino": ("f32:samekv", "f32:samekv:lookup"), "llamacpp": ("f32", "f32:noflash")}[engine]:
@@ -96,7 +97,7 @@ def test_every_family_writes_our_tokens(name: str, engine: str, tmp_path: Path, 
 @pytest.mark.parametrize(("options", "how"), [("sdpa", "one call"), ("samekv", "continuous"), ("lookup", "continuous")])
 def test_openvino_runs_a_batch_in_one_call_or_continuously(options: str, how: str, tmp_path: Path) -> None:
     write_target(tmp_path / "target", **WIDTHS)
-    place = Place(tmp_path / "target", None, 1, 64, batch=2)
+    place = PeerSetup(tmp_path / "target", None, 1, 64, batch=2)
     peer = parse_peer(f"openvino:f32:{options}" + ("" if "samekv" in options else ":samekv")).open(place)
     assert peer.system()["batching"] == how
     for _ in range(2):
@@ -111,7 +112,7 @@ def test_openvino_runs_a_batch_in_one_call_or_continuously(options: str, how: st
 @needs_openvino
 def test_openvino_stores_keys_and_values_as_it_likes_unless_told(tmp_path: Path) -> None:
     write_target(tmp_path / "target", **WIDTHS)
-    place = Place(tmp_path / "target", None, 1, 64)
+    place = PeerSetup(tmp_path / "target", None, 1, 64)
     stored = {o: parse_peer(f"openvino:{o}").open(place).system()["kv_precision"] for o in ("f32", "f32:samekv")}
     assert stored == {"f32": "u8", "f32:samekv": "f32"}
 
@@ -120,7 +121,7 @@ def test_openvino_stores_keys_and_values_as_it_likes_unless_told(tmp_path: Path)
 def test_rounded_weights_still_write_the_bundled_targets_text(engine: str) -> None:
     llm = LLM(BUNDLED_TARGET, engine=EngineConfig(max_batch=1))
     prompt = llm.encode(read_prompts(BUNDLED_PROMPTS)[2].text)
-    place = Place(BUNDLED_TARGET, None, 1, len(prompt) + NEW_TOKENS + 1)
+    place = PeerSetup(BUNDLED_TARGET, None, 1, len(prompt) + NEW_TOKENS + 1)
     precise = ":samekv" if engine == "openvino" else ""
     expected = ours(BUNDLED_TARGET, prompt, dtype="bfloat16")
     for dtype in ("float32", "int8"):
@@ -136,7 +137,7 @@ def test_openvino_drafts_with_our_head_as_well_as_we_do() -> None:
     """Steps are a measure of the whole head: with two norms mixed up, one in ten of these is another."""
     llm = LLM("bundled", engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompts = [llm.encode(read_prompts(BUNDLED_PROMPTS)[i].text) for i in (2, 4, 5, 7)]
-    place = Place(BUNDLED_TARGET, BUNDLED_DRAFT, 1, max(map(len, prompts)) + 65)
+    place = PeerSetup(BUNDLED_TARGET, BUNDLED_DRAFT, 1, max(map(len, prompts)) + 65)
     peer = parse_peer("openvino:f32:eagle=3:samekv").open(place)
     steps = [0, 0]
     for prompt in prompts:
@@ -155,15 +156,15 @@ def test_a_head_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
     config = read_model_config(tmp_path / "target")
     write_draft(tmp_path / "draft", config, hidden_size=64, fc_norm=True)
     with pytest.raises(ValueError, match="draft: fc_norm=true; OpenVINO GenAI runs EAGLE-3 heads without it"):
-        parse_peer("openvino:f32:eagle").open(Place(tmp_path / "target", tmp_path / "draft", 1, 64))
+        parse_peer("openvino:f32:eagle").open(PeerSetup(tmp_path / "target", tmp_path / "draft", 1, 64))
     write_draft(tmp_path / "own", config, hidden_size=64, ship_embed=True)
     with pytest.raises(ValueError, match=r"draft: has an embedding of its own; .* puts the target's in its place"):
-        parse_peer("openvino:f32:eagle").open(Place(tmp_path / "target", tmp_path / "own", 1, 64))
+        parse_peer("openvino:f32:eagle").open(PeerSetup(tmp_path / "target", tmp_path / "own", 1, 64))
 
 
 @needs_openvino
 def test_what_openvino_cannot_do_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    place = Place(tmp_path, None, 1, 64)
+    place = PeerSetup(tmp_path, None, 1, 64)
     for name, why in (
         ("eagle", "none is given; pass --draft"),
         ("lookup:sdpa", "paged caches only; leave sdpa out"),
@@ -176,7 +177,7 @@ def test_what_openvino_cannot_do_is_said_before_anything_is_loaded(tmp_path: Pat
 @needs_openvino
 def test_a_directory_that_is_converted_already_is_taken(tmp_path: Path, cache: Path) -> None:
     write_target(tmp_path / "target", **WIDTHS)
-    place = Place(tmp_path / "target", None, 1, 64)
+    place = PeerSetup(tmp_path / "target", None, 1, 64)
     parse_peer("openvino:f32").open(place).close()
     (made,) = cache.iterdir()
     elsewhere = made.rename(tmp_path / "exported")
@@ -188,9 +189,9 @@ def test_a_directory_that_is_converted_already_is_taken(tmp_path: Path, cache: P
 def test_llamacpp_refuses_what_its_files_cannot_say(tmp_path: Path) -> None:
     write_target(tmp_path / "windowed", family="mistral", sliding_window=16, **WIDTHS)
     with pytest.raises(ValueError, match="target: a sliding window"):
-        parse_peer("llamacpp:f32").open(Place(tmp_path / "windowed", None, 1, 64))
+        parse_peer("llamacpp:f32").open(PeerSetup(tmp_path / "windowed", None, 1, 64))
     write_target(tmp_path / "target", **WIDTHS)
-    peer = parse_peer("llamacpp:f32").open(Place(tmp_path / "target", None, 1, 64))
+    peer = parse_peer("llamacpp:f32").open(PeerSetup(tmp_path / "target", None, 1, 64))
     with pytest.raises(ValueError, match="one prompt at a time, 2 given"):
         peer.generate([PROMPT, PROMPT], 4, 0.0)
 
@@ -255,7 +256,7 @@ def test_llamacpp_continues_several_prompts_together(tmp_path: Path) -> None:
     text two tokens lie 0.005 apart."""
     write_target(tmp_path / "target", **WIDTHS)
     prompts = [[(7 * i + 3 * j) % 150 + 1 for j in range(200)] for i in range(4)]
-    peer = parse_peer("llamacpp:f32:noflash").open(Place(tmp_path / "target", None, 1, 256, batch=4))
+    peer = parse_peer("llamacpp:f32:noflash").open(PeerSetup(tmp_path / "target", None, 1, 256, batch=4))
     expected = [ours(tmp_path / "target", prompt)[:8] for prompt in prompts]
     for _ in range(2):
         run = peer.generate(prompts, 8, 0.0)

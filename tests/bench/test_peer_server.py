@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from aquiline.bench.peers.base import Peer, Place
 from aquiline.bench.peers.names import parse_peer
+from aquiline.bench.peers.peer import Peer, PeerSetup
 
 PROMPT = [7, 8, 9]
-NOWHERE = Place(Path("none"), None, 1, 64)
+NOWHERE = PeerSetup(Path("none"), None, 1, 64)
 GAP_S = 0.02
 
 

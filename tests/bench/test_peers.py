@@ -13,14 +13,18 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_target
 from transformers import AutoModelForCausalLM
 
-from aquiline.bench.peers.base import KINDS, Ngram, PeerOutput, PeerRun, PeerSpec, Place, require
+from aquiline.bench.peers import peer as peer_module
 from aquiline.bench.peers.check import Checked, check
-from aquiline.bench.peers.names import ALL_PEERS, PACKED_PEERS, parse_peer, parse_peers
-from aquiline.bench.peers.results import PeerModel, agreement, result_of
-from aquiline.bench.peers.verdict import Comparison, Row
+from aquiline.bench.peers.comparison import plan_of
+from aquiline.bench.peers.contest import Contest, Workload
+from aquiline.bench.peers.contestants import Other, PeerModel, agreement
+from aquiline.bench.peers.llama_server import target_file
+from aquiline.bench.peers.names import ALL_PEERS, KINDS, PACKED_PEERS, Ngram, PeerSpec, parse_peer, parse_peers
+from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup, require
+from aquiline.bench.peers.verdict import Comparison, Standing
 from aquiline.bench.results.integrity import differences, problems
 from aquiline.bench.results.result import Scenario
-from aquiline.config import EngineConfig
+from aquiline.config import EngineConfig, PairConfig
 from aquiline.engine.llm import LLM
 from aquiline.models.load import read_model_config, target_entries
 
@@ -134,12 +138,12 @@ def test_every_prompt_must_be_ours() -> None:
 def test_a_model_that_is_ours_on_some_prompts_alone_is_another(target: Path, tmp_path: Path) -> None:
     """One embedding of another model: a prompt without that token cannot tell."""
     llm = LLM(target, dtype="float32", engine=EngineConfig(max_batch=1, prefix_cache=False))
-    assert check(llm, PeerSpec("transformers"), Place(target, None, 1, 64), PROMPTS).counts == (16, 16)
+    assert check(llm, PeerSpec("transformers"), PeerSetup(target, None, 1, 64), PROMPTS).counts == (16, 16)
     shutil.copytree(target, tmp_path / "other")
     tensors = load_file(tmp_path / "other" / "model.safetensors")
     tensors["model.embed_tokens.weight"][PROMPTS[1][0]] += 3
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
-    found = check(llm, PeerSpec("transformers"), Place(tmp_path / "other", None, 1, 64), PROMPTS)
+    found = check(llm, PeerSpec("transformers"), PeerSetup(tmp_path / "other", None, 1, 64), PROMPTS)
     assert found.counts[0] >= 8 > found.counts[1] and found.problems
 
 
@@ -160,8 +164,21 @@ def test_a_missing_package_is_named_with_the_extra(target: Path) -> None:
                 version(package)
             except PackageNotFoundError:
                 with pytest.raises(ValueError, match=rf"peer='{kind}'.*pip install .*aquiline\[peers\]"):
-                    PeerSpec(kind).open(Place(target, None, 1, 64))
+                    PeerSpec(kind).open(PeerSetup(target, None, 1, 64))
                 break
+
+
+def test_an_installed_wheel_says_where_the_conversions_are(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no `benchmarks`; a GGUF file that runs as it is needs none."""
+    monkeypatch.setattr(peer_module, "BENCHMARKS", tmp_path)
+    setup = PeerSetup(tmp_path / "target.gguf", None, 1, 64)
+    assert target_file(parse_peer("llamacpp:packed"), setup, "packed") == setup.target
+    with pytest.raises(ValueError, match=r"^peer='llamacpp int8': needs benchmarks/.*gguf_file\.py, which only a"):
+        target_file(parse_peer("llamacpp:int8"), setup, "int8")
+    with pytest.raises(ValueError, match=r"^random_weights='llama-32m': needs benchmarks/.*pip install -e"):
+        plan_of(Contest(random_weights="llama-32m"), PairConfig(), Workload())
 
 
 def test_every_package_of_a_peer_is_in_the_extra() -> None:
@@ -172,7 +189,7 @@ def test_every_package_of_a_peer_is_in_the_extra() -> None:
 
 @pytest.mark.parametrize("options", ["f32", "f32:eager", "f32:lookup=3"])
 def test_transformers_runs_past_the_end_token_and_its_checkpoints_own_defaults(options: str, target: Path) -> None:
-    peer = parse_peer(f"transformers:{options}").open(Place(target, None, 1, 64))
+    peer = parse_peer(f"transformers:{options}").open(PeerSetup(target, None, 1, 64))
     for prompt in PROMPTS:
         (output,) = peer.generate([prompt], 24, 0.0).outputs
         assert output.token_ids == greedy(target, prompt, 24) and output.num_tokens == 24
@@ -184,7 +201,7 @@ def test_transformers_runs_past_the_end_token_and_its_checkpoints_own_defaults(o
 
 
 def test_transformers_runs_a_batch_at_once_and_draws(target: Path) -> None:
-    peer = parse_peer("transformers:f32").open(Place(target, None, 1, 64))
+    peer = parse_peer("transformers:f32").open(PeerSetup(target, None, 1, 64))
     run = peer.generate(PROMPTS, 12, 0.0)
     assert [o.token_ids for o in run.outputs] == [greedy(target, prompt, 12) for prompt in PROMPTS]
     seconds = (max(o.total_ms for o in run.outputs) - min(o.ttft_ms for o in run.outputs)) / 1e3
@@ -193,7 +210,7 @@ def test_transformers_runs_a_batch_at_once_and_draws(target: Path) -> None:
     drawn = {tuple(peer.generate(PROMPTS[:1], 12, 1.5).outputs[0].token_ids) for _ in range(4)}
     assert len(drawn) == 4, "the checkpoint's top_k=3 or greedy decoding was used"
     with pytest.raises(ValueError, match="one prompt at a time; 2 given"):
-        parse_peer("transformers:f32:lookup").open(Place(target, None, 1, 64)).generate(PROMPTS, 4, 0.0)
+        parse_peer("transformers:f32:lookup").open(PeerSetup(target, None, 1, 64)).generate(PROMPTS, 4, 0.0)
 
 
 def measured(target: Path, *options: str) -> tuple[list[dict[str, object]], list[list[PeerRun]]]:
@@ -204,10 +221,11 @@ def measured(target: Path, *options: str) -> tuple[list[dict[str, object]], list
     results, all_runs = [], []
     for option in options:
         spec = parse_peer(f"transformers:{option}")
-        peer = spec.open(Place(target, None, 1, 64))
-        runs = [peer.generate([prompt], 16, 0.0) for prompt in PROMPTS]
-        results.append(result_of(scenario, spec, peer, PeerModel("tiny", None, config, count, True), runs))
-        all_runs.append(runs)
+        peer = spec.open(PeerSetup(target, None, 1, 64))
+        other = Other(spec, peer)
+        other.runs = [peer.generate([prompt], 16, 0.0) for prompt in PROMPTS]
+        results.append(other.result(scenario, PeerModel("tiny", None, config, count, True)))
+        all_runs.append(other.runs)
     return results, all_runs
 
 
@@ -251,11 +269,11 @@ def test_agreement_counts_leading_tokens_or_their_text() -> None:
     assert agreement(said, expected, None) is None
 
 
-def row(label: str, rate: float, **fields: object) -> Row:
+def row(label: str, rate: float, **fields: object) -> Standing:
     defaults = {"engine": label.split()[0], "weights": "bfloat16", "arithmetic": "bfloat16", "is_speculative": False,
                 "ttft_ms": 1.0, "tau": 1.0, "agreed": 1.0, "void": ""}  # fmt: skip
     rates = [rate / 2, rate, rate, rate, rate * 1.1, rate * 9]
-    return Row(label=label, tokens_per_s=rates, **(defaults | fields))  # type: ignore[arg-type]
+    return Standing(label=label, tokens_per_s=rates, **(defaults | fields))  # type: ignore[arg-type]
 
 
 def test_the_verdict_takes_medians_of_settings_that_count() -> None:

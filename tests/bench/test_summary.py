@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.results import BASELINE, CHAIN, at_speed, changed, measured
 
-from aquiline.bench.peers.table import COLUMNS, read_comparisons, short
+from aquiline.bench.peers.published import COLUMNS, published, read_comparisons
 from aquiline.bench.results.integrity import recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
 from aquiline.bench.results.summary import summary
@@ -33,7 +33,7 @@ def test_the_page_shows_the_committed_results() -> None:
 
 @needs_results
 def test_the_page_shows_the_committed_comparisons() -> None:
-    expected = short(read_comparisons(RESULTS / "peers"))
+    expected = published(read_comparisons(RESULTS / "peers")).markdown()
     assert shown("<!-- aquiline compare -->") == expected, "python benchmarks/results_page.py --only peers"
 
 
@@ -86,7 +86,7 @@ def test_comparisons_name_the_settings_and_how_many_they_are_the_fastest_of(tmp_
     out.mkdir(parents=True)
     for number, result in enumerate(settings):
         write_result(result, out / f"{number}.json")
-    text = short(read_comparisons(tmp_path / "peers"))
+    text = published(read_comparisons(tmp_path / "peers")).markdown()
     assert cells(text, -2) == list(COLUMNS)
     ours, best = "100 [100, 900]", "210 [210, 1890]"
     assert [cells(text, row)[1:] for row in range(3)] == [
@@ -102,4 +102,4 @@ def test_comparisons_name_the_settings_and_how_many_they_are_the_fastest_of(tmp_
     assert text.endswith(f"\n\n- {where}: {flash}\n- {where}: openvino is void: another model.\n")
     write_result(changed(settings[2], commit="0123456789ab-dirty"), out / "2.json")
     with pytest.raises(ResultError, match=r"2\.json: commit: '0123456789ab-dirty'"):
-        short(read_comparisons(tmp_path / "peers"))
+        published(read_comparisons(tmp_path / "peers"))

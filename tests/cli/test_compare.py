@@ -14,9 +14,9 @@ from tests.checkpoints import write_draft, write_target
 from typer.testing import CliRunner, Result
 
 from aquiline.bench.peers import transformers as peer_module
-from aquiline.bench.peers.base import Place
-from aquiline.bench.peers.compare import Plan, compare
+from aquiline.bench.peers.comparison import ContestPlan, compare
 from aquiline.bench.peers.names import parse_peer
+from aquiline.bench.peers.peer import PeerSetup
 from aquiline.bench.results.result import commit, read_results
 from aquiline.cli.main import app
 from aquiline.models.load import read_model_config
@@ -124,9 +124,9 @@ def test_drawn_text_is_compared_among_ours_only(pair: Path) -> None:
 def test_a_peer_that_runs_another_model_is_void(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_target(tmp_path / "other", seed=5)
     real = peer_module.open_peer
-    swap: Any = lambda spec, place: real(spec, Place(tmp_path / "other", None, place.threads, place.max_context))  # noqa: E731
+    swap: Any = lambda spec, place: real(spec, PeerSetup(tmp_path / "other", None, place.threads, place.max_context))  # noqa: E731
     monkeypatch.setattr(peer_module, "open_peer", swap)
-    plan = Plan(
+    plan = ContestPlan(
         pair / "target",
         None,
         (parse_peer("transformers:f32"),),
@@ -145,7 +145,7 @@ def test_a_peer_that_runs_another_model_is_void(pair: Path, tmp_path: Path, monk
 def test_every_round_begins_with_another_setting(pair: Path) -> None:
     """And all are timed alike: from the first token to the last by the wall clock."""
     told: list[str] = []
-    plan = Plan(
+    plan = ContestPlan(
         pair / "target", None, (parse_peer("transformers:f32"), parse_peer("transformers:f32:eager")), ("t", None),
         prompt_tokens=24, new_tokens=12, repeats=3,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def test_no_engine_has_seen_what_it_is_measured_on(pair: Path, monkeypatch: pyte
         return real(self, prompts, new_tokens, temperature)
 
     monkeypatch.setattr(peer_module.TransformersPeer, "generate", note)
-    plan = Plan(
+    plan = ContestPlan(
         pair / "target",
         None,
         (parse_peer("transformers:f32"),),

@@ -84,7 +84,7 @@ OPENS = {
     "generate --prompt x": "engine.llm.LLM.open", "eval": "engine.llm.LLM.open", "chat": "engine.llm.LLM.open",
     "demo": "engine.llm.LLM.open", "serve": "serve.server.open_service", "limits": "bench.theory.chosen.read_shape",
     "profile": "bench.suite.scenarios.load_models", "bench --out results": "bench.suite.scenarios.load_models",
-    "compare": "bench.peers.compare.resolve",
+    "compare": "bench.peers.comparison.resolve",
 }  # fmt: skip
 """Every command that may be given no target, and what it opens the target with."""
 

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aquiline.bench.peers.converted import converted, stored_dtype
-from aquiline.bench.peers.gguf_file import write_gguf
+from aquiline.bench.peers.peer import conversion, stored_dtype
 from aquiline.bench.theory.configs import read_shape
 from aquiline.errors import CheckpointError
 from aquiline.models.decoder import Decoder
@@ -210,7 +209,7 @@ def test_files_of_our_own_writer(family: str, tmp_path: Path) -> None:
     """What bench/peers writes for llama.cpp, which runs it as the same model."""
     write_target(tmp_path / "hf", family)
     decoder = load_target(tmp_path / "hf", dtype="float32")
-    write_gguf(decoder, tmp_path / "model.gguf", "float32")
+    conversion("gguf_file", "tests").write_gguf(decoder, tmp_path / "model.gguf", "float32")
     assert_same(load_target(tmp_path / "model.gguf", dtype="float32"), decoder)
 
 
@@ -260,6 +259,7 @@ def test_benchmarks_take_files(tmp_path: Path) -> None:
     assert shape.precision.name == "bfloat16"
     check_fits(dict.fromkeys(files, "bfloat16"))
     assert stored_dtype(files[1]) == "float32"
+    converted = conversion("converted", "tests").converted
     made = [converted([file], "nothing", lambda directory: (directory / "x").touch() or None) for file in files]
     assert made[0] != made[1]
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from aquiline.bench.peers.plan import Contest, Workload
+from aquiline.bench.peers.contest import Contest, Workload
 from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import AsJson, named
+from aquiline.cli.options import AsJson, named, wide_console
 from aquiline.config import PairConfig
 from aquiline.writing import check_place
+
+if TYPE_CHECKING:
+    from aquiline.bench.peers.verdict import Comparison
 
 
 @with_options
@@ -47,16 +51,29 @@ def compare(
 
       aquiline compare --target ./target --draft ./draft --peer openai:http://localhost:8000/v1#NAME
     """
-    from aquiline.bench.peers.compare import plan_of
-    from aquiline.bench.peers.verdict import write_comparison
-    from aquiline.cli.show.comparison import compare_shown, show_comparison
+    from aquiline.bench.peers import comparison
 
     check_place(out, is_folder=True)
-    plan = plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
-    found = compare_shown(plan, is_shown=not as_json)
+    plan = comparison.plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
+    with Console(stderr=True, quiet=as_json).status("") as status:
+        found = comparison.compare(plan, status.update)
+    _show(found, plan.title, plan.new_tokens, as_json)
+    if out is not None:  # last: a disk that is full must not cost the figures
+        found.write(out)
+
+
+def _show(found: Comparison, title: str, new_tokens: int, as_json: bool) -> None:
+    """Print every setting beside the baseline, the reasons of void ones, and who is faster; or all of it as JSON."""
+    from aquiline.bench.results.result import is_dirty
+
     if as_json:
         print(json.dumps(found.as_dict()))
-    else:
-        show_comparison(found, plan)
-    if out is not None:  # last: a disk that is full must not cost the figures
-        write_comparison(found, out)
+        return
+    console = wide_console()
+    console.print(found.table(title, new_tokens).console())
+    for line in found.notes():
+        console.print(line, markup=False, soft_wrap=True)
+    if is_dirty(found.results[0]):
+        console.print("uncommitted changes: nobody can measure this again; not to be published", style="bold")
+    for line in found.verdict:
+        console.print(line, style="bold", soft_wrap=True)

@@ -1,16 +1,17 @@
 """Whether a kind of peer computes our model: its greedy tokens are compared with ours, prompt by prompt.
 
-In float32 the text of the same model is the same for long. On packed blocks every engine rounds the inputs of its
-linears in its own way, so that near ties fall either way and texts part early. There a peer is asked for the one token
-behind each beginning of our text.
+In float32 two engines write the same text of one model for long. On packed blocks every engine rounds the inputs of its
+linears in its own way, so near ties fall either way and the texts soon differ. There a peer continues each beginning of
+our text by one token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aquiline.bench.peers.base import Peer, PeerSpec, Place
-from aquiline.bench.peers.results import agreement
+from aquiline.bench.peers.contestants import agreement
+from aquiline.bench.peers.names import PeerSpec
+from aquiline.bench.peers.peer import Peer, PeerSetup
 from aquiline.blocks import PACKED
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
@@ -20,13 +21,13 @@ CHECK_PROMPTS, CHECK_TOKENS, CHECK_NEEDED = 3, 16, 8
 """CHECK_PROMPTS prompts are continued by CHECK_TOKENS tokens. A kind of peer is void unless at least the first
 CHECK_NEEDED of them are ours on every prompt."""
 PACKED_NEEDED = 12
-"""On packed blocks: so many of the CHECK_TOKENS tokens, wherever they stand."""
+"""On packed blocks, at least PACKED_NEEDED of the CHECK_TOKENS tokens must be ours, wherever they stand."""
 
 
 @dataclass(frozen=True)
 class Checked:
     """How many tokens of a kind of peer are ours on each prompt: leading ones in float32, or, on packed blocks, those
-    behind our own text."""
+    that continue our own text."""
 
     counts: tuple[int, ...]
     is_packed: bool = False
@@ -43,13 +44,13 @@ class Checked:
         return [] if min(self.counts) >= needed else [f"it computes another model: only {self} are ours"]
 
 
-def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> Checked:
+def check(llm: LLM, spec: PeerSpec, setup: PeerSetup, prompts: list[list[int]]) -> Checked:
     """Compare a kind of peer with `llm`, which runs the same weights, one prompt at a time."""
     sampling = SamplingParams(max_tokens=CHECK_TOKENS, ignore_eos=True)
     is_packed = spec.plain.dtype == PACKED
-    count = _behind if is_packed else _leading
+    count = _num_next if is_packed else _num_leading
     room = max(map(len, prompts)) + CHECK_TOKENS + 1
-    peer = spec.plain.open(replace(place, batch=1, max_context=max(place.max_context, room)))
+    peer = spec.plain.open(replace(setup, batch=1, max_context=max(setup.max_context, room)))
     try:
         ours = [llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids for prompt in prompts]
         return Checked(tuple(count(peer, p, ids) for p, ids in zip(prompts, ours, strict=True)), is_packed)
@@ -57,13 +58,13 @@ def check(llm: LLM, spec: PeerSpec, place: Place, prompts: list[list[int]]) -> C
         peer.close()
 
 
-def _leading(peer: Peer, prompt: list[int], expected: list[int]) -> int:
+def _num_leading(peer: Peer, prompt: list[int], expected: list[int]) -> int:
     """How many leading tokens are the expected ones."""
     return agreement(peer.generate([prompt], len(expected), 0.0).outputs[0], expected, None) or 0
 
 
-def _behind(peer: Peer, prompt: list[int], expected: list[int]) -> int:
-    """How many tokens are the expected ones, each behind the expected text before it."""
+def _num_next(peer: Peer, prompt: list[int], expected: list[int]) -> int:
+    """How many tokens are the expected ones, each after the expected text before it."""
     texts = [prompt + expected[:i] for i in range(len(expected))]
     found = [peer.generate([text], 1, 0.0).outputs[0].token_ids for text in texts]
     return sum(ids == [token] for ids, token in zip(found, expected, strict=True))

@@ -22,7 +22,9 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
-from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place
+from aquiline.bench.peers.names import PeerSpec
+from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup, check_batch, conversion
+from aquiline.blocks import PACKED
 from aquiline.config import Environment
 
 BINARY = "llama-server"
@@ -66,22 +68,19 @@ def find_server(label: str) -> Path:
 class LlamaServerPeer:
     """One running server. Keys and values are float32 beside float32 weights, else float16, as in `LlamaCppPeer`."""
 
-    def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
-        if spec.eagle is not None and place.draft is None:
-            raise ValueError(f"peer {spec.label}: drafts with an EAGLE-3 head and none is given; pass --draft")
+    def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
+        draft = setup.draft_for(spec.label) if spec.eagle is not None else None
         binary = find_server(spec.label)
-        from aquiline.bench.peers.gguf_file import draft_file, target_file
-
-        self.spec, self.dtype, self.threads = spec, dtype, place.threads
+        self.spec, self.dtype, self.threads = spec, dtype, setup.threads
         self.kv_precision = "f32" if dtype == "float32" else "f16"
         self.port = _free_port()
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
-        self.drafting = drafting(spec, place, self.kv_precision)
+        self.drafting = drafting(spec, setup.threads, self.kv_precision)
         self.expected, self.reported = self.drafting[1] if self.drafting else "none", "nothing was run"
-        command = [str(binary), *self._arguments(target_file(place.target, dtype), place)]
-        if spec.eagle is not None:
-            assert place.draft is not None
-            command += ["--model-draft", str(draft_file(place.target, place.draft, dtype))]
+        command = [str(binary), *self._arguments(target_file(spec, setup, dtype), setup)]
+        if draft is not None:
+            gguf_file = conversion("gguf_file", f"peer={spec.label!r}")
+            command += ["--model-draft", str(gguf_file.draft_file(setup.target, draft, dtype))]
         try:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
         except OSError as error:
@@ -94,20 +93,19 @@ class LlamaServerPeer:
             self.close()
             raise
 
-    def _arguments(self, target: Path, place: Place) -> list[str]:
-        threads, kv = str(place.threads), self.kv_precision
+    def _arguments(self, target: Path, setup: PeerSetup) -> list[str]:
+        threads, kv = str(setup.threads), self.kv_precision
         return [
             "--host", HOST, "--port", str(self.port), "--offline", "--no-ui", "--verbosity", "2",
             "--parallel", "1", "--cache-ram", "0", "--no-cache-idle-slots", "--fit", "off",
-            "--model", str(target), "--ctx-size", str(place.max_context + MOST_DRAFTED + SPARE_TOKENS),
+            "--model", str(target), "--ctx-size", str(setup.max_context + MOST_DRAFTED + SPARE_TOKENS),
             "--threads", threads, "--threads-batch", threads, "--cache-type-k", kv, "--cache-type-v", kv,
             "--flash-attn", "off" if "noflash" in self.spec.flags else "on", *self.drafting,
         ]  # fmt: skip
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
         """Continue one prompt."""
-        if len(prompts) > 1:
-            raise ValueError(f"peer {self.spec.label}: runs one prompt at a time, {len(prompts)} given")
+        check_batch(self.spec.label, prompts, 1)
         draws = {"samplers": ["temperature"], "temperature": temperature}
         body = (draws if temperature > 0 else {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0}) | {
             "prompt": prompts[0], "n_predict": new_tokens, "ignore_eos": True, "cache_prompt": False,
@@ -198,13 +196,20 @@ class LlamaServerPeer:
         return ValueError(f"peer {self.spec.label}: the server {what}; it ended with {self.process.returncode}: {said}")
 
 
-def drafting(spec: PeerSpec, place: Place, kv: str) -> list[str]:
+def target_file(spec: PeerSpec, setup: PeerSetup, dtype: str) -> Path:
+    """The GGUF file of a target, written if it is not there; with dtype "packed" the target itself."""
+    if dtype == PACKED:
+        return setup.target
+    file: Path = conversion("gguf_file", f"peer={spec.label!r}").target_file(setup.target, dtype)
+    return file
+
+
+def drafting(spec: PeerSpec, threads: int, kv: str) -> list[str]:
     """The server's command-line options for a way to draft; none for plain decoding."""
     if spec.eagle is not None:
-        threads = str(place.threads)
         return [
-            "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(spec.eagle), "--threads-draft", threads,
-            "--threads-batch-draft", threads, "--cache-type-k-draft", kv, "--cache-type-v-draft", kv,
+            "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(spec.eagle), "--threads-draft", str(threads),
+            "--threads-batch-draft", str(threads), "--cache-type-k-draft", kv, "--cache-type-v-draft", kv,
         ]  # fmt: skip
     if spec.ngram is None:
         return []

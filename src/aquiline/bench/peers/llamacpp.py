@@ -1,4 +1,4 @@
-"""llama.cpp in this process, by llama-cpp-python, on a GGUF file written from the checkpoint: plain decoding.
+"""llama.cpp in this process, by llama-cpp-python, on a GGUF file: plain decoding of one prompt, or of several together.
 
 llama.cpp's drafting is part of its server, not of the library that Python calls; `llama_server` runs the server. The
 prompt lookup of llama-cpp-python is a class of the binding's own and says nothing about llama.cpp's.
@@ -7,16 +7,22 @@ prompt lookup of llama-cpp-python is a class of the binding's own and says nothi
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from aquiline.bench.peers.base import Peer, PeerOutput, PeerRun, PeerSpec, Place, library
-from aquiline.bench.peers.llama_server import LlamaServerPeer
-from aquiline.bench.peers.llamacpp_batch import LlamaCppBatchPeer, describe
+import numpy as np
+from numpy.typing import NDArray
 
+from aquiline.bench.peers.llama_server import LlamaServerPeer, target_file
+from aquiline.bench.peers.names import PeerSpec
+from aquiline.bench.peers.peer import Peer, PeerOutput, PeerRun, PeerSetup, check_batch, library, versions
+
+MAX_ROWS = 512
+"""The most rows of a forward of several prompts."""
 llama_cpp = library("llama_cpp")
 
 
-def open_peer(spec: PeerSpec, place: Place) -> Peer:
+def open_peer(spec: PeerSpec, setup: PeerSetup) -> Peer:
     """Write the GGUF files if they are not there, and load them. The default is bfloat16, which llama.cpp has on every
     CPU.
 
@@ -24,31 +30,44 @@ def open_peer(spec: PeerSpec, place: Place) -> Peer:
     several prompts run together."""
     dtype = spec.dtype or "bfloat16"
     if spec.is_served:
-        if place.batch > 1:
-            raise ValueError(f"peer {spec.label}: the server runs one prompt at a time here; {place.batch} given")
-        return LlamaServerPeer(spec, place, dtype)
-    return LlamaCppPeer(spec, place, dtype) if place.batch == 1 else LlamaCppBatchPeer(spec, place, dtype)
+        if setup.batch > 1:
+            raise ValueError(f"peer {spec.label}: the server runs one prompt at a time here; {setup.batch} given")
+        return LlamaServerPeer(spec, setup, dtype)
+    return LlamaCppPeer(spec, setup, dtype) if setup.batch == 1 else LlamaCppBatchPeer(spec, setup, dtype)
 
 
-class LlamaCppPeer:
-    """One loaded model. Keys and values are float32 beside float32 weights, else float16, llama.cpp's default."""
+class InProcess:
+    """The settings of a model in this process. Keys and values are float32 beside float32 weights, else float16,
+    llama.cpp's default."""
 
-    def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
-        from aquiline.bench.peers.gguf_file import target_file
+    def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
+        self.spec, self.dtype, self.threads, self.batch = spec, dtype, setup.threads, setup.batch
+        self.file = str(target_file(spec, setup, dtype))
+        self.kv_type = llama_cpp.GGML_TYPE_F32 if dtype == "float32" else llama_cpp.GGML_TYPE_F16
+        self.is_flash = "noflash" not in spec.flags
 
-        self.spec, self.dtype, self.threads = spec, dtype, place.threads
-        file = target_file(place.target, dtype)
-        kind = llama_cpp.GGML_TYPE_F32 if dtype == "float32" else llama_cpp.GGML_TYPE_F16
+    def system(self) -> dict[str, object]:
+        """Versions, threads, and the instructions llama.cpp was built for."""
+        return versions("llama-cpp-python") | {
+            "threads": self.threads, "features": llama_cpp.llama_print_system_info().decode().strip(),
+            "kv_precision": "f32" if self.dtype == "float32" else "f16", "flash_attention": self.is_flash,
+        }  # fmt: skip
+
+
+class LlamaCppPeer(InProcess):
+    """One loaded model for one prompt, by the binding's own loop."""
+
+    def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
+        super().__init__(spec, setup, dtype)
         self.model: Any = llama_cpp.Llama(
-            str(file), n_ctx=place.max_context, n_batch=place.max_context, n_threads=place.threads,
-            n_threads_batch=place.threads, type_k=kind, type_v=kind, flash_attn="noflash" not in spec.flags,
+            self.file, n_ctx=setup.max_context, n_batch=setup.max_context, n_threads=setup.threads,
+            n_threads_batch=setup.threads, type_k=self.kv_type, type_v=self.kv_type, flash_attn=self.is_flash,
             verbose=False,
         )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
         """Continue one prompt."""
-        if len(prompts) > 1:
-            raise ValueError(f"peer {self.spec.label}: runs one prompt at a time, {len(prompts)} given")
+        check_batch(self.spec.label, prompts, 1)
         self.model.reset()  # otherwise it would reuse the last prompt's keys and values
         token_ids: list[int] = []
         arrivals: list[float] = []
@@ -64,10 +83,72 @@ class LlamaCppPeer:
         stream.close()
         return PeerRun([PeerOutput(len(token_ids), token_ids, arrivals, num_steps=new_tokens - 1)])
 
-    def system(self) -> dict[str, object]:
-        """Versions, threads, and the instructions llama.cpp was built for."""
-        return describe(self.spec, self.threads, self.dtype)
-
     def close(self) -> None:
         """Free the model."""
         self.model.close()
+
+
+class LlamaCppBatchPeer(InProcess):
+    """One loaded model and a context of several sequences, by llama.cpp's C interface: a token of each per forward."""
+
+    def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
+        super().__init__(spec, setup, dtype)
+        library("llama_cpp._logger").set_verbose(False)  # otherwise llama.cpp prints every graph that it plans
+        self.model: Any = llama_cpp.llama_model_load_from_file(
+            self.file.encode(), llama_cpp.llama_model_default_params()
+        )
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = setup.max_context * setup.batch, setup.batch
+        params.n_batch = params.n_ubatch = MAX_ROWS
+        params.n_threads = params.n_threads_batch = setup.threads
+        params.type_k = params.type_v = self.kv_type
+        params.flash_attn_type = int(self.is_flash)
+        self.context: Any = llama_cpp.llama_init_from_model(self.model, params)
+        self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model)))
+        self.rows: Any = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+        """Continue up to setup.batch prompts of one length together."""
+        check_batch(self.spec.label, prompts, self.batch)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        noise = np.random.default_rng(0)
+        began = time.perf_counter()
+        drawn: list[list[int]] = [[] for _ in prompts]
+        arrivals: list[float] = []
+        rows = [
+            (token, position, sequence, position == len(prompt) - 1)
+            for sequence, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ]
+        for step in range(new_tokens):
+            logits = list(self._forward(rows))
+            if temperature > 0:
+                logits = [row / temperature + noise.gumbel(size=len(row)) for row in logits]
+            for tokens, row in zip(drawn, logits, strict=True):
+                tokens.append(int(row.argmax()))
+            rows = [(tokens[-1], len(prompts[0]) + step, sequence, True) for sequence, tokens in enumerate(drawn)]
+            arrivals.append((time.perf_counter() - began) * 1e3)
+        return PeerRun([PeerOutput(len(tokens), tokens, arrivals, num_steps=new_tokens - 1) for tokens in drawn])
+
+    def _forward(self, rows: list[tuple[int, int, int, bool]]) -> Iterator[NDArray[Any]]:
+        """Run rows (token, position, sequence, whether its logits are wanted); yield the wanted logits in order."""
+        for first in range(0, len(rows), MAX_ROWS):
+            part = rows[first : first + MAX_ROWS]
+            batch = self.rows
+            batch.n_tokens = len(part)
+            for i, (token, position, sequence, is_wanted) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, is_wanted
+                batch.seq_id[i][0] = sequence
+            code = llama_cpp.llama_decode(self.context, batch)
+            if code != 0:
+                raise RuntimeError(f"llama_decode: {code}")
+            for i, (_, _, _, is_wanted) in enumerate(part):
+                if is_wanted:
+                    found = llama_cpp.llama_get_logits_ith(self.context, i)
+                    yield np.ctypeslib.as_array(found, (self.vocab_size,)).copy()
+
+    def close(self) -> None:
+        """Free context and model."""
+        llama_cpp.llama_batch_free(self.rows)
+        llama_cpp.llama_free(self.context)
+        llama_cpp.llama_model_free(self.model)

@@ -1,14 +1,33 @@
-"""Peers as they are named on the command line: `kind[:option]...`, and the peers that are compared if none is named."""
+"""Peers as they are named on the command line, `kind[:option]...`, and the peers that are compared if none is named.
+
+A new peer is a module of this package with `open_peer`, its name in KINDS, and its options here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from aquiline.bench.peers.base import FLAGS, KINDS, QUANTISED, Ngram, PeerSpec
-from aquiline.blocks import PACKED
+from aquiline.bench.peers.peer import Peer, PeerSetup, require
+from aquiline.blocks import PACKED, is_packed
+from aquiline.models.files import is_gguf
 
+KINDS = {
+    "transformers": ("transformers",),
+    "openvino": ("openvino", "openvino-genai"),
+    "llamacpp": ("llama-cpp-python",),
+    "openai": (),
+}
+"""Kinds of peers and the packages they need."""
+FLAGS = {"transformers": ("eager",), "openvino": ("sdpa", "samekv"), "llamacpp": ("noflash", "server")}
+"""Other ways to run a kind of peer. eager: transformers' plain attention. sdpa: OpenVINO without paged caches. samekv:
+OpenVINO with keys and values as precise as the arithmetic, instead of its default of 8 bits. noflash: llama.cpp without
+its fused attention. server: llama.cpp in its server, where all its drafting runs anyway."""
+QUANTISED = ("int8", "int4")
+"""Weights that a peer rounds when it converts the target, and aquiline when it loads it."""
 DTYPES = {
     "float32": "float32", "f32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "int8": "int8", "q8_0": "int8",
     "int4": "int4", "q4_0": "int4", PACKED: PACKED,
@@ -23,24 +42,107 @@ NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-ca
 """llama.cpp's ways to draft from the text itself, as its server's --spec-type names them. The first four take sizes;
 ngram-cache, its lookup decoding, has fixed ones."""
 
+_LLAMACPP = (
+    "", ":noflash", ":server", ":eagle", ":eagle:noflash", ":ngram-simple", ":ngram-simple=3x8", ":ngram-map-k=3x8",
+    ":ngram-map-k4v=3x8", ":ngram-mod=3x8", ":ngram-cache",
+)  # fmt: skip
 ALL_PEERS = (
     "transformers", "transformers:lookup", "transformers:lookup=10",
     "openvino", "openvino:samekv", "openvino:sdpa", "openvino:int8", "openvino:lookup", "openvino:lookup=10",
     "openvino:eagle", "openvino:eagle:samekv",
-    "llamacpp", "llamacpp:noflash", "llamacpp:server", "llamacpp:int8", "llamacpp:int8:noflash", "llamacpp:int4",
-    "llamacpp:int4:noflash", "llamacpp:eagle", "llamacpp:eagle:noflash", "llamacpp:ngram-simple",
-    "llamacpp:ngram-simple=3x8", "llamacpp:ngram-map-k=3x8", "llamacpp:ngram-map-k4v=3x8", "llamacpp:ngram-mod=3x8",
-    "llamacpp:ngram-cache",
+    *(f"llamacpp{options}" for options in (*_LLAMACPP, ":int8", ":int8:noflash", ":int4", ":int4:noflash")),
 )  # fmt: skip
 """The peers that are compared if none is named, each in its best dtype. Without a draft, eagle is left out; if prompts
 run together, the drafting of llama.cpp and transformers is left out."""
-PACKED_PEERS = (
-    "llamacpp:packed", "llamacpp:packed:noflash", "llamacpp:packed:server", "llamacpp:packed:eagle",
-    "llamacpp:packed:eagle:noflash", "llamacpp:packed:ngram-simple", "llamacpp:packed:ngram-simple=3x8",
-    "llamacpp:packed:ngram-map-k=3x8", "llamacpp:packed:ngram-map-k4v=3x8", "llamacpp:packed:ngram-mod=3x8",
-    "llamacpp:packed:ngram-cache",
-)  # fmt: skip
+PACKED_PEERS = tuple(f"llamacpp:{PACKED}{options}" for options in _LLAMACPP)
 """The peers that are compared too if the target is a GGUF file whose blocks we run as they are."""
+
+
+@dataclass(frozen=True)
+class Ngram:
+    """llama.cpp's drafting from the text itself. kind: of NGRAMS; match: how many tokens must match; draft: how many
+    are proposed. None takes llama.cpp's defaults."""
+
+    kind: str
+    match: int | None = None
+    draft: int | None = None
+
+
+@dataclass(frozen=True)
+class PeerSpec:
+    """A peer as it was named on the command line. dtype: None for the best dtype that the CPU has. where: a server's
+    address, or a directory that already holds the converted target."""
+
+    kind: str
+    dtype: str | None = None
+    lookup: int | None = None
+    eagle: int | None = None
+    ngram: Ngram | None = None
+    flags: tuple[str, ...] = ()
+    where: str | None = None
+    options: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def label(self) -> str:
+        """The name in tables."""
+        return " ".join((self.kind, *self.options)) if self.kind != "openai" else f"openai {self.where}"
+
+    @property
+    def model(self) -> str:
+        """A name for the converted weights. Settings of one kind share them, and so share the check of outputs."""
+        if self.dtype == PACKED:
+            return f"{self.kind} {PACKED}"
+        return self.kind if self.where is None else f"{self.kind} {Path(self.where).name}"
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether the peer drafts. A server may draft without its name saying so."""
+        return self.lookup is not None or self.eagle is not None or self.ngram is not None
+
+    @property
+    def num_spec_tokens(self) -> int | None:
+        """Tokens that a step proposes at most; None if the name does not say."""
+        return self.lookup or self.eagle or (self.ngram.draft if self.ngram is not None else None)
+
+    @property
+    def plain(self) -> PeerSpec:
+        """The setting whose outputs are checked: the same engine and model in float32, or on the packed file, without
+        drafts, with the attention that rounds least.
+
+        llama.cpp's fused attention changes float32 logits by some thousandths, enough to decide a near tie."""
+        flags = tuple(flag for flag in FLAGS.get(self.kind, ()) if flag in ("samekv", "noflash"))
+        dtype = PACKED if self.dtype == PACKED else "float32"
+        return replace(self, dtype=dtype, lookup=None, eagle=None, ngram=None, flags=flags)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether another process runs the peer. The memory of this process then says nothing about the peer's."""
+        return self.kind == "openai" or (self.kind == "llamacpp" and (self.is_speculative or "server" in self.flags))
+
+    def check_target(self, target: Path) -> None:
+        """Raise ValueError for packed weights of a target that has none."""
+        if self.dtype == PACKED and not is_gguf(target):
+            raise ValueError(
+                f"peer {self.label}: runs a GGUF file as it is, and the target is {target.name}; name a .gguf file by "
+                f"--target, or choose one of {', '.join(QUANTISED)}, bfloat16 and float32, which are converted"
+            )
+
+    def open(self, setup: PeerSetup) -> Peer:
+        """Load the model into the engine, after converting it if necessary.
+
+        Raises ValueError naming the package to install, or the setting that this CPU, engine or target does not
+        have."""
+        self.check_target(setup.target)
+        for package in KINDS[self.kind]:
+            require(self.kind, package)
+        module = importlib.import_module(f"aquiline.bench.peers.{self.kind}")
+        factory: Callable[[PeerSpec, PeerSetup], Peer] = module.open_peer
+        return factory(self, setup)
+
+
+def is_rounded(weights: str) -> bool:
+    """Whether weights, as a result names their storage, have fewer than 16 bits each."""
+    return weights in QUANTISED or is_packed(weights)
 
 
 def parse_peer(text: str) -> PeerSpec:

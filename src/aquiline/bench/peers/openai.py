@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place
+from aquiline.bench.peers.names import PeerSpec
+from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup
 
 TIMEOUT_S = 600
 _SHOWN = 200  # characters of a server's answer in an error
 
 
-def open_peer(spec: PeerSpec, place: Place) -> OpenAiPeer:
+def open_peer(spec: PeerSpec, setup: PeerSetup) -> OpenAiPeer:
     """Ask the server for its models.
 
     Raises ValueError if it cannot be reached or does not have the model."""
@@ -31,7 +32,7 @@ def open_peer(spec: PeerSpec, place: Place) -> OpenAiPeer:
 
 
 @dataclass(eq=False)
-class _Stream:
+class CompletionStream:
     """The chunks of one request so far, joined."""
 
     began_s: float
@@ -93,7 +94,7 @@ class OpenAiPeer:
             "ignore_eos": True, "temperature": temperature, "stream": True, "return_token_ids": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
-        stream = _Stream(time.perf_counter())
+        stream = CompletionStream(time.perf_counter())
         for chunk in self._events(self._request("POST", "/completions", body)):
             stream.take(chunk)
         if not {"prompt_tokens", "completion_tokens"} <= stream.usage.keys() or not stream.arrivals_ms:

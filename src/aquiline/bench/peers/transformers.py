@@ -11,26 +11,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from aquiline.bench.peers.base import PeerOutput, PeerRun, PeerSpec, Place, versions
+from aquiline.bench.peers.names import PeerSpec
+from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup, versions
 from aquiline.models.files import is_gguf
 
 
-def open_peer(spec: PeerSpec, place: Place) -> TransformersPeer:
+def open_peer(spec: PeerSpec, setup: PeerSetup) -> TransformersPeer:
     """Load the checkpoint. The default is bfloat16 on a CPU with bfloat16 instructions, else float32."""
     has_bf16 = bool(torch.cpu._is_avx512_bf16_supported())
-    return TransformersPeer(spec, place, spec.dtype or ("bfloat16" if has_bf16 else "float32"))
+    return TransformersPeer(spec, setup, spec.dtype or ("bfloat16" if has_bf16 else "float32"))
 
 
 class TransformersPeer:
     """transformers' `generate`, with a streamer that only notes the time."""
 
-    def __init__(self, spec: PeerSpec, place: Place, dtype: str) -> None:
-        self.spec, self.dtype, self.threads = spec, dtype, place.threads
+    def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
+        self.spec, self.dtype, self.threads = spec, dtype, setup.threads
         self.attention = "eager" if "eager" in spec.flags else "sdpa"
         transformers.utils.logging.disable_progress_bar()
-        where: dict[str, object] = {"pretrained_model_name_or_path": place.target}
-        if is_gguf(place.target):
-            where = {"pretrained_model_name_or_path": place.target.parent, "gguf_file": place.target.name}
+        where: dict[str, object] = {"pretrained_model_name_or_path": setup.target}
+        if is_gguf(setup.target):
+            where = {"pretrained_model_name_or_path": setup.target.parent, "gguf_file": setup.target.name}
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             **where,
             dtype=getattr(torch, dtype),

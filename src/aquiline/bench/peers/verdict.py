@@ -1,4 +1,4 @@
-"""The outcome of a comparison: a row per setting, the reason why a row is void, and who is faster, in sentences.
+"""The outcome of a comparison: the standing of every setting, why one is void, and who is faster, in sentences.
 
 All settings run the same prompts in each round, so every ratio is the median of the rounds' ratios, with its interval.
 On either side the best of several settings is chosen on the same runs that it is judged by; the sentences say from how
@@ -11,17 +11,18 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from aquiline.bench.peers.base import QUANTISED, is_rounded
 from aquiline.bench.peers.check import Checked
+from aquiline.bench.peers.names import QUANTISED, is_rounded
 from aquiline.bench.results.intervals import Estimate, estimate, paired
-from aquiline.bench.results.result import Result, write_result
+from aquiline.bench.results.result import Result, is_speculative, write_result
+from aquiline.bench.tables import Table
 from aquiline.blocks import is_packed
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. tokens_per_s: of each round. agreed: how many leading tokens are the first baseline's,
-    mean over prompts; None if that is not known. void: why the line may not be compared; empty if it may."""
+class Standing:
+    """How one setting did. tokens_per_s: of each round. agreed: how many leading tokens are the first baseline's, mean
+    over prompts; None if that is not known. void: why the setting may not be compared; empty if it may."""
 
     label: str
     engine: str
@@ -39,19 +40,34 @@ class Row:
         """Decode tokens per second by the wall clock, median over the rounds."""
         return estimate(self.tokens_per_s)
 
-    def over(self, other: Row) -> Estimate:
-        """This row's rate divided by the other's, paired round by round."""
+    def over(self, other: Standing) -> Estimate:
+        """This setting's rate divided by the other's, paired round by round."""
         return paired(self.tokens_per_s, other.tokens_per_s)
 
     @property
     def is_own(self) -> bool:
-        """Whether the row is aquiline's."""
+        """Whether the setting is aquiline's."""
         return self.engine == "aquiline"
 
-    @property
-    def counts(self) -> bool:
-        """Whether the row counts for the main verdict: it is not void, and its weights are not rounded."""
-        return not self.void and not is_rounded(self.weights)
+    def cells(self, baseline: Standing, new_tokens: int) -> list[str]:
+        """The setting's row of the table."""
+        agreed = "?" if self.agreed is None else f"{self.agreed:.0f} of {new_tokens}"
+        return [
+            self.label, self.weights, self.arithmetic, self.rate.whole(), self.over(baseline).times(),
+            f"{self.ttft_ms:.0f} ms", f"{self.tau:.2f}" if self.tau else "?", "VOID" if self.void else agreed,
+        ]  # fmt: skip
+
+
+def standing_of(result: Result, agreed: float | None = None) -> Standing:
+    """The standing of a result, without its engine's name before a peer's label."""
+    name = result["setting"]["name"]
+    return Standing(
+        label=f"aquiline {name}" if result["engine"] == "aquiline" else name, engine=result["engine"],
+        weights=result["model"]["dtype"], arithmetic=result["model"]["arithmetic"],
+        is_speculative=is_speculative(result), tokens_per_s=result["throughput_tokens_per_sec"]["values"],
+        ttft_ms=result["ttft_ms"]["median"], tau=result["eagle_speculation"]["mean_acceptance_length"], agreed=agreed,
+        void=result.get("void", ""),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class Comparison:
     moved: for each of our plain settings, the GB/s of weights, keys and values that it reads at its rate, and the GB/s
     of plain reads."""
 
-    rows: list[Row]
+    rows: list[Standing]
     results: list[Result]
     checks: dict[str, Checked]
     absent: dict[str, str]
@@ -70,24 +86,20 @@ class Comparison:
     moved: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
-    def last_own(self) -> Row:
-        """The last of aquiline's rows."""
-        return [row for row in self.rows if row.is_own][-1]
-
-    @property
     def verdict(self) -> list[str]:
-        """Who is faster, in sentences. Weights are compared with weights that are stored alike; where ours are none but
-        a GGUF file's blocks, the fastest of all is told too."""
+        """Who is faster, in sentences. Settings are compared where their weights are stored alike. If none of ours has
+        unrounded weights, the fastest of all settings are compared too."""
         fair = [row for row in self.rows if not row.void]
-        floats = [row for row in fair if row.counts]
-        pairs = _plain_and_all(floats, "")
+        floats = [row for row in fair if not is_rounded(row.weights)]
+        contests = _contests(floats, "")
         for weights in QUANTISED:
-            pairs.append((*_sides([r for r in fair if r.weights == weights]), f"on {weights} weights"))
+            contests.append(([row for row in fair if row.weights == weights], f"on {weights} weights"))
         for weights in dict.fromkeys(row.weights for row in fair if is_packed(row.weights)):
-            pairs += _plain_and_all([r for r in fair if r.weights == weights], f"on {weights} weights, ")
-        if not _sides(floats)[0] and len({row.weights for row in fair}) > 1:
-            pairs.append((*_sides(fair), "of all, whatever the weights"))
-        return [_sentence(*pair) for pair in pairs if pair[0] and pair[1]] or ["no peer to compare with"]
+            contests += _contests([row for row in fair if row.weights == weights], f"on {weights} weights, ")
+        if not any(row.is_own for row in floats) and len({row.weights for row in fair}) > 1:
+            contests.append((fair, "of all, whatever the weights"))
+        said = [_sentence(*contest) for contest in contests]
+        return [line for line in said if line] or ["no peer to compare with"]
 
     def as_dict(self) -> dict[str, object]:
         """The JSON of `aquiline compare --json`."""
@@ -109,25 +121,53 @@ class Comparison:
             "system": self.system,
         }
 
+    def table(self, title: str, new_tokens: int) -> Table:
+        """Every setting beside the first baseline."""
+        columns = ("setting", "weights", "arithmetic", "tok/s", "over baseline", "first token", "tau", "same tokens")
+        return Table(columns, [row.cells(self.rows[0], new_tokens) for row in self.rows], title)
 
-def fastest(rows: list[Row]) -> Row:
-    """The row with the highest median."""
+    def notes(self) -> list[str]:
+        """The facts below the table: bandwidth, agreement, void settings and peers that did not run."""
+        return [
+            f"{self.system['cpu']}, {self.system['threads']} threads for every engine; decoding by the wall clock, "
+            "prompts apart",
+            "tok/s: median of the rounds; over baseline: median of the rounds' ratios; [95 % intervals] from 6 on",
+            *(
+                f"{label} moves {rate:.1f} GB/s of weights, keys and values, {rate / reads:.0%} of the {reads:.1f} "
+                "that plain reads reach; caches can hold a part"
+                for label, (rate, reads) in self.moved.items()
+            ),
+            *(f"{kind}: {checked} are ours, prompt by prompt" for kind, checked in self.checks.items()),
+            *(f"void: {row.label}: {row.void}" for row in self.rows if row.void),
+            *(f"not run: {label}: {reason}" for label, reason in self.absent.items()),
+        ]
+
+    def write(self, out: Path) -> None:
+        """Write one result file per setting."""
+        out.mkdir(parents=True, exist_ok=True)
+        for row, result in zip(self.rows, self.results, strict=True):
+            write_result(result, out / f"{re.sub('[^a-z0-9=.-]+', '-', row.label.lower())}.json")
+
+
+def fastest(rows: list[Standing]) -> Standing:
+    """The setting with the highest median."""
     return max(rows, key=lambda row: row.rate.value)
 
 
-def _sides(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Our rows and the peers'."""
-    return [row for row in rows if row.is_own], [row for row in rows if not row.is_own]
+def _contests(rows: list[Standing], where: str) -> list[tuple[list[Standing], str]]:
+    """Two contests among settings of one storage: without drafting, and our drafting beside all that peers have."""
+    plain = [row for row in rows if not row.is_speculative]
+    return [
+        (plain, f"{where}without drafting"),
+        ([row for row in rows if row.is_speculative or not row.is_own], f"{where}of all"),
+    ]
 
 
-def _plain_and_all(rows: list[Row], where: str) -> list[tuple[list[Row], list[Row], str]]:
-    """Two contests among rows of one storage: without drafting, and our drafting beside all that peers have."""
-    own, peers = _sides(rows)
-    plain = _sides([row for row in rows if not row.is_speculative])
-    return [(*plain, f"{where}without drafting"), ([r for r in own if r.is_speculative], peers, f"{where}of all")]
-
-
-def _sentence(own: list[Row], peers: list[Row], what: str) -> str:
+def _sentence(rows: list[Standing], what: str) -> str:
+    """Who is faster among some settings; empty if either side has none."""
+    own, peers = ([row for row in rows if row.is_own == is_own] for is_own in (True, False))
+    if not own or not peers:
+        return ""
     ours, best = fastest(own), fastest(peers)
     choice = f"the fastest of {len(own)} settings, " if len(own) > 1 else ""
     mine, theirs = ("", "") if ours.weights == best.weights else (f"{ours.weights}, ", f"{best.weights}, ")
@@ -135,10 +175,3 @@ def _sentence(own: list[Row], peers: list[Row], what: str) -> str:
         f"{what}: {ours.label} ({choice}{mine}{ours.rate.whole()} tok/s) is {ours.over(best).times()} the fastest of "
         f"{len(peers)} peer settings, {best.label} ({theirs}{best.rate.whole()} tok/s)"
     )
-
-
-def write_comparison(found: Comparison, out: Path) -> None:
-    """Write one result file per setting."""
-    out.mkdir(parents=True, exist_ok=True)
-    for row, result in zip(found.rows, found.results, strict=True):
-        write_result(result, out / f"{re.sub('[^a-z0-9=.-]+', '-', row.label.lower())}.json")

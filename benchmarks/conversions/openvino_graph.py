@@ -3,28 +3,66 @@
 The existing exporters need an older transformers than ours, so the graph is written here. It has the form that
 OpenVINO's own passes look for: keys and values are state; rotary embedding, RMS norm and attention are written as the
 CPU plugin fuses them; nodes have the names by which OpenVINO GenAI finds the layers that a draft reads. Knows nothing
-of pipelines or files.
+of pipelines.
 Source: what optimum-intel 2.2 exports; openvino.genai@015a9936, eagle3_model_transforms.cpp, for drafts.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.bench.peers.base import library
+from aquiline.bench.peers.peer import library, stored_dtype
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
 from aquiline.models.eagle import DraftHead
+from aquiline.models.families import config_file, read_fields
+from aquiline.models.formats import load_draft
+from aquiline.models.load import load_target
 from aquiline.models.rope import rotary
+from conversions.converted import converted, shares_embedding
 
 Node = Any
 ov = library("openvino")
 ops = library("openvino.opset13")
 INT8_RANGE = 127.0
+
+
+def target_folder(target: Path, int8: bool, model: str) -> Path:
+    """The folder of a target, written if it is not there. model: the name of the graph's file."""
+
+    def write(directory: Path) -> None:
+        graph = target_graph(load_target(target, dtype=stored_dtype(target)), int8)
+        _save(graph, directory / model, target)
+
+    return converted([target], f"openvino{'-int8' if int8 else ''}", write)
+
+
+def draft_folder(target: Path, draft: Path, int8: bool, model: str) -> Path:
+    """The folder of a target's draft, written if it is not there.
+
+    Raises ValueError for a draft that GenAI does not run."""
+
+    def write(directory: Path) -> None:
+        decoder = load_target(target, dtype=stored_dtype(target))
+        head = load_draft(draft, decoder, dtype=stored_dtype(draft))
+        if not shares_embedding(head, decoder):
+            raise ValueError("draft: has an embedding of its own; OpenVINO GenAI puts the target's in its place")
+        _save(draft_graph(head, int8), directory / model, draft)
+
+    return converted([target, draft], f"openvino-eagle3{'-int8' if int8 else ''}", write)
+
+
+def _save(graph: Any, file: Path, checkpoint: Path) -> None:
+    """Write a model in the form that GenAI reads. GenAI requires some end token, though every run here ignores it."""
+    ov.save_model(graph, file, False)
+    (file.parent / "config.json").write_text(json.dumps(read_fields(config_file(checkpoint))))
+    (file.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
 
 
 def target_graph(decoder: Decoder, int8: bool) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
-from aquiline.models.load import open_tensors
 
 FORM = 2
 """A version, raised whenever the files written for the same checkpoint change."""
@@ -59,10 +58,3 @@ def cached(name: str, write: Callable[[Path], None]) -> Path:
 def shares_embedding(head: DraftHead, decoder: Decoder) -> bool:
     """Whether a draft's embedding is the target's, rounded to what the draft is stored in."""
     return bool(head.embed.equal(decoder.embed.to(head.embed.dtype)))
-
-
-def stored_dtype(checkpoint: Path) -> str:
-    """The dtype to load a checkpoint in without rounding: bfloat16 if all its weights are bfloat16, else float32."""
-    tensors = open_tensors(checkpoint)
-    kinds = {tensors.dtype(name) for name in tensors.names} & set(tensors.readable)
-    return "bfloat16" if kinds <= {"BF16", "bfloat16"} else "float32"

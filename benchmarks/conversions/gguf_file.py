@@ -17,7 +17,7 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from aquiline.bench.peers.converted import converted, shares_embedding, stored_dtype
+from aquiline.bench.peers.peer import stored_dtype
 from aquiline.blocks import PACKED
 from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
@@ -25,6 +25,7 @@ from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
 from aquiline.models.rope import rotary
+from conversions.converted import converted, shares_embedding
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 STORED = {
@@ -41,9 +42,7 @@ NUM_FEATURES = 3
 
 
 def target_file(target: Path, dtype: str) -> Path:
-    """A target's file, written if it is not there; with dtype "packed" the target itself, which is such a file."""
-    if dtype == PACKED:
-        return target
+    """A target's file, written if it is not there."""
 
     def write(directory: Path) -> None:
         write_gguf(load_target(target, dtype=stored_dtype(target)), directory / "model.gguf", dtype)

@@ -9,25 +9,22 @@ either way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.bench.peers.base import QUANTISED, PeerSpec, Place
 from aquiline.bench.peers.check import CHECK_NEEDED, CHECK_PROMPTS, Checked, check
-from aquiline.bench.peers.contestants import Other, Own
-from aquiline.bench.peers.converted import stored_dtype
-from aquiline.bench.peers.names import ALL_PEERS, PACKED_PEERS, parse_peers
-from aquiline.bench.peers.plan import Contest, Workload
-from aquiline.bench.peers.random_target import random_target
-from aquiline.bench.peers.results import PeerModel, agreement, file_weights
-from aquiline.bench.peers.verdict import Comparison, Row
+from aquiline.bench.peers.contest import Contest, Workload
+from aquiline.bench.peers.contestants import Other, Own, PeerModel, agreement, file_weights
+from aquiline.bench.peers.names import ALL_PEERS, PACKED_PEERS, QUANTISED, PeerSpec, parse_peers
+from aquiline.bench.peers.peer import PeerSetup, conversion, stored_dtype
+from aquiline.bench.peers.verdict import Comparison, Standing, standing_of
 from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import rotated
-from aquiline.bench.results.result import Result, Scenario, is_speculative, tokens_sha256
+from aquiline.bench.results.result import Result, Scenario, tokens_sha256
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.configs import shape_of
@@ -47,10 +44,14 @@ from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SETTLE_S = 0.1
 """Pause before each run: the threads of the engine that ran before keep spinning on the cores for a while."""
+SPARE_TOKENS = 16
+"""Our context beyond prompt and output."""
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan(Workload):
+class ContestPlan(Workload):
     """What is compared. names: target and draft as a stranger would know them; is_packed: whether the target is a GGUF
     file that we run as it is."""
 
@@ -68,65 +69,62 @@ class Plan(Workload):
         if self.arithmetics[:1] != ("float32",):
             raise ValueError(f"arithmetics={self.arithmetics}: float32 comes first; peers are checked against it")
 
+    @property
+    def title(self) -> str:
+        """What is continued, in words."""
+        prompts = f"{self.repeats} x {self.batch} prompts of {self.prompt_tokens} tokens"
+        return f"{self.names[0]}: {prompts}, {self.new_tokens} new"
 
-def plan_of(contest: Contest, pair: PairConfig, work: Workload) -> Plan:
-    """The plan of what a user names. Without peers, all that can run what is compared.
+
+def plan_of(contest: Contest, pair: PairConfig, work: Workload) -> ContestPlan:
+    """The plan of a contest. Without peers, all that can run the target.
 
     Raises ValueError for a target beside random weights, for an unknown peer, and for one that needs another target."""
-    is_random, target, draft = contest.random_weights is not None, pair.target, pair.draft
-    if is_random and (target or draft):
-        raise ValueError(
-            f"random_weights={contest.random_weights!r}: is a target of its own; leave --target and --draft out"
-        )
-    drafts: Path | None
+    draft: Path | None = None
+    names: tuple[str, str | None]
     if contest.random_weights is not None:
-        place, drafts = random_target(contest.random_weights), None
-        names: tuple[str, str | None] = (f"random weights, {Path(contest.random_weights).name}", None)
+        asked = f"random_weights={contest.random_weights!r}"
+        if pair.target or pair.draft:
+            raise ValueError(f"{asked}: is a target of its own; leave --target and --draft out")
+        target: Path = conversion("random_target", asked).random_target(contest.random_weights)
+        names = (f"random weights, {Path(contest.random_weights).name}", None)
     else:
-        pair_named = checkpoints(target, draft)
-        place, names = resolve(pair_named.target), pair_named.names
-        drafts = None if pair_named.draft is None else resolve(draft_of(pair_named.draft))
-    is_packed = is_gguf(place) and for_checkpoint(Loading(), place, Environment.read()).dtype == PACKED
-    everybody = (*ALL_PEERS, *(PACKED_PEERS if is_packed else ()))
-    named = parse_peers(contest.peer or everybody, work.num_spec_tokens)
-    for spec in named:
-        spec.check_target(place)
-    if not contest.peer and drafts is None:
-        named = tuple(spec for spec in named if spec.eagle is None)
-    if not contest.peer and work.batch > 1:
-        named = tuple(s for s in named if not s.is_served and (s.kind == "openvino" or not s.is_speculative))
+        named = checkpoints(pair.target, pair.draft)
+        target, names = resolve(named.target), named.names
+        draft = None if named.draft is None else resolve(draft_of(named.draft))
+    is_packed = is_gguf(target) and for_checkpoint(Loading(), target, Environment.read()).dtype == PACKED
+    peers = parse_peers(
+        contest.peer or (*ALL_PEERS, *(PACKED_PEERS if is_packed else ())), work.num_spec_tokens
+    )  # fmt: skip
+    for spec in peers:
+        spec.check_target(target)
+    if not contest.peer:
+        peers = tuple(spec for spec in peers if _can_run(spec, draft is not None, work.batch))
     arithmetics = ("float32", "bfloat16") if contest.bf16_arithmetic else ("float32",)
-    return Plan(place, drafts, named, names, is_random, is_packed, arithmetics, **vars(work))
+    is_random = contest.random_weights is not None
+    return ContestPlan(target, draft, peers, names, is_random, is_packed, arithmetics, **vars(work))
 
 
-def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) -> Comparison:
+def _can_run(spec: PeerSpec, has_draft: bool, batch: int) -> bool:
+    """Whether a peer that nobody named can take part."""
+    if spec.eagle is not None and not has_draft:
+        return False
+    return batch == 1 or (not spec.is_served and (spec.kind == "openvino" or not spec.is_speculative))
+
+
+def compare(plan: ContestPlan, on_progress: Progress = lambda stage: None) -> Comparison:
     """Run a plan. on_progress is called with the name of each stage as it begins.
 
     Raises ValueError if no peer can be opened, or if one fails later."""
-    max_context = plan.prompt_tokens + plan.new_tokens
-    config = EngineConfig(
-        max_batch=plan.batch, prefix_cache=False, max_context=max_context + 16,
-        # All prompts of a run are computed in one step, as every peer does; so decoding is timed without prefill.
-        row_budget=max(EngineConfig().row_budget, plan.batch * plan.prompt_tokens),
-    )  # fmt: skip
-    llms = {}
-    for name, (dtype, arithmetic) in _storages(plan).items():
-        on_progress(f"loading aquiline, {dtype} weights, {arithmetic} arithmetic")
-        llms[name] = LLM(plan.target, plan.draft, dtype=dtype, arithmetic=arithmetic, engine=config)
+    llms = _load(plan, on_progress)
     llm = next(iter(llms.values()))
     prompts, scenario = _prompts(plan, llm)
-    place = Place(plan.target, plan.draft, int(str(llm.models.system()["threads"])), max_context + 1, plan.batch)
-    others, absent = _open(plan, place, prompts[-1], on_progress)
-    alone = [ids for ids, _ in _token_ids(plan, llm, CHECK_PROMPTS)]
+    threads, max_context = int(str(llm.models.system()["threads"])), plan.prompt_tokens + plan.new_tokens + 1
+    setup = PeerSetup(plan.target, plan.draft, threads, max_context, plan.batch)
+    others, absent = _open(plan, setup, prompts[-1], on_progress)
     try:
-        checks, references = dict[str, Checked](), dict(llms)
-        for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
-            on_progress(f"checking {spec.model}")
-            exact = str(spec.plain.dtype)
-            if exact not in references:
-                references[exact] = LLM(plan.target, dtype="float32", engine=config)
-            checks[spec.model] = check(references[exact], spec, place, alone)
-        own = list(_own(plan, llms))
+        checks = _check(plan, setup, others, llms, on_progress)
+        own = _own(plan, llms)
         for ours in own:
             on_progress(f"warming up {ours.label}")
             ours.run(prompts[-1], _sampling(plan, 0))
@@ -134,47 +132,49 @@ def compare(plan: Plan, on_progress: Callable[[str], None] = lambda what: None) 
         settings: list[Own | Other] = [*own, *others]
         _measure(plan, settings, prompts[:-1], on_progress)
         results = [setting.result(scenario, _model(plan, llm)) for setting in settings]
-        rows = _rows(plan, settings, results, checks, llm.models.tokenizer)
-        for row, result in zip(rows, results, strict=True):
-            result["void"] = row.void
+        rows = _standings(plan, settings, results, checks, llm.models.tokenizer)
         on_progress("this machine's bandwidth")
-        moved = {row.label: _moved(plan, ours.llm, row) for ours, row in zip(own, rows, strict=False) if ours.is_plain}
+        moved = {
+            row.label: _moved(plan, ours.llm, row)
+            for ours, row in zip(own, rows, strict=False)
+            if not ours.spec.is_speculative
+        }
         return Comparison(rows, results, checks, absent, llm.models.system(), moved)
     finally:
         for other in others:
             other.peer.close()
 
 
-def _storages(plan: Plan) -> dict[str, tuple[str, str]]:
-    """The storages that we run, as dtype and arithmetic by name. The first is the baseline's: a GGUF file as it is, or
-    what holds a checkpoint without rounding. The rounded ones run if a peer runs them too."""
-    stored = stored_dtype(plan.target)
-    first = {PACKED: (PACKED, "auto")} if plan.is_packed else {"float32": (stored, "float32")}
+def _engine(plan: ContestPlan) -> EngineConfig:
+    return EngineConfig(
+        max_batch=plan.batch, prefix_cache=False, max_context=plan.prompt_tokens + plan.new_tokens + SPARE_TOKENS,
+        # All prompts of a run are computed in one step, as every peer does; so decoding is timed without prefill.
+        row_budget=max(EngineConfig().row_budget, plan.batch * plan.prompt_tokens),
+    )  # fmt: skip
+
+
+def _load(plan: ContestPlan, on_progress: Progress) -> dict[str, LLM]:
+    """Our engines by storage. The first is the baseline: a GGUF file as it is, or a checkpoint without rounding. The
+    rounded storages run if a peer runs them too."""
+    first = {PACKED: (PACKED, "auto")} if plan.is_packed else {"float32": (stored_dtype(plan.target), "float32")}
     more = {name: ("bfloat16", name) for name in plan.arithmetics[1:]}
-    return first | more | {name: (name, "auto") for name in QUANTISED if any(s.dtype == name for s in plan.peers)}
-
-
-def _moved(plan: Plan, llm: LLM, row: Row) -> tuple[float, float]:
-    """Two bandwidths in GB/s: that of a plain setting, if each step reads every weight and all keys so far, and that of
-    plain reads."""
-    models = llm.models
-    ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
-    roofline = Roofline(
-        shape_of(models.target_config, models.storage), None, precision_of(models.storage, None), ceilings
-    )
-    step = roofline.step(plan.batch, plan.prompt_tokens + plan.new_tokens // 2)
-    return step.cost.num_bytes * row.rate.value / plan.batch / GIGA, ceilings.bandwidth.value / GIGA
+    rounded = {name: (name, "auto") for name in QUANTISED if any(spec.dtype == name for spec in plan.peers)}
+    llms = {}
+    for name, (dtype, arithmetic) in (first | more | rounded).items():
+        on_progress(f"loading aquiline, {dtype} weights, {arithmetic} arithmetic")
+        llms[name] = LLM(plan.target, plan.draft, dtype=dtype, arithmetic=arithmetic, engine=_engine(plan))
+    return llms
 
 
 def _open(
-    plan: Plan, place: Place, warm: list[list[int]], on_progress: Callable[[str], None]
+    plan: ContestPlan, setup: PeerSetup, warm: list[list[int]], on_progress: Progress
 ) -> tuple[list[Other], dict[str, str]]:
     """The peers that can run, warmed up; and for the others, by label, the reason why they cannot."""
     others, absent = [], {}
     for spec in plan.peers:
         on_progress(f"loading {spec.label}")
         try:
-            other = Other(spec, spec.open(place))
+            other = Other(spec, spec.open(setup))
             other.run(warm, _sampling(plan, 0))
         except (ValueError, AquilineError, RuntimeError) as error:  # RuntimeError is what native code raises
             absent[spec.label] = " ".join(str(error).split())
@@ -186,7 +186,34 @@ def _open(
     return others, absent
 
 
-def _sampling(plan: Plan, index: int) -> list[SamplingParams]:
+def _check(
+    plan: ContestPlan, setup: PeerSetup, others: list[Other], llms: dict[str, LLM], on_progress: Progress
+) -> dict[str, Checked]:
+    """The check of every kind of peer that runs here, against our engine on the same weights."""
+    references = dict(llms)
+    prompts = [ids for ids, _ in _token_ids(plan, next(iter(llms.values())), CHECK_PROMPTS)]
+    checks = {}
+    for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
+        on_progress(f"checking {spec.model}")
+        exact = str(spec.plain.dtype)
+        if exact not in references:
+            references[exact] = LLM(plan.target, dtype="float32", engine=_engine(plan))
+        checks[spec.model] = check(references[exact], spec, setup, prompts)
+    return checks
+
+
+def _moved(plan: ContestPlan, llm: LLM, row: Standing) -> tuple[float, float]:
+    """Two bandwidths in GB/s: that of a plain setting, if each step reads every weight and all keys so far, and that of
+    plain reads."""
+    models = llm.models
+    ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
+    shape = shape_of(models.target_config, models.storage)
+    roofline = Roofline(shape, None, precision_of(models.storage, None), ceilings)
+    step = roofline.step(plan.batch, plan.prompt_tokens + plan.new_tokens // 2)
+    return step.cost.num_bytes * row.rate.value / plan.batch / GIGA, ceilings.bandwidth.value / GIGA
+
+
+def _sampling(plan: ContestPlan, index: int) -> list[SamplingParams]:
     """How the prompts of run number `index` are sampled."""
     first = plan.seed + index * plan.batch
     return [
@@ -195,18 +222,19 @@ def _sampling(plan: Plan, index: int) -> list[SamplingParams]:
     ]
 
 
-def _own(plan: Plan, llms: dict[str, LLM]) -> Iterator[Own]:
+def _own(plan: ContestPlan, llms: dict[str, LLM]) -> list[Own]:
     specs: dict[str, Drafting] = {"baseline": NoDraft()}
     if plan.draft is not None:
         specs |= {f"chain-{k}": Chain(k) for k in plan.num_spec_tokens}
         specs["tree"] = Dynamic()
-    for number, (kind, llm) in enumerate(llms.items()):
-        suffix = f" in {kind}" if number else ""
-        for name, spec in specs.items():
-            yield Own(f"{name}{suffix}", llm, spec)
+    return [
+        Own(f"{name} in {storage}" if number else name, llm, spec)
+        for number, (storage, llm) in enumerate(llms.items())
+        for name, spec in specs.items()
+    ]
 
 
-def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
+def _prompts(plan: ContestPlan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
     """The prompts of each measured run and, at the end, those of the run that warms up. No engine has seen a measured
     prompt before."""
     found = _token_ids(plan, llm, (plan.repeats + 1) * plan.batch)
@@ -220,7 +248,7 @@ def _prompts(plan: Plan, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
     )  # fmt: skip
 
 
-def _token_ids(plan: Plan, llm: LLM, count: int) -> list[tuple[list[int], bool]]:
+def _token_ids(plan: ContestPlan, llm: LLM, count: int) -> list[tuple[list[int], bool]]:
     """`count` prompts, each with whether the bundled pair's training has not seen it. A smaller count gives the first
     prompts of a larger one."""
     tokenizer = llm.models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
@@ -229,7 +257,7 @@ def _token_ids(plan: Plan, llm: LLM, count: int) -> list[tuple[list[int], bool]]
 
 
 def _measure(
-    plan: Plan, settings: list[Own | Other], prompts: list[list[list[int]]], on_progress: Callable[[str], None]
+    plan: ContestPlan, settings: list[Own | Other], prompts: list[list[list[int]]], on_progress: Progress
 ) -> None:
     """Run every setting on the prompts of every round; each round begins with another setting."""
     for index, group in enumerate(prompts):
@@ -242,7 +270,7 @@ def _measure(
                 raise ValueError(f"{setting.label}: failed in run {index + 1} of {len(prompts)}: {error}") from error
 
 
-def _model(plan: Plan, llm: LLM) -> PeerModel:
+def _model(plan: ContestPlan, llm: LLM) -> PeerModel:
     config = llm.models.target_config
     sizes = [entry.shape for entry in target_entries(config)]
     count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in sizes)
@@ -250,13 +278,14 @@ def _model(plan: Plan, llm: LLM) -> PeerModel:
     return PeerModel(*plan.names, config, count, plan.is_random, file)
 
 
-def _rows(
-    plan: Plan,
+def _standings(
+    plan: ContestPlan,
     settings: list[Own | Other],
     results: list[Result],
     checks: dict[str, Checked],
     tokenizer: Tokenizer | None,
-) -> list[Row]:
+) -> list[Standing]:
+    """How every setting did. Writes into each result why it is void."""
     expected = [text.token_ids for text in settings[0].texts]
     rows = []
     for setting, result in zip(settings, results, strict=True):
@@ -264,15 +293,8 @@ def _rows(
         # At a temperature only our own settings can agree: other engines draw with other noise.
         is_known = plan.temperature == 0 or isinstance(setting, Own)
         agreed = [float(count) for count in counts if count is not None and is_known]
-        rows.append(
-            Row(
-                label=setting.label, engine=result["engine"], weights=result["model"]["dtype"],
-                arithmetic=result["model"]["arithmetic"], is_speculative=is_speculative(result),
-                tokens_per_s=result["throughput_tokens_per_sec"]["values"], ttft_ms=result["ttft_ms"]["median"],
-                tau=result["eagle_speculation"]["mean_acceptance_length"], agreed=mean(agreed) if agreed else None,
-                void=_void(setting, result, results[0], checks, agreed),
-            )
-        )  # fmt: skip
+        result["void"] = _void(setting, result, results[0], checks, agreed)
+        rows.append(standing_of(result, mean(agreed) if agreed else None))
     return rows
 
 

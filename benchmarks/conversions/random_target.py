@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aquiline.bench.peers.converted import cached
 from aquiline.bench.suite.scenarios import random_config
 from aquiline.models.load import target_entries
+from conversions.converted import cached
 
 SEED = 0
 SCALE = 0.02
