@@ -304,9 +304,7 @@ def main() -> None:
             print(f"{PAGE.name} has no {mark} ... <!-- end -->: put the table there by hand")
         elif not args.smoke:
             PAGE.write_text(text, encoding="utf-8")
-    print(
-        json.dumps({"benchmark": "results", "commit": commit(), "seconds": seconds, "results": str(job.results)})
-    )
+    print(json.dumps({"benchmark": "results", "commit": commit(), "seconds": seconds, "results": str(job.results)}))
 
 
 if __name__ == "__main__":

@@ -138,8 +138,8 @@ def test_limits_of_the_value_are_kept() -> None:
         )
     while engine.is_busy:
         engine.step()
-        if engine.last is not None and engine.last.output is not None:
-            most = max([most, *(d.num_drafted for d in engine.last.output.decodes)])
+        if engine.pipeline.last is not None and engine.pipeline.last.output is not None:
+            most = max([most, *(d.num_drafted for d in engine.pipeline.last.output.decodes)])
     assert 0 < most <= 4
 
 

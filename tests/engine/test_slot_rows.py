@@ -31,7 +31,7 @@ def test_rows_of_every_linear_fall_as_slots_finish(name: str) -> None:
         before = llm.engine.meter.mark()
         llm.engine.step()
         added = llm.engine.meter.since(before).slots
-        last = llm.engine.last
+        last = llm.engine.pipeline.last
         assert last is not None and set(last.plan.decoding) == set(active)
         tree, result = last.read().trees()
         assert len(tree.tokens) == len(active) * spec.max_nodes
@@ -72,7 +72,7 @@ def test_dead_slots_report_nothing() -> None:
     assert [s.slot for s in (doomed, *sequences)] == [0, 1, 2, 3]
     llm.engine.abort("doomed")
     llm.engine.step()
-    last = llm.engine.last
+    last = llm.engine.pipeline.last
     assert last is not None
     found = last.by_slot(5)
     assert found["accepted"].shape == (5,) and found["draft"].shape == (5, 12) and found["mask"].shape == (5, 12, 1)

@@ -64,7 +64,7 @@ def test_drafts_equal_the_native_paths(torch_llm: LLM, name: str) -> None:
         steps: list[Step] = []
         while llm.engine.is_busy:
             llm.engine.step()
-            last = llm.engine.last
+            last = llm.engine.pipeline.last
             assert last is not None
             if last.plan.decoding and (not steps or last is not steps[-1]):
                 steps.append(last)

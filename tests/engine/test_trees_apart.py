@@ -63,9 +63,9 @@ def serve(sampling: str, name: str) -> tuple[Output, list[set[Path]]]:
     llm, trees = bundled(), list[set[Path]]()
 
     def listen(_: object) -> None:
-        assert llm.engine.last is not None
-        if llm.engine.last.plan.decoding:
-            trees.append(paths_of(llm.engine.last))
+        assert llm.engine.pipeline.last is not None
+        if llm.engine.pipeline.last.plan.decoding:
+            trees.append(paths_of(llm.engine.pipeline.last))
 
     return llm.run([prompt()], SAMPLINGS[sampling], spec=SPECS[name], on_delta=listen).outputs[0], trees
 

@@ -5,7 +5,7 @@ Knows both sides of the seam and computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,14 +77,6 @@ def message_of(
         extends=tuple(extends),
         row_costs=row_costs,
     )
-
-
-def repeats(plan: StepPlan, message: StepInput, outcomes: Iterable[Pending]) -> Iterator[Step]:
-    """A plan whose decodes the backend ran several times, as so many steps. What came before the decodes, admissions,
-    pages and extends, belongs to the first."""
-    for outcome in outcomes:
-        yield Step(plan, message, outcome)
-        plan, message = plan._replace(admitted=()), StepInput(decodes=message.decodes, row_costs=message.row_costs)
 
 
 def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode:

@@ -52,7 +52,7 @@ def guess(llm: LLM, prompt_ids: list[int], sampling: SamplingParams, num_spec_to
     proposed: list[list[int]] = []
 
     def read(delta: TokenDelta) -> None:
-        step = llm.engine.last
+        step = llm.engine.pipeline.last
         assert step is not None
         if step.plan.decoding:  # not the step whose chunk ends the prompt
             tree, _ = step.read().trees()
