@@ -251,7 +251,6 @@ def test_a_draft_whose_logits_are_not_numbers(name: str) -> None:
         (Decode(0, Static(), cut=ALL), "cut of slot 0: only a chain"),
         (Decode(0, Chain(2), Proposal((1, 2), (-1, -1)), cut=ALL), "entry 1 follows entry -1, beside a cut it"),
         (Decode(0, Chain(4), Proposal((1,) * 248), cut=ALL), "a proposal of 248 tokens beside a cut: trees have"),
-        (Decode(0, Chain(2), None, 1, ALL), "num_forced=1 simulates acceptance for chains without a cut"),
         (Decode(0, Chain(2), cut=ALL._replace(chances=(1.0,) * 7)), "must have 8 chances and 8 seconds"),
         (Decode(0, Chain(2), cut=ALL._replace(seconds=(1.0,) * 9)), "must have 8 chances and 8 seconds"),
         (Decode(0, Chain(2), cut=ALL._replace(chances=(*(1.0,) * 7, 1.5))), r"chances\[7\]=1.5: must be in \[0, 1\]"),

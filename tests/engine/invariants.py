@@ -57,7 +57,7 @@ def check_outcome(engine: Engine) -> None:
     assert engine.meter.slots.disabled_other == 0
     if last is None:
         return
-    found, (tree, result) = last.by_slot(num_slots), last.read().trees()
+    found, (tree, result) = last.by_slot(num_slots), last.read().trees
     shape, slots = tree.topology, [decode.slot for decode in last.message.decodes]
     dead = np.setdiff1d(np.arange(num_slots), slots)
     assert len(dead) == num_slots - len(slots)

@@ -68,7 +68,7 @@ def test_drafts_equal_the_native_paths(torch_llm: LLM, name: str) -> None:
             assert last is not None
             if last.plan.decoding and (not steps or last is not steps[-1]):
                 steps.append(last)
-                tree, _ = last.read().trees()
+                tree, _ = last.read().trees
                 for b, sequence in enumerate(last.plan.decoding):
                     rows = slice(*tree.topology.offsets[b : b + 2])
                     grown = tree.tokens[rows].tolist(), tree.topology.parents[rows].tolist()

@@ -51,7 +51,7 @@ def speculated(text: Text, num_prompt: int, spec: Drafting) -> tuple[list[bool],
 
 def paths_of(step: Step) -> set[Path]:
     """The nodes of the one tree of a step, the root excluded."""
-    tree, _ = step.read().trees()
+    tree, _ = step.read().trees
     shape, tokens = tree.topology, tree.tokens
     ways = paths(shape)
     return {tuple(tokens[ways[row, 1 : shape.depths[row] + 1]].tolist()) for row in range(1, len(tokens))}

@@ -53,6 +53,7 @@ class Engine:
         self.pipeline = Pipeline(self.backend.is_async if config.late_reads is None else config.late_reads)
         self.sequences: dict[int | str, Sequence] = {}  # unfinished, by request id
         self.meter = Meter()
+        self.with_trees = config.check  # whether outcomes bring the verified trees; may be set between steps
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
         self.past = PastOutputs(config.shared_lookup_bytes) if config.shared_lookup_bytes else None
         self.controller: Controller | None = None  # made when the first adaptive request comes
@@ -165,7 +166,7 @@ class Engine:
         chosen = {} if self.controller is None else self.controller.decodes(plan)
         row_costs = self.controller.row_costs if chosen and self.controller is not None else ()
         most = self._most_repeats(plan, chosen)
-        message = message_of(plan, chosen, self.pool.take_changes(), extends, self.models.simulated, row_costs)
+        message = message_of(plan, chosen, self.pool.take_changes(), extends, row_costs, self.with_trees)
         num_steps = self.pipeline.issue(self.backend, plan, message, most)
         if num_steps > 1:
             self.scheduler.repeated(plan, num_steps)
@@ -177,7 +178,7 @@ class Engine:
         """How often the backend may run this plan before the host is needed: for a prompt, a text that may end, a copy,
         or a choice."""
         most = self.config.num_continuous_decode_steps
-        if most == 1 or self.pipeline.is_late or plan.chunks or self.models.simulated is not None:
+        if most == 1 or self.pipeline.is_late or plan.chunks:
             return 1
         most = min(most, round(MOST_AHEAD_S / self._step_s)) if self._step_s else 1
         if most <= 1 or not all(s.is_repeatable for s in plan.decoding):

@@ -52,7 +52,7 @@ class Pipeline:
         for outcome in outcomes:
             self.unread.append(Step(plan, message, outcome))
             if len(outcomes) > 1:
-                plan, message = plan._replace(admitted=()), StepInput(message.decodes, row_costs=message.row_costs)
+                plan, message = plan._replace(admitted=()), message._replace(chunks=(), admits=(), pages=(), extends=())
         if self.is_late:
             self.last = self.unread[-1]
         return len(outcomes)

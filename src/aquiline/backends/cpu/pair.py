@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -138,6 +139,10 @@ class CpuPair:
         if self.draft is not None:
             draft = self.draft.model.kv_values_per_token * dtype.itemsize + 4 * self.draft.model.hidden_size
         return self.target.kv_values_per_token * dtype.itemsize, draft
+
+    def free_bytes(self) -> int:
+        """Free memory of this machine."""
+        return int(psutil.virtual_memory().available)
 
     def system(self) -> dict[str, object]:
         """What runs: instruction set, threads, arithmetic."""

@@ -102,7 +102,7 @@ class TorchBackend:
         if decodes:
             logits = self.decoder.logits(out.hidden[:num_tree_rows])
             drawn = self._draw_trees(decodes, base, trees, on_path, logits, allowed)
-            kept = accept(trees, on_path, drawn, self._forced(step.decodes))
+            kept = accept(trees, on_path, drawn)
             columns = self._decode_logprobs(decodes, trees, kept, logits)
             self._keep(step.decodes, slots, base, trees, kept, out.features[:num_tree_rows])
         if allowed is not None:
@@ -111,7 +111,9 @@ class TorchBackend:
         draft_end = self.state.draft_end[slots]
         num_draft_rows = 0 if self._draft is None else self._draft.num_rows
         hosts = [self.state.hosts[slot] for slot in decodes]
-        return IssuedStep(trees, kept, base, draft_end, columns, prefilled, num_draft_rows, hosts, self._guesses)
+        return IssuedStep(
+            trees, kept, base, draft_end, columns, prefilled, num_draft_rows, hosts, self._guesses, step.with_trees
+        )
 
     @torch.inference_mode()
     def score(self, documents: Sequence[Int32]) -> Scored:  # noqa: D102
@@ -244,11 +246,6 @@ class TorchBackend:
         known = self.state.tokens_at(torch.tensor([slot], device=self.device), (base + back).view(1, -1)).view_as(back)
         before = torch.where(back > 0, drafted, known)
         return rules.apply(logits, below_root, tokens, base + depths + 1, before)
-
-    def _forced(self, decodes: tuple[Decode, ...]) -> Tensor | None:
-        if all(decode.num_forced is None for decode in decodes):
-            return None
-        return torch.tensor([-1 if d.num_forced is None else d.num_forced for d in decodes], device=self.device)
 
     def _decode_logprobs(
         self, slots: list[int], trees: Trees, kept: Kept, logits: Tensor

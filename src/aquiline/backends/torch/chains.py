@@ -24,13 +24,11 @@ from aquiline.spec.drafting import Chain, Proposal
 
 def check_cut(decode: Decode) -> None:
     """Raises ValueError for a Decode whose cut cannot be heeded."""
-    slot, drafting, proposal, num_forced, cut = decode
+    slot, drafting, proposal, cut = decode
     if cut is None:
         return
     if not isinstance(drafting, Chain):
         raise ValueError(f"cut of slot {slot}: only a chain that the draft model drafts has one")
-    if num_forced is not None:
-        raise ValueError(f"cut of slot {slot}: num_forced={num_forced} simulates acceptance for chains without a cut")
     if not len(cut.chances) == len(cut.seconds) == NUM_MARGINS:
         raise ValueError(f"{cut}: must have {NUM_MARGINS} chances and {NUM_MARGINS} seconds, one a bucket of margins")
     for name, chances in (("chances", cut.chances), ("seconds", cut.seconds)):
