@@ -25,8 +25,8 @@ from aquiline.backends.base import (
     StepOutput,
     TokenMasks,
 )
-from aquiline.backends.cpu.backend import CpuBackend
-from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.cpu.native_backend import CpuBackend
+from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.spec.confidence import Cut
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal, Static

@@ -18,8 +18,8 @@ from tests.backends.test_torch_backend import no_host_reads
 from tests.conftest import TINY_DRAFT, needs_native, tiny_pair
 
 from aquiline.backends.base import Decode, StepInput
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess, most_nodes
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal, Static

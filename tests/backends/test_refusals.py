@@ -15,9 +15,9 @@ from tests.conftest import needs_native, tiny_pair
 
 from aquiline.backends.base import Admit, Chunk, Decode, Extend, Pages, Sizes, StepInput
 from aquiline.backends.cpu.native import AqConfidence
-from aquiline.backends.cpu.packed import library
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.cpu.native_weights import library
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.errors import NativeError
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal

@@ -12,7 +12,7 @@ import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, foresee, new_pair, play, words
 from tests.conftest import TINY_DRAFT, needs_native
 
-from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Proposal
 from aquiline.spec.tree import DraftTree

@@ -19,7 +19,7 @@ from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aquiline.backends.base import Extend, Pair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels

@@ -11,8 +11,8 @@ from tests.backends.playing import SAMPLED, WAYS, Player, words
 from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair
 
 from aquiline.backends.base import VerifiedTrees
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.models.config import DraftConfig
 from aquiline.types import Int32, storage_dtype

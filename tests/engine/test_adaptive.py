@@ -14,7 +14,7 @@ from tests.engine.test_exact import SAMPLINGS, check_accounting, prompts, tokens
 from tests.engine.test_stateful import walk
 from tests.engine.traffic import Setup
 
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows

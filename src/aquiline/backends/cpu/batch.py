@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
 from aquiline.backends.cpu.buffers import address, pointer
 from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqCut, AqSampling, AqShape
-from aquiline.backends.cpu.packed import library
+from aquiline.backends.cpu.native_weights import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
 from aquiline.spec.confidence import NUM_MARGINS, Cut

@@ -85,7 +85,7 @@ def most_levels(cut: Cut, length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class ChainGuesses:
     """What the draft said at n levels of b chains. tokens, runners_up, margins [b, n] as in Guess; is_drafted [b, n]:
     whether the chain had not ended above the level."""
 
@@ -132,9 +132,9 @@ class CutChains:
         self.chances.append((self.chance, as_second))
         self.is_drafted = is_node & (self.chance >= cuts.least_pass)
 
-    def guesses(self) -> Guesses:
+    def guesses(self) -> ChainGuesses:
         """All that the draft said."""
-        return Guesses(*(torch.stack(column, 1) for column in zip(*self.levels, strict=True)))
+        return ChainGuesses(*(torch.stack(column, 1) for column in zip(*self.levels, strict=True)))
 
     def candidates(self) -> tuple[Tensor, Tensor]:
         """The nodes that the cuts let through, and their chances; both [b, 2 n], the runner-up of a level behind its

@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from aquiline.backends.base import Decoded, Prefilled, StepOutput, VerifiedTrees
-from aquiline.backends.torch.chains import Guesses
+from aquiline.backends.torch.chains import ChainGuesses
 from aquiline.backends.torch.draw import logprobs
-from aquiline.backends.torch.state import HostSlot
+from aquiline.backends.torch.slot_state import HostSlot
 from aquiline.backends.torch.trees import Kept, Trees
 from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import AcceptResult, TokenLogprobs
@@ -87,7 +87,7 @@ class IssuedStep:
     prefilled: list[PrefilledRows]
     num_draft_rows: int
     hosts: list[HostSlot]
-    guesses: list[tuple[list[int], Guesses]]
+    guesses: list[tuple[list[int], ChainGuesses]]
     with_trees: bool
 
     def read(self) -> StepOutput:

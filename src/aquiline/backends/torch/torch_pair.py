@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from aquiline.backends.base import Backend, Sizes
-from aquiline.backends.torch.backend import TorchBackend
+from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops.quantise import LINEARS, QUANTISED, quantise

@@ -30,15 +30,15 @@ from aquiline.backends.cpu.batch import NUM_TIMES, NativeBatch, new_tree
 from aquiline.backends.cpu.buffers import address, describe_kv, pointer
 from aquiline.backends.cpu.logprobs import LogprobReader
 from aquiline.backends.cpu.native import AqBatchConfig
-from aquiline.backends.cpu.packed import library
-from aquiline.backends.cpu.storage import new_group
+from aquiline.backends.cpu.native_pages import new_group
+from aquiline.backends.cpu.native_weights import library
 from aquiline.metrics import PARTS
 from aquiline.spec.confidence import Guess
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, KVGroup, Rows
 
 if TYPE_CHECKING:
-    from aquiline.backends.cpu.pair import CpuPair
+    from aquiline.backends.cpu.native_pair import CpuPair
 
 
 NUM_LIBRARY_PARTS = len(PARTS) - 2

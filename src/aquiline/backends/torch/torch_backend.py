@@ -13,9 +13,9 @@ from torch import Tensor
 
 from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
 from aquiline.backends.torch.chains import (
+    ChainGuesses,
     CutChains,
     Cuts,
-    Guesses,
     check_cut,
     check_row_costs,
     choose_nodes,
@@ -24,10 +24,10 @@ from aquiline.backends.torch.chains import (
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
-from aquiline.backends.torch.rows import prompt_block, tree_block
-from aquiline.backends.torch.rules import mask_tokens
-from aquiline.backends.torch.state import SlotState
-from aquiline.backends.torch.storage import PagedAttention, Storage
+from aquiline.backends.torch.logit_rules import mask_tokens
+from aquiline.backends.torch.slot_state import SlotState
+from aquiline.backends.torch.torch_pages import PagedAttention, TorchPages
+from aquiline.backends.torch.torch_rows import prompt_block, tree_block
 from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
@@ -46,11 +46,11 @@ class TorchBackend:
     def __init__(self, decoder: Decoder, head: DraftHead | None, kv_dtype: torch.dtype, sizes: Sizes) -> None:
         self.decoder, self.sizes, self.device = decoder, sizes, decoder.embed.device
         self.state = SlotState(sizes, self.device)
-        self.storage = Storage(decoder.config, self.state.scratch, kv_dtype, self.device)
+        self.storage = TorchPages(decoder.config, self.state.scratch, kv_dtype, self.device)
         self._draft: Draft | None = None
-        self._guesses: list[tuple[list[int], Guesses]] = []  # of the step that was drafted last
+        self._guesses: list[tuple[list[int], ChainGuesses]] = []  # of the step that was drafted last
         if head is not None:
-            storage = Storage(head.config.model, self.state.scratch, kv_dtype, self.device)
+            storage = TorchPages(head.config.model, self.state.scratch, kv_dtype, self.device)
             self._draft = Draft(head, self.state, storage)
         self.all_ids = torch.arange(decoder.config.vocab_size, device=self.device)
 
