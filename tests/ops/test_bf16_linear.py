@@ -11,7 +11,7 @@ from native_calls import ISAS, LOADED, bits
 from test_forward import HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, run
 from test_linear import SHAPES, inputs
 
-from aquiline.backends.cpu import calls
+from aquiline.backends.cpu import calls, native_weights
 from aquiline.errors import NativeError
 
 needs_dot = pytest.mark.skipif(LOADED is None or not LOADED.has_bf16_dot(), reason="this CPU has no AVX512_BF16")
