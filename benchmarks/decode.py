@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
-from aquiline.backends.cpu.backend import CpuBackend
+from aquiline.backends.cpu.native_backend import CpuBackend
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import rotated

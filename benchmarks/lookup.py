@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from aquiline.backends.cpu import calls
-from aquiline.backends.cpu.text_index import NativeIndex
+from aquiline.backends.cpu.native_text_index import NativeIndex
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.models.named import BUNDLED_TARGET
 from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared

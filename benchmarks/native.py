@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from aquiline.backends.cpu import buffers, calls, native, packed
+from aquiline.backends.cpu import buffers, calls, native, native_weights
 from aquiline.blocks import BLOCK_TYPES, in_memory
 from aquiline.ops.quantise import QUANTISED
 from aquiline.types import (
@@ -163,7 +163,7 @@ def bench_forward(
 
 def arithmetics() -> tuple[str, ...]:
     """What this CPU has."""
-    return ("float32", "bfloat16") if packed.has_bf16_dot() else ("float32",)
+    return ("float32", "bfloat16") if native_weights.has_bf16_dot() else ("float32",)
 
 
 def bench_forwards() -> dict[str, dict[str, dict[str, float]]]:

@@ -65,8 +65,8 @@ class Stream:
             stages, began = list[dict[str, float]](), time.perf_counter()
             while not stages or engine.is_ahead:
                 engine.step()
-                assert engine.last is not None
-                stages.append(engine.last.read().seconds)
+                assert engine.pipeline.last is not None
+                stages.append(engine.pipeline.last.read().seconds)
             seconds, num = time.perf_counter() - began, len(stages)
             num_done += num
             if num_done <= 2:

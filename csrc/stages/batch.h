@@ -84,8 +84,9 @@ struct Guess {
 
 enum class Stage { idle, drafted, verified };
 
-// The seconds that aq_keep reports, in this order.
-enum StageTime { kDraftTime, kBindTime, kVerifyTime, kAcceptTime, kKeepTime, kNumTimes };
+// The seconds that aq_keep reports, in this order: of the stages draft, verify and keep, where verify fills rows, runs
+// the target's forward and draws.
+enum StageTime { kDraftTime, kRowsTime, kVerifyTime, kDrawTime, kKeepTime, kNumTimes };
 
 }  // namespace aq
 

@@ -74,8 +74,6 @@ int check_chunk(const AqChunk& chunk, int num_known, int num_computed) {
 int check_cut(const AqBatch& batch, const AqDecode& decode, const AqCut& cut) {
   const bool is_chain = decode.shape >= 0 && batch.shapes[decode.shape].kind == AQ_CHAIN;
   AQ_REQUIRE(is_chain, "cut of slot %d: only a chain that the draft model drafts has one", decode.slot);
-  AQ_REQUIRE(decode.num_forced < 0, "cut of slot %d: num_forced=%d simulates acceptance for chains without a cut",
-             decode.slot, decode.num_forced);
   for (int i = 0; i < AQ_MARGINS; i++) {
     AQ_REQUIRE(cut.chances[i] >= 0.0f && cut.chances[i] <= 1.0f, "cut of slot %d: chances[%d]=%g: must be in [0, 1]",
                decode.slot, i, cut.chances[i]);
@@ -98,7 +96,6 @@ int rows_of(const AqBatch& batch, const AqDecode& decode) {
 int check_decode(const AqBatch& batch, const AqDecode& decode, const int32_t* proposal, const AqCut* cut) {
   const Slot& slot = batch.slots[decode.slot];
   AQ_REQUIRE(slot.decodes, "decode slot=%d: has no root yet", decode.slot);
-  AQ_REQUIRE(decode.num_forced >= -1, "num_forced=%d: must be at least 0, or -1", decode.num_forced);
   AQ_REQUIRE(decode.shape >= -1 && decode.shape < (int)batch.shapes.size(), "shape=%d: there is no such shape",
              decode.shape);
   AQ_REQUIRE(decode.shape < 0 || slot.drafts, "decode slot=%d: was admitted as a sequence that never drafts",

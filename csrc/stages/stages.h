@@ -65,13 +65,12 @@ typedef struct {
 typedef struct {
   int32_t slot, start, end, is_last, draws;
 } AqChunk;
-// shape: a number that aq_add_shape gave; -1: the draft model does not draft. num_forced: how many drafts of a chain
-// are accepted whatever the target draws; -1: drafts are accepted where they equal the drawn tokens. num_proposed:
+// shape: a number that aq_add_shape gave; -1: the draft model does not draft. num_proposed: the
 // number of tokens of a proposal, which is verified in place of the draft model's tree; -1: there is no proposal.
 // has_cut: whether an AqCut ends the chain that the draft model drafts. A proposal beside a cut is a chain; both are
 // verified in one tree, in which a token that both have behind the same tokens is one node.
 typedef struct {
-  int32_t slot, shape, num_forced, num_proposed, has_cut;
+  int32_t slot, shape, num_proposed, has_cut;
 } AqDecode;
 typedef struct {
   int32_t slot, group, first, count;
@@ -117,16 +116,16 @@ int aq_keep(AqBatch*, int32_t* out, double* seconds);
 // The three stages one after the other; then the same decodes again from where they stand, num_steps times in all, or
 // until a sequence has max_tokens of output or draws one of its end tokens, or its logits are not numbers. The reports
 // of the steps stand in out one behind the other, their times in seconds [num_steps, 5]; num_done says how many there
-// are. More than one step: the message has no chunks and no proposals, and no decode's acceptance is forced.
+// are. More than one step: the message has no chunks and no proposals.
 int aq_step(AqBatch*, const int32_t* message, const AqConfidence*, const AqAdmit* admits, int32_t num_admits,
             int32_t num_steps, int32_t* out, double* seconds, int32_t* num_done);
 
 // Single parts of the stages, for tests. aq_accept finds the accepted path of one tree, root first: path
-// [AQ_MAX_DEPTH + 1]; num_forced as in AqDecode. aq_select chooses the best num_nodes - 1 of a dynamic tree's
+// [AQ_MAX_DEPTH + 1]. aq_select chooses the best num_nodes - 1 of a dynamic tree's
 // candidates, in the order they were found, with the node number of each one's parent. Its parents [count] are
 // candidates, -1 for the root.
-int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int32_t num_nodes,
-              int32_t num_forced, int32_t* path, int32_t* length);
+int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int32_t num_nodes, int32_t* path,
+              int32_t* length);
 int aq_select(const float* scores, const int32_t* parents, int32_t count, int32_t num_nodes, int32_t* chosen,
               int32_t* node_parents);
 

@@ -132,13 +132,12 @@ int draw(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks,
 }
 
 // The accepted nodes of one tree, root first. One pass suffices because parents stand before their children.
-void accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int num_nodes, int num_forced,
+void accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int num_nodes,
             std::vector<int32_t>* path) {
   path->assign(1, 0);
   for (int i = 1; i < num_nodes; i++) {
     const int node = path->back();
-    const bool matches = num_forced < 0 ? tokens[i] == drawn[node] : (int)path->size() <= num_forced;
-    if (parents[i] == node && matches) path->push_back(i);
+    if (parents[i] == node && tokens[i] == drawn[node]) path->push_back(i);
   }
 }
 
@@ -147,7 +146,7 @@ void accept(AqBatch* batch, int b) {
   const int first = trees.offsets[b];
   const int32_t *tokens = trees.tokens.data() + first, *drawn = batch->drawn.data() + first;
   std::vector<int32_t>&path = batch->paths[b], &kept = batch->kept[b];
-  accept(tokens, trees.parents.data() + first, drawn, trees.size(b), batch->decodes[b].num_forced, &path);
+  accept(tokens, trees.parents.data() + first, drawn, trees.size(b), &path);
   kept.clear();
   for (size_t level = 1; level < path.size(); level++) kept.push_back(tokens[path[level]]);
   kept.push_back(drawn[path.back()]);
@@ -168,15 +167,12 @@ int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* mask
   batch->chunk_tokens.clear();
   size_t next = batch->trees.tokens.size();
   for (const AqChunk& chunk : batch->chunks) batch->chunk_tokens.push_back(chunk.draws ? batch->drawn[next++] : -2);
-  batch->lap(kAcceptTime);
+  batch->lap(kDrawTime);
   return 0;
 }
 
 int check_verify(const AqBatch& batch, const uint32_t* masks, int num_rows, int num_words) {
   AQ_REQUIRE(batch.stage == Stage::drafted, "the step has not been drafted");
-  for (size_t b = 0; b < batch.decodes.size(); b++)
-    AQ_REQUIRE(batch.decodes[b].num_forced < 0 || batch.trees.is_chain((int)b),
-               "num_forced=%d: acceptance is simulated for chains", batch.decodes[b].num_forced);
   if (masks == nullptr) return 0;
   AQ_TRY(check_pointer("masks", masks, sizeof(uint32_t)));
   int expected = (int)batch.trees.tokens.size();
@@ -192,8 +188,8 @@ int check_verify(const AqBatch& batch, const uint32_t* masks, int num_rows, int 
 
 using namespace aq;
 
-int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int32_t num_nodes,
-              int32_t num_forced, int32_t* path, int32_t* length) {
+int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* drawn, int32_t num_nodes, int32_t* path,
+              int32_t* length) {
   const struct {
     const char* name;
     const int32_t* pointer;
@@ -206,7 +202,7 @@ int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* draw
   trees.parents.assign(parents, parents + num_nodes);
   AQ_TRY(finish_trees(&trees));
   std::vector<int32_t> found;
-  accept(tokens, parents, drawn, num_nodes, num_forced, &found);
+  accept(tokens, parents, drawn, num_nodes, &found);
   std::copy(found.begin(), found.end(), path);
   *length = (int32_t)found.size();
   return 0;
@@ -218,7 +214,7 @@ int aq_verify(AqBatch* batch, const uint32_t* masks, int32_t num_rows, int32_t n
   batch->lapped = seconds();
   bind(batch);
   const std::vector<Drawing> all = drawing_rows(*batch);
-  batch->lap(kBindTime);
+  batch->lap(kRowsTime);
   if (verify(batch, all, masks, num_words) != 0) return -2;
   batch->stage = Stage::verified;
   return 0;

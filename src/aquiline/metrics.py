@@ -19,15 +19,18 @@ import numpy as np
 
 from aquiline.ledger import Ledger
 
-STAGES = ("draft", "masks", "verify", "accept", "commit", "host")
-"""Where the time of a step goes. draft: drafting; masks: filling the rows of the target's forward; verify: that
-forward; accept: drawing tokens and choosing paths; commit: making slots ready for the next step; host: the rest."""
+STAGES = ("draft", "verify", "keep", "host")
+"""Where the time of a step goes. draft: the draft's missing keys and the trees; verify: the target's forward over trees
+and chunks, its draws, and the kept paths; keep: keys and features of kept paths, and the next roots; host: the
+rest."""
 
 PARTS = (
     "target_attention", "target_mlp", "target_head", "draft_attention", "draft_mlp", "draft_head", "draft_fusion",
+    "rows", "draws",
 )  # fmt: skip
-"""The parts of the models that stages run. attention: from the input norm to the output projection; mlp: from there to
-the end of the layer; head: final norm, logits, the draw or choice; draft_fusion: the features fused for the draft."""
+"""The parts that stages run. attention: from the input norm to the output projection; mlp: from there to the end of the
+layer; head: final norm, logits, the draw or choice; draft_fusion: the features fused for the draft; rows: tokens,
+positions and masks of the target's rows, filled; draws: drawn tokens and kept paths, without the head."""
 
 
 @dataclass

@@ -25,8 +25,8 @@ from aquiline.backends.base import (
     StepOutput,
     TokenMasks,
 )
-from aquiline.backends.cpu.backend import CpuBackend
-from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.cpu.native_backend import CpuBackend
+from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.spec.confidence import Cut
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal, Static
@@ -63,7 +63,6 @@ class Text:
     drafting: Drafting
     chunk: int = 7
     propose: Propose | None = None
-    num_forced: int | None = None
     cut: Callable[[], Cut | None] = lambda: None
     num_computed: int = 0
     decodes: bool = False
@@ -137,12 +136,12 @@ class Player:
         for text in self.texts if texts is None else texts:
             if text.decodes:
                 proposal = text.propose(text) if text.propose is not None else None
-                decodes.append(Decode(text.slot, text.drafting, proposal, text.num_forced, text.cut()))
+                decodes.append(Decode(text.slot, text.drafting, proposal, text.cut()))
             else:
                 chunks.append(self._chunk(text))
         told = tuple(self.admits), tuple(self.news), tuple(self.extends)
         self.admits, self.news, self.extends = [], [], []
-        return StepInput(tuple(decodes), tuple(chunks), *told, self.row_costs() if decodes else ())
+        return StepInput(tuple(decodes), tuple(chunks), *told, self.row_costs() if decodes else (), True)
 
     def _chunk(self, text: Text) -> Chunk:
         end = max(text.num_prompt, len(text.tokens) - 1)
@@ -172,7 +171,8 @@ class Player:
         return output
 
     def note(self, message: StepInput, output: StepOutput) -> None:
-        tree, result = output.trees()
+        assert output.trees is not None
+        tree, result = output.trees
         for b, (decode, decoded) in enumerate(zip(message.decodes, output.decodes, strict=True)):
             text = self.at(decode.slot)
             assert text is not None and decoded.root == len(text.tokens) - 1

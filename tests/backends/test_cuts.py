@@ -18,8 +18,8 @@ from tests.backends.test_torch_backend import no_host_reads
 from tests.conftest import TINY_DRAFT, needs_native, tiny_pair
 
 from aquiline.backends.base import Decode, StepInput
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess, most_nodes
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal, Static
@@ -251,7 +251,6 @@ def test_a_draft_whose_logits_are_not_numbers(name: str) -> None:
         (Decode(0, Static(), cut=ALL), "cut of slot 0: only a chain"),
         (Decode(0, Chain(2), Proposal((1, 2), (-1, -1)), cut=ALL), "entry 1 follows entry -1, beside a cut it"),
         (Decode(0, Chain(4), Proposal((1,) * 248), cut=ALL), "a proposal of 248 tokens beside a cut: trees have"),
-        (Decode(0, Chain(2), None, 1, ALL), "num_forced=1 simulates acceptance for chains without a cut"),
         (Decode(0, Chain(2), cut=ALL._replace(chances=(1.0,) * 7)), "must have 8 chances and 8 seconds"),
         (Decode(0, Chain(2), cut=ALL._replace(seconds=(1.0,) * 9)), "must have 8 chances and 8 seconds"),
         (Decode(0, Chain(2), cut=ALL._replace(chances=(*(1.0,) * 7, 1.5))), r"chances\[7\]=1.5: must be in \[0, 1\]"),

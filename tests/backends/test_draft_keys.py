@@ -11,7 +11,7 @@ from tests.backends.playing import SAMPLED, Player, Text, new_pair, words
 from tests.conftest import needs_native
 
 from aquiline.backends.base import Extend
-from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.types import Float32

@@ -15,9 +15,9 @@ from tests.conftest import needs_native, tiny_pair
 
 from aquiline.backends.base import Admit, Chunk, Decode, Extend, Pages, Sizes, StepInput
 from aquiline.backends.cpu.native import AqConfidence
-from aquiline.backends.cpu.packed import library
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.cpu.native_weights import library
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.errors import NativeError
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Proposal
@@ -62,7 +62,6 @@ BAD: dict[str, tuple[StepInput, str]] = {
     "a parent too few": (StepInput((Decode(0, NoDraft(), Proposal((1, 2), (-1,))),)), "a parent for every token"),
     "too deep": (StepInput((Decode(0, NoDraft(), Proposal((1,) * 33)),)), "proposal: is deeper than 32"),
     "too many": (StepInput((Decode(0, NoDraft(), Proposal((1,) * 256)),)), "must be below 256"),
-    "forced below none": (StepInput((Decode(0, Chain(1), None, -2),)), "num_forced=-2"),
     "a chunk ahead": (StepInput(chunks=(Chunk(2, 8, 9, False, False),)), r"chunk \[8, 9\) of slot 2: 20 tokens are"),
     "a chunk beyond": (StepInput(chunks=(Chunk(2, 7, 21, True, True),)), r"chunk \[7, 21\) of slot 2"),
     "a draw too early": (StepInput(chunks=(Chunk(2, 7, 9, False, True),)), "is_last=0 and draws=1"),

@@ -139,8 +139,7 @@ def test_what_cannot_be_repeated_is_refused_and_changes_nothing() -> None:
         "num_steps above 1 beside 1 chunks": StepInput(
             (Decode(0, Chain(3)),), (Chunk(1, start, start + 3, False, False),)
         ),
-        "decode 0 with a proposal or num_forced": StepInput((Decode(0, NoDraft(), Proposal((1, 2))),)),
-        "decode 0 with a proposal or": StepInput((Decode(0, Chain(3), num_forced=1),)),
+        "decode 0 with a proposal": StepInput((Decode(0, NoDraft(), Proposal((1, 2))),)),
     }
     for message, step in bad.items():
         with pytest.raises(ValueError, match=message):

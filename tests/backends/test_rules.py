@@ -15,8 +15,8 @@ from tests.conftest import needs_native, tiny_pair
 from tests.ops.native_calls import draw as draw_rows
 
 from aquiline.backends.base import StepInput, TokenMasks
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 from aquiline.spec.tree import DraftTree

@@ -12,7 +12,7 @@ import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, foresee, new_pair, play, words
 from tests.conftest import TINY_DRAFT, needs_native
 
-from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Proposal
 from aquiline.spec.tree import DraftTree
@@ -139,34 +139,12 @@ def test_the_host_changes_the_trees() -> None:
     assert roots
 
 
-@pytest.mark.parametrize("forced", [0, 2, 3, 9])
-def test_forced_acceptance(forced: int) -> None:
-    """So many drafts are kept whatever was drawn, and what is drawn behind them; never more than were drafted."""
-    player = Player(pair())
-    text = player.add(words(5), Chain(3), num_forced=forced)
-    player.run(10)
-    for step, (tokens, _, path) in zip(text.steps, text.trees, strict=True):
-        count = min(forced, 3)
-        assert path == list(range(count + 1)) and step.kept[:-1] == tokens[1 : count + 1]
-
-
-def test_forced_acceptance_is_for_chains() -> None:
-    player = Player(pair())
-    text = player.add(words(5), Dynamic(), num_forced=1)
-    player.run(1)
-    with pytest.raises(ValueError, match="num_forced=1: acceptance is simulated for chains"):
-        player.step()
-    text.num_forced = None
-    player.run(24)
-    assert text.output[:24] == alone("none", 0).output[:24]
-
-
 def test_seconds_rows_and_parts() -> None:
     player = Player(pair())
     player.add(words(20), Dynamic())
     player.run(1)
     output = player.step()
-    assert set(output.seconds) == {"draft", "masks", "verify", "accept", "commit"}
+    assert set(output.seconds) == {"draft", "verify", "keep"}
     assert all(seconds > 0 for seconds in output.seconds.values()) and output.parts == {}
     assert output.num_draft_rows == 1 + 2 * 2, "the row before the root, and two levels of two"
     player.backend.time_parts(True)

@@ -12,7 +12,7 @@ from tests.conftest import TINY, needs_native, tiny_pair
 from tests.dense import DenseAttention
 
 from aquiline.backends.base import Pair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.types import TokenLogprobs
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.conftest import needs_native
 from tests.spec.test_suffix_automaton import STREAMS
 
-from aquiline.backends.cpu.packed import library
-from aquiline.backends.cpu.text_index import NativeIndex
+from aquiline.backends.cpu.native_text_index import NativeIndex
+from aquiline.backends.cpu.native_weights import library
 from aquiline.config import MAX_DEPTH
 from aquiline.engine import engine, llm
 from aquiline.errors import NativeError

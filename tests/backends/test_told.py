@@ -11,8 +11,8 @@ import torch
 from tests.backends.playing import WAYS, Player, new_pair, words
 from tests.conftest import TINY, needs_native, tiny_pair
 
-from aquiline.backends.cpu import packed
-from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.cpu import native_weights
+from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import SamplingParams
 from aquiline.models.decoder import Decoder
 from aquiline.spec.drafting import Chain, NoDraft
@@ -138,7 +138,7 @@ def test_pairs_that_cannot_run(settings: dict[str, str], message: str) -> None:
         CpuPair(*tiny_pair(), "float32", **settings)
 
 
-@pytest.mark.skipif(not needs_native.args[0] and packed.has_bf16_dot(), reason="this CPU has the dot product")
+@pytest.mark.skipif(not needs_native.args[0] and native_weights.has_bf16_dot(), reason="this CPU has the dot product")
 def test_arithmetic_that_this_cpu_lacks() -> None:
     with pytest.raises(ValueError, match="lacks AVX512_BF16; use arithmetic='float32'"):
         CpuPair(*tiny_pair(), "bfloat16", "bfloat16")

@@ -19,7 +19,7 @@ from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aquiline.backends.base import Extend, Pair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
@@ -110,7 +110,7 @@ def test_reading_late_changes_nothing(name: str) -> None:
     found, logprobs = [], []
     for late in (True, False):
         llm = torch_llm(late)
-        assert llm.engine.reads_late is late
+        assert llm.engine.pipeline.is_late is late
         outputs = llm.run(prompts(6), params, spec=SPECS.get(name, BASELINE)).outputs
         entries = [e for o in outputs for e in (*(o.prompt_logprobs or []), *(o.logprobs or []))]
         found.append(([(o.token_ids, o.by_draft) for o in outputs], [(e.token_id, e.rank, [*e.top]) for e in entries]))
@@ -122,7 +122,7 @@ def test_reading_late_changes_nothing(name: str) -> None:
 def test_it_may_be_issued_ahead() -> None:
     assert torch_llm(True).engine.backend.is_async
     config = engine_config(4)
-    assert LLM.from_models(LoadedModels(torch_pair(), None, "float32", 0), config).engine.reads_late
+    assert LLM.from_models(LoadedModels(torch_pair(), None, "float32", 0), config).engine.pipeline.is_late
 
 
 class HostRead(AssertionError):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, Player, words
 from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair
 
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.base import VerifiedTrees
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.models.config import DraftConfig
-from aquiline.types import storage_dtype
+from aquiline.types import Int32, storage_dtype
 
 pytestmark = needs_native
 
@@ -66,3 +68,30 @@ def test_biases_and_sinks(dtype: str) -> None:
     tolerance = 1e-4 if dtype == "float32" else 1e-2  # keys that land on the other side of a rounding boundary
     np.testing.assert_allclose(*hidden, rtol=0, atol=tolerance * np.abs(hidden[0]).max())
     assert texts[0] == texts[1], "no near tie in this fixture"
+
+
+@pytest.mark.parametrize("kind", [CpuPair, TorchPair])
+def test_a_step_and_its_outcome_can_be_sent_to_another_process(kind: type[CpuPair] | type[TorchPair]) -> None:
+    """Prompts in chunks, chains, trees and copies, log-probabilities, rules, and the verified trees."""
+    player = Player(kind(*tiny_pair(), "float32"), num_slots=len(WAYS))
+    sampling = dataclasses.replace(SAMPLINGS["ruled"], logprobs=2, prompt_logprobs=1)
+    for i, way in enumerate(WAYS.values()):
+        player.add(words(5 + 3 * i, i), way, sampling, bad_words=((5, 6),))
+    for _ in range(4):
+        step = player.next_step(player.texts)
+        output = player.backend.step(step).read()
+        sent, told = pickle.loads(pickle.dumps((step, output)))
+        assert sent._replace(admits=()) == step._replace(admits=())
+        assert [*map(vars, sent.admits)] == [*map(vars, step.admits)]
+        assert told._replace(trees=None) == output._replace(trees=None)
+        for ours, theirs in zip(flat(output.trees), flat(told.trees), strict=True):
+            assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
+        player.note(step, output)
+
+
+def flat(trees: VerifiedTrees | None) -> list[Int32]:
+    assert trees is not None
+    (shape, kept) = trees.drafted.topology, trees.kept
+    return [
+        shape.parents, shape.depths, shape.offsets, trees.drafted.tokens, kept.path, kept.tokens, kept.num_accepted
+    ]  # fmt: skip

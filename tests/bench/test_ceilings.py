@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from aquiline.backends.cpu import calls, packed
+from aquiline.backends.cpu import calls, native_weights
 from aquiline.bench.theory import ceilings, measure
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
@@ -21,7 +21,7 @@ from aquiline.bench.theory.measure import Machine, best_of, last_level_cache, me
 from aquiline.config import cache_directory
 
 STAGES = ["read-only stream", "copy", "float32 GEMM"]
-HAS_DOT = calls.missing_reason() is None and packed.has_bf16_dot()
+HAS_DOT = calls.missing_reason() is None and native_weights.has_bf16_dot()
 KNOWN: dict[str, Any] = {
     "date": "2026-01-31", "load": 0.0, "read": {"per_s": 5e10, "by": "a"}, "copy": {"per_s": 4e10, "by": "b"},
     "float32": {"per_s": 2e11, "by": "c"}, "bfloat16": None, "int8": None,

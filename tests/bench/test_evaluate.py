@@ -11,16 +11,18 @@ import pytest
 from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from aquiline.backends.base import Backend, Drafts, Pending, StepInput, TokenMasks
 from aquiline.bench.eval.evaluate import Evaluation
 from aquiline.bench.eval.figures import tables
 from aquiline.bench.eval.plan import EvalPlan, Evaluated, Text, settings_of
 from aquiline.bench.eval.report import EvalFacts, as_document, as_markdown, model_facts, notes
+from aquiline.bench.suite.simulated import Outcome, SimulatedBackend
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.errors import ResultError
 from aquiline.spec.drafting import Chain, Dynamic
 from aquiline.spec.registry import drafting
-from aquiline.spec.simulate import SimulatedAcceptance
+from aquiline.spec.tree import DraftTree
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.questions import Question
 
@@ -40,6 +42,19 @@ def tiny(
 ) -> LLM:
     loaded = dataclasses.replace(tiny_models(eos_token_ids=eos_token_ids), tokenizer=LETTERS, **replaced)
     return LLM.from_models(loaded, config or engine_config(1))
+
+
+class Lossy(SimulatedBackend):
+    """A backend whose verification is broken: it reports another token than the target's wherever it drafted."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner, 1.0, TINY.vocab_size)
+
+    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> Pending:
+        output = self.inner.verify(step, drafts, masks).read()
+        for decode, decoded in zip(step.decodes, output.decodes, strict=True):
+            decoded.kept[-1] ^= decode.drafting.is_speculative
+        return Outcome(output)
 
 
 def evaluation(llm: LLM, plan: EvalPlan = PLAN, questions: list[Question] = QUESTIONS, **given: Any) -> Evaluation:
@@ -102,7 +117,8 @@ def test_texts_end_at_eos_unless_told_otherwise() -> None:
 
 
 def test_settings_that_write_different_tokens_are_an_error_that_names_the_place() -> None:
-    llm = tiny(simulated=SimulatedAcceptance(2.0))  # keeps a draft every step, right or wrong
+    llm = tiny()
+    llm.engine.backend = Lossy(llm.engine.backend)
     plan = EvalPlan(settings_of((2,)), lengths=(12,))
     with pytest.raises(
         ResultError, match=r"question 'first', turn 1, length 12, temperature 0: chain-2 and baseline"

@@ -23,7 +23,7 @@ from tests.conftest import TINY, TINY_DRAFT, engine_config, tiny_pair
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.bench.theory.configs import draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.bench.theory.device import Ceilings, Figure
 from aquiline.bench.theory.roofline import Cost, Roofline, Rows, forward_cost, keys_read, keys_seen

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from rich.progress import Progress as Bar
+from tests.backends.playing import words
+from tests.conftest import tiny_models
 from tests.disk import MESSAGE, full_after
 from typer.testing import CliRunner
 
@@ -18,14 +20,15 @@ from aquiline.bench.results.table import markdown
 from aquiline.bench.suite import suite
 from aquiline.bench.suite.plan import CPU, Load, Plan
 from aquiline.bench.suite.scenarios import RANDOM, Source
+from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.suite.suite import Progress, run_suite
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
 from aquiline.cli.show.results import shown_progress
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
-from aquiline.spec.simulate import SimulatedAcceptance
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
 TINY_RANDOM = Source(
@@ -157,12 +160,16 @@ def test_what_cannot_run_is_named_and_the_rest_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tau", [1.0, 1.3, 2.5, 3.0, 4.0, 9.0])
-def test_simulated_tau_is_met_and_capped(tau: float) -> None:
-    simulated = SimulatedAcceptance(tau)
-    accepted = [simulated.next(Chain(3)) for _ in range(600)]
-    assert {*accepted} <= {0, 1, 2, 3}
-    assert 1 + sum(a or 0 for a in accepted) / len(accepted) == pytest.approx(min(tau, 4), abs=0.01)
-    assert simulated.next(NoDraft()) is None
+def test_simulated_tau_is_met_and_the_text_is_plain_decodings(tau: float) -> None:
+    llm = LLM.from_models(tiny_models(), EngineConfig(max_batch=3))
+    llm.engine.backend = SimulatedBackend(llm.engine.backend, tau, llm.models.vocab_size)
+    prompts = [words(9, seed) for seed in range(3)]
+    sampling = SamplingParams(max_tokens=90, temperature=0.7, seed=5, ignore_eos=True)
+    plain = llm.run(prompts, sampling, spec=NoDraft())
+    run = llm.run(prompts, sampling, spec=Chain(3))
+    assert [o.token_ids for o in run.outputs] == [o.token_ids for o in plain.outputs]
+    assert run.summary.counters.tau == pytest.approx(min(tau, 4), abs=0.15)
+    assert plain.summary.counters.tau == 1
 
 
 def test_a_bar_does_not_stand_at_nothing_while_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +184,12 @@ def test_a_bar_does_not_stand_at_nothing_while_a_model_loads(monkeypatch: pytest
 
 
 def test_simulated_tau_that_cannot_be() -> None:
+    llm = LLM.from_models(tiny_models(), EngineConfig(max_batch=1))
     with pytest.raises(ValueError, match=r"simulate_tau=0\.5"):
-        SimulatedAcceptance(0.5)
-    with pytest.raises(ValueError, match="simulate_tau: acceptance is simulated for chains"):
-        SimulatedAcceptance(2).next(Dynamic())
+        SimulatedBackend(llm.engine.backend, 0.5, 96)
+    llm.engine.backend = SimulatedBackend(llm.engine.backend, 2.0, 96)
+    with pytest.raises(ValueError, match="drafter='dynamic': acceptance is simulated for chains"):
+        llm.run([words(9)], SamplingParams(max_tokens=4), spec=Dynamic())
 
 
 def test_the_command(tmp_path: Path) -> None:

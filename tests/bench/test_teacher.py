@@ -10,7 +10,7 @@ from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import deepest, teach
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.eval.teacher import Guesses, accuracy, guess, teacher
+from aquiline.bench.eval.teacher import Guesses, Teacher, accuracy
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.metrics import Counters
@@ -37,11 +37,11 @@ def real_counters(llm: LLM, prompts: list[list[int]], sampling: SamplingParams, 
 def test_a_draft_that_knows_the_text_and_one_that_knows_it_wrong(K: int, wrong: bool) -> None:
     llm = tiny_llm(max_batch=1)
     text = llm.run([PROMPT], SAMPLINGS[0]).outputs[0].token_ids
-    judge = teacher(llm, len(PROMPT) + len(text))
+    judge = Teacher(llm, len(PROMPT) + len(text))
     drafts = [(token + wrong) % TINY.vocab_size for token in text]
-    for own in (llm, judge):
+    for own in (llm, judge.llm):
         teach(own, [PROMPT + drafts], deepest)
-    found = guess(judge, PROMPT, SAMPLINGS[0], K)
+    found = judge.guess(PROMPT, SAMPLINGS[0], K)
     assert found.token_ids == text, "accepting nothing leaves the target's own text"
     result = accuracy([found], K)
     assert result.marginal == [0.0 if wrong else 1.0] * K
@@ -56,8 +56,8 @@ def test_a_draft_that_knows_the_text_and_one_that_knows_it_wrong(K: int, wrong: 
 def test_a_random_draft_is_as_bad_as_serving_finds_it(sampling: SamplingParams) -> None:
     llm = tiny_llm(max_batch=1)
     prompts = [[3 + i, 40 - i, 7 * i + 1] for i in range(12)]
-    judge = teacher(llm, 64)
-    found = [guess(judge, prompt, sampling, 4) for prompt in prompts]
+    judge = Teacher(llm, 64)
+    found = [judge.guess(prompt, sampling, 4) for prompt in prompts]
     result = accuracy(found, 4)
     assert result.marginal[0] is not None and result.marginal[0] < 0.3
     for k in range(1, 5):
@@ -71,8 +71,8 @@ def test_the_bundled_draft_serves_as_simulated(temperature: float) -> None:
     llm = LLM("bundled", engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompts = [llm.encode(prompt.text) for prompt in read_prompts(BUNDLED_PROMPTS)[:3]]
     sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=1)
-    judge = teacher(llm, max(map(len, prompts)) + 32)
-    result = accuracy([guess(judge, prompt, sampling, 5) for prompt in prompts], 5)
+    judge = Teacher(llm, max(map(len, prompts)) + 32)
+    result = accuracy([judge.guess(prompt, sampling, 5) for prompt in prompts], 5)
     assert result.marginal[0] is not None and result.marginal[0] > 0.4, "a trained draft"
     for k in (1, 3, 5):
         real = real_counters(llm, prompts, sampling, k)
@@ -83,7 +83,7 @@ def test_the_bundled_draft_serves_as_simulated(temperature: float) -> None:
 
 def test_a_text_of_one_token_says_nothing() -> None:
     llm = tiny_llm(max_batch=1)
-    found = guess(teacher(llm, 8), PROMPT, SamplingParams(max_tokens=1), 3)
+    found = Teacher(llm, 8).guess(PROMPT, SamplingParams(max_tokens=1), 3)
     result = accuracy([found], 3)
     assert found.right.shape == (0, 3) and result.num_guesses == [0, 0, 0]
     assert result.marginal == result.conditional == result.simulated_tau == [None] * 3

@@ -18,7 +18,7 @@ CHAIN = Chain(1)
 
 def unread_sequences(engine: Engine) -> set[Sequence]:
     """Those that ran in steps whose outcomes are still to be committed."""
-    plans = [step.plan for step in engine.unread]
+    plans = [step.plan for step in engine.pipeline.unread]
     return {s for plan in plans for s in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks))}
 
 
@@ -31,7 +31,7 @@ def check_sequences(engine: Engine) -> None:
     assert {*waiting, *running} == {*engine.sequences.values()}
     assert all(s.slot == -1 and not s.nodes and s.finish_reason is None for s in waiting)
     in_flight = Counter[Sequence]()
-    for plan in (step.plan for step in engine.unread):
+    for plan in (step.plan for step in engine.pipeline.unread):
         in_flight.update({s: s.request.spec.max_depth + 1 for s in plan.decoding})
         in_flight.update({chunk.sequence: 1 for chunk in plan.chunks if chunk.draws})
     for slot, sequence in enumerate(scheduler.running):
@@ -53,11 +53,11 @@ def check_sequences(engine: Engine) -> None:
 
 def check_outcome(engine: Engine) -> None:
     """The last step by slots: where nobody decoded nothing is accepted, drafted or masked, and nobody is disabled."""
-    last, num_slots = engine.last, engine.config.max_batch
+    last, num_slots = engine.pipeline.last, engine.config.max_batch
     assert engine.meter.slots.disabled_other == 0
     if last is None:
         return
-    found, (tree, result) = last.by_slot(num_slots), last.read().trees()
+    found, (tree, result) = last.by_slot(num_slots), last.read().trees
     shape, slots = tree.topology, [decode.slot for decode in last.message.decodes]
     dead = np.setdiff1d(np.arange(num_slots), slots)
     assert len(dead) == num_slots - len(slots)

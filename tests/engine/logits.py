@@ -11,9 +11,9 @@ import torch
 
 from aquiline.backends.base import Pair
 from aquiline.backends.cpu.buffers import pointer
-from aquiline.backends.cpu.packed import library
-from aquiline.backends.cpu.pair import CpuPair
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.cpu.native_weights import library
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.engine.model import LoadedModels
 from aquiline.engine.score import Scorer
 from aquiline.types import Float32

@@ -50,7 +50,7 @@ def fill(llm: LLM, value: float) -> None:
 
 def first_draft_key(llm: LLM, slot: int) -> int:
     """The first KV index that holds a draft key, as the last Admit of the slot said."""
-    admits = [admit for step in [llm.engine.last] if step is not None for admit in step.message.admits]
+    admits = [admit for step in [llm.engine.pipeline.last] if step is not None for admit in step.message.admits]
     return next(admit.first_draft_key for admit in admits if admit.slot == slot)
 
 

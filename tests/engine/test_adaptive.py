@@ -14,8 +14,8 @@ from tests.engine.test_exact import SAMPLINGS, check_accounting, prompts, tokens
 from tests.engine.test_stateful import walk
 from tests.engine.traffic import Setup
 
-from aquiline.backends.torch.pair import TorchPair
-from aquiline.config import EngineConfig, SamplingParams
+from aquiline.backends.torch.torch_pair import TorchPair
+from aquiline.config import SamplingParams
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
 from aquiline.engine.llm import LLM
@@ -138,8 +138,8 @@ def test_limits_of_the_value_are_kept() -> None:
         )
     while engine.is_busy:
         engine.step()
-        if engine.last is not None and engine.last.output is not None:
-            most = max([most, *(d.num_drafted for d in engine.last.output.decodes)])
+        if engine.pipeline.last is not None and engine.pipeline.last.output is not None:
+            most = max([most, *(d.num_drafted for d in engine.pipeline.last.output.decodes)])
     assert 0 < most <= 4
 
 
@@ -147,12 +147,6 @@ def test_limits_of_the_value_are_kept() -> None:
 def test_a_bad_length_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="max_spec_tokens"):
         Adaptive(bad)  # type: ignore[arg-type]
-
-
-def test_simulated_acceptance_is_refused() -> None:
-    models = tiny_models().with_simulated(2.0)
-    with pytest.raises(ValueError, match=r"drafter='adaptive'.*use drafter='chain'"):
-        LLM.from_models(models, EngineConfig(max_batch=1), Adaptive())
 
 
 @pytest.mark.slow

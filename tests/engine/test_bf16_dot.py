@@ -9,8 +9,8 @@ import torch
 from tests.conftest import engine_config, needs_native, round_to, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 
-from aquiline.backends.cpu import packed
-from aquiline.backends.cpu.pair import resolve_arithmetic
+from aquiline.backends.cpu import native_weights
+from aquiline.backends.cpu.native_pair import resolve_arithmetic
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules
@@ -20,7 +20,7 @@ pytestmark = needs_native
 
 @lru_cache
 def llm_in(arithmetic: str, max_batch: int = 3, row_budget: int = 48) -> LLM:
-    if arithmetic == "bfloat16" and not packed.has_bf16_dot():
+    if arithmetic == "bfloat16" and not native_weights.has_bf16_dot():
         pytest.skip("this CPU has no AVX512_BF16")
     decoder, head = tiny_pair()
     for module in (decoder, head):
@@ -58,7 +58,7 @@ def test_the_two_differ() -> None:
 
 def test_auto_is_the_faster_of_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_dot, expected in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(packed, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
+        monkeypatch.setattr(native_weights, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
         assert resolve_arithmetic("auto", "bfloat16") == expected
         assert resolve_arithmetic("auto", "float32") == resolve_arithmetic("auto", "float16") == "float32"
         for dtype in ("int8", "int4", "packed"):
@@ -77,7 +77,7 @@ def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> Non
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             resolve_arithmetic(arithmetic, dtype)
-    monkeypatch.setattr(packed, "has_bf16_dot", lambda: False)
+    monkeypatch.setattr(native_weights, "has_bf16_dot", lambda: False)
     with pytest.raises(ValueError, match="AVX512_BF16; use arithmetic='float32'"):
         resolve_arithmetic("bfloat16", "bfloat16")
 

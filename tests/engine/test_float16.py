@@ -15,7 +15,7 @@ from tests.engine.test_golden import observe, restored_isa
 from tests.engine.test_quantised import pair_llm
 
 from aquiline.backends.cpu import native
-from aquiline.backends.cpu.pair import resolve_arithmetic
+from aquiline.backends.cpu.native_pair import resolve_arithmetic
 from aquiline.engine.llm import LLM
 from aquiline.errors import CheckpointError
 from aquiline.models.load import load_target, read_model_config

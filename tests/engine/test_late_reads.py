@@ -112,7 +112,7 @@ def test_abort_while_an_outcome_is_unread(num_steps: int) -> None:
     first, beside = add(llm, 0, batch[2]), add(llm, 1, batch[1])
     for _ in range(num_steps):
         llm.engine.step()
-    last = llm.engine.last
+    last = llm.engine.pipeline.last
     assert last is not None and first in {*last.plan.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
     output, slot = first.output_ids, first.slot
     delta = llm.engine.abort(0)
@@ -158,7 +158,7 @@ def test_preemption_while_an_outcome_is_unread(name: str, prefix_cache: bool, pr
     victim = victim or add(llm, 1, batch[1], name)
     num_lost = 0
     while llm.engine.is_busy:
-        unread, before = llm.engine.last, (victim.num_preempted, len(victim.tokens))
+        unread, before = llm.engine.pipeline.last, (victim.num_preempted, len(victim.tokens))
         llm.engine.step()
         if victim.num_preempted > before[0]:
             assert unread is not None and victim in unread.plan.decoding, "it ran in the step before"

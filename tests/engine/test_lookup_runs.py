@@ -14,7 +14,7 @@ from tests.engine.streams import lettered_llm, read, run, said
 from tests.engine.test_exact import BASELINE, check_accounting, prompts, tokens
 from tests.engine.test_stops import letters
 
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.engine.async_llm import AsyncLLM
 from aquiline.engine.llm import LLM, Result

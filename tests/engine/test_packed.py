@@ -18,7 +18,7 @@ from tests.engine.test_golden import restored_isa
 from tests.gguf_files import write_gguf_target
 
 from aquiline.backends.cpu import native
-from aquiline.backends.cpu.pair import CpuPair
+from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.blocks import BLOCK_TYPES, block_size
 from aquiline.config import ISAS, Environment
 from aquiline.engine.llm import LLM

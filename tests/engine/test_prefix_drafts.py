@@ -67,9 +67,9 @@ def test_drafts_resume_as_after_a_full_prefill(name: str, extra: int) -> None:
         assert_same_state(llm, ours, other, theirs, ours.num_cached)
         for one in (llm, other):
             one.engine.step()
-        a, b = llm.engine.last, other.engine.last
+        a, b = llm.engine.pipeline.last, other.engine.pipeline.last
         assert a is not None and b is not None
-        trees = [step.read().trees()[0].tokens.tolist() for step in (a, b)]
+        trees = [step.read().trees.drafted.tokens.tolist() for step in (a, b)]
         assert trees[0] == trees[1], f"proposals of step {num_steps}"
         assert ours.tokens == theirs.tokens
         num_steps += 1
@@ -162,8 +162,8 @@ def test_drafts_read_no_key_that_no_draft_has_written(name: str) -> None:
         seen = []
         while llm.engine.is_busy:
             llm.engine.step()
-            assert llm.engine.last is not None
-            seen.append(llm.engine.last.read().trees()[0].tokens.tolist())
+            assert llm.engine.pipeline.last is not None
+            seen.append(llm.engine.pipeline.last.read().trees.drafted.tokens.tolist())
         proposals.append(seen)
     assert proposals[0] == proposals[1] == proposals[2]
 

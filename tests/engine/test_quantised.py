@@ -18,7 +18,7 @@ from torch import nn
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu import native
-from aquiline.backends.cpu.pair import resolve_arithmetic
+from aquiline.backends.cpu.native_pair import resolve_arithmetic
 from aquiline.config import ISAS, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules

@@ -275,14 +275,6 @@ def test_a_model_of_more_positions_than_are_counted_runs() -> None:
         add(llm, "b", words(20), dataclasses.replace(PARAMS, max_tokens=2**30))
 
 
-@pytest.mark.parametrize("spec", [SPECS["static"], SPECS["dynamic"], Lookup(min_confidence=0.0)], ids=lambda s: s.name)
-def test_simulated_acceptance_of_trees_is_refused_before_a_step(spec: Drafting) -> None:
-    llm = LLM.from_models(tiny_models().with_simulated(2.0), engine_config(1))
-    with pytest.raises(ValueError, match=f"drafter='{spec.name}': simulated acceptance is of fixed chains"):
-        add(llm, "tree", words(9), spec=spec)
-    assert ended(finish(llm)) == []
-
-
 @pytest.mark.parametrize("arrival", [math.nan, math.inf, 10**400, -1e300, "now", None, True])
 def test_an_arrival_that_is_no_time_is_refused(arrival: Any) -> None:
     with pytest.raises(ValueError, match=r"request a: arrival=.* must be a time of time\.monotonic"):

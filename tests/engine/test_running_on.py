@@ -93,10 +93,10 @@ def test_random_choices_are_repeated_and_change_no_text() -> None:
 def test_whoever_comes_is_seated_once_the_outcomes_are_told() -> None:
     llm = llm_of(max_batch=2)
     first = llm.engine.add(llm.request(0, prompts(1)[0], LONG, BASELINE))
-    while len(llm.engine.unread) < 3:
+    while len(llm.engine.pipeline.unread) < 3:
         llm.engine.step()
     second = llm.engine.add(llm.request(1, prompts(2)[1], LONG, BASELINE))
-    for _ in range(len(llm.engine.unread)):
+    for _ in range(len(llm.engine.pipeline.unread)):
         before = len(first.tokens)
         llm.engine.step()
         assert second.slot == -1 and len(first.tokens) == before + 1, "one outcome a step"
@@ -111,7 +111,7 @@ def test_abort_before_the_outcomes_are_told() -> None:
     llm = llm_of(max_batch=2, num_pages=16)
     expected = tokens(tiny_llm().run(prompts(3), LONG, spec=BASELINE))
     first, beside = (llm.engine.add(llm.request(i, prompts(2)[i], LONG, SPECS["chain4"])) for i in range(2))
-    while len(llm.engine.unread) < 3:
+    while len(llm.engine.pipeline.unread) < 3:
         llm.engine.step()
     output = first.output_ids
     assert llm.engine.abort(0).token_ids == []
@@ -122,7 +122,7 @@ def test_abort_before_the_outcomes_are_told() -> None:
     assert [beside.output_ids, again.output_ids] == expected[1:]
     assert llm.engine.pool.num_free == 16
     llm.engine.add(llm.request(0, prompts(1)[0], LONG, BASELINE))
-    while len(llm.engine.unread) < 3:
+    while len(llm.engine.pipeline.unread) < 3:
         llm.engine.step()
     llm.engine.reset()
     assert not llm.engine.is_busy and llm.engine.pool.num_free == 16

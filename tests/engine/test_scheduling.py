@@ -35,9 +35,9 @@ def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budg
         deltas = {delta.request_id: delta for delta in engine.step()}
         assert len(deltas["first"].token_ids) >= 1, "who decodes waits for no prompt"
         assert meter.num_target_forwards == forwards + 1
-        assert engine.last is not None
-        num_decode_rows = sum(1 + decoded.num_drafted for decoded in engine.last.decodes)
-        num_chunks = engine.last.plan.num_chunk_rows
+        assert engine.pipeline.last is not None
+        num_decode_rows = sum(1 + decoded.num_drafted for decoded in engine.pipeline.last.decodes)
+        num_chunks = engine.pipeline.last.plan.num_chunk_rows
         assert num_decode_rows == spec.max_nodes
         assert num_decode_rows + num_chunks <= max(row_budget, num_decode_rows + MIN_CHUNK)
         num_chunk_rows.append(num_chunks)
@@ -58,13 +58,13 @@ def test_a_prompt_does_not_hold_up_others_on_a_slow_machine(monkeypatch: pytest.
     second, chunks = add(llm, "second", words(170, 1)), []
     while not second.output_ids:
         llm.engine.step()
-        assert llm.engine.last is not None
-        chunks.append(llm.engine.last.plan.num_chunk_rows)
+        assert llm.engine.pipeline.last is not None
+        chunks.append(llm.engine.pipeline.last.plan.num_chunk_rows)
     assert set(chunks[:-1]) == {25} and len(first.output_ids) == finish_at + len(chunks)
     finish(llm)
     third = add(llm, "third", words(170, 1))
     llm.engine.step()
-    assert llm.engine.last is not None and llm.engine.last.plan.num_chunk_rows == 170
+    assert llm.engine.pipeline.last is not None and llm.engine.pipeline.last.plan.num_chunk_rows == 170
     finish(llm)
     assert second.output_ids == third.output_ids == alone(words(170, 1))
 
@@ -84,8 +84,8 @@ def test_prompts_share_a_step_s_rows_in_the_order_they_came() -> None:
     spans = []
     while any(not s.output_ids for s in sequences):
         llm.engine.step()
-        assert llm.engine.last is not None
-        spans.append([(c.sequence.request.id, c.start, c.end, c.draws) for c in llm.engine.last.plan.chunks])
+        assert llm.engine.pipeline.last is not None
+        spans.append([(c.sequence.request.id, c.start, c.end, c.draws) for c in llm.engine.pipeline.last.plan.chunks])
     assert spans == [[(0, 0, 20, True), (1, 0, 20, True), (2, 0, 8, False)], [(2, 8, 20, True)]]
     finish(llm)
     assert [s.output_ids for s in sequences] == [alone(words(20, i)) for i in range(3)]
@@ -99,8 +99,8 @@ def test_an_urgent_prompt_s_rows_come_before_those_of_earlier_slots() -> None:
     shares = []
     for _ in range(3):
         llm.engine.step()
-        assert llm.engine.last is not None
-        shares.append({c.sequence.request.id: c.end - c.start for c in llm.engine.last.plan.chunks})
+        assert llm.engine.pipeline.last is not None
+        shares.append({c.sequence.request.id: c.end - c.start for c in llm.engine.pipeline.last.plan.chunks})
     assert patient.slot < urgent.slot
     assert shares == [{"urgent": 24}, {"urgent": 16, "patient": 8}, {"patient": 23}]
     finish(llm)
@@ -197,7 +197,7 @@ def test_other_drafters_and_none_side_by_side(sampling: SamplingParams) -> None:
         forwards = llm.engine.meter.num_target_forwards
         llm.engine.step()
         assert llm.engine.meter.num_target_forwards == forwards + 1
-        last = llm.engine.last
+        last = llm.engine.pipeline.last
         assert last is not None
         num_nodes = [decoded.num_drafted + 1 for decoded in last.decodes]
         assert num_nodes == [sequence.request.spec.max_nodes for sequence in last.plan.decoding]

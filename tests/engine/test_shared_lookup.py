@@ -10,7 +10,7 @@ from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models, t
 from tests.engine.driving import add, finish, words
 from tests.engine.test_exact import BASELINE, check_accounting, prompts, tokens
 
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.spec.adaptive import Adaptive

@@ -31,9 +31,9 @@ def test_rows_of_every_linear_fall_as_slots_finish(name: str) -> None:
         before = llm.engine.meter.mark()
         llm.engine.step()
         added = llm.engine.meter.since(before).slots
-        last = llm.engine.last
+        last = llm.engine.pipeline.last
         assert last is not None and set(last.plan.decoding) == set(active)
-        tree, result = last.read().trees()
+        tree, result = last.read().trees
         assert len(tree.tokens) == len(active) * spec.max_nodes
         assert added.num_verify_rows == len(active) * spec.max_nodes
         expected = sum(carried[s] + spec.draft_rows for s in active) if name != "none" else 0
@@ -72,14 +72,14 @@ def test_dead_slots_report_nothing() -> None:
     assert [s.slot for s in (doomed, *sequences)] == [0, 1, 2, 3]
     llm.engine.abort("doomed")
     llm.engine.step()
-    last = llm.engine.last
+    last = llm.engine.pipeline.last
     assert last is not None
     found = last.by_slot(5)
     assert found["accepted"].shape == (5,) and found["draft"].shape == (5, 12) and found["mask"].shape == (5, 12, 1)
     for dead in (0, 4):
         assert found["accepted"][dead] == 0 and (found["draft"][dead] == -1).all() and not found["mask"][dead].any()
     assert found["accepted"][2] == 4
-    tree, result = last.read().trees()
+    tree, result = last.read().trees
     shape = tree.topology
     for b, sequence in enumerate(last.plan.decoding):
         first, end = shape.offsets[b], shape.offsets[b + 1]

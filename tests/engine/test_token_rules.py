@@ -13,7 +13,7 @@ from tests.engine.oracle import known
 from tests.engine.test_exact import BASELINE, SPECS, check_accounting, prompts
 from tests.engine.test_stops import letters
 
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.model import LoadedModels

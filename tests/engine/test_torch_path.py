@@ -64,11 +64,11 @@ def test_drafts_equal_the_native_paths(torch_llm: LLM, name: str) -> None:
         steps: list[Step] = []
         while llm.engine.is_busy:
             llm.engine.step()
-            last = llm.engine.last
+            last = llm.engine.pipeline.last
             assert last is not None
             if last.plan.decoding and (not steps or last is not steps[-1]):
                 steps.append(last)
-                tree, _ = last.read().trees()
+                tree, _ = last.read().trees
                 for b, sequence in enumerate(last.plan.decoding):
                     rows = slice(*tree.topology.offsets[b : b + 2])
                     grown = tree.tokens[rows].tolist(), tree.topology.parents[rows].tolist()

@@ -51,7 +51,7 @@ def speculated(text: Text, num_prompt: int, spec: Drafting) -> tuple[list[bool],
 
 def paths_of(step: Step) -> set[Path]:
     """The nodes of the one tree of a step, the root excluded."""
-    tree, _ = step.read().trees()
+    tree, _ = step.read().trees
     shape, tokens = tree.topology, tree.tokens
     ways = paths(shape)
     return {tuple(tokens[ways[row, 1 : shape.depths[row] + 1]].tolist()) for row in range(1, len(tokens))}
@@ -63,9 +63,9 @@ def serve(sampling: str, name: str) -> tuple[Output, list[set[Path]]]:
     llm, trees = bundled(), list[set[Path]]()
 
     def listen(_: object) -> None:
-        assert llm.engine.last is not None
-        if llm.engine.last.plan.decoding:
-            trees.append(paths_of(llm.engine.last))
+        assert llm.engine.pipeline.last is not None
+        if llm.engine.pipeline.last.plan.decoding:
+            trees.append(paths_of(llm.engine.pipeline.last))
 
     return llm.run([prompt()], SAMPLINGS[sampling], spec=SPECS[name], on_delta=listen).outputs[0], trees
 

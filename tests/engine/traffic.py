@@ -93,7 +93,7 @@ class Traffic:
         self.seen["aborted running"] += sequence.slot >= 0
         self.seen["aborted waiting"] += sequence.slot < 0
         self.seen["aborted unread"] += sequence in unread_sequences(self.engine)
-        self.seen["aborted ahead"] += sum(sequence in step.plan.decoding for step in self.engine.unread) > 1
+        self.seen["aborted ahead"] += sum(sequence in step.plan.decoding for step in self.engine.pipeline.unread) > 1
         delta = self.engine.abort(number)
         assert (delta.request_id, delta.token_ids, delta.finish_reason) == (number, [], "abort")
         self._end(sequence)
@@ -200,8 +200,8 @@ class Traffic:
 
     def _look(self) -> None:
         """Count what the step did."""
-        if self.engine.last is not None:
-            plan, message = self.engine.last.plan, self.engine.last.message
+        if self.engine.pipeline.last is not None:
+            plan, message = self.engine.pipeline.last.plan, self.engine.pipeline.last.message
             first = [chunk for chunk in plan.chunks if chunk.start <= chunk.sequence.num_hit]
             self.seen["whole hits"] += sum(chunk.start < chunk.sequence.num_hit for chunk in first)
             self.seen["resumed"] += sum(chunk.sequence.num_preempted > 0 for chunk in first)

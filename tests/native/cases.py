@@ -18,8 +18,8 @@ from tests.conftest import engine_config, round_to, tiny_pair
 from tests.native.recorder import Recorder
 
 from aquiline.backends.cpu import calls, native
-from aquiline.backends.cpu.packed import library
-from aquiline.backends.cpu.text_index import NativeIndex
+from aquiline.backends.cpu.native_text_index import NativeIndex
+from aquiline.backends.cpu.native_weights import library
 from aquiline.blocks import BLOCK_TYPES
 from aquiline.config import MAX_DEPTH, Environment, SamplingParams
 from aquiline.engine.llm import LLM

@@ -82,7 +82,7 @@ def move_kv(kv, page_table, slots, src, dst):
     LOADED.move_kv(ctypes.byref(struct), at(page_table), page_table.shape[1], at(slots), at(src), at(dst), len(slots))
 
 
-def accept(tree, drawn, num_forced=-1):
+def accept(tree, drawn):
     """AcceptResult of whole forests by the library's law for one tree."""
     shape, width = tree.topology, tree.topology.max_depth + 1
     B = len(shape.offsets) - 1
@@ -92,7 +92,7 @@ def accept(tree, drawn, num_forced=-1):
         rows = slice(int(shape.offsets[b]), int(shape.offsets[b + 1]))
         tokens, parents, own = (np.ascontiguousarray(a[rows], np.int32) for a in (tree.tokens, shape.parents, drawn))
         found, length = np.zeros(MAX_DEPTH + 1, np.int32), ctypes.c_int32()
-        LOADED.accept(at(tokens), at(parents), at(own), len(tokens), num_forced, at(found), ctypes.addressof(length))
+        LOADED.accept(at(tokens), at(parents), at(own), len(tokens), at(found), ctypes.addressof(length))
         n = length.value
         path[b, :n], accepted[b] = found[:n], n - 1
         kept[b, :n] = [*tokens[found[1:n]], own[found[n - 1]]]

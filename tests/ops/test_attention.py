@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_calls import ISAS, Cache, Row, attention, bits, reference_attention
 
-from aquiline.backends.cpu import calls, native, packed
+from aquiline.backends.cpu import calls, native, native_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
 STORED = {
@@ -18,7 +18,7 @@ STORED = {
 
 
 def stored(name):
-    if name == "dot" and not packed.has_bf16_dot():
+    if name == "dot" and not native_weights.has_bf16_dot():
         pytest.skip("this CPU has no AVX512_BF16")
     return STORED[name]
 

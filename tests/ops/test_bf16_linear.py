@@ -11,7 +11,7 @@ from native_calls import ISAS, LOADED, bits
 from test_forward import HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, run
 from test_linear import SHAPES, inputs
 
-from aquiline.backends.cpu import calls, packed
+from aquiline.backends.cpu import calls, native_weights
 from aquiline.errors import NativeError
 
 needs_dot = pytest.mark.skipif(LOADED is None or not LOADED.has_bf16_dot(), reason="this CPU has no AVX512_BF16")
@@ -85,6 +85,6 @@ def test_what_it_needs_is_named(monkeypatch):
         calls.NativeLinear(weight, None, "float16")
     with pytest.raises(ValueError, match="weights stored in bfloat16"):
         calls.NativeLinear(weight, None, "bfloat16")
-    monkeypatch.setattr(packed, "has_bf16_dot", lambda: False)
+    monkeypatch.setattr(native_weights, "has_bf16_dot", lambda: False)
     with pytest.raises(NativeError, match=r"AVX512_BF16.*use 'float32'"):
         calls.NativeLinear(weight.bfloat16(), None, "bfloat16")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.conftest import needs_native
 
-from aquiline.backends.cpu import packed
+from aquiline.backends.cpu import native_weights
 from aquiline.backends.cpu.calls import NativeLinear
 
 pytestmark = [
@@ -57,7 +57,7 @@ def test_a_child_forked_while_a_thread_computes_computes_too() -> None:
             time.sleep(0.002)
             child = os.fork()
             if child == 0:
-                is_same = np.array_equal(linear(x), expected) and packed.library().num_threads() == 2
+                is_same = np.array_equal(linear(x), expected) and native_weights.library().num_threads() == 2
                 os._exit(0 if is_same else 1)
             assert status_of(child) == 0, f"child {number}: -1 hangs, 1 computes other numbers"
     finally:

@@ -18,13 +18,13 @@ needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason
 BOUND = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from aquiline.backends.cpu import packed
-from aquiline.backends.cpu.pair import configure
+from aquiline.backends.cpu import native_weights
+from aquiline.backends.cpu.native_pair import configure
 from aquiline.config import Environment
 for variable in ("", "2"):
     os.environ["AQUILINE_THREADS"] = variable
     configure(Environment.read())
-    print(packed.library().num_threads())
+    print(native_weights.library().num_threads())
 """
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 from tests.conftest import engine_config, needs_native, tiny_llm, tiny_pair
 
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels

@@ -46,7 +46,7 @@ def missed_by_verification(runs: LLM, seen: dict[int | str, set[int]]) -> None:
     step = runs.engine.step
 
     def noted() -> list[TokenDelta]:
-        deltas, last = step(), runs.engine.last
+        deltas, last = step(), runs.engine.pipeline.last
         assert last is not None
         for sequence, decoded in zip(last.plan.decoding, last.decodes, strict=True):
             drawn = decoded.root + len(decoded.kept)  # the index of the last token that is kept

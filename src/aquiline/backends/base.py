@@ -12,7 +12,7 @@ j + 1, and its key stands at KV index j + 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -119,8 +119,7 @@ class Decode(NamedTuple):
     """One decode step of a slot from its root.
 
     drafting: how its tree grows in this step. proposal: drafted tokens that the host brings; without a cut the draft
-    model then adds none. num_forced: accept this many drafts of a chain whatever was drawn (simulated acceptance);
-    None: the law. cut: how confidence ends the Chain that the draft model drafts; None: it has its whole length.
+    model then adds none. cut: how confidence ends the Chain that the draft model drafts; None: it has its whole length.
 
     A proposal beside a cut is a chain, and both are verified in one tree. Its tokens are the nodes of the draft model's
     chain, or the runner-up at its end, as far as these are the same tokens; from there on they have nodes of their own.
@@ -130,7 +129,6 @@ class Decode(NamedTuple):
     slot: int
     drafting: Drafting
     proposal: Proposal | None = None
-    num_forced: int | None = None
     cut: Cut | None = None
 
 
@@ -152,7 +150,9 @@ class StepInput(NamedTuple):
     row_costs[c + n - 1], where the step's proposals have c tokens. Costs are in tokens. The number of nodes is taken
     for which the chances added up less row_costs[c + n] are the most, the smallest such number, and no more than
     row_costs has. The order of equal chances is that of the decodes, then of levels, a token before its runner-up;
-    chances are added up in float64. Empty: all nodes that cuts let through are verified."""
+    chances are added up in float64. Empty: all nodes that cuts let through are verified.
+
+    with_trees: the outcome brings the verified trees."""
 
     decodes: tuple[Decode, ...] = ()
     chunks: tuple[Chunk, ...] = ()
@@ -160,6 +160,7 @@ class StepInput(NamedTuple):
     pages: tuple[Pages, ...] = ()
     extends: tuple[Extend, ...] = ()
     row_costs: tuple[float, ...] = ()
+    with_trees: bool = False
 
 
 class Decoded(NamedTuple):
@@ -186,20 +187,27 @@ class Prefilled(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] = []
 
 
+class VerifiedTrees(NamedTuple):
+    """The trees of a step, in the order of its decodes, and the paths that were kept."""
+
+    drafted: DraftTree
+    kept: AcceptResult
+
+
 class StepOutput(NamedTuple):
     """What a step decided, in the order of its decodes and chunks.
 
     num_draft_rows: rows of the draft's passes. seconds: what each of metrics.STAGES but the host's took; None where the
     backend does not time its steps: nothing is then learnt of what steps take. parts: the same by part of the models
-    (metrics.PARTS), where Backend.time_parts asked. trees: what was verified and which path was kept, for those who
-    ask."""
+    (metrics.PARTS), where Backend.time_parts asked. trees: where StepInput.with_trees asked. All of it is plain values,
+    so that an outcome can be sent to another process."""
 
     decodes: list[Decoded]
     chunks: list[Prefilled]
     num_draft_rows: int
     seconds: dict[str, float] | None
-    trees: Callable[[], tuple[DraftTree, AcceptResult]]
     parts: dict[str, float] = {}
+    trees: VerifiedTrees | None = None
 
 
 class Drafts(Protocol):
@@ -260,8 +268,8 @@ class Backend(Protocol):
         """The step, then its decodes again and again from where they stand: at most `most` steps in one call, and at
         least one. It spares the host's work between them. A step in which a sequence draws one of its end tokens
         (Admit.end_token_ids) or the last of its sampling's max_tokens, or has no numbers to draw from, is the last one;
-        a backend may stop before. Where `most` is above 1, the step has no chunks and no proposals, num_forced is None,
-        and the slots' pages reach as far as all the steps may go."""
+        a backend may stop before. Where `most` is above 1, the step has no chunks and no proposals, and the
+        slots' pages reach as far as all the steps may go."""
         ...
 
     def score(self, documents: Sequence[Int32]) -> Scored:
@@ -300,6 +308,10 @@ class Pair(Protocol):
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
         """Bytes that one token takes in the pages: the target's; the draft's, its fused features included."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that is free for pages, where the pair's backends keep them."""
         ...
 
     def system(self) -> dict[str, object]:

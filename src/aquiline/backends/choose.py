@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from aquiline.backends.base import Pair
-from aquiline.backends.cpu.pair import CpuPair, configure, missing_reason, resolve_arithmetic
-from aquiline.backends.torch.pair import TorchPair
+from aquiline.backends.cpu.native_pair import CpuPair, configure, missing_reason, resolve_arithmetic
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import Environment
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead

@@ -28,7 +28,7 @@ def profile(
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (chrome://tracing, Perfetto).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the stages of decode steps: draft, masks, verify, accept, commit, host, with their share of the cycle.
+    """Time the stages of decode steps: draft, verify, keep, host, with their share of the cycle.
 
     Examples:
 

@@ -1,17 +1,12 @@
-"""The engine: requests in, deltas out. Plans a step, issues it to the backend, commits its outcome.
+"""The engine: requests in, deltas out. Plans a step, has the pipeline issue it, commits the outcome that is due.
 
-The backend keeps each slot's tokens itself, so that a step does not need the last one's outcome from the host. Two
-things follow. If the backend is asynchronous, an outcome is read after the next step was issued, so that the device
-never waits for the host. If it is not, decode steps that are short are repeated by the backend, a few in one call, and
-their outcomes are then committed one at a time: Python that runs between the kernels of a small model finds nothing of
-its own in the caches. Tokens that were computed for a sequence behind its end are ignored.
+Tokens that were computed for a sequence after its end are ignored.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from typing import Any
 
 from aquiline.backends.base import Decode, Sizes
@@ -22,9 +17,10 @@ from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
+from aquiline.engine.pipeline import Pipeline
 from aquiline.engine.scheduler import Scheduler, StepPlan
 from aquiline.engine.sequence import MARGIN, Request, Sequence, TokenDelta
-from aquiline.engine.step import Step, message_of, repeats
+from aquiline.engine.step import Step, message_of
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
 from aquiline.metrics import Meter
@@ -54,14 +50,13 @@ class Engine:
         self.committer = Committer(self.pool, self.prefix)
         sizes = Sizes(config.max_batch, num_pages, config.page_size, per_slot, config.row_budget)
         self.backend = models.pair.open(sizes)
-        self.reads_late = self.backend.is_async if config.late_reads is None else config.late_reads
+        self.pipeline = Pipeline(self.backend.is_async if config.late_reads is None else config.late_reads)
         self.sequences: dict[int | str, Sequence] = {}  # unfinished, by request id
         self.meter = Meter()
+        self.with_trees = config.check  # whether outcomes bring the verified trees; may be set between steps
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
         self.past = PastOutputs(config.shared_lookup_bytes) if config.shared_lookup_bytes else None
         self.controller: Controller | None = None  # made when the first adaptive request comes
-        self.last: Step | None = None  # whose outcome was read last or, where outcomes are read late, issued last
-        self.unread: deque[Step] = deque()  # issued; outcomes that are still to be committed
         self._step_s: float | None = None  # of the last step that only decoded, where the backend tells
         self._orders = itertools.count()
 
@@ -73,12 +68,12 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.sequences or self.unread)
+        return bool(self.sequences or self.pipeline.unread)
 
     @property
     def is_ahead(self) -> bool:
         """Whether the next step has been computed already."""
-        return bool(self.unread) and not self.reads_late
+        return self.pipeline.is_ahead
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises ValueError naming what cannot work, OutOfPages if it could never fit."""
@@ -116,38 +111,22 @@ class Engine:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
         while an outcome is read late. The step may have been computed before, together with others."""
         began = time.perf_counter()
+        pipeline = self.pipeline
         deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
-        unread = self.unread
-        if self.reads_late:
+        self.meter.begin(began)
+        if pipeline.must_read_first(self.scheduler.running):
+            deltas += self._commit(pipeline.take())
+        was_issued = not pipeline.is_ahead and self._issue()
+        if unspent_s := pipeline.unspent_s(was_issued):
+            began -= unspent_s
             self.meter.begin(began)
-            deltas += self._step_late()
-        else:
-            if unread:
-                began -= unread[0].seconds or 0.0
-            else:
-                self._issue()
-                began += sum(step.seconds or 0.0 for step in itertools.islice(unread, 1, None))
-            self.meter.begin(began)
-            if unread:
-                self.last = unread.popleft()
-                deltas += self._commit(self.last)
+        if pipeline.is_due(was_issued):
+            deltas += self._commit(pipeline.take())
         if self.config.check:
             self._check_pages()
         self.meter.end_step()
         if self.controller is not None:
             self.controller.end_step(time.perf_counter() - began)
-        return deltas
-
-    def _step_late(self) -> list[TokenDelta]:
-        """Issue a step, then commit the one before; or first that one, if the next needs its outcome."""
-        unread, deltas = self.unread, list[TokenDelta]()
-        if unread and not self._can_issue_blindly():
-            deltas += self._commit(unread.popleft())
-        is_due = bool(unread)
-        self._issue()
-        self.last = unread[-1] if unread else self.last
-        if is_due:
-            deltas += self._commit(unread.popleft())
         return deltas
 
     def abort(self, request_id: int | str) -> TokenDelta:
@@ -161,8 +140,7 @@ class Engine:
         """Drop every request, waiting or running, and free its pages."""
         for sequence in list(self.sequences.values()):
             self._end(sequence, "abort")
-        while self.unread:
-            self.unread.popleft().read()
+        self.pipeline.drain()
 
     def close(self) -> None:
         """Drop every request and give the storage back; the engine cannot be used afterwards."""
@@ -177,34 +155,30 @@ class Engine:
         past = None if self.past is None else self.past.space(request.cache_salt)
         return request.spec.proposer(request.prompt_ids, request.prediction, self._shared[kind], past)
 
-    def _can_issue_blindly(self) -> bool:
-        """Whether the next step can be issued before the last outcome is read. Not while a sequence drafts on the host:
-        its proposer needs the tokens of that outcome."""
-        return all(s is None or s.proposer is None for s in self.scheduler.running)
-
-    def _issue(self) -> None:
+    def _issue(self) -> bool:
+        """Plan a step and issue it. Returns whether there was anything to run."""
         preempted = self.scheduler.num_preemptions
         plan = self.scheduler.next_plan()
         self.meter.num_preemptions += self.scheduler.num_preemptions - preempted
         if plan is None:
-            return
+            return False
         extends = self.committer.take_extends()
         chosen = {} if self.controller is None else self.controller.decodes(plan)
         row_costs = self.controller.row_costs if chosen and self.controller is not None else ()
         most = self._most_repeats(plan, chosen)
-        message = message_of(plan, chosen, self.pool.take_changes(), extends, self.models.simulated, row_costs)
-        outcomes = self.backend.repeat(message, most)
-        self.unread.extend(repeats(plan, message, outcomes))
-        if len(outcomes) > 1:
-            self.scheduler.repeated(plan, len(outcomes))
+        message = message_of(plan, chosen, self.pool.take_changes(), extends, row_costs, self.with_trees)
+        num_steps = self.pipeline.issue(self.backend, plan, message, most)
+        if num_steps > 1:
+            self.scheduler.repeated(plan, num_steps)
             if chosen and self.controller is not None:
-                self.controller.repeated(chosen, len(outcomes))
+                self.controller.repeated(chosen, num_steps)
+        return True
 
     def _most_repeats(self, plan: StepPlan, chosen: dict[Sequence, Decode]) -> int:
         """How often the backend may run this plan before the host is needed: for a prompt, a text that may end, a copy,
         or a choice."""
         most = self.config.num_continuous_decode_steps
-        if most == 1 or self.reads_late or plan.chunks or self.models.simulated is not None:
+        if most == 1 or self.pipeline.is_late or plan.chunks:
             return 1
         most = min(most, round(MOST_AHEAD_S / self._step_s)) if self._step_s else 1
         if most <= 1 or not all(s.is_repeatable for s in plan.decoding):

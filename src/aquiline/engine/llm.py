@@ -21,7 +21,7 @@ from aquiline.metrics import Counters, RunSummary
 from aquiline.models.draft_config import DraftOverrides
 from aquiline.models.named import checkpoints
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
+from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.types import FinishReason, Source, TokenLogprobs
 
@@ -331,9 +331,7 @@ class LLM:
 
 def default_spec(models: LoadedModels) -> Drafting:
     """The default way to draft of an LLM of these models: adaptively, if there is a draft model."""
-    if models.draft_config is None:
-        return NoDraft()
-    return Adaptive() if models.simulated is None else Chain()
+    return NoDraft() if models.draft_config is None else Adaptive()
 
 
 def output_of(sequence: Sequence) -> Output:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from aquiline.config import EngineConfig
 from aquiline.engine.model import LoadedModels
 from aquiline.errors import OutOfMemory
@@ -59,7 +57,7 @@ def plan_memory(models: LoadedModels, page_size: int, num_pages: int, max_contex
 def affordable_pages(models: LoadedModels, config: EngineConfig) -> int:
     """Pages that config.cache_fraction of the free memory holds. Raises OutOfMemory if that is less than one page."""
     page_bytes = sum(models.pair.kv_bytes_per_token()) * config.page_size
-    free = psutil.virtual_memory().available
+    free = models.pair.free_bytes()
     pages = int(free * config.cache_fraction) // page_bytes
     if pages < 1:
         raise OutOfMemory(

@@ -29,8 +29,7 @@ from aquiline.models.load import check_fits, load_target, read_model_config, res
 from aquiline.models.named import checkpoints, draft_of
 from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP, weight_bytes
-from aquiline.spec.drafting import Chain, Drafting
-from aquiline.spec.simulate import SimulatedAcceptance
+from aquiline.spec.drafting import Drafting
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
 
@@ -75,7 +74,6 @@ class LoadedModels:
     weight_bytes: int
     draft_storage: str | None = None  # the draft's
     checkpoint: Path | None = None  # where the target was read from; None for modules that were made in memory
-    simulated: SimulatedAcceptance | None = None  # random weights only: a fixed acceptance length
 
     @property
     def target_config(self) -> ModelConfig:
@@ -117,15 +115,9 @@ class LoadedModels:
         template.check_ends(self.vocab_size)
         return template
 
-    def with_simulated(self, tau: float) -> LoadedModels:
-        """The same models, but a fixed number of drafts is accepted instead of those that the target confirms."""
-        return replace(self, simulated=SimulatedAcceptance(tau))
-
     def check_spec(self, spec: Drafting) -> None:
-        """Raises ValueError if `spec` needs a draft model and none is loaded, if a tree asks for more children than the
-        draft's vocabulary has, and for anything but chains where acceptance is simulated."""
-        if self.simulated is not None and spec.is_speculative and not isinstance(spec, Chain):
-            raise ValueError(f"drafter={spec.name!r}: simulated acceptance is of fixed chains; use drafter='chain'")
+        """Raises ValueError if `spec` needs a draft model and none is loaded, or if a tree asks for more children than
+        the draft's vocabulary has."""
         if not spec.needs_draft_model:
             return
         if self.draft_config is None:

@@ -5,7 +5,7 @@ Knows both sides of the seam and computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,6 @@ from aquiline.backends.base import Admit, Chunk, Decode, Decoded, Extend, Pages,
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.spec.drafting import NoDraft
-from aquiline.spec.simulate import SimulatedAcceptance
 
 
 @dataclass(eq=False)
@@ -47,8 +46,10 @@ class Step:
 
     def by_slot(self, num_slots: int) -> dict[str, NDArray[np.signedinteger]]:
         """Per slot of the batch: accepted [S], draft tokens [S, N], ancestor masks [S, N, W]. Slots that did not decode
-        hold 0, -1 and 0."""
-        tree, result = self.read().trees()
+        hold 0, -1 and 0. Needs an engine whose `with_trees` is set."""
+        trees = self.read().trees
+        assert trees is not None, "Engine.with_trees asks for them"
+        tree, result = trees
         shape, slots = tree.topology, np.array([s.slot for s in self.message.decodes], np.int32)
         owner, local = shape.owner, shape.local
         width = int(local.max(initial=0)) + 1
@@ -64,30 +65,23 @@ class Step:
 
 def message_of(
     plan: StepPlan, chosen: Mapping[Sequence, Decode], pages: Iterable[tuple[int, int, int]], extends: Iterable[Extend],
-    simulated: SimulatedAcceptance | None, row_costs: tuple[float, ...] = (),
+    row_costs: tuple[float, ...] = (), with_trees: bool = False,
 ) -> StepInput:  # fmt: skip
     """The plan as a StepInput, with the changed entries of page tables and the draft keys that published pages lack.
 
     chosen: how the sequences draft whose way is chosen anew at each step, and row_costs what their nodes cost."""
     return StepInput(
-        decodes=tuple(chosen.get(sequence) or _decode(sequence, simulated) for sequence in plan.decoding),
+        decodes=tuple(chosen.get(sequence) or _decode(sequence) for sequence in plan.decoding),
         chunks=tuple(Chunk(c.slot, c.start, c.end, c.is_last, c.draws) for c in plan.chunks),
         admits=tuple(_admit(sequence) for sequence in plan.admitted),
         pages=tuple(Pages(slot, index, (page,)) for slot, index, page in pages),
         extends=tuple(extends),
         row_costs=row_costs,
+        with_trees=with_trees,
     )
 
 
-def repeats(plan: StepPlan, message: StepInput, outcomes: Iterable[Pending]) -> Iterator[Step]:
-    """A plan whose decodes the backend ran several times, as so many steps. What came before the decodes, admissions,
-    pages and extends, belongs to the first."""
-    for outcome in outcomes:
-        yield Step(plan, message, outcome)
-        plan, message = plan._replace(admitted=()), StepInput(decodes=message.decodes, row_costs=message.row_costs)
-
-
-def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode:
+def _decode(sequence: Sequence) -> Decode:
     spec, proposal = sequence.request.spec, None
     if not sequence.may_draft:
         return Decode(sequence.slot, NoDraft())
@@ -98,8 +92,7 @@ def _decode(sequence: Sequence, simulated: SimulatedAcceptance | None) -> Decode
                 f"drafter={spec.name!r}: proposed {len(proposal.tokens)} tokens, {proposal.depth} deep; its max_nodes="
                 f"{spec.max_nodes} and max_depth={spec.max_depth} reserve room for less"
             )
-    forced = None if simulated is None else simulated.next(spec)
-    return Decode(sequence.slot, spec, proposal, forced)
+    return Decode(sequence.slot, spec, proposal)
 
 
 def _admit(sequence: Sequence) -> Admit:

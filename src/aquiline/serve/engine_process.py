@@ -108,7 +108,7 @@ class _Host:
 
     def _stats(self) -> Stats:
         engine = self.engine
-        counters, pool, last = engine.meter.counters, engine.pool, engine.last
+        counters, pool, last = engine.meter.counters, engine.pool, engine.pipeline.last
         num_active = 0 if last is None or not engine.sequences else len(last.plan.decoding)
         return Stats(
             len(engine.sequences) - engine.scheduler.num_waiting, engine.scheduler.num_waiting, num_active,

@@ -141,4 +141,4 @@ def test_steps_without_times_teach_no_times(isa: str | None) -> None:
     unlearnt = StepCosts(costs.table)
     nothing = [unlearnt.base_factor, unlearnt.rows_factor, unlearnt.keys_factor, unlearnt.draft_factor, 0.0]
     assert (times == nothing) == (isa == "off") and (ledger.num_timed == 0) == (isa == "off")
-    assert llm.engine.last is not None and (llm.engine.last.seconds is None) == (isa == "off")
+    assert llm.engine.pipeline.last is not None and (llm.engine.pipeline.last.seconds is None) == (isa == "off")

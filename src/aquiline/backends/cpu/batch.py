@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
 from aquiline.backends.cpu.buffers import address, pointer
 from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqCut, AqSampling, AqShape
-from aquiline.backends.cpu.packed import library
+from aquiline.backends.cpu.native_weights import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
 from aquiline.spec.confidence import NUM_MARGINS, Cut
@@ -136,18 +136,17 @@ class NativeBatch:
             message += chain.from_iterable(step.chunks)
         proposing, cuts = False, list[float]()
         for decode in decodes:
-            slot, drafting, proposal, num_forced, cut = decode
+            slot, drafting, proposal, cut = decode
             number = shapes.get(drafting)
             if number is None:
                 number = self._shape(drafting)
-            forced = -1 if num_forced is None else num_forced
             count = -1
             if proposal is not None:
                 proposing, count = True, len(proposal.tokens)
             if cut is None:
-                message += (slot, number, forced, count, 0)
+                message += (slot, number, count, 0)
             else:
-                message += (slot, number, forced, count, 1)
+                message += (slot, number, count, 1)
                 cuts += floats_of(cut)
         for pages in step.pages:
             message += (pages.slot, pages.group, pages.first, len(pages.pages), *pages.pages)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aquiline.backends.cpu.native import AqKV, AqRows
-from aquiline.backends.cpu.packed import kv_code
+from aquiline.backends.cpu.native_weights import kv_code
 from aquiline.types import KEY_GROUP, KVGroup, Rows
 
 ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")

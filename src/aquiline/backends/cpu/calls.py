@@ -18,7 +18,15 @@ from torch import Tensor
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
 from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
-from aquiline.backends.cpu.packed import Arena, PackedLinear, alternating, block_code, interleave, library, weight_code
+from aquiline.backends.cpu.native_weights import (
+    Arena,
+    PackedLinear,
+    alternating,
+    block_code,
+    interleave,
+    library,
+    weight_code,
+)
 from aquiline.blocks import BlockWeight, Parts
 from aquiline.errors import NativeError
 from aquiline.ops.allocator import give_back

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from aquiline.backends.base import Admit, Decoded, Prefilled, StepInput
 from aquiline.backends.cpu.calls import NativeModel
-from aquiline.spec.tree import DraftTree
-from aquiline.types import AcceptResult, Float32, Int32, TokenLogprobs
+from aquiline.types import Float32, Int32, TokenLogprobs
 
 ROWS = 64
 """Rows whose logits are computed at once."""
@@ -57,16 +55,15 @@ class LogprobReader:
         step: StepInput,
         decodes: list[Decoded],
         chunks: list[Prefilled],
-        trees: Callable[[], tuple[DraftTree, AcceptResult]],
+        paths: Int32,
     ) -> tuple[list[Decoded], list[Prefilled]]:
-        """The step's results, with the log-probabilities that their sequences ask for filled in."""
-        first, path = 0, None
+        """The step's results with the log-probabilities that their sequences ask for. paths: AcceptResult.path."""
+        first = 0
         decodes, chunks = list(decodes), list(chunks)
         for b, (decode, decoded) in enumerate(zip(step.decodes, decodes, strict=True)):
             wish = self._wishes.get(decode.slot)
             if wish is not None and wish.kept is not None:
-                path = trees()[1].path if path is None else path
-                rows, kept = path[b, : len(decoded.kept)] + np.int32(first), np.array(decoded.kept, np.int32)
+                rows, kept = paths[b, : len(decoded.kept)] + np.int32(first), np.array(decoded.kept, np.int32)
                 decodes[b] = decoded._replace(logprobs=self._read(rows, kept, wish.kept))
             first += 1 + decoded.num_drafted
         for i, (chunk, prefilled) in enumerate(zip(step.chunks, chunks, strict=True)):

@@ -222,7 +222,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_attention": [_KV, _I, _ROWS, _P, _I, _F, _I, _P, _I, _P],
     "aq_exp_log": [_P, _I, _P, _P],
     "aq_gumbel": [c_uint64, _I, _I, _P],
-    "aq_accept": [_P, _P, _P, _I, _I, _P, _P],
+    "aq_accept": [_P, _P, _P, _I, _P, _P],
     "aq_select": [_P, _P, _I, _I, _P, _P],
     "aq_fuse": [POINTER(AqFusion), _P, _I, _P],
     "aq_move_kv": [_KV, _P, _I, _P, _P, _P, _I],

@@ -24,13 +24,11 @@ from aquiline.spec.drafting import Chain, Proposal
 
 def check_cut(decode: Decode) -> None:
     """Raises ValueError for a Decode whose cut cannot be heeded."""
-    slot, drafting, proposal, num_forced, cut = decode
+    slot, drafting, proposal, cut = decode
     if cut is None:
         return
     if not isinstance(drafting, Chain):
         raise ValueError(f"cut of slot {slot}: only a chain that the draft model drafts has one")
-    if num_forced is not None:
-        raise ValueError(f"cut of slot {slot}: num_forced={num_forced} simulates acceptance for chains without a cut")
     if not len(cut.chances) == len(cut.seconds) == NUM_MARGINS:
         raise ValueError(f"{cut}: must have {NUM_MARGINS} chances and {NUM_MARGINS} seconds, one a bucket of margins")
     for name, chances in (("chances", cut.chances), ("seconds", cut.seconds)):
@@ -87,7 +85,7 @@ def most_levels(cut: Cut, length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class ChainGuesses:
     """What the draft said at n levels of b chains. tokens, runners_up, margins [b, n] as in Guess; is_drafted [b, n]:
     whether the chain had not ended above the level."""
 
@@ -134,9 +132,9 @@ class CutChains:
         self.chances.append((self.chance, as_second))
         self.is_drafted = is_node & (self.chance >= cuts.least_pass)
 
-    def guesses(self) -> Guesses:
+    def guesses(self) -> ChainGuesses:
         """All that the draft said."""
-        return Guesses(*(torch.stack(column, 1) for column in zip(*self.levels, strict=True)))
+        return ChainGuesses(*(torch.stack(column, 1) for column in zip(*self.levels, strict=True)))
 
     def candidates(self) -> tuple[Tensor, Tensor]:
         """The nodes that the cuts let through, and their chances; both [b, 2 n], the runner-up of a level behind its

@@ -16,8 +16,8 @@ from torch import Tensor
 from aquiline.backends.base import Decode
 from aquiline.backends.torch.chains import CutChains, Cuts
 from aquiline.backends.torch.draw import children, draw, guess
-from aquiline.backends.torch.state import SlotState
-from aquiline.backends.torch.storage import PagedAttention, RowBlock, Storage
+from aquiline.backends.torch.slot_state import SlotState
+from aquiline.backends.torch.torch_pages import PagedAttention, RowBlock, TorchPages
 from aquiline.backends.torch.trees import Trees
 from aquiline.models.eagle import DraftHead
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
@@ -39,7 +39,7 @@ class Roots:
 class Draft:
     """The draft model over its storage. fused [places, H]: the target's features as the draft reads them."""
 
-    def __init__(self, head: DraftHead, state: SlotState, storage: Storage) -> None:
+    def __init__(self, head: DraftHead, state: SlotState, storage: TorchPages) -> None:
         self.head, self.state, self.storage, self.num_rows = head, state, storage, 0
         config = head.config.model
         self.fused = torch.zeros(state.scratch + 1, config.hidden_size, device=state.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aquiline.backends.torch.state import MASK32, RowSampling
+from aquiline.backends.torch.slot_state import MASK32, RowSampling
 from aquiline.ops.reference import GOLDEN, lowbias32
 from aquiline.spec.confidence import MARGIN_BOUNDS
 

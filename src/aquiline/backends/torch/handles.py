@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from aquiline.backends.base import Decoded, Prefilled, StepOutput
-from aquiline.backends.torch.chains import Guesses
+from aquiline.backends.base import Decoded, Prefilled, StepOutput, VerifiedTrees
+from aquiline.backends.torch.chains import ChainGuesses
 from aquiline.backends.torch.draw import logprobs
-from aquiline.backends.torch.state import HostSlot
+from aquiline.backends.torch.slot_state import HostSlot
 from aquiline.backends.torch.trees import Kept, Trees
 from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import AcceptResult, TokenLogprobs
@@ -87,7 +87,8 @@ class IssuedStep:
     prefilled: list[PrefilledRows]
     num_draft_rows: int
     hosts: list[HostSlot]
-    guesses: list[tuple[list[int], Guesses]]
+    guesses: list[tuple[list[int], ChainGuesses]]
+    with_trees: bool
 
     def read(self) -> StepOutput:
         """Wait for the device and fetch the outcome."""
@@ -109,5 +110,5 @@ class IssuedStep:
                 kept = tokens[b, :num_kept].tolist()
                 decodes.append(Decoded(roots[b], kept, sizes[b] - 1, ends[b], entries, guesses.get(b, [])))
         chunks = [prefilled.read() for prefilled in self.prefilled]
-        trees = DraftedTrees(self.trees)
-        return StepOutput(decodes, chunks, self.num_draft_rows, None, lambda: (trees.read(), result))
+        trees = VerifiedTrees(DraftedTrees(self.trees).read(), result) if self.with_trees else None
+        return StepOutput(decodes, chunks, self.num_draft_rows, None, trees=trees)

@@ -106,10 +106,8 @@ class Kept:
     is_kept: Tensor
 
 
-def accept(trees: Trees, on_path: Tensor, drawn: Tensor, num_forced: Tensor | None = None) -> Kept:
-    """Keep the deepest path whose tokens the target drew too. drawn [B, N]: the target's own token behind each node.
-
-    num_forced [B]: where it is not negative, accept this many drafts of a chain instead."""
+def accept(trees: Trees, on_path: Tensor, drawn: Tensor) -> Kept:
+    """Keep the deepest path whose tokens the target drew too. drawn [B, N]: the target's own token after each node."""
     B, N = trees.tokens.shape
     nodes = torch.arange(N, device=drawn.device)
     ok = (trees.tokens == drawn.gather(1, trees.parents)) & trees.is_node()
@@ -117,8 +115,6 @@ def accept(trees: Trees, on_path: Tensor, drawn: Tensor, num_forced: Tensor | No
     is_accepted = ~(on_path & ~ok[:, None]).any(-1)
     # Siblings carry different tokens, so one path is accepted; were two equal, the first is as good as any.
     best = (is_accepted * (trees.depths * N + (N - nodes))).argmax(-1)
-    if num_forced is not None:
-        best = torch.where(num_forced >= 0, num_forced, best)  # a chain's node is its depth
     num_accepted = trees.depths.gather(1, best[:, None])[:, 0]
     path = trees.levels(on_path)[torch.arange(B, device=drawn.device), best]
     level = torch.arange(trees.max_depth + 1, device=drawn.device)

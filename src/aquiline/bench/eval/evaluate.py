@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aquiline.bench.eval.answers import AnswerFile, TurnAnswer
 from aquiline.bench.eval.plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
-from aquiline.bench.eval.teacher import Guesses, accuracy, guess, teacher
+from aquiline.bench.eval.teacher import Guesses, Teacher, accuracy
 from aquiline.bench.results.clock import decode_s, spans_of
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import tokens_sha256
@@ -204,10 +204,10 @@ class Evaluation:
                 continue
             length = max(run.text.length for run in runs)
             texts = [r.text for r in runs if (r.setting, r.repeat, r.text.length) == (BASELINE, 0, length)]
-            llm = teacher(self.llm, max(len(text.prompt_ids) for text in texts) + length)
+            teacher = Teacher(self.llm, max(len(text.prompt_ids) for text in texts) + length)
             found: list[Guesses] = []
             for text in texts:
-                found.append(guess(llm, text.prompt_ids, self._sampling(text), places))
+                found.append(teacher.guess(text.prompt_ids, self._sampling(text), places))
                 self._check_same(text, found[-1].token_ids, "the teacher-forced run and the others")
                 self.on_progress(length)
             repeated = mean([repeated_share(text.token_ids) for text in texts])

@@ -1,7 +1,7 @@
 """Teacher-forced accuracy of a draft, measured by the engine that serves it.
 
-The models run with an acceptance that keeps no draft (SimulatedAcceptance(1)): every step commits only the target's own
-next token, so that a chain is proposed at every position of the target's own text. The draft then reads at every
+Of every step the target verifies the root alone, so that it commits only the target's own next token and a chain is
+drafted at every position of the target's own text. The draft then reads at every
 position what it would read if a real chain began there: the target's features of all committed tokens, and nothing
 else. So walking the matrix of right guesses gives the tau of a real chain, and on the native path exactly that number.
 """
@@ -13,20 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from aquiline.backends.base import Backend, Drafts, Pending, StepInput, TokenMasks
+from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.sequence import TokenDelta
 from aquiline.spec.drafting import Chain, NoDraft
+from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import Bool
-
-
-def teacher(llm: LLM, max_context: int) -> LLM:
-    """An LLM over the same models that accepts no draft, for one sequence of at most max_context tokens."""
-    models = llm.models.with_simulated(1.0)
-    config = replace(
-        llm.engine.config, max_batch=1, num_pages=None, max_context=max_context, prefix_cache=False, late_reads=False
-    )
-    return LLM.from_models(models, config, NoDraft())
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,25 +40,46 @@ class Guesses:
         return committed
 
 
-def guess(llm: LLM, prompt_ids: list[int], sampling: SamplingParams, num_spec_tokens: int) -> Guesses:
-    """Continue a prompt with a `teacher` LLM and compare every chain with the tokens that the target wrote."""
-    proposed: list[list[int]] = []
+class ChainRecorder(SimulatedBackend):
+    """A backend that keeps every drafted chain and verifies none of it, so that there is a chain below every token."""
 
-    def read(delta: TokenDelta) -> None:
-        step = llm.engine.last
-        assert step is not None
-        if step.plan.decoding:  # not the step whose chunk ends the prompt
-            tree, _ = step.read().trees()
-            proposed.append(tree.tokens[1:].tolist())
+    def __init__(self, inner: Backend, vocab_size: int) -> None:
+        super().__init__(inner, 1.0, vocab_size)
+        self.chains: list[list[int]] = []
 
-    spec = Chain(num_spec_tokens)
-    output = llm.run([prompt_ids], sampling, spec=spec, on_delta=read).outputs[0]
-    written = np.array(output.token_ids)
-    n, K = len(written), num_spec_tokens
-    assert len(proposed) == n - 1, f"{len(proposed)} chains along {n} tokens"
-    chains = np.array(proposed, np.int64).reshape(n - 1, K)
-    places = np.arange(1, n)[:, None] + np.arange(K)
-    return Guesses(output.token_ids, (places < n) & (chains == written[np.minimum(places, n - 1)]))
+    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> Pending:
+        """The outcome of the roots alone."""
+        tree = drafts if isinstance(drafts, DraftTree) else drafts.read()
+        roots = tree.topology.offsets[:-1]
+        if step.decodes:
+            self.chains.append(tree.tokens[1:].tolist())
+        none = np.zeros(len(roots), np.int32)
+        shape = Topology(none, none, np.arange(len(roots) + 1, dtype=np.int32))
+        return self.inner.verify(step, DraftTree(shape, tree.tokens[roots]), masks)
+
+
+class Teacher:
+    """An LLM over the same models that accepts no draft, for one sequence of at most max_context tokens."""
+
+    def __init__(self, llm: LLM, max_context: int) -> None:
+        config = replace(
+            llm.engine.config, max_batch=1, num_pages=None, max_context=max_context, prefix_cache=False,
+            late_reads=False,
+        )  # fmt: skip
+        self.llm = LLM.from_models(llm.models, config, NoDraft())
+        self.recorder = ChainRecorder(self.llm.engine.backend, llm.models.vocab_size)
+        self.llm.engine.backend = self.recorder
+
+    def guess(self, prompt_ids: list[int], sampling: SamplingParams, num_spec_tokens: int) -> Guesses:
+        """Continue a prompt and compare every chain with the tokens that the target wrote."""
+        chains = self.recorder.chains = list[list[int]]()
+        output = self.llm.run([prompt_ids], sampling, spec=Chain(num_spec_tokens)).outputs[0]
+        written = np.array(output.token_ids)
+        n, K = len(written), num_spec_tokens
+        assert len(chains) == n - 1, f"{len(chains)} chains along {n} tokens"
+        places = np.arange(1, n)[:, None] + np.arange(K)
+        is_right = np.array(chains, np.int64).reshape(n - 1, K) == written[np.minimum(places, n - 1)]
+        return Guesses(output.token_ids, (places < n) & is_right)
 
 
 @dataclass(frozen=True)

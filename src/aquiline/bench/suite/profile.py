@@ -19,8 +19,7 @@ from aquiline.spec.drafting import Drafting
 from aquiline.writing import write_whole
 
 RANGES = {
-    "draft": "EAGLE_DRAFT", "masks": "EAGLE_TREE_MASKS", "verify": "BASE_DECODE_STEP", "accept": "EAGLE_ACCEPT",
-    "commit": "EAGLE_TAIL_COMMIT", "host": "HOST",
+    "draft": "EAGLE_DRAFT", "verify": "BASE_DECODE_STEP", "keep": "EAGLE_TAIL_COMMIT", "host": "HOST",
 }  # fmt: skip
 """The range of each stage."""
 
@@ -29,8 +28,10 @@ PARTS = {
         "EAGLE_DRAFT_ATTENTION_FMHA": "draft_attention", "EAGLE_DRAFT_FFN": "draft_mlp",
         "EAGLE_DRAFT_LM_HEAD": "draft_head", "EAGLE_DRAFT_FUSE": "draft_fusion",
     },
-    "BASE_DECODE_STEP": {"BASE_ATTENTION_FMHA": "target_attention", "BASE_FFN": "target_mlp"},
-    "EAGLE_ACCEPT": {"BASE_LM_HEAD": "target_head"},
+    "BASE_DECODE_STEP": {
+        "EAGLE_TREE_MASKS": "rows", "BASE_ATTENTION_FMHA": "target_attention", "BASE_FFN": "target_mlp",
+        "BASE_LM_HEAD": "target_head", "EAGLE_ACCEPT": "draws",
+    },
 }  # fmt: skip
 """What the native backend tells of a range: its parts, in order, and their names in metrics.PARTS."""
 

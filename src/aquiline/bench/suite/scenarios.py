@@ -50,8 +50,7 @@ class Source:
     def load(self) -> LoadedModels:
         """Load or make the models."""
         if self.random_config is not None:
-            models = random_models(self.random_config, self._how)
-            return models.with_simulated(self.simulated_tau or SIMULATED_TAU)
+            return random_models(self.random_config, self._how)
         return load_models(self._named.target, self._named.draft, self._how, Environment.read())
 
     def stores(self, dtype: object) -> bool:

@@ -29,6 +29,7 @@ from aquiline.bench.results.result import (
 )
 from aquiline.bench.suite.plan import Load, Plan
 from aquiline.bench.suite.scenarios import Source
+from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.configs import draft_shape_of, shape_of
@@ -96,12 +97,16 @@ class LoadRun:
             return
         llm = LLM.from_models(self.source.load(), self.config, NoDraft())
         prompts, scenario = self._prompts(llm.models.tokenizer)
+        simulated = self._simulated(llm)
         prefill = self._prefill(llm, prompts, settings[list(settings)[-1]])
+        if simulated is not None:
+            self._decode(llm, prompts, NoDraft())  # whose texts the drafts are replaced by
         progress.advance()
         measured: dict[str, list[Run]] = {name: [] for name in settings}
         for number in range(runs_each):
             for name in rotated(list(settings), number):
-                self._simulate(llm, settings[name])
+                if simulated is not None:
+                    simulated.start(self._tau_of(settings[name]))
                 run = self._decode(llm, prompts, settings[name])
                 if number >= plan.warmup_runs:
                     measured[name].append(run)
@@ -110,7 +115,6 @@ class LoadRun:
         ideal = self._roofline(llm)
         baseline: list[float] = []
         for name, spec in settings.items():
-            self._simulate(llm, spec)
             result = describe(scenario, name, spec, self._model(llm, spec), llm, measured[name], prefill)
             rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
             baseline = baseline or rates["values"]
@@ -134,10 +138,18 @@ class LoadRun:
             target, draft_shape_of(models.draft_config, target), precision_of(models.storage, None), ceilings
         )
 
-    def _simulate(self, llm: LLM, spec: Drafting) -> None:
-        """Set the acceptance length of a setting that has no real one: no more than its chain can give."""
-        if llm.models.simulated is not None and self.source.simulated_tau is not None:
-            llm.models.simulated.start(min(self.source.simulated_tau, spec.max_depth + 1))
+    def _simulated(self, llm: LLM) -> SimulatedBackend | None:
+        """The engine's backend, wrapped where random weights have no acceptance of their own."""
+        if self.source.simulated_tau is None:
+            return None
+        simulated = SimulatedBackend(llm.engine.backend, self.source.simulated_tau, llm.models.vocab_size)
+        llm.engine.backend = simulated
+        return simulated
+
+    def _tau_of(self, spec: Drafting) -> float:
+        """The simulated tau of a setting: no more than its chain can give."""
+        assert self.source.simulated_tau is not None
+        return min(self.source.simulated_tau, spec.max_depth + 1)
 
     def _prompts(self, tokenizer: Tokenizer | None) -> tuple[list[list[int]], Scenario]:
         load, plan = self.load, self.plan
@@ -174,11 +186,11 @@ class LoadRun:
 
     def _model(self, llm: LLM, spec: Drafting) -> ModelFacts:
         target, draft = self.source.names
-        simulated = llm.models.simulated if spec.is_speculative else None
+        is_simulated = self.source.simulated_tau is not None and spec.is_speculative
         return ModelFacts(
             target=target, draft=draft, dtype=llm.models.storage, arithmetic=llm.models.arithmetic,
             random_weights=self.source.random_config is not None,
-            simulated_tau=simulated.tau if simulated is not None else None, weight_bytes=llm.models.weight_bytes,
+            simulated_tau=self._tau_of(spec) if is_simulated else None, weight_bytes=llm.models.weight_bytes,
         )  # fmt: skip
 
     def _read(self, setting: str) -> Result | None:

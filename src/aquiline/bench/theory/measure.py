@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from aquiline.backends.cpu import calls
-from aquiline.backends.cpu.packed import has_bf16_dot
-from aquiline.backends.cpu.pair import configure, missing_reason
+from aquiline.backends.cpu.native_pair import configure, missing_reason
+from aquiline.backends.cpu.native_weights import has_bf16_dot
 from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
 

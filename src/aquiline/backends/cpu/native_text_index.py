@@ -8,7 +8,7 @@ from ctypes import addressof, byref
 from weakref import finalize
 
 from aquiline.backends.cpu.native import AqCopy, AqMatchEvents
-from aquiline.backends.cpu.packed import library
+from aquiline.backends.cpu.native_weights import library
 from aquiline.errors import NativeError
 from aquiline.spec.drafting import NO_PROPOSAL, Match, Proposal
 from aquiline.spec.match_events import MatchEvents

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 
+import psutil
 import torch
 from torch import nn
 
 from aquiline.backends.base import Backend, Sizes
-from aquiline.backends.torch.backend import TorchBackend
+from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.ops.quantise import LINEARS, QUANTISED, quantise
@@ -66,6 +67,11 @@ class TorchPair:
             model = self.draft.model
             draft = model.kv_values_per_token * itemsize + model.hidden_size * torch.float32.itemsize
         return target, draft
+
+    def free_bytes(self) -> int:
+        """Free memory of the CUDA device; of this machine for every other device."""
+        embed = self.decoder.embed
+        return int(torch.cuda.mem_get_info(embed.device)[0] if embed.is_cuda else psutil.virtual_memory().available)
 
     def system(self) -> dict[str, object]:  # noqa: D102
         return {"isa": "torch", "threads": torch.get_num_threads(), "device": self.device}

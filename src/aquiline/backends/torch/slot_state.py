@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import Admit, Pages, Sizes
-from aquiline.backends.torch.rules import Rules
+from aquiline.backends.torch.logit_rules import Rules
 
 MASK32 = 0xFFFFFFFF
 

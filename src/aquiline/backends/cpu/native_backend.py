@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, string_at
 from ctypes import pointer as pointer_to
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,23 +24,25 @@ from aquiline.backends.base import (
     StepInput,
     StepOutput,
     TokenMasks,
+    VerifiedTrees,
 )
 from aquiline.backends.cpu.batch import NUM_TIMES, NativeBatch, new_tree
 from aquiline.backends.cpu.buffers import address, describe_kv, pointer
 from aquiline.backends.cpu.logprobs import LogprobReader
 from aquiline.backends.cpu.native import AqBatchConfig
-from aquiline.backends.cpu.packed import library
-from aquiline.backends.cpu.storage import new_group
+from aquiline.backends.cpu.native_pages import new_group
+from aquiline.backends.cpu.native_weights import library
 from aquiline.metrics import PARTS
 from aquiline.spec.confidence import Guess
 from aquiline.spec.tree import DraftTree
 from aquiline.types import AcceptResult, Float32, Int32, KVGroup, Rows
 
 if TYPE_CHECKING:
-    from aquiline.backends.cpu.pair import CpuPair
+    from aquiline.backends.cpu.native_pair import CpuPair
 
-STAGE_NAMES = ("draft", "masks", "verify", "accept", "commit")
-"""Stages in the order of csrc/stages/batch.h, StageTime."""
+
+NUM_LIBRARY_PARTS = len(PARTS) - 2
+"""Parts that the library times by itself; rows and draws follow from the times of stages."""
 
 
 class CpuDrafts:
@@ -180,7 +181,12 @@ class CpuBackend:
 
     def time_parts(self, is_wanted: bool) -> None:
         """Whether StepOutput.parts is filled from now on."""
-        self._parts = np.zeros(len(PARTS)) if is_wanted else None
+        self._parts = np.zeros(NUM_LIBRARY_PARTS) if is_wanted else None
+
+    def _timed_parts(self, rows_s: float, draw_s: float) -> dict[str, float]:
+        assert self._parts is not None
+        found = [*self._parts.tolist(), rows_s, max(0.0, draw_s - self._parts[PARTS.index("target_head")])]
+        return dict(zip(PARTS, found, strict=True))
 
     def close(self) -> None:
         """Give the storage back."""
@@ -203,13 +209,14 @@ class CpuBackend:
         found, at = list[CpuPending](), 0
         for number in range(num_steps):
             times = self._batch.seconds[number * NUM_TIMES : (number + 1) * NUM_TIMES]
-            outcome, at = self._outcome(step, at, dict(zip(STAGE_NAMES, times, strict=True)))
+            outcome, at = self._outcome(step, at, times)
             found.append(outcome)
         return found
 
-    def _outcome(self, step: StepInput, begin: int, seconds: dict[str, float]) -> tuple[CpuPending, int]:
+    def _outcome(self, step: StepInput, begin: int, times: Sequence[float]) -> tuple[CpuPending, int]:
         """The outcome whose report begins at that place, with the log-probabilities that its sequences ask for; and
         where the report ends."""
+        draft_s, rows_s, forward_s, draw_s, keep_s = times  # csrc/stages/batch.h, StageTime
         out, decodes, chunks = self._batch.out, [], []
         size, num_draft_rows = out[begin : begin + 2]
         found = out[begin + 2 : begin + 2 + size]
@@ -230,18 +237,20 @@ class CpuBackend:
             at += 2
             chunks.append(Prefilled(None if token == -2 else token, draft_end))
         begin += 2 + size
-        raw = string_at(addressof(out) + 4 * begin, 4 * tree_size)
-        trees = partial(read_trees, raw, decodes)
-        if self._reader.is_wanted:
+        trees = None
+        if step.with_trees or self._reader.is_wanted:
+            trees = read_trees(string_at(addressof(out) + 4 * begin, 4 * tree_size), decodes)
+        if self._reader.is_wanted and trees is not None:
             began = time.perf_counter()
-            decodes, chunks = self._reader.read(step, decodes, chunks, trees)
-            seconds["accept"] += time.perf_counter() - began
-        parts = {} if self._parts is None else dict(zip(PARTS, self._parts.tolist(), strict=True))
-        output = StepOutput(decodes, chunks, num_draft_rows, seconds, trees, parts)
+            decodes, chunks = self._reader.read(step, decodes, chunks, trees.kept.path)
+            draw_s += time.perf_counter() - began
+        seconds = {"draft": draft_s, "verify": rows_s + forward_s + draw_s, "keep": keep_s}
+        parts = {} if self._parts is None else self._timed_parts(rows_s, draw_s)
+        output = StepOutput(decodes, chunks, num_draft_rows, seconds, parts, trees if step.with_trees else None)
         return CpuPending(output), begin + tree_size
 
 
-def read_trees(raw: bytes, decodes: list[Decoded]) -> tuple[DraftTree, AcceptResult]:
+def read_trees(raw: bytes, decodes: list[Decoded]) -> VerifiedTrees:
     """The trees of a step and their kept paths, from the last part of the report of aq_keep."""
     flat = np.frombuffer(raw, np.int32)
     width = max((len(d.kept) for d in decodes), default=1)
@@ -257,4 +266,4 @@ def read_trees(raw: bytes, decodes: list[Decoded]) -> tuple[DraftTree, AcceptRes
         at += 2 * n + m
     empty = np.zeros(0, np.int32)
     tree = new_tree(np.concatenate([empty, *tokens]), np.concatenate([empty, *parents]), np.array(offsets, np.int32))
-    return tree, AcceptResult(path, kept, np.array([len(d.kept) - 1 for d in decodes], np.int32))
+    return VerifiedTrees(tree, AcceptResult(path, kept, np.array([len(d.kept) - 1 for d in decodes], np.int32)))

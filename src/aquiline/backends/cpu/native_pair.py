@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from aquiline.backends.base import Sizes
-from aquiline.backends.cpu import calls, packed
-from aquiline.backends.cpu.backend import CpuBackend
+from aquiline.backends.cpu import calls, native_weights
 from aquiline.backends.cpu.buffers import address
 from aquiline.backends.cpu.calls import NativeModel
 from aquiline.backends.cpu.native import AqFusion
-from aquiline.backends.cpu.packed import Arena, PackedLinear
-from aquiline.backends.cpu.text_index import NativeIndex
+from aquiline.backends.cpu.native_backend import CpuBackend
+from aquiline.backends.cpu.native_text_index import NativeIndex
+from aquiline.backends.cpu.native_weights import Arena, PackedLinear
 from aquiline.blocks import PACKED
 from aquiline.config import Environment
 from aquiline.models.config import DraftConfig, ModelConfig
@@ -54,14 +55,14 @@ def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
     if arithmetic == "auto":
         if dtype in ON_CODES:
             return "int8"
-        return "bfloat16" if dtype == "bfloat16" and packed.has_bf16_dot() else "float32"
+        return "bfloat16" if dtype == "bfloat16" and native_weights.has_bf16_dot() else "float32"
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, {', '.join(ARITHMETICS)}")
     if arithmetic == "int8" and dtype not in ON_CODES:
         raise ValueError(f"arithmetic='int8': needs a dtype of {', '.join(ON_CODES)}, and dtype is {dtype!r}")
     if arithmetic == "bfloat16" and dtype != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: needs dtype='bfloat16', and dtype is {dtype!r}")
-    if arithmetic == "bfloat16" and not packed.has_bf16_dot():
+    if arithmetic == "bfloat16" and not native_weights.has_bf16_dot():
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
     return arithmetic
 
@@ -138,6 +139,10 @@ class CpuPair:
         if self.draft is not None:
             draft = self.draft.model.kv_values_per_token * dtype.itemsize + 4 * self.draft.model.hidden_size
         return self.target.kv_values_per_token * dtype.itemsize, draft
+
+    def free_bytes(self) -> int:
+        """Free memory of this machine."""
+        return int(psutil.virtual_memory().available)
 
     def system(self) -> dict[str, object]:
         """What runs: instruction set, threads, arithmetic."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
 from aquiline.backends.torch.chains import (
+    ChainGuesses,
     CutChains,
     Cuts,
-    Guesses,
     check_cut,
     check_row_costs,
     choose_nodes,
@@ -24,10 +24,10 @@ from aquiline.backends.torch.chains import (
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
-from aquiline.backends.torch.rows import prompt_block, tree_block
-from aquiline.backends.torch.rules import mask_tokens
-from aquiline.backends.torch.state import SlotState
-from aquiline.backends.torch.storage import PagedAttention, Storage
+from aquiline.backends.torch.logit_rules import mask_tokens
+from aquiline.backends.torch.slot_state import SlotState
+from aquiline.backends.torch.torch_pages import PagedAttention, TorchPages
+from aquiline.backends.torch.torch_rows import prompt_block, tree_block
 from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
@@ -46,11 +46,11 @@ class TorchBackend:
     def __init__(self, decoder: Decoder, head: DraftHead | None, kv_dtype: torch.dtype, sizes: Sizes) -> None:
         self.decoder, self.sizes, self.device = decoder, sizes, decoder.embed.device
         self.state = SlotState(sizes, self.device)
-        self.storage = Storage(decoder.config, self.state.scratch, kv_dtype, self.device)
+        self.storage = TorchPages(decoder.config, self.state.scratch, kv_dtype, self.device)
         self._draft: Draft | None = None
-        self._guesses: list[tuple[list[int], Guesses]] = []  # of the step that was drafted last
+        self._guesses: list[tuple[list[int], ChainGuesses]] = []  # of the step that was drafted last
         if head is not None:
-            storage = Storage(head.config.model, self.state.scratch, kv_dtype, self.device)
+            storage = TorchPages(head.config.model, self.state.scratch, kv_dtype, self.device)
             self._draft = Draft(head, self.state, storage)
         self.all_ids = torch.arange(decoder.config.vocab_size, device=self.device)
 
@@ -102,7 +102,7 @@ class TorchBackend:
         if decodes:
             logits = self.decoder.logits(out.hidden[:num_tree_rows])
             drawn = self._draw_trees(decodes, base, trees, on_path, logits, allowed)
-            kept = accept(trees, on_path, drawn, self._forced(step.decodes))
+            kept = accept(trees, on_path, drawn)
             columns = self._decode_logprobs(decodes, trees, kept, logits)
             self._keep(step.decodes, slots, base, trees, kept, out.features[:num_tree_rows])
         if allowed is not None:
@@ -111,7 +111,9 @@ class TorchBackend:
         draft_end = self.state.draft_end[slots]
         num_draft_rows = 0 if self._draft is None else self._draft.num_rows
         hosts = [self.state.hosts[slot] for slot in decodes]
-        return IssuedStep(trees, kept, base, draft_end, columns, prefilled, num_draft_rows, hosts, self._guesses)
+        return IssuedStep(
+            trees, kept, base, draft_end, columns, prefilled, num_draft_rows, hosts, self._guesses, step.with_trees
+        )
 
     @torch.inference_mode()
     def score(self, documents: Sequence[Int32]) -> Scored:  # noqa: D102
@@ -244,11 +246,6 @@ class TorchBackend:
         known = self.state.tokens_at(torch.tensor([slot], device=self.device), (base + back).view(1, -1)).view_as(back)
         before = torch.where(back > 0, drafted, known)
         return rules.apply(logits, below_root, tokens, base + depths + 1, before)
-
-    def _forced(self, decodes: tuple[Decode, ...]) -> Tensor | None:
-        if all(decode.num_forced is None for decode in decodes):
-            return None
-        return torch.tensor([-1 if d.num_forced is None else d.num_forced for d in decodes], device=self.device)
 
     def _decode_logprobs(
         self, slots: list[int], trees: Trees, kept: Kept, logits: Tensor

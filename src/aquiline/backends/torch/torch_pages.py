@@ -13,7 +13,7 @@ from torch import Tensor
 from aquiline.models.config import ModelConfig
 
 
-class Storage:
+class TorchPages:
     """Keys and values of one model: k and v [L, places, Hkv, Dh], place = page * page_size + offset."""
 
     def __init__(self, config: ModelConfig, num_places: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class RowBlock:
 class PagedAttention:
     """The Attention protocol for the flat rows of several blocks, one block after the other."""
 
-    def __init__(self, storage: Storage, config: ModelConfig, blocks: list[RowBlock]) -> None:
+    def __init__(self, storage: TorchPages, config: ModelConfig, blocks: list[RowBlock]) -> None:
         self.storage, self.config, self.blocks = storage, config, blocks
         self.write = torch.cat([block.write.reshape(-1) for block in blocks])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aquiline.backends.torch.state import SlotState
-from aquiline.backends.torch.storage import RowBlock
+from aquiline.backends.torch.slot_state import SlotState
+from aquiline.backends.torch.torch_pages import RowBlock
 from aquiline.backends.torch.trees import Trees
 
 
