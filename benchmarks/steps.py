@@ -30,12 +30,12 @@ from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.results.intervals import Estimate, estimate, rotated
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
-from aquiline.bench.theory.configs import shape_of
 from aquiline.bench.theory.roofline import Roofline
-from aquiline.bench.theory.shapes import precision_of
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.models.counting import shape_of
 from aquiline.models.named import BUNDLED_PROMPTS
+from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 CONTEXT, STEPS, WIDTH = 128, 24, 1024

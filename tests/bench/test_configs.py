@@ -26,12 +26,12 @@ from tests.checkpoints import SMALL, write_draft, write_target
 from tests.conftest import TINY, TINY_DRAFT, tiny_pair
 from tests.json_values import ANY_JSON
 
-from aquiline.bench.theory.configs import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
-from aquiline.bench.theory.shapes import Matrix, Storage, precision_of
 from aquiline.errors import CheckpointError
+from aquiline.models.counting import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.models.draft_config import read_draft_config
 from aquiline.models.load import read_model_config
 from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_TARGET
+from aquiline.models.shape import Matrix, Storage, precision_of
 
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,7 +66,7 @@ def test_parameters_are_those_of_the_transformers_model(name: str, tmp_path: Pat
     assert not shape.assumptions
     wanted = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
     if wanted:
-        assert [layer.window > 0 for layer in shape.body.layers] == wanted
+        assert [layer.attention.window > 0 for layer in shape.body.layers] == wanted
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_checkpoints_own_quantisation(tmp_path: Path) -> None:
 
 def test_sliding_windows_by_every_way_to_say_so(tmp_path: Path) -> None:
     def windows(fields: dict[str, Any]) -> list[int]:
-        return [layer.window for layer in read_shape(write_config(tmp_path, SMALL | fields)).body.layers]
+        return [layer.attention.window for layer in read_shape(write_config(tmp_path, SMALL | fields)).body.layers]
 
     assert windows({"model_type": "mistral"}) == [4096] * 8
     assert windows({"model_type": "mistral", "sliding_window": None}) == [0] * 8

@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from aquiline.backends.torch.torch_pair import TorchPair
-from aquiline.bench.theory.configs import draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.bench.theory.device import Ceilings, Figure
 from aquiline.bench.theory.roofline import Cost, Roofline, Rows, forward_cost, keys_read, keys_seen
-from aquiline.bench.theory.shapes import expected_experts, precision_of
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.models.config import ModelConfig
+from aquiline.models.counting import draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.models.shape import expected_experts, precision_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 WINDOWED = dataclasses.replace(TINY, windows=(8, 0, 30, 0), qkv_bias=True, qk_norm=True)

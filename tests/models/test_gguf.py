@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aquiline.bench.peers.peer import conversion, stored_dtype
-from aquiline.bench.theory.configs import read_shape
 from aquiline.errors import CheckpointError
+from aquiline.models.counting import read_shape
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import read_draft_config
 from aquiline.models.formats import load_draft, save_draft

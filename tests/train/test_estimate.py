@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from aquiline.cli.train import train as train_command
+from aquiline.models.counting import shape_of
 from aquiline.models.decoder import Decoder
 from aquiline.train import estimate as estimates
 from aquiline.train.config import TrainConfig
@@ -26,12 +27,12 @@ from aquiline.train.estimate import (
     plan_line,
     step_bytes,
     target_shape,
+    trained_shape,
 )
 from aquiline.train.features import bytes_per_token
 from aquiline.train.recipes import configure, read_recipe, recipe_names
 from aquiline.train.report import Silent
 from aquiline.train.schedule import Clock, Pace
-from aquiline.train.shapes import DraftShape, TargetShape
 from aquiline.train.trainer import Trainer, train
 
 PUBLISHED = {  # millions of parameters of target and draft, from the model cards
@@ -68,7 +69,7 @@ def trainer(config: TrainConfig) -> Trainer:
 def test_a_targets_parameters_are_counted(flags: dict[str, bool]) -> None:
     config = dataclasses.replace(tiny.CONFIG, **flags)  # type: ignore[arg-type]
     counted = sum(p.numel() for p in Decoder(config, tiny.CAPTURE).parameters())
-    assert TargetShape.of(config).parameters == counted
+    assert shape_of(config).num_parameters == counted
 
 
 def test_memory_is_what_a_run_holds(config: TrainConfig, trainer: Trainer) -> None:
@@ -87,7 +88,7 @@ def test_memory_is_what_a_run_holds(config: TrainConfig, trainer: Trainer) -> No
     own = [weights.head.embed, trainer.run.assembler.head]
     measured = sum(t.nbytes for t in (*held, *own))
     assert told.memory["draft and optimizer"] == pytest.approx(measured, rel=1e-3)
-    assert DraftShape.of(target_shape(config), config).parameters == sum(p.numel() for p in weights.trained)
+    assert trained_shape(config, target_shape(config)).num_parameters == sum(p.numel() for p in weights.trained)
 
 
 @pytest.mark.parametrize("changes", [{}, {"context": 64, "late_share": 1.0}, {"ttt_steps": 7, "batch_size": 2}])
@@ -107,7 +108,7 @@ def test_a_step_keeps_what_was_told(config: TrainConfig, changes: dict[str, Any]
         run._gradients()
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     shape = target_shape(config)
-    told = step_bytes(config, shape, DraftShape.of(shape, config), World()) - 5 * estimates.CHUNK_BYTES
+    told = step_bytes(config, shape, trained_shape(config, shape), World()) - 5 * estimates.CHUNK_BYTES
     assert told == pytest.approx(measured, rel=0.2)
 
 
@@ -164,9 +165,9 @@ def test_recipes_configure_a_run_and_match_what_is_published(name: str, monkeypa
     config = configure({"batch_size": 3}, recipe, is_dry=True)
     assert config.batch_size == 3 and config.ttt_steps == recipe.settings["ttt_steps"]
     target, draft = PUBLISHED[name]
-    assert recipe.shape is not None and recipe.shape.parameters / 1e6 == pytest.approx(target, rel=1e-3)
+    assert recipe.shape is not None and recipe.shape.num_parameters / 1e6 == pytest.approx(target, rel=1e-3)
     if draft is not None:
-        assert DraftShape.of(recipe.shape, config).parameters / 1e6 == pytest.approx(draft, rel=1e-3)
+        assert trained_shape(config, recipe.shape).num_parameters / 1e6 == pytest.approx(draft, rel=1e-3)
     lines: list[str] = []
     told = dry_run(config, target_shape(config, recipe), lines.append, None)
     assert told["target"] == recipe.target and told["tokens_per_s"] is None and len(lines) == 4
@@ -185,15 +186,11 @@ def test_a_recipe_of_ones_own_and_what_is_wrong_in_one(tmp_path: Path) -> None:
     for text, message in (
         ("train: {}", "must name a target"),
         ("target: t\ntrain: {contxt: 3, out: x}", r"train\.contxt, train\.out: known are train\."),
-        ("target: t\ngeometry: {hidden: 3}", r"geometry\.hidden: known"),
-        ("target: t\ngeometry: {hidden_size: 3}", "geometry: .*missing"),
+        ("target: t\nconfig: 3", "config must be fields"),
+        ("target: t\nconfig: {hidden: 3}", "config: hidden_size"),
+        ("target: t\nconfig: {hidden_size: x}", "config: hidden_size='x'"),
         ("target: [", "is not YAML"),
         ("target: t\ntrain: 3", "train must be fields"),
-        (
-            "target: t\ngeometry: {hidden_size: x, intermediate_size: 3, num_layers: 1, num_heads: 1, num_kv_heads: 1, "
-            "head_dim: 2, vocab_size: 9}",
-            "geometry: hidden_size='x': must be a whole number",
-        ),
         ("target: " + "[" * 1000 + "]" * 1000, "is not YAML"),
     ):
         own.write_text(text)

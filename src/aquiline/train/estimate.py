@@ -17,17 +17,17 @@ import psutil
 import torch
 
 from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
-from aquiline.models.families import read_model_config
-from aquiline.models.files import resolve
+from aquiline.models.counting import draft_shape, read_shape
+from aquiline.models.shape import AttentionShape, Dense, DraftShape, LayerShape, ModelShape, MoE
 from aquiline.train.attention import CHUNK
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.head_loss import CHUNK_BYTES
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
-from aquiline.train.shapes import DraftShape, TargetShape
 from aquiline.train.teacher import has_bfloat16
 from aquiline.train.ttt import num_rows
+from aquiline.train.vocabulary import DEFAULT_SIZE
 
 RATE_SECONDS = 1.0
 RATE_ROWS = 2048
@@ -126,14 +126,14 @@ class Planned:
     num_steps: int
 
 
-def estimate(config: TrainConfig, target: TargetShape, world: World) -> Estimate:
+def estimate(config: TrainConfig, target: ModelShape, world: World) -> Estimate:
     """The estimate for a run of these settings on a target of this shape."""
-    draft = DraftShape.of(target, config)
+    draft = trained_shape(config, target)
     return Estimate(
         memory=_memory(config, target, draft, world),
         flops=_flops(config, target, draft),
-        checkpoint_bytes=draft.parameters * (4 * _copies(config) - 4 + 2),
-        features_bytes=2 * (draft.num_capture + 1) * target.hidden_size + 8,
+        checkpoint_bytes=draft.num_parameters * (4 * _copies(config) - 4 + 2),
+        features_bytes=2 * (draft.fc.k + target.body.hidden_size) + 8,
         tokens=_tokens(config),
         num_ranks=world.size,
     )
@@ -151,33 +151,35 @@ def _copies(config: TrainConfig) -> int:
     return 4 + (config.ema > 0)
 
 
-def _memory(config: TrainConfig, target: TargetShape, draft: DraftShape, world: World) -> dict[str, int]:
-    H, V, on_cpu = target.hidden_size, target.vocab_size, world.device == "cpu"
-    weights = target.stored_bytes * (2 if on_cpu else 1)  # on a CPU, as loaded and packed
-    kv = 2 * target.num_layers * target.widths[1] * 2
+def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> dict[str, int]:
+    H, V, on_cpu = target.body.hidden_size, target.vocab_size, world.device == "cpu"
+    weights = round(target.stored_bytes(target.precision)) * (2 if on_cpu else 1)  # on a CPU, as loaded and packed
+    kv = round(target.body.kv_bytes_per_token(target.precision))
     slots = (-(-max(2048, config.context) // PAGE_SIZE) + MAX_DOCUMENTS) * PAGE_SIZE if on_cpu else 0
     split = world.size if world.parallel == "fsdp" else 1
-    copies = 4 * draft.parameters * _copies(config) // split
+    copies = 4 * draft.num_parameters * _copies(config) // split
     return {
         "target": weights + 4 * V * H + kv * slots,
-        "draft and optimizer": copies + 4 * V * H + 4 * draft.vocab_size * H,
+        "draft and optimizer": copies + 4 * V * H + 4 * draft.body.head.n * H,
         "one step": step_bytes(config, target, draft, world),
     }
 
 
-def step_bytes(config: TrainConfig, target: TargetShape, draft: DraftShape, world: World) -> int:
+def step_bytes(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> int:
     """What a step keeps: its batches, what the passes save for their backward, and the head's gradients and chunks.
 
     A row of a pass saves 13 vectors of H around norms and residual, queries, keys, values and outputs of attention,
     four of the MLP's width, and, in `fused` attention, the probabilities of the keys it sees."""
-    H, size = draft.hidden_size, 2 if has_bfloat16(world.device) else 4
-    q, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    H, size = draft.body.hidden_size, 2 if has_bfloat16(world.device) else 4
+    (layer,) = draft.body.layers
+    heads, head = layer.attention, draft.body.head
+    q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     batch_rows = -(-config.batch_size // world.size)
-    batch = config.accumulate * batch_rows * config.context * (4 * draft.num_capture * H + 2 * target.hidden_size)
+    batch = config.accumulate * batch_rows * config.context * (4 * draft.fc.k + 2 * target.body.hidden_size)
     rows = batch_rows * num_rows(config.context, config.ttt_steps) * _rows_per_token(config)
-    row = 13 * H + 3 * q + 2 * kv + 4 * draft.intermediate_size + draft.num_heads * _seen(config)
-    head = 4 * draft.head_products + 5 * max(CHUNK_BYTES, 16 * 4 * draft.vocab_size)
-    return round(batch + rows * row * size + head)
+    row = 13 * H + 3 * q + 2 * kv + 4 * layer.mlp.width + heads.num_heads * _seen(config)
+    head_bytes = 4 * head.num_weights + 5 * max(CHUNK_BYTES, 16 * 4 * head.n)
+    return round(batch + rows * row * size + head_bytes)
 
 
 def _rows_per_token(config: TrainConfig) -> float:
@@ -190,27 +192,45 @@ def _seen(config: TrainConfig) -> float:
     return min(config.context, (config.context + CHUNK) / 2)
 
 
-def _flops(config: TrainConfig, target: TargetShape, draft: DraftShape) -> dict[str, float]:
+def _flops(config: TrainConfig, target: ModelShape, draft: DraftShape) -> dict[str, float]:
     """Floating-point operations of one token by stage. A multiplication counts two in the forward pass; the backward
     pass takes twice as many where both factors get gradients."""
     rows, seen = _rows_per_token(config), _seen(config)
-    attention = 2 * draft.num_heads * draft.head_dim * seen
+    (layer,) = draft.body.layers
     return {
-        "target": 2.0 * (target.layer_products + 2 * target.num_layers * target.widths[0] * seen),
-        "target's head": 2.0 * target.vocab_size * target.hidden_size,
-        "draft layer": 4.0 * draft.fuse_products + 6.0 * rows * (draft.layer_products + attention),
-        "draft head and loss": (6.0 * rows + 2.0) * draft.head_products,
+        "target": 2.0 * sum(each.multiply_adds + _attention(each, seen) for each in target.body.layers),
+        "target's head": 2.0 * target.body.head.num_weights,
+        "draft layer": 4.0 * draft.fc.num_weights + 6.0 * rows * (layer.multiply_adds + _attention(layer, seen)),
+        "draft head and loss": (6.0 * rows + 2.0) * draft.body.head.num_weights,
     }
 
 
-def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> TargetShape:
+def _attention(layer: LayerShape, seen: float) -> float:
+    """Multiplications of one row with the keys and values that it sees."""
+    return 2 * layer.attention.num_heads * layer.attention.head_dim * seen
+
+
+def trained_shape(config: TrainConfig, target: ModelShape) -> DraftShape:
+    """The draft of a run of these settings; sizes that the settings leave open are the target's."""
+    H, own = target.body.hidden_size, target.body.layers[0]
+    attention = AttentionShape(
+        H, 2 * H, config.num_heads or own.attention.num_heads, config.num_kv_heads or own.attention.num_kv_heads,
+        own.attention.head_dim,
+    )  # fmt: skip
+    inner = own.mlp.expert.inner if isinstance(own.mlp, MoE) else own.mlp.inner
+    layer = LayerShape(attention, Dense(H, config.intermediate_size or inner))
+    vocab = config.draft_vocab_size or min(DEFAULT_SIZE, target.vocab_size)
+    return draft_shape(layer, vocab, len(config.capture or (0, 0, 0)) * H, target)
+
+
+def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> ModelShape:
     """The target's shape, from the recipe if the run trains for the recipe's target, else from the checkpoint."""
     if recipe is not None and recipe.shape is not None and config.target == Path(recipe.target):
         return recipe.shape
-    return TargetShape.of(read_model_config(resolve(config.target)))
+    return read_shape(config.target, "bfloat16")  # as the teacher loads it
 
 
-def announce(config: TrainConfig, shape: TargetShape, say: Callable[[str], None], world: World) -> Estimate:
+def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None], world: World) -> Estimate:
     """Say line by line what a run needs, time left out."""
     told = estimate(config, shape, world)
     for line in told.lines(config.keep, free_memory(world.device)):
@@ -219,7 +239,7 @@ def announce(config: TrainConfig, shape: TargetShape, say: Callable[[str], None]
 
 
 def dry_run(
-    config: TrainConfig, shape: TargetShape, say: Callable[[str], None], measure: Callable[[], Planned] | None
+    config: TrainConfig, shape: ModelShape, say: Callable[[str], None], measure: Callable[[], Planned] | None
 ) -> dict[str, Any]:
     """Say line by line what a run would need, and return it as JSON. measure: takes some steps of it; None where there
     is nothing to train on, which leaves a bound."""
@@ -231,7 +251,7 @@ def dry_run(
         say(measured_line(planned.pace, planned.num_measured))
         say(plan_line(planned.pace, planned.num_steps, None if config.init else 0))
         return record | {"tokens_per_s": planned.pace.tokens / planned.pace.seconds, "steps": planned.num_steps}
-    rate = measure_rate(world.device, shape.hidden_size, RATE_SECONDS)
+    rate = measure_rate(world.device, shape.body.hidden_size, RATE_SECONDS)
     say(told.bound_line(rate))
     return record | {
         "tokens_per_s": None, "most_tokens_per_s": told.bound(rate), "measured_flops": rate.flops, "dtype": rate.dtype,

@@ -1,7 +1,7 @@
 """Recipes: the settings of a run for one target as a YAML file, in the package by name or anywhere by path.
 
 target:    a folder or a hub id
-geometry:  the target's numbers (shapes.TargetShape), so that a run can be estimated before anything is fetched
+config:    the numbers of the target's config.json, so that a run can be estimated before anything is fetched
 train:     fields of TrainConfig
 needs:     what this version lacks to train it, if it lacks something; such a recipe gives estimates only
 """
@@ -16,8 +16,10 @@ from typing import Any
 
 import yaml
 
+from aquiline.errors import CheckpointError
+from aquiline.models.counting import shape_of_fields
+from aquiline.models.shape import ModelShape
 from aquiline.train.config import TrainConfig
-from aquiline.train.shapes import TargetShape
 
 NOT_IN_RECIPES = ("target", "data", "out", "held_out", "init", "norm_feedback", "resume", "may_differ")
 """Fields of TrainConfig that belong to a run, not to a recipe."""
@@ -30,7 +32,7 @@ class Recipe:
 
     name: str
     target: str
-    shape: TargetShape | None
+    shape: ModelShape | None
     settings: dict[str, Any]
     needs: str | None
 
@@ -57,11 +59,12 @@ def read_recipe(name: str) -> Recipe:
         raise ValueError(f"recipe={name}: is not YAML ({error})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("target"), str):
         raise ValueError(f"recipe={name}: must name a target")
-    settings, geometry = raw.get("train") or {}, raw.get("geometry")
+    settings, config = raw.get("train") or {}, raw.get("config")
     known = [f.name for f in fields(TrainConfig) if f.name not in NOT_IN_RECIPES]
-    _refuse_unknown(name, "", raw, ["target", "geometry", "train", "needs"])
+    _refuse_unknown(name, "", raw, ["target", "config", "train", "needs"])
     _refuse_unknown(name, "train.", settings, known)
-    _refuse_unknown(name, "geometry.", geometry or {}, [f.name for f in fields(TargetShape)])
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"recipe={name}: config must be fields with values")
     settings = {
         key: Path(value)
         if key in _PATHS and isinstance(value, str)
@@ -71,9 +74,9 @@ def read_recipe(name: str) -> Recipe:
         for key, value in settings.items()
     }
     try:
-        shape = TargetShape(**geometry) if geometry else None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"recipe={name}: geometry: {error}") from None
+        shape = shape_of_fields(config, Path("config")) if config else None
+    except (CheckpointError, ValueError) as error:
+        raise ValueError(f"recipe={name}: {error}") from None
     return Recipe(path.stem if path.suffix else name, raw["target"], shape, settings, raw.get("needs"))
 
 

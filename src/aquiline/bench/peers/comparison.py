@@ -27,19 +27,19 @@ from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import Result, Scenario, tokens_sha256
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
-from aquiline.bench.theory.configs import shape_of
 from aquiline.bench.theory.device import GIGA
 from aquiline.bench.theory.roofline import Roofline
-from aquiline.bench.theory.shapes import precision_of
 from aquiline.blocks import PACKED
 from aquiline.config import EngineConfig, Environment, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, for_checkpoint
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
+from aquiline.models.counting import shape_of
 from aquiline.models.files import is_gguf
 from aquiline.models.load import resolve, target_entries
 from aquiline.models.named import BUNDLED_TARGET, checkpoints, draft_of
+from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SETTLE_S = 0.1

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from aquiline.bench.results.clock import decode_s, decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import Estimate, estimate, paired, rotated
 from aquiline.bench.results.result import commit
-from aquiline.bench.theory.configs import shape_of
 from aquiline.bench.theory.limits import EXPECTED_CHAIN, Costs, expectation
 from aquiline.bench.theory.measure import last_level_cache
 from aquiline.bench.theory.roofline import Rows, forward_cost
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share
+from aquiline.models.counting import shape_of
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 

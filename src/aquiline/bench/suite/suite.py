@@ -32,15 +32,15 @@ from aquiline.bench.suite.scenarios import Source
 from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
-from aquiline.bench.theory.configs import draft_shape_of, shape_of
 from aquiline.bench.theory.roofline import Roofline
-from aquiline.bench.theory.shapes import precision_of
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
+from aquiline.models.counting import draft_shape_of, shape_of
 from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Drafting, NoDraft
 
 

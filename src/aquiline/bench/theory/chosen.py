@@ -7,12 +7,12 @@ from pathlib import Path
 
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice, Storage
-from aquiline.bench.theory.configs import assumed_draft, read_draft_shape, read_shape
 from aquiline.bench.theory.measure import OnStage
 from aquiline.bench.theory.roofline import Roofline
-from aquiline.bench.theory.shapes import DraftShape, ModelShape, Precision, precision_of
 from aquiline.blocks import is_packed
+from aquiline.models.counting import assumed_draft, read_draft_shape, read_shape
 from aquiline.models.named import checkpoints
+from aquiline.models.shape import DraftShape, ModelShape, Precision, precision_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from aquiline.bench.theory.device import Ceilings
-from aquiline.bench.theory.shapes import Body, DraftShape, ModelShape, Precision
+from aquiline.models.shape import BodyShape, DraftShape, ModelShape, Precision
 from aquiline.spec.drafting import Drafting
 
 CACHE_SHARE = 0.1
@@ -97,7 +97,7 @@ def keys_seen(rows: Rows, window: int) -> float:
     return growing * rows.context + growing * (growing + 1) / 2 + (m - growing) * window
 
 
-def forward_cost(body: Body, precision: Precision, rows: Rows) -> Cost:
+def forward_cost(body: BodyShape, precision: Precision, rows: Rows) -> Cost:
     """One forward of a target, or one pass of a draft without its fc."""
     num_rows = rows.batch * rows.per_sequence
     head_rows = num_rows if rows.num_head is None else rows.batch * rows.num_head
@@ -107,11 +107,12 @@ def forward_cost(body: Body, precision: Precision, rows: Rows) -> Cost:
         linear_flops=2 * body.head.num_weights * head_rows,
     )
     for layer, times in Counter(body.layers).items():
+        heads = layer.attention
         each = Cost(
             weight_bytes=layer.num_bytes(precision, layer.touched_experts(num_rows)),
-            kv_bytes=precision.kv_bytes(layer.kv_per_token) * rows.batch * keys_read(rows, layer.window),
+            kv_bytes=precision.kv_bytes(layer.kv_per_token) * rows.batch * keys_read(rows, heads.window),
             linear_flops=2 * layer.multiply_adds * num_rows,
-            attention_flops=4 * layer.num_heads * layer.head_dim * rows.batch * keys_seen(rows, layer.window),
+            attention_flops=4 * heads.num_heads * heads.head_dim * rows.batch * keys_seen(rows, heads.window),
         )
         cost += Cost(
             times * each.weight_bytes, times * each.kv_bytes, times * each.linear_flops, times * each.attention_flops

@@ -1,4 +1,4 @@
-"""Shapes of models from their config.json, also of families that no decoder here runs: a roofline needs no weights.
+"""Shapes of models from their config.json, also of families that nothing here runs: counting needs no weights.
 
 `models/families.py` holds what a family's code implies and its configuration does not say. An unknown family is counted
 as llama-like, with a note. Models that cannot be counted this way are refused. Source: transformers 5.23,
@@ -11,16 +11,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from aquiline.bench.theory.shapes import (
-    Body,
-    DraftShape,
-    LayerShape,
-    Matrix,
-    ModelShape,
-    Precision,
-    Storage,
-    precision_of,
-)
 from aquiline.blocks import BLOCK_TYPES
 from aquiline.errors import CheckpointError
 from aquiline.models.config import DraftConfig, ModelConfig
@@ -31,6 +21,19 @@ from aquiline.models.files import is_gguf, is_hub_id, resolve
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.named import draft_of, target_of
 from aquiline.models.producers import LAYER_IDS, find_format, is_windowed, read_draft_fields
+from aquiline.models.shape import (
+    AttentionShape,
+    BodyShape,
+    Dense,
+    DraftShape,
+    LayerShape,
+    Matrix,
+    ModelShape,
+    MoE,
+    Precision,
+    Storage,
+    precision_of,
+)
 
 _UNCOUNTED = ("kv_lora_rank", "mamba_d_state", "state_size", "linear_num_key_heads", "is_encoder_decoder")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -43,7 +46,12 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
 
     Raises CheckpointError naming file, field and value, ValueError for an unknown dtype."""
     file = shape_file(model)
-    outer = read_fields(file)
+    types = _block_types(file) if dtype is None and is_gguf(file) else dtype
+    return shape_of_fields(read_fields(file), file, types, kv_dtype)
+
+
+def shape_of_fields(outer: Raw, file: Path, dtype: str | None = None, kv_dtype: str | None = None) -> ModelShape:
+    """The shape that the fields of a config.json describe. file: named in errors."""
     raw = nested(outer, file, "text_config") or outer
     family = str(raw.get("model_type", "llama"))
     for name in _UNCOUNTED:
@@ -55,12 +63,11 @@ def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None
     facts, hidden = FAMILIES.get(family, UNKNOWN), count(raw, file, "hidden_size")
     layers = _layers(raw, file, facts)
     is_moe = any(layer.num_experts for layer in layers)
-    dtype = dtype or (_block_types(file) if is_gguf(file) else None)
     own = precision_of(dtype, kv_dtype, is_moe=is_moe) if dtype else _own_precision(raw | outer, file, kv_dtype, is_moe)
     unknown = f"family {family!r} is not known here: counted as llama-like, with a gated MLP and two norms a layer"
     return ModelShape(
         family=family,
-        body=Body(hidden, layers, Matrix(count(raw, file, "vocab_size"), hidden), num_vector=hidden),
+        body=BodyShape(hidden, layers, Matrix(count(raw, file, "vocab_size"), hidden), num_vector=hidden),
         tied_head=flag(outer | raw, file, "tie_word_embeddings", facts.tied_head),
         max_positions=count(raw, file, "max_position_embeddings") if raw.get("max_position_embeddings") else None,
         precision=own,
@@ -90,27 +97,24 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
     if not isinstance(ids, list | tuple):
         raise CheckpointError(f"{file}: {LAYER_IDS}={ids!r} must be a list of layer numbers")
     has_norm = any(flag(eagle, file, name) for name in FC_NORM_FLAGS)
-    layer = _attention(raw, file, UNKNOWN, inputs=2 * hidden)
-    fixed = layer.fixed + mlp(hidden, count(raw, file, "intermediate_size"))
     window = count(raw, file, "sliding_window") if is_windowed(raw, find_format(outer, file), file) else 0
-    return _draft(
-        replace(layer, fixed=fixed, window=window), count(outer, file, "draft_vocab_size", vocab),
-        len(ids) * features, target, has_norm=has_norm,
-    )  # fmt: skip
+    attention = _attention(raw, file, UNKNOWN, inputs=2 * hidden, window=window)
+    layer = LayerShape(attention, Dense(hidden, count(raw, file, "intermediate_size")))
+    draft_vocab = count(outer, file, "draft_vocab_size", vocab)
+    return draft_shape(layer, draft_vocab, len(ids) * features, target, has_norm=has_norm)
 
 
 def assumed_draft(target: ModelShape) -> DraftShape:
     """The EAGLE-3 head that would be trained for this target: the target's attention heads, the MLP width that one
     token uses, three features, and a vocabulary of at most 32000 tokens."""
     hidden, first = target.body.hidden_size, target.body.layers[0]
-    downs = first.fixed[2:][-1:] + first.expert[-1:] * first.experts_per_token
-    inner = sum(down.k for down in downs)
-    fixed = attention(hidden, first.num_heads, first.num_kv_heads, first.head_dim, inputs=2 * hidden)
-    layer = LayerShape(
-        first.num_heads, first.num_kv_heads, first.head_dim, fixed + mlp(hidden, inner), num_vector=2 * hidden
+    width = first.mlp.width
+    attention = replace(
+        first.attention, inputs=2 * hidden, qkv_bias=False, o_bias=False, qk_norm=False, sinks=False, window=0
     )
-    said = f"no draft is named: an EAGLE-3 head with an MLP of {inner} and the target's heads is assumed"
-    return replace(_draft(layer, min(32000, target.vocab_size), 3 * hidden, target), assumptions=(said,))
+    said = f"no draft is named: an EAGLE-3 head with an MLP of {width} and the target's heads is assumed"
+    layer = LayerShape(attention, Dense(hidden, width))
+    return replace(draft_shape(layer, min(32000, target.vocab_size), 3 * hidden, target), assumptions=(said,))
 
 
 def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
@@ -118,7 +122,7 @@ def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
     hidden = config.hidden_size
     layers = tuple(_layer_of(config, i, hidden) for i in range(config.num_layers))
     return ModelShape(
-        family=config.family, body=Body(hidden, layers, Matrix(config.vocab_size, hidden), num_vector=hidden),
+        family=config.family, body=BodyShape(hidden, layers, Matrix(config.vocab_size, hidden), num_vector=hidden),
         tied_head=config.tied_head, max_positions=config.max_positions, precision=precision_of(dtype),
     )  # fmt: skip
 
@@ -128,7 +132,7 @@ def draft_shape_of(config: DraftConfig, target: ModelShape) -> DraftShape:
     layer = _layer_of(config.model, 0, 2 * config.model.hidden_size)
     features = len(config.capture) * config.target_hidden_size
     has_norm = config.norm_before_fc or config.fc_norm
-    return _draft(layer, config.draft_vocab_size, features, target, has_norm=has_norm)
+    return draft_shape(layer, config.draft_vocab_size, features, target, has_norm=has_norm)
 
 
 def shape_file(model: str | Path) -> Path:
@@ -156,36 +160,22 @@ def shape_file(model: str | Path) -> Path:
         ) from error
 
 
-def attention(
-    hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, *, inputs: int | None = None, bias: str = ""
-) -> tuple[Matrix, Matrix]:
-    """The matrices of attention: fused qkv, with `inputs` inputs (by default the hidden size), and o. bias: names of
-    the matrices that have one, such as "qkv o"."""
-    qkv = Matrix((num_heads + 2 * num_kv_heads) * head_dim, inputs or hidden, "qkv" in bias)
-    return qkv, Matrix(hidden, num_heads * head_dim, "o" in bias)
-
-
-def mlp(hidden: int, inner: int, has_bias: bool = False) -> tuple[Matrix, Matrix]:
-    """The matrices of an MLP: fused gate and up, and down."""
-    return Matrix(2 * inner, hidden, has_bias), Matrix(hidden, inner, has_bias)
-
-
-def _draft(layer: LayerShape, vocab: int, features: int, target: ModelShape, *, has_norm: bool = False) -> DraftShape:
-    hidden = layer.fixed[1].n
+def draft_shape(
+    layer: LayerShape, vocab: int, features: int, target: ModelShape, *, has_norm: bool = False
+) -> DraftShape:
+    """An EAGLE-3 head of one layer over so many features; it shares the target's embedding where their widths agree."""
+    hidden = layer.attention.hidden_size
     own = 0 if hidden == target.body.hidden_size else target.vocab_size * hidden
-    body = Body(hidden, (layer,), Matrix(vocab, hidden), num_vector=2 * hidden + features * has_norm)
+    body = BodyShape(hidden, (layer,), Matrix(vocab, hidden), num_vector=2 * hidden + features * has_norm)
     return DraftShape(body, fc=Matrix(hidden, features), num_embedding=own)
 
 
 def _layer_of(config: ModelConfig, index: int, inputs: int) -> LayerShape:
-    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
-    bias = " ".join(name for name, has_it in (("qkv", config.qkv_bias), ("o", config.o_bias)) if has_it)
-    fixed = attention(hidden, config.num_heads, config.num_kv_heads, dim, inputs=inputs, bias=bias)
-    vectors = 2 * hidden + 2 * dim * config.qk_norm + config.num_heads * config.sinks
-    return LayerShape(
-        config.num_heads, config.num_kv_heads, dim, fixed + mlp(hidden, inner, config.mlp_bias),
-        num_vector=vectors, window=config.window(index),
+    attention = AttentionShape(
+        config.hidden_size, inputs, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
+        config.o_bias, config.qk_norm, config.sinks, config.window(index),
     )  # fmt: skip
+    return LayerShape(attention, Dense(config.hidden_size, config.intermediate_size, config.mlp_bias))
 
 
 def _block_types(file: Path) -> str | None:
@@ -201,34 +191,32 @@ def _block_types(file: Path) -> str | None:
     return f"{sizes.most_common(1)[0][0]}+{head.lower() if head in BLOCK_TYPES else 'bfloat16'}"
 
 
-def _attention(raw: Raw, file: Path, facts: Family, inputs: int | None = None) -> LayerShape:
-    """A layer without its MLP."""
+def _attention(raw: Raw, file: Path, facts: Family, inputs: int | None = None, window: int = 0) -> AttentionShape:
     hidden, heads = count(raw, file, "hidden_size"), count(raw, file, "num_attention_heads")
-    kv_heads = count(raw, file, "num_key_value_heads", facts.num_kv_heads or heads)
-    dim = count(raw, file, "head_dim", facts.head_dim or hidden // heads)
     has_bias = not facts.qkv_bias and flag(raw, file, "attention_bias", facts.attention_bias)
-    bias = "qkv o" if has_bias else "qkv" if facts.qkv_bias else ""
-    return LayerShape(
-        heads, kv_heads, dim, attention(hidden, heads, kv_heads, dim, inputs=inputs, bias=bias),
-        num_vector=facts.num_norms * hidden + 2 * dim * facts.qk_norm + heads * facts.sinks,
+    return AttentionShape(
+        hidden, inputs or hidden, heads, count(raw, file, "num_key_value_heads", facts.num_kv_heads or heads),
+        count(raw, file, "head_dim", facts.head_dim or hidden // heads), has_bias or facts.qkv_bias, has_bias,
+        facts.qk_norm, facts.sinks, window,
     )  # fmt: skip
 
 
 def _layers(raw: Raw, file: Path, facts: Family) -> tuple[LayerShape, ...]:
-    base, hidden = _attention(raw, file, facts), count(raw, file, "hidden_size")
+    attention, hidden = _attention(raw, file, facts), count(raw, file, "hidden_size")
     num = count(raw, file, "num_hidden_layers", most=MAX_LAYERS)
     sparse = _sparse_layers(raw, file, num)
-    kinds: dict[bool, LayerShape] = {}
+    kinds: dict[bool, Dense | MoE] = {}
     if not all(sparse):
-        dense = mlp(hidden, count(raw, file, "intermediate_size"), flag(raw, file, "mlp_bias"))
-        kinds[False] = replace(base, fixed=base.fixed + dense)
+        kinds[False] = Dense(hidden, count(raw, file, "intermediate_size"), flag(raw, file, "mlp_bias"))
     if any(sparse):
-        kinds[True] = _with_experts(base, raw, file, facts)
-    windows = _windows(raw, file, facts, num)
-    return tuple(replace(kinds[is_sparse], window=w) for is_sparse, w in zip(sparse, windows, strict=True))
+        kinds[True] = _experts(raw, file, facts)
+    return tuple(
+        LayerShape(replace(attention, window=window), kinds[is_sparse], facts.num_norms)
+        for is_sparse, window in zip(sparse, _windows(raw, file, facts, num), strict=True)
+    )
 
 
-def _with_experts(base: LayerShape, raw: Raw, file: Path, facts: Family) -> LayerShape:
+def _experts(raw: Raw, file: Path, facts: Family) -> MoE:
     hidden = count(raw, file, "hidden_size")
     num_experts = max(count(raw, file, name, 0, least=0) for name in _EXPERTS)
     name = next((name for name in _PER_TOKEN if raw.get(name)), _PER_TOKEN[0])
@@ -236,15 +224,13 @@ def _with_experts(base: LayerShape, raw: Raw, file: Path, facts: Family) -> Laye
     if per_token > num_experts:
         raise CheckpointError(f"{file}: {name}={per_token} exceeds the {num_experts} experts")
     width = count(raw, file, "moe_intermediate_size" if raw.get("moe_intermediate_size") else "intermediate_size")
-    fixed = base.fixed
-    if raw.get("shared_expert_intermediate_size"):  # qwen2_moe gates its shared expert by one more output
-        fixed += (Matrix(1, hidden), *mlp(hidden, count(raw, file, "shared_expert_intermediate_size")))
+    shared, has_gate = None, bool(raw.get("shared_expert_intermediate_size"))
+    if has_gate:  # qwen2_moe's
+        shared = Dense(hidden, count(raw, file, "shared_expert_intermediate_size"))
     elif raw.get("n_shared_experts"):
-        fixed += mlp(hidden, count(raw, file, "n_shared_experts") * width)
-    return replace(
-        base, fixed=fixed, router=Matrix(num_experts, hidden, facts.expert_bias),
-        expert=mlp(hidden, width, facts.expert_bias), num_experts=num_experts, experts_per_token=per_token,
-    )  # fmt: skip
+        shared = Dense(hidden, count(raw, file, "n_shared_experts") * width)
+    expert = Dense(hidden, width, facts.expert_bias)
+    return MoE(expert, num_experts, per_token, facts.expert_bias, shared, has_gate)
 
 
 def _sparse_layers(raw: Raw, file: Path, num_layers: int) -> list[bool]:

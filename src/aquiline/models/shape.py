@@ -1,7 +1,8 @@
-"""The parts of a model, for counting: matrices by kind and layer, and the bytes of each way to store them.
+"""What a model consists of: blocks, matrices, parameters, and their bytes in every storage.
 
-Reads nothing and runs nothing: `configs.py` makes shapes from configurations, `roofline.py` counts a step's bytes and
-FLOPs from them. Sizes in bytes are floats, since a step reads an expected number of experts.
+The one description that is counted from: `aquiline limits`, the roofline of results, training estimates. Reads nothing
+and runs nothing: `counting.py` makes shapes of configurations. Sizes in bytes are floats: a step reads an expected
+number of experts.
 """
 
 from __future__ import annotations
@@ -104,25 +105,111 @@ def expected_experts(num_experts: int, per_token: int, rows: float) -> float:
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """One decoder layer. fixed: the linears that every row uses (attention, dense MLP, shared experts); num_vector:
-    elements of norms, sinks and other vectors; window: in positions, 0 for none."""
+class AttentionShape:
+    """Attention: fused qkv with `inputs` inputs, and o. window: in positions, 0 for none."""
 
+    hidden_size: int
+    inputs: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    fixed: tuple[Matrix, ...]
-    router: Matrix | None = None
-    expert: tuple[Matrix, ...] = ()
-    num_experts: int = 0
-    experts_per_token: int = 0
-    num_vector: int = 0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
     window: int = 0
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The linears that every row uses."""
+        qkv = Matrix((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.inputs, self.qkv_bias)
+        return qkv, Matrix(self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
+
+    @property
+    def num_vector(self) -> int:
+        """Elements of the norms of heads, and of sinks."""
+        return 2 * self.head_dim * self.qk_norm + self.num_heads * self.sinks
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated MLP: fused gate and up, and down."""
+
+    hidden_size: int
+    inner: int
+    has_bias: bool = False
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The linears that every row uses."""
+        return (
+            Matrix(2 * self.inner, self.hidden_size, self.has_bias),
+            Matrix(self.hidden_size, self.inner, self.has_bias),
+        )
+
+    @property
+    def width(self) -> int:
+        """MLP width that one row computes with."""
+        return self.inner
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A mixture of experts: a router, `num_experts` gated MLPs of which a row uses some, and MLPs that all rows use.
+
+    shared_gate: the shared MLP is gated by one more output."""
+
+    expert: Dense
+    num_experts: int
+    experts_per_token: int
+    router_bias: bool = False
+    shared: Dense | None = None
+    shared_gate: bool = False
+
+    @property
+    def router(self) -> Matrix:
+        """The linear that scores experts; never quantised."""
+        return Matrix(self.num_experts, self.expert.hidden_size, self.router_bias)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The linears that every row uses, the router apart."""
+        gate = (Matrix(1, self.expert.hidden_size),) if self.shared_gate else ()
+        return gate + (self.shared.matrices if self.shared is not None else ())
+
+    @property
+    def width(self) -> int:
+        """MLP width that one row computes with."""
+        return self.expert.inner * self.experts_per_token + (self.shared.inner if self.shared is not None else 0)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One decoder layer: its blocks, and norms of the hidden size."""
+
+    attention: AttentionShape
+    mlp: Dense | MoE
+    num_norms: int = 2
+
+    @property
+    def fixed(self) -> tuple[Matrix, ...]:
+        """The linears that every row uses, the router apart."""
+        return self.attention.matrices + self.mlp.matrices
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer; 0 for a dense one."""
+        return self.mlp.num_experts if isinstance(self.mlp, MoE) else 0
 
     @property
     def kv_per_token(self) -> int:
         """Elements of keys and values that one token stores."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return 2 * self.attention.num_kv_heads * self.attention.head_dim
+
+    @property
+    def num_vector(self) -> int:
+        """Elements of norms and sinks."""
+        return self.num_norms * self.attention.hidden_size + self.attention.num_vector
 
     @property
     def num_parameters(self) -> int:
@@ -132,33 +219,45 @@ class LayerShape:
     @property
     def num_active(self) -> int:
         """Parameters that one row computes with."""
-        return self._parameters(self.experts_per_token)
+        return self._parameters(self._experts_of_a_row)
 
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds of all linears for one row."""
-        used = [*self.fixed, *self.expert * self.experts_per_token, *filter(None, [self.router])]
+        used = [*self.fixed, *self._expert * self._experts_of_a_row, *self._router]
         return sum(m.num_weights for m in used)
 
     def touched_experts(self, rows: float) -> float:
         """Expected number of experts that a step with `rows` rows reads."""
-        return expected_experts(self.num_experts, self.experts_per_token, rows) if self.num_experts else 0.0
+        return expected_experts(self.num_experts, self._experts_of_a_row, rows) if self.num_experts else 0.0
 
     def num_bytes(self, precision: Precision, num_experts: float) -> float:
         """Bytes of the layer with num_experts of its experts."""
         vector = self.num_vector + sum(m.num_biases for m in self.fixed)
-        vector += sum(m.num_weights + m.num_biases for m in filter(None, [self.router]))
-        expert = sum(precision.experts.num_bytes(m) + precision.vector_bytes(m.num_biases) for m in self.expert)
+        vector += sum(m.num_weights + m.num_biases for m in self._router)
+        expert = sum(precision.experts.num_bytes(m) + precision.vector_bytes(m.num_biases) for m in self._expert)
         fixed = sum(precision.layers.num_bytes(m) for m in self.fixed)
         return fixed + precision.vector_bytes(vector) + num_experts * expert
 
+    @property
+    def _expert(self) -> tuple[Matrix, ...]:
+        return self.mlp.expert.matrices if isinstance(self.mlp, MoE) else ()
+
+    @property
+    def _router(self) -> tuple[Matrix, ...]:
+        return (self.mlp.router,) if isinstance(self.mlp, MoE) else ()
+
+    @property
+    def _experts_of_a_row(self) -> int:
+        return self.mlp.experts_per_token if isinstance(self.mlp, MoE) else 0
+
     def _parameters(self, num_experts: int) -> int:
-        matrices = [*self.fixed, *self.expert * num_experts, *filter(None, [self.router])]
+        matrices = [*self.fixed, *self._expert * num_experts, *self._router]
         return self.num_vector + sum(m.num_weights + m.num_biases for m in matrices)
 
 
 @dataclass(frozen=True)
-class Body:
+class BodyShape:
     """What one forward runs: layers, then a head. num_vector: elements of the norms outside the layers."""
 
     hidden_size: int
@@ -177,7 +276,7 @@ class ModelShape:
     """A target. precision: of the stored checkpoint; assumptions: about what its configuration does not say."""
 
     family: str
-    body: Body
+    body: BodyShape
     tied_head: bool
     max_positions: int | None
     precision: Precision
@@ -217,7 +316,7 @@ class DraftShape:
 
     num_embedding: elements of an embedding of its own; 0 if it shares the target's."""
 
-    body: Body
+    body: BodyShape
     fc: Matrix
     num_embedding: int = 0
     assumptions: tuple[str, ...] = ()
