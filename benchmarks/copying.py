@@ -32,8 +32,8 @@ from aquiline.bench.results.intervals import paired, rotated
 from aquiline.bench.results.result import commit
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.models.known_pairs import BUNDLED_TARGET, checkpoints, draft_of
 from aquiline.models.load import resolve
-from aquiline.models.named import BUNDLED_TARGET, checkpoints, draft_of
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.spec.lookup import Lookup

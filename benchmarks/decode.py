@@ -27,9 +27,9 @@ from aquiline.bench.results.intervals import rotated
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
-from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
-from aquiline.models.named import BUNDLED_PROMPTS, BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_PROMPTS, BUNDLED_TARGET
+from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.spec.drafting import NoDraft
 
 NEW_TOKENS = 128

@@ -21,7 +21,7 @@ import numpy as np
 from aquiline.backends.cpu import calls
 from aquiline.backends.cpu.native_text_index import NativeIndex
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.spec.lookup import Lookup, LookupProposer, LookupShared
 from aquiline.spec.text_index import NewIndex, SuffixIndex
 from aquiline.text.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from pathlib import Path
 import gguf
 from gguf import quants
 
-from aquiline.models.named import SMOLLM2_WEIGHTS
+from aquiline.models.known_pairs import SMOLLM2_WEIGHTS
 
 STORED = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "bf16": gguf.GGMLQuantizationType.BF16}
 FILE_TYPES = {"q8_0": gguf.LlamaFileType.MOSTLY_Q8_0, "bf16": gguf.LlamaFileType.MOSTLY_BF16}

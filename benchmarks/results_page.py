@@ -29,7 +29,7 @@ from restored import STORED, restore
 from aquiline.bench.peers.published import published, read_comparisons
 from aquiline.bench.results.result import DIRTY, commit, read_results
 from aquiline.bench.results.summary import summary
-from aquiline.models.named import SMOLLM2, SMOLLM2_WEIGHTS
+from aquiline.models.known_pairs import SMOLLM2, SMOLLM2_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"

@@ -158,7 +158,7 @@ def read_prompts(settings: argparse.Namespace, number: int) -> list[str]:
     """So many prompts, again from the first where there are fewer."""
     from pathlib import Path
 
-    from aquiline.models.named import BUNDLED_PROMPTS
+    from aquiline.models.known_pairs import BUNDLED_PROMPTS
     from aquiline.text.questions import read_questions
 
     file = Path(settings.prompts) if settings.prompts else BUNDLED_PROMPTS

@@ -34,7 +34,7 @@ from aquiline.bench.theory.roofline import Roofline
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.models.counting import shape_of
-from aquiline.models.named import BUNDLED_PROMPTS
+from aquiline.models.known_pairs import BUNDLED_PROMPTS
 from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 

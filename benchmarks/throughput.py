@@ -19,7 +19,7 @@ from aquiline.bench.results.intervals import rotated
 from aquiline.config import MAX_NODES, EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.metrics import RunSummary, repeated_share
-from aquiline.models.named import BUNDLED_PROMPTS
+from aquiline.models.known_pairs import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 
 NEW_TOKENS = 128

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aquiline.models.config import ModelConfig
+from aquiline.models.model_config import ModelConfig
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
 

@@ -17,9 +17,9 @@ from aquiline.backends.cpu import calls
 from aquiline.config import EngineConfig, Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules
-from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.models.model_config import DraftConfig, ModelConfig, RopeConfig
 from aquiline.types import storage_dtype
 
 # A busy machine must not fail a property by taking long. The default run draws the same examples every time; `make

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aquiline.models.config import ModelConfig
+from aquiline.models.model_config import ModelConfig
 
 
 class DenseAttention:

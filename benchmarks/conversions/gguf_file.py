@@ -19,11 +19,11 @@ from torch import Tensor
 
 from aquiline.bench.peers.peer import stored_dtype
 from aquiline.blocks import PACKED
-from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
+from aquiline.models.model_config import ModelConfig
 from aquiline.models.rope import rotary
 from conversions.converted import converted, shares_embedding
 

@@ -18,7 +18,7 @@ from aquiline.backends.cpu.native_weights import library
 from aquiline.config import MAX_DEPTH
 from aquiline.engine import engine, llm
 from aquiline.errors import NativeError
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.spec.drafting import Proposal
 from aquiline.spec.lookup import Lookup, LookupShared
 from aquiline.spec.match_events import MatchEvents

@@ -14,7 +14,7 @@ from aquiline.backends.base import VerifiedTrees
 from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
-from aquiline.models.config import DraftConfig
+from aquiline.models.model_config import DraftConfig
 from aquiline.types import Int32, storage_dtype
 
 pytestmark = needs_native

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from aquiline.bench.eval.answers import AnswerFile, TurnAnswer, answer_row
 from aquiline.config import SamplingParams
 from aquiline.metrics import mean
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.spec.registry import drafting
 from aquiline.text.questions import Question
 

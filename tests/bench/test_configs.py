@@ -29,8 +29,8 @@ from tests.json_values import ANY_JSON
 from aquiline.errors import CheckpointError
 from aquiline.models.counting import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.models.draft_config import read_draft_config
+from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
-from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.models.shape import Matrix, Storage, precision_of
 
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

@@ -15,13 +15,13 @@ import pytest
 from tests.conftest import needs_native
 
 from aquiline.bench.data.prompts import PROMPT_TOKENS, package_prompts, read_prompts
-from aquiline.bench.suite.demo import NAMES, TEMPERATURES, Demo, DemoPrompt, _fastest_chain, run_demo
+from aquiline.bench.suite.demo_run import NAMES, TEMPERATURES, Demo, DemoPrompt, _fastest_chain, run_demo
 from aquiline.bench.suite.demos import demo_of
-from aquiline.bench.theory.limits import expectation
+from aquiline.bench.theory.bounds import expectation
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
-from aquiline.models.named import BUNDLED_PROMPTS, BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, Drafting
 from aquiline.text.chat_template import ChatTemplate
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from aquiline.bench.eval.eval_plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
+from aquiline.bench.eval.eval_plot import _draw_positions
+from aquiline.bench.eval.eval_report import EvalFacts, as_document, notes
 from aquiline.bench.eval.figures import Ratio, best, figures, ratio, suspicion, tables, verdict
-from aquiline.bench.eval.plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
-from aquiline.bench.eval.plot import _draw_positions
-from aquiline.bench.eval.report import EvalFacts, as_document, notes
 from aquiline.bench.results.result import ModelFacts
 from aquiline.ledger import Ledger
 from aquiline.metrics import Counters

@@ -12,10 +12,10 @@ from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aquiline.backends.base import Backend, Drafts, Pending, StepInput, TokenMasks
+from aquiline.bench.eval.eval_plan import EvalPlan, Evaluated, Text, settings_of
+from aquiline.bench.eval.eval_report import EvalFacts, as_document, as_markdown, model_facts, notes
 from aquiline.bench.eval.evaluate import Evaluation
 from aquiline.bench.eval.figures import tables
-from aquiline.bench.eval.plan import EvalPlan, Evaluated, Text, settings_of
-from aquiline.bench.eval.report import EvalFacts, as_document, as_markdown, model_facts, notes
 from aquiline.bench.suite.simulated import Outcome, SimulatedBackend
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM

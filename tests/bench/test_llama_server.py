@@ -23,8 +23,8 @@ from aquiline.bench.results.result import Scenario
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.models.formats import load_draft
+from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import load_target, read_model_config
-from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, NoDraft
 
 PROMPT = [5, 9, 33, 7, 12, 80, 80, 41, 3, 99, 14, 150]

@@ -33,8 +33,8 @@ from aquiline.blocks import is_packed
 from aquiline.cli.main import app
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
-from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import NoDraft
 
 needs_llamacpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="not installed: llama_cpp")

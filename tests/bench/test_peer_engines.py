@@ -15,8 +15,8 @@ from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.peers.peer import Peer, PeerSetup, conversion, stored_dtype
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import load_target, read_model_config
-from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, NoDraft
 
 converted, cached = (getattr(conversion("converted", "tests"), name) for name in ("converted", "cached"))

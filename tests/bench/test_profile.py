@@ -12,7 +12,7 @@ from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models
 from tests.engine.test_exact import BASELINE, SPECS, prompts
 from typer.testing import CliRunner
 
-from aquiline.bench.suite.profile import PARTS, RANGES, profile
+from aquiline.bench.suite.stages import PARTS, RANGES, profile
 from aquiline.cli.main import app
 from aquiline.config import EngineConfig, SamplingParams
 

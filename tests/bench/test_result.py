@@ -22,9 +22,9 @@ from aquiline.bench.gates.state import GateState
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
 from aquiline.bench.results.table import markdown
-from aquiline.bench.suite.plan import PROFILES, Load, Plan
 from aquiline.bench.suite.scenarios import Source
 from aquiline.bench.suite.suite import Progress, run_suite
+from aquiline.bench.suite.suite_plan import PROFILES, Load, Plan
 from aquiline.errors import ResultError
 
 Path_ = tuple[str | int, ...]

@@ -29,10 +29,10 @@ from aquiline.bench.theory.roofline import Cost, Roofline, Rows, forward_cost, k
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
-from aquiline.models.config import ModelConfig
 from aquiline.models.counting import draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.models.model_config import ModelConfig
 from aquiline.models.shape import expected_experts, precision_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 

@@ -18,10 +18,10 @@ from aquiline.bench.results.integrity import differences, problems, recomputed_t
 from aquiline.bench.results.result import read_results, write_result
 from aquiline.bench.results.table import markdown
 from aquiline.bench.suite import suite
-from aquiline.bench.suite.plan import CPU, Load, Plan
 from aquiline.bench.suite.scenarios import RANDOM, Source
 from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.suite.suite import Progress, run_suite
+from aquiline.bench.suite.suite_plan import CPU, Load, Plan
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
 from aquiline.cli.show.results import shown_progress

@@ -10,11 +10,11 @@ from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import deepest, teach
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.eval.teacher import Guesses, Teacher, accuracy
+from aquiline.bench.eval.guesses import Guesses, Teacher, accuracy
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.metrics import Counters
-from aquiline.models.named import BUNDLED_PROMPTS
+from aquiline.models.known_pairs import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Drafting
 
 PROMPT = [5, 6, 7, 8, 9]

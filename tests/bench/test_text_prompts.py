@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, processors
 
 from aquiline.bench.data.prompts import TokenPrompt, read_prompts, text_prompts
 from aquiline.metrics import repeated_share
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from aquiline.cli.main import app
+from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
-from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_TARGET
 
 QUESTIONS = [
     {"question_id": 1, "category": "writing", "turns": ["abc", "de"], "reference": ["#### 3"]},

@@ -20,8 +20,8 @@ from tests.checkpoints import write_draft, write_target
 from typer.main import get_command
 
 from aquiline.cli.main import app
+from aquiline.models.known_pairs import PAIRS, KnownPair
 from aquiline.models.load import read_model_config
-from aquiline.models.named import PAIRS, KnownPair
 from gguf_files import chatml, trained, write_gguf_target
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from tests.checkpoints import write_target
 from typer.testing import CliRunner, Result
 
 from aquiline.bench.theory import ceilings
-from aquiline.bench.theory.limits import Costs, expectation
+from aquiline.bench.theory.bounds import Costs, expectation
 from aquiline.bench.theory.measure import measure_ceilings
 from aquiline.cli.main import app
 from gguf_files import chatml, trained, write_gguf_target

@@ -11,11 +11,11 @@ import pytest
 from tests.checkpoints import write_draft, write_target
 from typer.testing import CliRunner, Result
 
-from aquiline.bench.suite.demo import NAMES, NUM_OTHERS
+from aquiline.bench.suite.demo_run import NAMES, NUM_OTHERS
 from aquiline.cli.main import app
 from aquiline.models.fingerprint import fingerprint
+from aquiline.models.known_pairs import PAIRS, KnownPair, Packaged
 from aquiline.models.load import read_model_config
-from aquiline.models.named import PAIRS, KnownPair, Packaged
 from gguf_files import chatml, trained, write_gguf_target
 
 QUESTIONS = ("What is  12?", "Hi 1", "def f(x):", "In 2024 for all", "people?", "a b", "return  12", "don't")

@@ -16,8 +16,8 @@ from aquiline.config import SamplingParams
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config
+from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.models.load import load_target
-from aquiline.models.named import BUNDLED_DRAFT, BUNDLED_TARGET
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 Path = tuple[int, ...]

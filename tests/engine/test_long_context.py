@@ -15,7 +15,7 @@ from tests.engine.test_exact import BASELINE, SPECS, check_accounting, tokens
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules
-from aquiline.models.config import DraftConfig
+from aquiline.models.model_config import DraftConfig
 from aquiline.spec.drafting import Static
 
 pytestmark = needs_native

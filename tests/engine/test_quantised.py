@@ -23,8 +23,8 @@ from aquiline.config import ISAS, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_modules
 from aquiline.engine.score import Scorer
+from aquiline.models.known_pairs import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
-from aquiline.models.named import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.ops.quantise import weight_bytes
 from aquiline.spec.drafting import Static
 

@@ -15,7 +15,7 @@ from tests.engine.sampling_apart import scores_of
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM, Output
-from aquiline.models.named import BUNDLED_PROMPTS
+from aquiline.models.known_pairs import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Static
 
 pytestmark = needs_native

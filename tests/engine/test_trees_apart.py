@@ -15,7 +15,7 @@ from tests.spec.topologies import paths
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.engine.llm import Output
 from aquiline.engine.step import Step
-from aquiline.models.named import BUNDLED_PROMPTS
+from aquiline.models.known_pairs import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 pytestmark = needs_native

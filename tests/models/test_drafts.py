@@ -13,11 +13,11 @@ from draft_reference import Reference
 from tests.dense import DenseAttention
 from torch import Tensor
 
-from aquiline.models.config import RopeConfig, default_capture
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft, read_draft_config, save_draft
 from aquiline.models.load import load_target
+from aquiline.models.model_config import RopeConfig, default_capture
 from checkpoints import draft_vocabulary, write_draft, write_target
 
 T = 21

@@ -15,7 +15,7 @@ from aquiline.engine.llm import LLM
 from aquiline.errors import CheckpointError
 from aquiline.models.files import resolve
 from aquiline.models.fingerprint import fingerprint
-from aquiline.models.named import (
+from aquiline.models.known_pairs import (
     BUNDLED_DRAFT,
     BUNDLED_TARGET,
     DATA,

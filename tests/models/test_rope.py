@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from aquiline.models.config import RopeConfig
+from aquiline.models.model_config import RopeConfig
 from aquiline.models.rope import rotary
 
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

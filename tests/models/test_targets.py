@@ -222,7 +222,7 @@ def test_tied_checkpoint_may_ship_its_head_again(tmp_path: Path) -> None:
 
 def test_every_parameter_is_filled_once_with_a_sharding_axis() -> None:
     """The weight map covers each parameter exactly; matrices name the axis tensor parallelism splits."""
-    from aquiline.models.config import ModelConfig, RopeConfig
+    from aquiline.models.model_config import ModelConfig, RopeConfig
 
     config = ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 8, 64, 1e-6, RopeConfig(), True, True, True, True, True)
     model, filled = Decoder(config), {}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from aquiline.config import SamplingParams
 from aquiline.engine.sequence import Request
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.serve.choices import Choice, Gain, Job
 from aquiline.serve.parsers import Parsing, Part, Text
 from aquiline.serve.reply import drafting_so_far

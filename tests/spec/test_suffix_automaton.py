@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aquiline.engine import engine, llm
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.spec import suffix_automaton
 from aquiline.spec.suffix_automaton import MAX_UPDATED_LINKS, SEPARATOR, SuffixAutomaton
 from aquiline.text.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from aquiline.errors import CheckpointError
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.text.chat_template import ChatTemplate, conversation
 
 BOS = "<|endoftext|>"

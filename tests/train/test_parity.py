@@ -18,10 +18,10 @@ from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.model import LoadedModels, Loading, from_modules, load_models
 from aquiline.engine.score import Scorer
-from aquiline.models.config import RopeConfig
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
+from aquiline.models.model_config import RopeConfig
 from aquiline.spec.drafting import Chain, Drafting, Static
 from aquiline.train.config import TrainConfig, Yarn, yarn_of
 from aquiline.train.continued import for_long_contexts

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aquiline.models.config import ModelConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.ops import reference as ops
 from aquiline.train import teacher
 from aquiline.train.attention import PackedAttention

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aquiline.config import MAX_NODES, SamplingParams
-from aquiline.models.config import DraftConfig, ModelConfig
+from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.spec.confidence import Cut, Guess
 from aquiline.spec.drafting import Drafting, Proposal
 from aquiline.spec.match_events import MatchEvents

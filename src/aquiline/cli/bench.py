@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.suite.plan import LoadChoice, Plan, RandomWeights
+from aquiline.bench.suite.suite_plan import LoadChoice, Plan, RandomWeights
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import DefaultGroup, ListCommand, named, wide_console
 from aquiline.config import PairConfig

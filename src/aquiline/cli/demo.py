@@ -43,11 +43,11 @@ def demo(
 
       aquiline demo --package networkx --json
     """
+    from aquiline.bench.suite.demo_plot import plot_demo
     from aquiline.bench.suite.demos import demo_of, package_demo
-    from aquiline.bench.suite.plot import plot_demo
-    from aquiline.cli.show.demo import run_shown, show_demo
+    from aquiline.cli.show.demo_tables import run_shown, show_demo
     from aquiline.engine.llm import LLM
-    from aquiline.models.named import BUNDLED
+    from aquiline.models.known_pairs import BUNDLED
 
     check_place(plot)
     pair = replace(pair, target=BUNDLED) if bundled or package is not None else named(pair)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from aquiline.bench.data.sample import Sample
-from aquiline.bench.eval.plan import OUTPUT, EvalPlan, Search, check_pair
+from aquiline.bench.eval.eval_plan import OUTPUT, EvalPlan, Search, check_pair
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import named
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
@@ -55,12 +55,12 @@ def evaluate(
     trees are a search; the best is named per length and overall.
     """
     from aquiline.bench.data.datasets import load_questions
+    from aquiline.bench.eval.eval_report import EvalFacts, as_document, model_facts, name_of, write_report
     from aquiline.bench.eval.evaluate import Evaluation
     from aquiline.bench.eval.figures import tables
-    from aquiline.bench.eval.report import EvalFacts, as_document, model_facts, name_of, write_report
     from aquiline.cli.show.evaluation import plot_or_say_why, run_shown, show_evaluation
     from aquiline.engine.llm import LLM
-    from aquiline.models.named import pair_of
+    from aquiline.models.known_pairs import pair_of
 
     chosen = EvalPlan(search.settings, **plan)
     check_place(out, is_folder=True)

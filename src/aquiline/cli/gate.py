@@ -51,7 +51,7 @@ def gate(
     from aquiline.bench.gates.rules import BUILT_IN, override, read_gates
     from aquiline.bench.gates.state import GateState, default_state
     from aquiline.bench.results.result import read_results
-    from aquiline.cli.show.gates import show_report
+    from aquiline.cli.show.verdict_tables import show_report
 
     rules = override(read_gates(gates or BUILT_IN), limits or [])
     request = Request(level, tuple(only or ()), read_results(parity) if parity is not None else None)

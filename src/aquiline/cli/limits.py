@@ -47,10 +47,10 @@ def limits(
     Options of several values take them in a row, behind MODEL: --context 512 2048.
     """
 
+    from aquiline.bench.theory.bounds import costs_of, describe, expectation, notes, tabulate
     from aquiline.bench.theory.chosen import pair_of
-    from aquiline.bench.theory.limits import costs_of, describe, expectation, notes, tabulate
-    from aquiline.cli.show.limits import show_limits, shown_stages
-    from aquiline.models.named import default_notice
+    from aquiline.cli.show.limit_tables import show_limits, shown_stages
+    from aquiline.models.known_pairs import default_notice
 
     if model is None:
         tell(default_notice())

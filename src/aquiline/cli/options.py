@@ -31,7 +31,7 @@ def wide_console() -> Console:
 
 def chosen(drafting: DraftingChoice, pair: PairConfig) -> Drafting:
     """The way to draft that the options say, by default the pair's; names on stderr what has no effect."""
-    from aquiline.models.named import checkpoints
+    from aquiline.models.known_pairs import checkpoints
 
     spec = drafting.value("none" if checkpoints(pair.target, pair.draft).draft is None else "adaptive")
     for name in drafting.without_effect(spec):
@@ -48,7 +48,7 @@ def tell(notice: str | None) -> None:
 def named(pair: PairConfig) -> PairConfig:
     """The same pair by its name, where a command was given no target; says on stderr which one runs if it is not the
     one that is meant to."""
-    from aquiline.models.named import default_name, default_notice
+    from aquiline.models.known_pairs import default_name, default_notice
 
     if pair.target is not None:
         return pair

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.suite.plan import RandomWeights
+from aquiline.bench.suite.suite_plan import RandomWeights
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, chosen, named
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
@@ -39,9 +39,9 @@ def profile(
       aquiline profile --drafter dynamic --depth 5 --draft-top-k 10 --num-nodes 60
     """
     from aquiline.bench.data.prompts import text_prompts
-    from aquiline.bench.suite.profile import profile as run_profile
     from aquiline.bench.suite.scenarios import sources_of
-    from aquiline.cli.show.profile import show_profile
+    from aquiline.bench.suite.stages import profile as run_profile
+    from aquiline.cli.show.stage_table import show_profile
 
     check_place(trace)
     pair = named(pair)

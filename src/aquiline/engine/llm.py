@@ -19,7 +19,7 @@ from aquiline.engine.sequence import Request, Sequence, TokenDelta
 from aquiline.errors import NumericalError
 from aquiline.metrics import Counters, RunSummary
 from aquiline.models.draft_config import DraftOverrides
-from aquiline.models.named import checkpoints
+from aquiline.models.known_pairs import checkpoints
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.text.chat_template import ChatTemplate

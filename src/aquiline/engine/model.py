@@ -18,15 +18,15 @@ from aquiline.backends.base import Pair
 from aquiline.backends.choose import new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
 from aquiline.config import Environment, PairConfig
-from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
 from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
 from aquiline.models.fingerprint import fingerprint
 from aquiline.models.formats import load_draft
+from aquiline.models.known_pairs import checkpoints, draft_of
 from aquiline.models.load import check_fits, load_target, read_model_config, resolve
-from aquiline.models.named import checkpoints, draft_of
+from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP, weight_bytes
 from aquiline.spec.drafting import Drafting

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from aquiline.blocks import BLOCK_TYPES
 from aquiline.errors import CheckpointError
-from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.draft_config import FC_NORM_FLAGS
 from aquiline.models.families import FAMILIES, UNKNOWN, Family, config_file, read_fields
-from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, texts
 from aquiline.models.files import is_gguf, is_hub_id, resolve
 from aquiline.models.gguf.reader import read_gguf
-from aquiline.models.named import draft_of, target_of
+from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, texts
+from aquiline.models.known_pairs import draft_of, target_of
+from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.producers import LAYER_IDS, find_format, is_windowed, read_draft_fields
 from aquiline.models.shape import (
     AttentionShape,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.blocks import Parts
-from aquiline.models.config import ModelConfig
+from aquiline.models.model_config import ModelConfig
 from aquiline.models.rope import rotary
 from aquiline.ops import reference as ops
 from aquiline.types import Attention, AttentionWeights, DenseWeights, LayerWeights, ModelWeights

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aquiline.errors import CheckpointError
-from aquiline.models.config import DraftConfig, ModelConfig, default_capture
 from aquiline.models.families import EOS, config_file, geometry, read_model_config, refuse_features
-from aquiline.models.fields import Raw, count, flag, flag_or_none, nested, token_ids
 from aquiline.models.files import refuse, resolve
-from aquiline.models.named import draft_of
+from aquiline.models.json_fields import Raw, count, flag, flag_or_none, nested, token_ids
+from aquiline.models.known_pairs import draft_of
+from aquiline.models.model_config import DraftConfig, ModelConfig, default_capture
 from aquiline.models.producers import (
     AQUILINE,
     LAYER_IDS,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.blocks import Parts
-from aquiline.models.config import DraftConfig
 from aquiline.models.decoder import DecoderLayer, Rope, model_weights, parameter
+from aquiline.models.model_config import DraftConfig
 from aquiline.ops import reference as ops
 from aquiline.types import Attention, ModelWeights
 

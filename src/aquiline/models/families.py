@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from aquiline.errors import CheckpointError
-from aquiline.models.config import ModelConfig, RopeConfig
-from aquiline.models.fields import MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
 from aquiline.models.files import is_gguf, read_json, resolve
-from aquiline.models.gguf.config import config_fields
+from aquiline.models.gguf.metadata import config_fields
 from aquiline.models.gguf.reader import read_gguf
+from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
+from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.models.producers import draft_mark
 
 

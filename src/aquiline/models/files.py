@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from aquiline.checks import parse_json
 from aquiline.errors import CheckpointError
-from aquiline.models.named import target_of
+from aquiline.models.known_pairs import target_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt"]

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from aquiline.blocks import dequantised
-from aquiline.models.config import DraftConfig, RopeConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_config
 from aquiline.models.eagle import DraftHead
 from aquiline.models.files import Entry, Tensors, check_entries, fill, parameters_in, refuse, resolve
+from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import ROWS, layer_entries
-from aquiline.models.named import draft_of
+from aquiline.models.model_config import DraftConfig, RopeConfig
 from aquiline.models.producers import LAYER_IDS, PRODUCER, SPECFORGE
 from aquiline.types import storage_dtype
 

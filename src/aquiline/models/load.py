@@ -13,7 +13,6 @@ import psutil
 
 from aquiline.blocks import PACKED
 from aquiline.errors import CheckpointError, OutOfMemory
-from aquiline.models.config import ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.families import read_model_config
 from aquiline.models.files import (
@@ -29,6 +28,7 @@ from aquiline.models.files import (
 )
 from aquiline.models.gguf.packed import keep_blocks
 from aquiline.models.gguf.tensors import GGUFTensors
+from aquiline.models.model_config import ModelConfig
 from aquiline.types import storage_dtype
 
 __all__ = [

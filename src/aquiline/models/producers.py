@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Literal
 
 from aquiline.errors import CheckpointError
-from aquiline.models.config import RopeConfig
-from aquiline.models.fields import Raw, flag, texts
 from aquiline.models.files import is_gguf, read_json
+from aquiline.models.json_fields import Raw, flag, texts
+from aquiline.models.model_config import RopeConfig
 
 Numbering = Literal["input", "output"]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.models.config import RopeConfig
+from aquiline.models.model_config import RopeConfig
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from types import FrameType
 import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
+from aquiline.models.known_pairs import checkpoints
 from aquiline.models.load import read_model_config, resolve
-from aquiline.models.named import checkpoints
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
 from aquiline.serve.logs import log, set_up

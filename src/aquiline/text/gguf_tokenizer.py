@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from aquiline.errors import CheckpointError
-from aquiline.models.gguf.config import CONTROL, UNKNOWN, USER_DEFINED, special_ids
+from aquiline.models.gguf.metadata import CONTROL, UNKNOWN, USER_DEFINED, special_ids
 from aquiline.models.gguf.reader import GGUFFile, read_gguf
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.models.config import ModelConfig
+from aquiline.models.model_config import ModelConfig
 from aquiline.train.full_attention import StepKeys, full_attention
 
 CHUNK = 128

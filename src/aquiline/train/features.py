@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from aquiline.models.config import ModelConfig
+from aquiline.models.model_config import ModelConfig
 from aquiline.train.teacher import View
 from aquiline.types import Int32
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from aquiline.config import Environment
 from aquiline.engine.model import Loading, load_models
 from aquiline.errors import CheckpointError
-from aquiline.models.config import ModelConfig, default_capture
 from aquiline.models.draft_config import read_draft_config
 from aquiline.models.eagle import DraftHead
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
 from aquiline.models.formats import head_rows
+from aquiline.models.model_config import ModelConfig, default_capture
 from aquiline.train.batches import Assembler
 from aquiline.train.checkpoint import Checkpoint
 from aquiline.train.config import TrainConfig

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aquiline.models.config import DraftConfig
 from aquiline.models.decoder import Decoder, DecoderLayer
 from aquiline.models.eagle import DraftHead
+from aquiline.models.model_config import DraftConfig
 
 NOISE = 0.02
 RIDGE = 1e-2

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.models.config import ModelConfig
+from aquiline.models.model_config import ModelConfig
 from aquiline.types import KEY_GROUP, KVGroup
 
 

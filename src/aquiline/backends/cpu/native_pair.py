@@ -19,9 +19,9 @@ from aquiline.backends.cpu.native_text_index import NativeIndex
 from aquiline.backends.cpu.native_weights import Arena, PackedLinear
 from aquiline.blocks import PACKED
 from aquiline.config import Environment
-from aquiline.models.config import DraftConfig, ModelConfig
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.ops.quantise import QUANTISED
 from aquiline.ops.threads import usable_cores
 from aquiline.spec.match_events import MatchEvents

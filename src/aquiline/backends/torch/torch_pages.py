@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.models.config import ModelConfig
+from aquiline.models.model_config import ModelConfig
 
 
 class TorchPages:

@@ -15,12 +15,12 @@ from itertools import product, zip_longest
 from pathlib import Path
 
 from aquiline.bench.eval.answers import AnswerFile, TurnAnswer
-from aquiline.bench.eval.plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
-from aquiline.bench.eval.teacher import Guesses, Teacher, accuracy
+from aquiline.bench.eval.eval_plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
+from aquiline.bench.eval.guesses import Guesses, Teacher, accuracy
 from aquiline.bench.results.clock import decode_s, spans_of
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import tokens_sha256
-from aquiline.bench.suite.plan import BASELINE
+from aquiline.bench.suite.suite_plan import BASELINE
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.errors import OutOfPages, ResultError

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from aquiline.bench.eval.eval_plan import Evaluated, TeacherForced, TurnRun
 from aquiline.bench.eval.gsm8k import final_number, is_correct
-from aquiline.bench.eval.plan import Evaluated, TeacherForced, TurnRun
-from aquiline.bench.suite.plan import BASELINE
+from aquiline.bench.suite.suite_plan import BASELINE
 from aquiline.metrics import Counters, mean, repeated_share
 
 RESAMPLES = 2000

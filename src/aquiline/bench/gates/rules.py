@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from aquiline.bench.results.result import Result
-from aquiline.models.named import PAIRS
+from aquiline.models.known_pairs import PAIRS
 
 BUILT_IN = Path(__file__).with_name("gates.yaml")
 LEVELS = ("micro", "full")

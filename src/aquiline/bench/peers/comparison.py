@@ -37,8 +37,8 @@ from aquiline.errors import AquilineError
 from aquiline.metrics import mean
 from aquiline.models.counting import shape_of
 from aquiline.models.files import is_gguf
+from aquiline.models.known_pairs import BUNDLED_TARGET, checkpoints, draft_of
 from aquiline.models.load import resolve, target_entries
-from aquiline.models.named import BUNDLED_TARGET, checkpoints, draft_of
 from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 

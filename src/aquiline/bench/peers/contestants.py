@@ -25,8 +25,8 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as OwnRun
 from aquiline.engine.model import Loading, cpu_name, storage_of, stored_bytes
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
-from aquiline.models.config import ModelConfig
 from aquiline.models.load import load_target
+from aquiline.models.model_config import ModelConfig
 from aquiline.spec.drafting import Drafting
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}

@@ -19,8 +19,7 @@ from aquiline.bench.report.panels import (
     stage_panels,
     throughput_panels,
 )
-from aquiline.bench.report.sections import Section, badges, sections
-from aquiline.bench.report.tables import (
+from aquiline.bench.report.report_tables import (
     Table,
     acceptance_table,
     choices_table,
@@ -30,6 +29,7 @@ from aquiline.bench.report.tables import (
     stage_table,
     throughput_table,
 )
+from aquiline.bench.report.sections import Section, badges, sections
 from aquiline.bench.results.result import Result
 
 

@@ -1,7 +1,7 @@
 """Which results are shown together: sections of comparable runs, series of one setting, and each result's baseline.
 
 A section is one machine, target and way to compute. Peers on the same machine, target and sampling are shown beside
-aquiline as series of their own; without a result of aquiline each peer has a section. `compare.speedup` computes
+aquiline as series of their own; without a result of aquiline each peer has a section. `ratios.speedup` computes
 ratios.
 """
 
@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from aquiline.bench.report.charts import Style, count
-from aquiline.bench.results import compare
+from aquiline.bench.results import ratios
 from aquiline.bench.results.result import Result, is_speculative
 from aquiline.spec.registry import DRAFTINGS
 
@@ -33,7 +33,7 @@ class Row:
     variant: str
     scenario: str
     style: Style
-    ratio: compare.Ratio
+    ratio: ratios.Ratio
     against: Result | None
 
     @property
@@ -72,7 +72,7 @@ class Row:
     @property
     def spec_efficiency(self) -> float | None:
         """Measured speedup over the ideal one at the same tau."""
-        return compare.spec_efficiency(self.result, self.ratio)
+        return ratios.spec_efficiency(self.result, self.ratio)
 
     @property
     def adaptive(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _section(group: dict[str, Result]) -> Section:
     rows = []
     for file, result in shown.items():
         label = labels[file]
-        ratio = compare.speedup(result, shown)
+        ratio = ratios.speedup(result, shown)
         against = shown[ratio.other] if ratio.value is not None and ratio.other is not None else None
         rows.append(Row(file, result, label, variants[file], scenarios[_asked(result)], styles[label], ratio, against))
     older = [f"{file} ({group[file]['date']})" for file in group if file not in shown]

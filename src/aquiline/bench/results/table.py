@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from aquiline.bench.results import compare
-from aquiline.bench.results.compare import Change, Place, Ratio
+from aquiline.bench.results import ratios
 from aquiline.bench.results.intervals import estimate
+from aquiline.bench.results.ratios import Change, Place, Ratio
 from aquiline.bench.results.result import Result, is_dirty, is_speculative, require
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ def report(results: Results, older: Results | None = None) -> Report:
     require(older or {})
     places: dict[Place, list[str]] = {}
     for name, result in results.items():
-        places.setdefault(compare.place(result), []).append(name)
+        places.setdefault(ratios.place(result), []).append(name)
     tables = [_table(place, places[place], results, older) for place in sorted(places)]
     ideal = [note for result in results.values() for note in result.get("roofline", {}).get("notes", [])]
     found = Report(tables, list(dict.fromkeys(ideal)))
     if older is None:
         return found
-    gone = [(older[name], name) for name in compare.vanished(results.values(), older)]
-    said = [f"{_place_name(compare.place(r))}: {r['setting']['name']} ({name})" for r, name in gone]
+    gone = [(older[name], name) for name in ratios.vanished(results.values(), older)]
+    said = [f"{_place_name(ratios.place(r))}: {r['setting']['name']} ({name})" for r, name in gone]
     return replace(found, vanished=said, has_older=True)
 
 
@@ -145,13 +145,13 @@ def _table(place: Place, names: list[str], results: Results, older: Results | No
 
 
 def _row(label: str, result: Result, results: Results, older: Results | None) -> Row:
-    ratio = compare.speedup(result, results)
+    ratio = ratios.speedup(result, results)
     cells = {"setting": label} | _cells(result, ratio)
     notes = _note(f"{label}, speedup", ratio) if is_speculative(result) else []
     if older is None:
         return Row(cells, notes)
-    past = compare.against_older(result, older)
-    changes = compare.changes(result, older[past.other]) if past.value is not None and past.other is not None else []
+    past = ratios.against_older(result, older)
+    changes = ratios.changes(result, older[past.other]) if past.value is not None and past.other is not None else []
     cells["against older"] = _changed(changes) if changes else "not comparable"
     notes += _note(f"{label}, older", past)
     return Row(cells, notes, any(change.is_regression for change in changes))
@@ -161,7 +161,7 @@ def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
     spec, memory, roofline = result["eagle_speculation"], result["memory"], result.get("roofline", {})
     is_drafting = is_speculative(result)
     is_simulated = result["model"]["simulated_tau"] is not None
-    efficiency = compare.spec_efficiency(result, ratio)
+    efficiency = ratios.spec_efficiency(result, ratio)
     return {
         "tok/s": _spread(result["throughput_tokens_per_sec"]),
         "speedup": str(ratio) if is_drafting else "baseline",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from aquiline.bench.data.datasets import load_questions
 from aquiline.bench.data.prompts import package_prompts, read_prompts
-from aquiline.bench.suite.demo import NUM_OTHERS, Demo, DemoPrompt
-from aquiline.models.named import PAIRS
+from aquiline.bench.suite.demo_run import NUM_OTHERS, Demo, DemoPrompt
+from aquiline.models.known_pairs import PAIRS
 from aquiline.text.chat_template import ChatTemplate, conversation
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from aquiline.bench.suite.plan import RandomWeights
+from aquiline.bench.suite.suite_plan import RandomWeights
 from aquiline.blocks import BLOCK_TYPES, PACKED
 from aquiline.config import Environment, PairConfig
 from aquiline.engine.model import LoadedModels, Loading, for_checkpoint, from_modules, load_models
-from aquiline.models.config import DraftConfig, ModelConfig, RopeConfig, default_capture
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
+from aquiline.models.known_pairs import Checkpoints, checkpoints
 from aquiline.models.load import read_model_config, resolve
-from aquiline.models.named import Checkpoints, checkpoints
+from aquiline.models.model_config import DraftConfig, ModelConfig, RopeConfig, default_capture
 from aquiline.types import storage_dtype
 
 RANDOM = ModelConfig(

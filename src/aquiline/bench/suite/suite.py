@@ -27,9 +27,9 @@ from aquiline.bench.results.result import (
     tokens_sha256,
     write_result,
 )
-from aquiline.bench.suite.plan import Load, Plan
 from aquiline.bench.suite.scenarios import Source
 from aquiline.bench.suite.simulated import SimulatedBackend
+from aquiline.bench.suite.suite_plan import Load, Plan
 from aquiline.bench.theory.ceilings import ceilings_of
 from aquiline.bench.theory.choice import Choice
 from aquiline.bench.theory.roofline import Roofline
@@ -39,7 +39,7 @@ from aquiline.engine.llm import Result as Run
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
 from aquiline.models.counting import draft_shape_of, shape_of
-from aquiline.models.named import BUNDLED_TARGET
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Drafting, NoDraft
 

@@ -11,7 +11,7 @@ from aquiline.bench.theory.measure import OnStage
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.blocks import is_packed
 from aquiline.models.counting import assumed_draft, read_draft_shape, read_shape
-from aquiline.models.named import checkpoints
+from aquiline.models.known_pairs import checkpoints
 from aquiline.models.shape import DraftShape, ModelShape, Precision, precision_of
 
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from aquiline.bench.eval.eval_plan import Evaluated
+from aquiline.bench.eval.eval_plot import plot_evaluation
+from aquiline.bench.eval.eval_report import EvalFacts, cells, groups, notes, teacher_table, teacher_title
 from aquiline.bench.eval.evaluate import Evaluation
 from aquiline.bench.eval.figures import Figures, Tables
-from aquiline.bench.eval.plan import Evaluated
-from aquiline.bench.eval.plot import plot_evaluation
-from aquiline.bench.eval.report import EvalFacts, cells, groups, notes, teacher_table, teacher_title
 from aquiline.cli.options import wide_console
 
 BAR = 10

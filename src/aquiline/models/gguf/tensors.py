@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aquiline.blocks import BlockWeight
-from aquiline.models.gguf.config import ROPE_FACTORS, head_counts
+from aquiline.models.gguf.metadata import ROPE_FACTORS, head_counts
 from aquiline.models.gguf.reader import TensorInfo, read_gguf
 
 TYPES = (

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from aquiline.errors import CheckpointError
-from aquiline.models.config import RopeConfig
 from aquiline.models.gguf.reader import GGUFFile
+from aquiline.models.model_config import RopeConfig
 from aquiline.models.rope import rotary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

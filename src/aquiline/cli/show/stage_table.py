@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from aquiline.bench.suite.profile import RANGES, Profile
+from aquiline.bench.suite.stages import RANGES, Profile
 from aquiline.cli.options import wide_console
 from aquiline.ledger import Ledger
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from aquiline.bench.results.clock import decode_s, decode_tokens_per_s, spans_of
 from aquiline.bench.results.intervals import Estimate, estimate, paired, rotated
 from aquiline.bench.results.result import commit
-from aquiline.bench.theory.limits import EXPECTED_CHAIN, Costs, expectation
+from aquiline.bench.theory.bounds import EXPECTED_CHAIN, Costs, expectation
 from aquiline.bench.theory.measure import last_level_cache
 from aquiline.bench.theory.roofline import Rows, forward_cost
 from aquiline.config import SamplingParams

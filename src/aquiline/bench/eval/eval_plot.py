@@ -6,9 +6,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from aquiline.bench.eval.eval_plan import Evaluated
 from aquiline.bench.eval.figures import Figures, Tables
-from aquiline.bench.eval.plan import Evaluated
-from aquiline.bench.suite.plot import COLORS, SHARES
+from aquiline.bench.suite.demo_plot import COLORS, SHARES
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.spec.registry import DRAFTINGS
 from aquiline.writing import writing

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aquiline.bench.suite.plan import BASELINE
+from aquiline.bench.suite.suite_plan import BASELINE
 from aquiline.config import SAMPLING, PairConfig, SamplingParams
-from aquiline.models.named import checkpoints
+from aquiline.models.known_pairs import checkpoints
 from aquiline.settings import setting
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 if TYPE_CHECKING:
-    from aquiline.bench.eval.teacher import Accuracy
+    from aquiline.bench.eval.guesses import Accuracy
     from aquiline.ledger import Ledger
     from aquiline.metrics import Counters
     from aquiline.text.questions import Question

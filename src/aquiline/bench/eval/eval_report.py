@@ -35,13 +35,13 @@ from pathlib import Path
 
 from aquiline import __version__
 from aquiline.bench.data.sources import SOURCES
+from aquiline.bench.eval.eval_plan import Evaluated, TeacherForced, TurnRun, Unfit
 from aquiline.bench.eval.figures import Figures, Ratio, Tables, best, real_tau, suspicion, verdict
-from aquiline.bench.eval.plan import Evaluated, TeacherForced, TurnRun, Unfit
 from aquiline.bench.results.result import ModelFacts, commit
 from aquiline.bench.suite.scenarios import Source
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
-from aquiline.models.named import PAIRS
+from aquiline.models.known_pairs import PAIRS
 from aquiline.writing import write_whole
 
 SCHEMA = "aquiline.eval/1"

@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.suite.demo import TEMPERATURES, DemoResult
+from aquiline.bench.suite.demo_run import TEMPERATURES, DemoResult
 from aquiline.spec.registry import DRAFTINGS
 from aquiline.writing import writing
 

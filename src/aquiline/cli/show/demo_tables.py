@@ -7,8 +7,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.suite.demo import CHAINS, Demo, DemoResult, Run, run_demo
-from aquiline.bench.theory.limits import expectation
+from aquiline.bench.suite.demo_run import CHAINS, Demo, DemoResult, Run, run_demo
+from aquiline.bench.theory.bounds import expectation
 from aquiline.cli.options import wide_console
 from aquiline.cli.show.writers import coloured, legend, shares_of
 from aquiline.engine.chat_session import pieces_of

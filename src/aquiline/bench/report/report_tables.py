@@ -10,7 +10,7 @@ from markupsafe import Markup
 from aquiline.bench.report.charts import figure, swatch
 from aquiline.bench.report.panels import Scenarios
 from aquiline.bench.report.sections import OWN, Row, badges, number
-from aquiline.bench.results import compare
+from aquiline.bench.results import ratios
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_speculative
 
@@ -210,7 +210,7 @@ def _over(label: str, beside: dict[str, list[Row]]) -> Column:
 
     def cell(row: Row) -> str:
         others = [other for other in beside[row.file] if other.label == label]
-        ratios = [compare.over_setting(row.result, other.result) for other in others]
+        ratios = [ratios.over_setting(row.result, other.result) for other in others]
         return next((str(ratio) for ratio in ratios if ratio.value is not None), NONE)
 
     return cell

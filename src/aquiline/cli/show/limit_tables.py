@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
+from aquiline.bench.theory.bounds import Cell
 from aquiline.bench.theory.choice import Grid
 from aquiline.bench.theory.device import Figure
-from aquiline.bench.theory.limits import Cell
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.cli.options import wide_console
 
