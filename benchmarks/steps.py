@@ -29,7 +29,7 @@ from aquiline.backends.cpu import calls
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.results.intervals import Estimate, estimate, rotated
 from aquiline.bench.theory.ceilings import ceilings_of
-from aquiline.bench.theory.choice import Choice
+from aquiline.bench.theory.choice import LimitsChoice
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
@@ -82,7 +82,7 @@ class Stream:
     def step_bytes(self) -> float:
         """What a plain step in the middle of such a run reads."""
         models = self.llm.models
-        ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
+        ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
         shape = shape_of(models.target_config, models.storage)
         roofline = Roofline(shape, None, precision_of(models.storage, None), ceilings)
         return roofline.step(1, CONTEXT + STEPS // 2).cost.num_bytes

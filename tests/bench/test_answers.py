@@ -10,7 +10,7 @@ from tests.conftest import tiny_llm
 from tests.disk import MESSAGE, full_after
 from tokenizers import Tokenizer
 
-from aquiline.bench.eval.answers import AnswerFile, TurnAnswer, answer_row
+from aquiline.bench.eval.answers import EagleAnswers, TurnAnswer, answer_row
 from aquiline.config import SamplingParams
 from aquiline.metrics import mean
 from aquiline.models.known_pairs import BUNDLED_TARGET
@@ -44,7 +44,7 @@ def test_eagles_arithmetic_gives_the_speeds_that_went_in(tmp_path: Path) -> None
         TurnAnswer(t, n, n - 1, s) for t, n, s in zip(texts, lengths, (0.5, 0.25, 0.125), strict=True)
     )
     path = tmp_path / "deep" / "answers.jsonl"
-    with AnswerFile(path, "toy-temperature-0.0") as answers:
+    with EagleAnswers(path, "toy-temperature-0.0") as answers:
         answers.add(TWO_TURNS, [first, second], [second, first])
         answers.add(ONE_TURN, [third])
     expected = ((lengths[0] + lengths[1]) / 0.75 + lengths[2] / 0.125) / 2
@@ -63,7 +63,7 @@ def test_a_row_has_eagles_fields_in_eagles_types() -> None:
 def test_rows_are_on_disk_before_the_run_ends_and_an_older_file_goes(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text("from an older run\n")
-    with AnswerFile(path, "toy") as answers:
+    with EagleAnswers(path, "toy") as answers:
         answers.add(ONE_TURN, [TurnAnswer("a", 1, 0, 0.1)])
         assert [json.loads(line)["question_id"] for line in path.read_text().splitlines()] == ["HumanEval/0"]
 
@@ -87,5 +87,9 @@ def test_idxs_and_new_tokens_of_a_real_run_give_its_tau(drafter: str) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     told = rf"answers\.jsonl: {MESSAGE}\. Rows before it are whole"
-    with full_after(100), pytest.raises(OSError, match=told), AnswerFile(tmp_path / "answers.jsonl", "toy") as answers:
+    with (
+        full_after(100),
+        pytest.raises(OSError, match=told),
+        EagleAnswers(tmp_path / "answers.jsonl", "toy") as answers,
+    ):
         answers.add(ONE_TURN, [TurnAnswer("a", 1, 0, 0.1)])

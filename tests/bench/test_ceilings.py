@@ -15,7 +15,7 @@ import torch
 from aquiline.backends.cpu import calls, native_weights
 from aquiline.bench.theory import ceilings, measure
 from aquiline.bench.theory.ceilings import ceilings_of
-from aquiline.bench.theory.choice import Choice
+from aquiline.bench.theory.choice import LimitsChoice
 from aquiline.bench.theory.device import DATASHEETS, Ceilings, datasheet_ceilings
 from aquiline.bench.theory.measure import Machine, best_of, last_level_cache, measure_ceilings, this_machine
 from aquiline.config import cache_directory
@@ -36,7 +36,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "aquiline" / "ceilings.json"
 
 
-def measured(choice: Choice = Choice()) -> tuple[Ceilings, list[str]]:
+def measured(choice: LimitsChoice = LimitsChoice()) -> tuple[Ceilings, list[str]]:
     stages: list[str] = []
     return ceilings_of(choice, "bfloat16", stages.append), stages
 
@@ -74,7 +74,7 @@ def test_measured_once_then_read(file: Path) -> None:
     assert stages[: len(STAGES)] == STAGES and list(json.loads(file.read_text())) == [this_machine().key]
     assert measured() == (first, [])
     assert first.bandwidth.source == first.linear_flops.source == "measured" and first.arithmetic == "float32"
-    again, stages = measured(Choice(remeasure=True))
+    again, stages = measured(LimitsChoice(remeasure=True))
     assert stages and again.device == first.device
 
 
@@ -89,17 +89,17 @@ def test_what_is_in_the_file_is_used(file: Path) -> None:
 
 def test_linears_and_attention_share_an_arithmetic(file: Path) -> None:
     keep(file, KNOWN | {"bfloat16": {"per_s": 4e11, "by": "d"}})
-    found, _ = measured(Choice(arithmetic="bfloat16"))
+    found, _ = measured(LimitsChoice(arithmetic="bfloat16"))
     assert found.linear_flops.value == found.attention_flops.value == 4e11
-    found, _ = measured(Choice(arithmetic="float32"))
+    found, _ = measured(LimitsChoice(arithmetic="float32"))
     assert found.linear_flops.value == found.attention_flops.value == 2e11
     keep(file, KNOWN | {"int8": {"per_s": 8e11, "by": "e"}})
-    found, _ = measured(Choice(arithmetic="int8"))
+    found, _ = measured(LimitsChoice(arithmetic="int8"))
     assert found.linear_flops.value == 8e11 and found.attention_flops.value == 2e11, "attention is float32 beside it"
     keep(file, KNOWN)
     for arithmetic, lacking in (("bfloat16", "AVX512_BF16"), ("int8", "the native library")):
         with pytest.raises(ValueError, match=f"arithmetic='{arithmetic}': this CPU or build lacks {lacking}"):
-            measured(Choice(arithmetic=arithmetic))
+            measured(LimitsChoice(arithmetic=arithmetic))
 
 
 @pytest.mark.parametrize(
@@ -157,47 +157,47 @@ def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
 
 def test_figures_never_lose_their_source(file: Path) -> None:
     keep(file, KNOWN)
-    mixed, stages = measured(Choice(bandwidth=80))
+    mixed, stages = measured(LimitsChoice(bandwidth=80))
     assert (mixed.bandwidth.source, mixed.linear_flops.source) == ("given", "measured") and not stages
     assert mixed.bandwidth.value == 80e9
     file.unlink()
-    given, stages = measured(Choice(device="cpu", bandwidth=80, flops=0.5))
+    given, stages = measured(LimitsChoice(device="cpu", bandwidth=80, flops=0.5))
     assert not stages and not file.exists(), "nothing is measured that is not used"
     assert given.linear_flops.value == given.attention_flops.value == 0.5e12
     assert given.device == this_machine().key and given.cache_bytes == last_level_cache()
-    alone, _ = measured(Choice(bandwidth=80, flops=0.5))
+    alone, _ = measured(LimitsChoice(bandwidth=80, flops=0.5))
     assert alone.device == "given figures" and alone.cache_bytes is None
-    h100, _ = measured(Choice(device="h100", flops=800))
+    h100, _ = measured(LimitsChoice(device="h100", flops=800))
     assert (h100.bandwidth.source, h100.linear_flops.source) == ("datasheet", "given")
-    h100, _ = measured(Choice(device="h100", bandwidth=3000))
+    h100, _ = measured(LimitsChoice(device="h100", bandwidth=3000))
     assert (h100.bandwidth.value, h100.linear_flops.source) == (3e12, "datasheet")
 
 
 def test_datasheets_say_so_and_where_from(file: Path) -> None:
     for name, sheet in DATASHEETS.items():
-        found, stages = measured(Choice(device=name))
+        found, stages = measured(LimitsChoice(device=name))
         assert not stages and not file.exists() and found.arithmetic == "bfloat16"
         assert found.bandwidth.source == found.linear_flops.source == "datasheet"
         assert found.bandwidth.detail == sheet.source and found.memory_bytes == sheet.memory_gb * 1e9
     h100 = datasheet_ceilings("h100", "bfloat16")
     assert (h100.bandwidth.value, h100.linear_flops.value) == (3.35e12, 989.4e12)
-    assert ceilings_of(Choice(device="h100"), "float32", print).linear_flops.value == pytest.approx(66.9e12)
+    assert ceilings_of(LimitsChoice(device="h100"), "float32", print).linear_flops.value == pytest.approx(66.9e12)
 
 
 @pytest.mark.parametrize(
     ("choice", "named"),
     [
-        (Choice(device="h1000"), "device='h1000': must be cpu or one of a100"),
-        (Choice(device="b200", arithmetic="float32"), "arithmetic='float32': no published figure for b200"),
-        (Choice(device="h100", arithmetic="fp8"), "arithmetic='fp8'"),
-        (Choice(arithmetic="fp8"), "arithmetic='fp8'"),
-        (Choice(bandwidth=0.0), "bandwidth=0: must be a positive number"),
-        (Choice(bandwidth=10.0, flops=-1.0), "flops=-1"),
-        (Choice(flops=float("nan")), "flops=nan"),
+        (LimitsChoice(device="h1000"), "device='h1000': must be cpu or one of a100"),
+        (LimitsChoice(device="b200", arithmetic="float32"), "arithmetic='float32': no published figure for b200"),
+        (LimitsChoice(device="h100", arithmetic="fp8"), "arithmetic='fp8'"),
+        (LimitsChoice(arithmetic="fp8"), "arithmetic='fp8'"),
+        (LimitsChoice(bandwidth=0.0), "bandwidth=0: must be a positive number"),
+        (LimitsChoice(bandwidth=10.0, flops=-1.0), "flops=-1"),
+        (LimitsChoice(flops=float("nan")), "flops=nan"),
     ],
     ids=str,
 )
-def test_bad_choices_are_named(choice: Choice, named: str, file: Path) -> None:
+def test_bad_choices_are_named(choice: LimitsChoice, named: str, file: Path) -> None:
     with pytest.raises(ValueError, match=named):
         measured(choice)
     assert not file.exists()

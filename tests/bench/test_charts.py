@@ -19,7 +19,7 @@ from aquiline.bench.report.charts import (
     WIDTH,
     Axes,
     Bar,
-    Line,
+    ChartLine,
     Point,
     Segment,
     Style,
@@ -55,8 +55,8 @@ def places(svg: Element) -> list[list[tuple[float, float]]]:
 
 
 def test_lines_stand_in_proportion() -> None:
-    lines = [Line("a", Style.of(0), points((1024, 10.0), (4096, 40.0), (8192, 20.0)))]
-    lines += [Line("b", Style.of(1), points((1024, 5.0), (8192, 50.0)), is_dashed=True)]
+    lines = [ChartLine("a", Style.of(0), points((1024, 10.0), (4096, 40.0), (8192, 20.0)))]
+    lines += [ChartLine("b", Style.of(1), points((1024, 5.0), (8192, 50.0)), is_dashed=True)]
     svg = fromstring(draw_lines(lines, Axes("x", "y", is_log=True), "title"))
     (a1, a4, a8), (b1, b8) = places(svg)
     assert (a1[0], a8[0]) == (b1[0], b8[0]) and (a4[0] - a1[0]) / (a8[0] - a4[0]) == pytest.approx(2, abs=0.01)
@@ -69,13 +69,13 @@ def test_lines_stand_in_proportion() -> None:
 
 
 def test_labels_that_would_touch_are_left_out() -> None:
-    lines = [Line("a", Style.of(0), points((1, 1.0), (1000, 1.0), (1001, 1.0)))]
+    lines = [ChartLine("a", Style.of(0), points((1, 1.0), (1000, 1.0), (1001, 1.0)))]
     svg = fromstring(draw_lines(lines, Axes("x", "y"), "title"))
     assert [e.text for e in svg.iter("text") if e.attrib["class"] == "tick middle"] == ["1", "1,000"]
 
 
 def test_one_point_is_drawn_too() -> None:
-    (((x, y),),) = places(fromstring(draw_lines([Line("a", Style.of(0), points((7, 0.0)))], Axes("x", "y"), "t")))
+    (((x, y),),) = places(fromstring(draw_lines([ChartLine("a", Style.of(0), points((7, 0.0)))], Axes("x", "y"), "t")))
     assert 0 < x < WIDTH and y == charts.TOP + charts.PLOT_HEIGHT
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from aquiline.bench.eval.eval_plan import EvalPlan, Evaluated, Text, TurnRun, settings_of
+from aquiline.bench.eval.eval_plan import AnsweredText, EvalPlan, Evaluated, TurnRun, settings_of
 from aquiline.bench.eval.eval_plot import _draw_positions
 from aquiline.bench.eval.eval_report import EvalFacts, as_document, notes
-from aquiline.bench.eval.figures import Ratio, best, figures, ratio, suspicion, tables, verdict
+from aquiline.bench.eval.figures import SpeedupRatio, best, figures, ratio, suspicion, tables, verdict
 from aquiline.bench.results.result import ModelFacts
 from aquiline.ledger import Ledger
 from aquiline.metrics import Counters
@@ -38,7 +38,7 @@ def evaluations(draw: st.DrawFn) -> Evaluated:
         for length in plan.lengths:
             for question in range(len(questions)):
                 tokens = [draw(st.integers(0, 2))] + [1] * draw(st.integers(1, length - 1))  # repeats its 8-grams
-                text = Text(temperature, length, question, 0, [1, 2, 3], tokens, "t", "length")
+                text = AnsweredText(temperature, length, question, 0, [1, 2, 3], tokens, "t", "length")
                 for repeat in range(plan.repeats):
                     for setting, spec in plan.settings.items():
                         counters, left = Counters(num_prefilled=1), len(tokens) - 1
@@ -114,7 +114,7 @@ def test_intervals_are_those_of_a_bootstrap() -> None:
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.02)
     same = ratio(base, base / 2)
     assert same is not None and (same.value, same.low, same.high) == pytest.approx((2, 2, 2))
-    assert ratio(base[:1], own[:1]) == Ratio(base[0] / own[0])
+    assert ratio(base[:1], own[:1]) == SpeedupRatio(base[0] / own[0])
     assert ratio(np.zeros(3), np.zeros(3)) is None
 
 
@@ -123,7 +123,9 @@ def timed(*times: tuple[str, float, float]) -> Evaluated:
     plan = EvalPlan(settings_of((2, 3)), lengths=(6,))
     runs = []
     for number, question in enumerate(zip(*(t[1:] for t in times), strict=True)):
-        text = Text(0.0, 6, number, 0, [1], [1, 2, 3], f"The answer is {number + 1}.", "stop" if number else "length")
+        text = AnsweredText(
+            0.0, 6, number, 0, [1], [1, 2, 3], f"The answer is {number + 1}.", "stop" if number else "length"
+        )
         runs += [
             TurnRun(text, setting, 0, 0.0, time, time, Counters(num_steps=2, num_committed=2))
             for (setting, *_), time in zip(times, question, strict=True)
@@ -160,7 +162,7 @@ def test_the_best_is_named_and_no_gain_where_there_is_none() -> None:
 )
 def test_a_draft_at_chance_is_doubted(tokens: list[int], accepted: int, is_doubted: bool) -> None:
     plan = EvalPlan(settings_of((2,), ("1x2x4",)), lengths=(6,))
-    text = Text(0.0, 6, 0, 0, [1], tokens, "", "length")
+    text = AnsweredText(0.0, 6, 0, 0, [1], tokens, "", "length")
     chain = Counters(num_steps=len(tokens), accepted_at=[accepted, accepted] if accepted else [])
     tree = Counters(num_steps=5, accepted_at=[5])  # a tree names several tokens at a place
     runs = [

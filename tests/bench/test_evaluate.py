@@ -12,11 +12,11 @@ from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aquiline.backends.base import Backend, Drafts, Pending, StepInput, TokenMasks
-from aquiline.bench.eval.eval_plan import EvalPlan, Evaluated, Text, settings_of
+from aquiline.bench.eval.eval_plan import AnsweredText, EvalPlan, Evaluated, settings_of
 from aquiline.bench.eval.eval_report import EvalFacts, as_document, as_markdown, model_facts, notes
 from aquiline.bench.eval.evaluate import Evaluation
 from aquiline.bench.eval.figures import tables
-from aquiline.bench.suite.simulated import Outcome, SimulatedBackend
+from aquiline.bench.suite.simulated import ReadOutcome, SimulatedBackend
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.errors import ResultError
@@ -54,7 +54,7 @@ class Lossy(SimulatedBackend):
         output = self.inner.verify(step, drafts, masks).read()
         for decode, decoded in zip(step.decodes, output.decodes, strict=True):
             decoded.kept[-1] ^= decode.drafting.is_speculative
-        return Outcome(output)
+        return ReadOutcome(output)
 
 
 def evaluation(llm: LLM, plan: EvalPlan = PLAN, questions: list[Question] = QUESTIONS, **given: Any) -> Evaluation:
@@ -279,7 +279,7 @@ def test_questions_that_run_together_get_the_same_answers(found: Evaluated, batc
     assert all(len(file.read_text().splitlines()) == len(QUESTIONS) for file in tmp_path.iterdir())
 
 
-def _named(text: Text) -> tuple[Any, ...]:
+def _named(text: AnsweredText) -> tuple[Any, ...]:
     return text.temperature, text.length, text.question, text.turn, tuple(text.token_ids), text.finish_reason
 
 

@@ -22,7 +22,7 @@ from aquiline.bench.gates.state import GateState
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
 from aquiline.bench.results.table import markdown
-from aquiline.bench.suite.scenarios import Source
+from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.bench.suite.suite import Progress, run_suite
 from aquiline.bench.suite.suite_plan import PROFILES, Load, Plan
 from aquiline.errors import ResultError
@@ -55,8 +55,8 @@ def test_tau_from_output_lengths_is_the_reported_one_in_every_scenario(profile: 
         shrunk(PROFILES[profile]), profile, num_spec_tokens=(4,), temperatures=(0.0, 0.8), micro_steps=9,
         warmup_runs=0, measurement_runs=2,
     )  # fmt: skip
-    source, progress = Source(random_config=TINY), Progress()
-    simulated = Source(random_config=TINY, simulated_tau=2.5)
+    source, progress = ModelSource(random_config=TINY), Progress()
+    simulated = ModelSource(random_config=TINY, simulated_tau=2.5)
     results = list(run_suite(plan, source, simulated, tmp_path, progress))
     assert progress.skipped == []
     names = {result["scenario"]["name"] for result in results}
@@ -74,7 +74,7 @@ def test_tau_of_a_draft_that_is_accepted(tmp_path: Path) -> None:
         (Load("baseline", 64, 2),), "cpu", num_spec_tokens=(3,), temperatures=(0.0, 0.8), micro_steps=24,
         measurement_runs=2,
     )  # fmt: skip
-    list(run_suite(plan, Source("bundled"), Source("bundled"), tmp_path, Progress()))
+    list(run_suite(plan, ModelSource("bundled"), ModelSource("bundled"), tmp_path, Progress()))
     taus = {file.name: assert_tau_holds(file, num_requests=4) for file in tmp_path.glob("*.json")}
     drafted = [r["eagle_speculation"]["mean_acceptance_length"] for name, r in taus.items() if "chain" in name]
     assert len(taus) == 6 and min(drafted) > 1.2

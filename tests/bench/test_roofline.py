@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.bench.theory.device import Ceilings, Figure
-from aquiline.bench.theory.roofline import Cost, Roofline, Rows, forward_cost, keys_read, keys_seen
+from aquiline.bench.theory.roofline import Cost, Roofline, StepRows, forward_cost, keys_read, keys_seen
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
@@ -112,7 +112,7 @@ def test_a_forward_costs_what_it_touches(
 ) -> None:
     config = dataclasses.replace(config, tied_head=tied)
     decoder, _ = tiny_pair(config=config)
-    formula = forward_cost(shape_of(config).body, precision_of("float32"), Rows(batch, context, rows_each))
+    formula = forward_cost(shape_of(config).body, precision_of("float32"), StepRows(batch, context, rows_each))
     assert_same(target_forward(decoder, batch, context, rows_each), formula)
 
 
@@ -154,7 +154,7 @@ def test_expected_experts_are_those_of_a_simulation() -> None:
 def test_an_moe_step_reads_its_experts_and_multiplies_by_its_own(tmp_path: Path) -> None:
     shape = read_shape(write_config(tmp_path, GPT_OSS_120B))
     expert = 3 * 2880 * 2880
-    one, six = (forward_cost(shape.body, shape.precision, Rows(1, 0, rows)) for rows in (1, 6))
+    one, six = (forward_cost(shape.body, shape.precision, StepRows(1, 0, rows)) for rows in (1, 6))
     more = expected_experts(128, 4, 6) - 4
     scales = expert / 32
     grown = 36 * more * (expert / 2 + scales + 2 * (2 * 2880 + 2880)) + 5 * 2 * 2880  # and five rows of the embedding
@@ -170,7 +170,7 @@ def test_windows_cap_what_is_read() -> None:
             for rows in (1, 4, 7):
                 seen = [set(range(max(0, end - window) if window else 0, end)) for end in
                         range(context + 1, context + rows + 1)]  # fmt: skip
-                forward = Rows(1, context, rows)
+                forward = StepRows(1, context, rows)
                 assert keys_read(forward, window) == len(set().union(*seen))
                 assert keys_seen(forward, window) == sum(map(len, seen))
 

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 
-from aquiline.bench.results import ratios
+from aquiline.bench.results import speedups
 from aquiline.bench.results.result import Result, read_results
-from aquiline.bench.results.table import Results, Row, console, markdown, report
+from aquiline.bench.results.table import ResultRow, Results, console, markdown, report
 from aquiline.errors import ResultError
 
 
-def rows(results: Results, older: Results | None = None) -> dict[str, Row]:
+def rows(results: Results, older: Results | None = None) -> dict[str, ResultRow]:
     """Rows by setting, where all results share one table."""
     (table,) = report(results, older).tables
     return {row.cells["setting"]: row for row in table.rows}
@@ -259,7 +259,7 @@ def test_what_may_not_be_compared_with_the_older_run_is_said() -> None:
     other = {name: changed(result, system__cpu="Other CPU") for name, result in steady().items()}
     row = rows(steady(), other)["chain-3"]
     assert row.cells["against older"] == "not comparable" and not row.is_regression
-    assert row.notes == [f"chain-3, older: the older result is of another machine: {ratios.machine(other[CHAIN])}"]
+    assert row.notes == [f"chain-3, older: the older result is of another machine: {speedups.machine(other[CHAIN])}"]
     assert report(steady(), other).vanished == [], "it was measured elsewhere, it is not gone"
     text = {name: changed(result, output__sha256="0" * 64) for name, result in steady().items()}
     assert "output.sha256: the texts differ" in rows(steady(), text)["chain-3"].notes[0]

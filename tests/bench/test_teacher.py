@@ -10,7 +10,7 @@ from tests.conftest import TINY, needs_native, tiny_llm
 from tests.engine.oracle import deepest, teach
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.eval.guesses import Guesses, Teacher, accuracy
+from aquiline.bench.eval.guesses import ChainTeacher, Guesses, accuracy
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.metrics import Counters
@@ -37,7 +37,7 @@ def real_counters(llm: LLM, prompts: list[list[int]], sampling: SamplingParams, 
 def test_a_draft_that_knows_the_text_and_one_that_knows_it_wrong(K: int, wrong: bool) -> None:
     llm = tiny_llm(max_batch=1)
     text = llm.run([PROMPT], SAMPLINGS[0]).outputs[0].token_ids
-    judge = Teacher(llm, len(PROMPT) + len(text))
+    judge = ChainTeacher(llm, len(PROMPT) + len(text))
     drafts = [(token + wrong) % TINY.vocab_size for token in text]
     for own in (llm, judge.llm):
         teach(own, [PROMPT + drafts], deepest)
@@ -56,7 +56,7 @@ def test_a_draft_that_knows_the_text_and_one_that_knows_it_wrong(K: int, wrong: 
 def test_a_random_draft_is_as_bad_as_serving_finds_it(sampling: SamplingParams) -> None:
     llm = tiny_llm(max_batch=1)
     prompts = [[3 + i, 40 - i, 7 * i + 1] for i in range(12)]
-    judge = Teacher(llm, 64)
+    judge = ChainTeacher(llm, 64)
     found = [judge.guess(prompt, sampling, 4) for prompt in prompts]
     result = accuracy(found, 4)
     assert result.marginal[0] is not None and result.marginal[0] < 0.3
@@ -71,7 +71,7 @@ def test_the_bundled_draft_serves_as_simulated(temperature: float) -> None:
     llm = LLM("bundled", engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompts = [llm.encode(prompt.text) for prompt in read_prompts(BUNDLED_PROMPTS)[:3]]
     sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=1)
-    judge = Teacher(llm, max(map(len, prompts)) + 32)
+    judge = ChainTeacher(llm, max(map(len, prompts)) + 32)
     result = accuracy([judge.guess(prompt, sampling, 5) for prompt in prompts], 5)
     assert result.marginal[0] is not None and result.marginal[0] > 0.4, "a trained draft"
     for k in (1, 3, 5):
@@ -83,7 +83,7 @@ def test_the_bundled_draft_serves_as_simulated(temperature: float) -> None:
 
 def test_a_text_of_one_token_says_nothing() -> None:
     llm = tiny_llm(max_batch=1)
-    found = Teacher(llm, 8).guess(PROMPT, SamplingParams(max_tokens=1), 3)
+    found = ChainTeacher(llm, 8).guess(PROMPT, SamplingParams(max_tokens=1), 3)
     result = accuracy([found], 3)
     assert found.right.shape == (0, 3) and result.num_guesses == [0, 0, 0]
     assert result.marginal == result.conditional == result.simulated_tau == [None] * 3

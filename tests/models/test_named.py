@@ -21,8 +21,8 @@ from aquiline.models.known_pairs import (
     DATA,
     PAIRS,
     SMOLLM2_WEIGHTS,
-    Checkpoints,
     Packaged,
+    PairCheckpoints,
     checkpoints,
     default_name,
     default_notice,
@@ -91,8 +91,8 @@ def test_a_package_without_a_version_is_told_too(weights: Packaged) -> None:
 
 def test_what_is_meant() -> None:
     """A name brings its own draft; another draft, or another target, is taken as it is."""
-    assert checkpoints("bundled", None) == Checkpoints("bundled", "bundled")
-    assert checkpoints("smollm2", None) == Checkpoints("smollm2", "smollm2")
+    assert checkpoints("bundled", None) == PairCheckpoints("bundled", "bundled")
+    assert checkpoints("smollm2", None) == PairCheckpoints("smollm2", "smollm2")
     assert checkpoints("smollm2", "some/draft").names == ("smollm2", "draft")
     assert checkpoints("some/target", None).names == ("target", None)
     assert checkpoints(Path("some/target"), "smollm2").names == ("target", "smollm2")
@@ -123,7 +123,7 @@ def test_one_default_for_all_who_name_no_pair(weights: Packaged, monkeypatch: py
     """The chat model where its weights are, else the bundled pair and one line that says so."""
     for found, expected in ((weights, "smollm2"), (replace(weights, module="no_such_weights"), "bundled")):
         monkeypatch.setitem(PAIRS, "smollm2", replace(PAIRS["smollm2"], weights=found))
-        assert default_name() == expected and checkpoints(None, None) == Checkpoints(expected, expected)
+        assert default_name() == expected and checkpoints(None, None) == PairCheckpoints(expected, expected)
         assert pair_of(None) == PAIRS[expected] and pair_of("some/target") == PAIRS["bundled"]
         told = default_notice()
         assert (told is None) == (expected == "smollm2")

@@ -19,7 +19,7 @@ from aquiline.train import estimate as estimates
 from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.estimate import (
-    Rate,
+    ProductRate,
     dry_run,
     estimate,
     measure_rate,
@@ -133,7 +133,7 @@ def test_disk_is_what_is_written(config: TrainConfig, tmp_path: Path) -> None:
 
 def test_lines_say_how_long_and_whether_it_fits(config: TrainConfig) -> None:
     told = estimate(replace(config, steps=None, tokens=3_600_000), target_shape(config), World(0, 2, "cpu", "ddp"))
-    rate = Rate(sum(told.flops.values()) * 250, "float32", "here")
+    rate = ProductRate(sum(told.flops.values()) * 250, "float32", "here")
     lines = told.lines(keep=2, free=10**12)
     assert "on each of 2 ranks" in lines[0] and "WILL NOT FIT" not in lines[0] and "3 at a time" in lines[2]
     assert "no step was measured. At most 500 tokens/s, so at least 2.0 h for 3,600,000" in told.bound_line(rate)

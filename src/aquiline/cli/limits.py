@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.theory.choice import Choice, Grid, Storage, grid_of
+from aquiline.bench.theory.choice import Grid, LimitsChoice, StorageChoice, grid_of
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import AsJson, tell
 
@@ -38,8 +38,8 @@ def limits(
     ] = None,
     *,
     grid: Annotated[Given[Grid], Fields(is_partial=True)],
-    storage: Storage,
-    device: Choice,
+    storage: StorageChoice,
+    device: LimitsChoice,
     as_json: AsJson = False,
 ) -> None:
     """Print what a decode step of a model must read and compute, and the tok/s that a device allows at best.

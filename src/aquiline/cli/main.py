@@ -25,7 +25,7 @@ from aquiline.cli.train import train
 from aquiline.errors import AquilineError
 
 
-class Group(typer.core.TyperGroup):
+class CommandGroup(typer.core.TyperGroup):
     """Turns errors a user can mend into one line on stderr and exit code 2."""
 
     def invoke(self, ctx: Any) -> object:
@@ -42,7 +42,7 @@ class Group(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -107,7 +107,7 @@ PAIRS = {
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class PairCheckpoints:
     """A target and its draft, each a path, a hub id or a name of PAIRS; draft None: there is none."""
 
     target: str | Path
@@ -119,12 +119,12 @@ class Checkpoints:
         return Path(self.target).name, None if self.draft is None else Path(self.draft).name
 
 
-def checkpoints(target: str | Path | None, draft: str | Path | None) -> Checkpoints:
+def checkpoints(target: str | Path | None, draft: str | Path | None) -> PairCheckpoints:
     """What a caller means who may name a target, a draft, both or neither. Without a target it is the default pair's.
     A target that is a name brings its own draft, unless another is named."""
     target = default_name() if target is None else target
     own = str(target) if str(target) in PAIRS else None
-    return Checkpoints(target, own if draft is None else draft)
+    return PairCheckpoints(target, own if draft is None else draft)
 
 
 def default_name() -> str:

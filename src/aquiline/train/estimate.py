@@ -38,7 +38,7 @@ FEW_TOKENS = 500_000
 
 
 @dataclass(frozen=True)
-class Rate:
+class ProductRate:
     """The measured rate of matrix products: floating-point operations a second, their dtype, and the device."""
 
     flops: float
@@ -47,7 +47,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """What a run will need. memory: bytes on one rank, by purpose. flops: floating-point operations of one trained
     token, by stage. checkpoint_bytes: of one checkpoint. features_bytes: of one token in the feature cache. tokens: of
     the budget, None if the budget is in minutes or epochs."""
@@ -81,11 +81,11 @@ class Estimate:
             f"{_bytes(1e6 * self.features_bytes)} a million tokens, which spares a document's next epochs the target",
         ]
 
-    def bound(self, rate: Rate) -> float:
+    def bound(self, rate: ProductRate) -> float:
         """Tokens per second of all ranks together that no run exceeds: all products at that rate, and nothing else."""
         return self.num_ranks * rate.flops / sum(self.flops.values())
 
-    def bound_line(self, rate: Rate) -> str:
+    def bound_line(self, rate: ProductRate) -> str:
         """The bound in words."""
         speed = self.bound(rate)
         least = f", so at least {_duration(self.tokens / speed)} for {self.tokens:,} tokens" if self.tokens else ""
@@ -126,10 +126,10 @@ class Planned:
     num_steps: int
 
 
-def estimate(config: TrainConfig, target: ModelShape, world: World) -> Estimate:
+def estimate(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
     """The estimate for a run of these settings on a target of this shape."""
     draft = trained_shape(config, target)
-    return Estimate(
+    return RunEstimate(
         memory=_memory(config, target, draft, world),
         flops=_flops(config, target, draft),
         checkpoint_bytes=draft.num_parameters * (4 * _copies(config) - 4 + 2),
@@ -230,7 +230,7 @@ def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> ModelShap
     return read_shape(config.target, "bfloat16")  # as the teacher loads it
 
 
-def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None], world: World) -> Estimate:
+def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None], world: World) -> RunEstimate:
     """Say line by line what a run needs, time left out."""
     told = estimate(config, shape, world)
     for line in told.lines(config.keep, free_memory(world.device)):
@@ -259,7 +259,7 @@ def dry_run(
     }  # fmt: skip
 
 
-def measure_rate(device: str, width: int, seconds: float) -> Rate:
+def measure_rate(device: str, width: int, seconds: float) -> ProductRate:
     """The best rate of [2048, width] x [width, 4 width] products within so many seconds, in the dtype of training."""
     kind = torch.device(device).type
     width = min(width, CPU_WIDTH if kind == "cpu" else width)
@@ -274,7 +274,7 @@ def measure_rate(device: str, width: int, seconds: float) -> Rate:
             torch.cuda.synchronize(device)
         best = max(best, 2 * RATE_ROWS * 4 * width**2 / (time.perf_counter() - start))
     name = torch.cuda.get_device_name(device) if kind == "cuda" else f"this CPU ({torch.get_num_threads()} threads)"
-    return Rate(best, str(dtype).removeprefix("torch."), name)
+    return ProductRate(best, str(dtype).removeprefix("torch."), name)
 
 
 def free_memory(device: str) -> int:

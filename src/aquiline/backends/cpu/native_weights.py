@@ -110,7 +110,7 @@ class PackedLinear:
         self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, code)
 
 
-class _Source(NamedTuple):
+class _PackInput(NamedTuple):
     """What aq_pack takes."""
 
     values: Tensor
@@ -127,18 +127,18 @@ def block_code(name: str, weight: BlockWeight, arithmetic: str, dtype: str | Non
     return native.FORMATS.index(weight.kind.lower() + ("_dot" if arithmetic == "int8" else ""))
 
 
-def _source(name: str, weight: Tensor | BlockWeight, arithmetic: str, dtype: str | None) -> _Source:
+def _source(name: str, weight: Tensor | BlockWeight, arithmetic: str, dtype: str | None) -> _PackInput:
     if isinstance(weight, BlockWeight):
-        return _Source(weight.blocks.contiguous(), None, block_code(name, weight, arithmetic, dtype))
+        return _PackInput(weight.blocks.contiguous(), None, block_code(name, weight, arithmetic, dtype))
     on_codes = "_dot" if arithmetic == "int8" and weight.shape[1] % GROUP == 0 else ""
     code, values = weight_code(name, weight), weight.detach().contiguous()
     if dtype is not None and arithmetic in ("float32", "int8"):
         quantised = quantise(name, values, dtype)
-        return _Source(quantised.codes, quantised.scales, native.FORMATS.index(dtype + on_codes))
+        return _PackInput(quantised.codes, quantised.scales, native.FORMATS.index(dtype + on_codes))
     if arithmetic not in ("float32", "int8"):
         check_dot(name, weight, arithmetic, dtype)
         code = native.BFLOAT16_DOT
-    return _Source(values, None, code)
+    return _PackInput(values, None, code)
 
 
 def interleave(gate_up: Tensor | Parts) -> Tensor | Parts:

@@ -62,7 +62,7 @@ def answer_row(question: Question, choices: Sequence[Sequence[TurnAnswer]], mode
     }
 
 
-class AnswerFile:
+class EagleAnswers:
     """A new answer file. A row is written as soon as it is added, so that a run cut short keeps its rows.
 
     Use it in a with statement. Replaces an older file of that path."""

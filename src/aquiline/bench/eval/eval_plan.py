@@ -121,7 +121,7 @@ def _tree(text: str) -> Drafting:
 
 
 @dataclass(frozen=True)
-class Text:
+class AnsweredText:
     """What one turn was answered, at every setting: `question` is its place among the questions."""
 
     temperature: float
@@ -140,7 +140,7 @@ class TurnRun:
     total_ms to its end. Of texts that were written together, prefill_ms and decode_ms are equal shares of the time to
     the first token of any of them, and of the time from there on."""
 
-    text: Text
+    text: AnsweredText
     setting: str
     repeat: int
     prefill_ms: float

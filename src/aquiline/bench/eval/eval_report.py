@@ -36,9 +36,9 @@ from pathlib import Path
 from aquiline import __version__
 from aquiline.bench.data.sources import SOURCES
 from aquiline.bench.eval.eval_plan import Evaluated, TeacherForced, TurnRun, Unfit
-from aquiline.bench.eval.figures import Figures, Ratio, Tables, best, real_tau, suspicion, verdict
+from aquiline.bench.eval.figures import Figures, SpeedupRatio, Tables, best, real_tau, suspicion, verdict
 from aquiline.bench.results.result import ModelFacts, commit
-from aquiline.bench.suite.scenarios import Source
+from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
 from aquiline.models.known_pairs import PAIRS
@@ -91,7 +91,7 @@ def name_of(dataset: str | Path) -> str:
 
 def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
     """The facts about a pair of models that results state."""
-    name, draft_name = Source(target, draft).names
+    name, draft_name = ModelSource(target, draft).names
     models = llm.models
     return ModelFacts(
         target=name, draft=draft_name, dtype=models.storage, arithmetic=models.arithmetic,
@@ -164,7 +164,7 @@ def _figures(f: Figures) -> dict[str, object]:
     )
 
 
-def _ratio(ratio: Ratio | None) -> dict[str, float | None] | None:
+def _ratio(ratio: SpeedupRatio | None) -> dict[str, float | None] | None:
     return None if ratio is None else asdict(ratio)
 
 

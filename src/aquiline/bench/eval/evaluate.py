@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from pathlib import Path
 
-from aquiline.bench.eval.answers import AnswerFile, TurnAnswer
-from aquiline.bench.eval.eval_plan import EvalPlan, Evaluated, TeacherForced, Text, TurnRun, Unfit
-from aquiline.bench.eval.guesses import Guesses, Teacher, accuracy
+from aquiline.bench.eval.answers import EagleAnswers, TurnAnswer
+from aquiline.bench.eval.eval_plan import AnsweredText, EvalPlan, Evaluated, TeacherForced, TurnRun, Unfit
+from aquiline.bench.eval.guesses import ChainTeacher, Guesses, accuracy
 from aquiline.bench.results.clock import decode_s, spans_of
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import tokens_sha256
@@ -95,19 +95,19 @@ class Evaluation:
         for spec in self.plan.settings.values():
             self.llm.run([prompt], sampling, spec=spec)
 
-    def _answer_files(self, stack: ExitStack, temperature: float, length: int) -> dict[str, AnswerFile]:
+    def _answer_files(self, stack: ExitStack, temperature: float, length: int) -> dict[str, EagleAnswers]:
         if self.answers is None:
             return {}
         names = {setting: f"{setting}-{length}-t{temperature:g}" for setting in self.plan.settings}
         return {
-            setting: stack.enter_context(AnswerFile(self.answers / f"{name}.jsonl", f"{self.model_id}-{name}"))
+            setting: stack.enter_context(EagleAnswers(self.answers / f"{name}.jsonl", f"{self.model_id}-{name}"))
             for setting, name in names.items()
         }
 
-    def _converse(self, group: Sequence[int], temperature: float, length: int, files: dict[str, AnswerFile]) -> None:
+    def _converse(self, group: Sequence[int], temperature: float, length: int, files: dict[str, EagleAnswers]) -> None:
         """Run the turns of questions together, those of each up to the first one that does not fit."""
         told: dict[int, list[TurnRun]] = {question: [] for question in group}
-        said: dict[int, list[Text]] = {question: [] for question in group}
+        said: dict[int, list[AnsweredText]] = {question: [] for question in group}
         for turn in range(max(len(self.questions[question].turns) for question in group)):
             asked = [
                 text
@@ -125,14 +125,14 @@ class Evaluation:
                     own = [run for run in runs if run.setting == setting]
                     file.add(self.questions[question], *_choices(own, self.plan.repeats))
 
-    def _asked(self, question: int, said: list[Text], temperature: float, length: int) -> Text | None:
+    def _asked(self, question: int, said: list[AnsweredText], temperature: float, length: int) -> AnsweredText | None:
         """The next turn of a question, not answered yet; None if it does not fit."""
         asked, turn = self.questions[question], len(said)
         messages = conversation(asked.turns[: turn + 1], [text.text for text in said], asked.system)
         prompt = self.template.encode(messages)
         reason = self._misfit(prompt, length)
         if reason is None:
-            return Text(temperature, length, question, turn, prompt, [], "", "")
+            return AnsweredText(temperature, length, question, turn, prompt, [], "", "")
         self.unfit.append(Unfit(question, turn, length, temperature, reason))
         rounds = (len(asked.turns) - turn) * self.plan.repeats
         self.on_progress(rounds * len(self.plan.settings) * length)
@@ -150,14 +150,14 @@ class Evaluation:
             return str(error)
         return None
 
-    def _sampling(self, text: Text) -> SamplingParams:
+    def _sampling(self, text: AnsweredText) -> SamplingParams:
         plan = self.plan
         seed = (plan.seed + text.question) % 2**64
         return SamplingParams(
             max_tokens=text.length, temperature=text.temperature, seed=seed, ignore_eos=plan.ignore_eos
         )
 
-    def _answer(self, asked: list[Text]) -> list[list[TurnRun]]:
+    def _answer(self, asked: list[AnsweredText]) -> list[list[TurnRun]]:
         """Run every setting and repeat on prompts together; the order of settings rotates from round to round."""
         names = list(self.plan.settings)
         runs: list[list[TurnRun]] = [[] for _ in asked]
@@ -168,7 +168,7 @@ class Evaluation:
                 self._write(asked, setting, repeat, runs)
         return runs
 
-    def _write(self, asked: list[Text], setting: str, repeat: int, runs: list[list[TurnRun]]) -> None:
+    def _write(self, asked: list[AnsweredText], setting: str, repeat: int, runs: list[list[TurnRun]]) -> None:
         """One run of one setting on all prompts, added to the runs of each."""
         prompts = [text.prompt_ids for text in asked]
         outputs = self.llm.run(
@@ -185,7 +185,7 @@ class Evaluation:
             own.append(TurnRun(written, setting, repeat, *shares, output.total_ms, output.metrics))
             self.on_progress(text.length)
 
-    def _check_same(self, text: Text, token_ids: list[int], who: str) -> None:
+    def _check_same(self, text: AnsweredText, token_ids: list[int], who: str) -> None:
         if token_ids == text.token_ids:
             return
         place = next(i for i, (a, b) in enumerate(zip_longest(token_ids, text.token_ids)) if a != b)
@@ -204,7 +204,7 @@ class Evaluation:
                 continue
             length = max(run.text.length for run in runs)
             texts = [r.text for r in runs if (r.setting, r.repeat, r.text.length) == (BASELINE, 0, length)]
-            teacher = Teacher(self.llm, max(len(text.prompt_ids) for text in texts) + length)
+            teacher = ChainTeacher(self.llm, max(len(text.prompt_ids) for text in texts) + length)
             found: list[Guesses] = []
             for text in texts:
                 found.append(teacher.guess(text.prompt_ids, self._sampling(text), places))
@@ -214,8 +214,8 @@ class Evaluation:
             yield TeacherForced(temperature, length, repeated, accuracy(found, places))
 
 
-def _written(asked: Text, output: Output) -> Text:
-    return Text(
+def _written(asked: AnsweredText, output: Output) -> AnsweredText:
+    return AnsweredText(
         asked.temperature, asked.length, asked.question, asked.turn, asked.prompt_ids, output.token_ids, output.text,
         output.finish_reason,
     )  # fmt: skip

@@ -30,7 +30,7 @@ Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Ratio:
+class SpeedupRatio:
     """A ratio and its 95 % interval over questions; no interval for one question."""
 
     value: float
@@ -66,8 +66,8 @@ class Figures:
     decode_ms: float
     counters: Counters
     repeated_share: float
-    speedup: Ratio | None
-    speedup_with_prefill: Ratio | None
+    speedup: SpeedupRatio | None
+    speedup_with_prefill: SpeedupRatio | None
 
     @property
     def seconds_per_text(self) -> float:
@@ -158,14 +158,14 @@ def _by_question(runs: list[TurnRun], with_prefill: bool = False) -> Times:
     return np.array([sums[question] for question in sorted(sums)])
 
 
-def ratio(base: Times, own: Times) -> Ratio | None:
+def ratio(base: Times, own: Times) -> SpeedupRatio | None:
     """sum(base) / sum(own) of paired times [Q], one per question, with its bootstrap interval. None if either sum is
     0."""
     if not base.sum() or not own.sum():
         return None
     value = float(base.sum() / own.sum())
     if len(base) < 2:
-        return Ratio(value)
+        return SpeedupRatio(value)
     generator, shares = np.random.default_rng(0), np.full(len(base), 1 / len(base))
     ratios = []
     for _ in range(RESAMPLES // BLOCK):
@@ -173,7 +173,7 @@ def ratio(base: Times, own: Times) -> Ratio | None:
         times = counts @ own
         ratios += ((counts @ base)[times > 0] / times[times > 0]).tolist()
     low, high = np.quantile(ratios, (0.025, 0.975))
-    return Ratio(value, float(low), float(high))
+    return SpeedupRatio(value, float(low), float(high))
 
 
 def real_tau(found: Evaluated, taught: TeacherForced) -> list[float | None]:

@@ -58,7 +58,7 @@ class ChainRecorder(SimulatedBackend):
         return self.inner.verify(step, DraftTree(shape, tree.tokens[roots]), masks)
 
 
-class Teacher:
+class ChainTeacher:
     """An LLM over the same models that accepts no draft, for one sequence of at most max_context tokens."""
 
     def __init__(self, llm: LLM, max_context: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from aquiline.bench.gates.judge import Judgement, judge
 from aquiline.bench.gates.rules import GAP, LEVELS, Gate
 from aquiline.bench.gates.state import RUNS_IN_A_ROW, GateState, Key
-from aquiline.bench.results import ratios
+from aquiline.bench.results import speedups
 from aquiline.bench.results.result import Result, require
 
 Results = Mapping[str, Result]
@@ -128,10 +128,10 @@ class Group:
         return replace(found, streak=self._record(key, found.verdict == "green", theirs, is_part))
 
     def _key(self, theirs: list[Result]) -> Key:
-        models = sorted({(ratios.model(r), str(r["model"]["draft"])) for r in theirs})
+        models = sorted({(speedups.model(r), str(r["model"]["draft"])) for r in theirs})
         asked = [(gate.name, str(gate.select), sorted(gate.limits.items())) for gate in self.micro]
         configuration = hashlib.sha256(json.dumps([models, asked]).encode()).hexdigest()[:16]
-        return Key(theirs[0]["commit"], configuration, ratios.machine(theirs[0]))
+        return Key(theirs[0]["commit"], configuration, speedups.machine(theirs[0]))
 
     def _record(self, key: Key | None, is_green: bool, theirs: list[Result], is_part: bool) -> str:
         if key is None:
@@ -170,7 +170,7 @@ def _closed(green: int) -> str:
 def _mixed(results: list[Result]) -> list[str]:
     """Reasons to refuse results of several commits or devices; empty if there is one of each."""
     found = []
-    for what, values in (("commit", {r["commit"] for r in results}), ("device", set(map(ratios.machine, results)))):
+    for what, values in (("commit", {r["commit"] for r in results}), ("device", set(map(speedups.machine, results)))):
         if len(values) > 1:
             found.append(f"{what}: the results are of {' and of '.join(sorted(values))}; one run is of one {what}")
     return found

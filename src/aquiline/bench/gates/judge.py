@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from aquiline.bench.gates.rules import GAP, Gate
-from aquiline.bench.results import ratios
+from aquiline.bench.results import speedups
 from aquiline.bench.results.integrity import differences
-from aquiline.bench.results.ratios import Ratio
 from aquiline.bench.results.result import Result, is_speculative
+from aquiline.bench.results.speedups import Ratio
 
 Results = Mapping[str, Result]
 
@@ -85,7 +85,7 @@ def judge(gate: Gate, results: Results, parity: Results | None = None) -> Judgem
     }
     if not selected:
         return Judgement(gate)
-    ratios = {name: ratios.speedup(result, results) for name, result in selected.items()}
+    ratios = {name: speedups.speedup(result, results) for name, result in selected.items()}
     refusals = [f"{name}: {why}" for name in selected for why in _unfit(selected[name], ratios[name], results)]
     settings = [result["setting"]["name"] for result in selected.values()]
     for setting in sorted({setting for setting in settings if settings.count(setting) > 1}):
@@ -148,7 +148,7 @@ def _figures(result: Result, ratio: Ratio) -> dict[str, float | None]:
         "peak_bytes": result["memory"]["peak_bytes"],
         "repeated_share": result["scenario"]["repeated_share"],
         "percent_of_ideal": roofline.get("percent_of_ideal"),
-        "spec_efficiency": ratios.spec_efficiency(result, ratio),
+        "spec_efficiency": speedups.spec_efficiency(result, ratio),
     }
 
 

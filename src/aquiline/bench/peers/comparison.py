@@ -26,7 +26,7 @@ from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import Result, Scenario, tokens_sha256
 from aquiline.bench.theory.ceilings import ceilings_of
-from aquiline.bench.theory.choice import Choice
+from aquiline.bench.theory.choice import LimitsChoice
 from aquiline.bench.theory.device import GIGA
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.blocks import PACKED
@@ -206,7 +206,7 @@ def _moved(plan: ContestPlan, llm: LLM, row: Standing) -> tuple[float, float]:
     """Two bandwidths in GB/s: that of a plain setting, if each step reads every weight and all keys so far, and that of
     plain reads."""
     models = llm.models
-    ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
+    ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
     shape = shape_of(models.target_config, models.storage)
     roofline = Roofline(shape, None, precision_of(models.storage, None), ceilings)
     step = roofline.step(plan.batch, plan.prompt_tokens + plan.new_tokens // 2)

@@ -52,7 +52,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One series. A dashed one has no markers: it was computed, not measured."""
 
     label: str
@@ -94,7 +94,7 @@ class Bar:
     mark: float | None = None
 
 
-def draw_lines(lines: list[Line], axes: Axes, title: str) -> Markup:
+def draw_lines(lines: list[ChartLine], axes: Axes, title: str) -> Markup:
     """A plot of series over a few whole numbers, each number at its true place on the axis."""
     xs = sorted({point.x for line in lines for point in line.points})
     marks = ticks(axes.top or max([p.high for line in lines for p in line.points] + [axes.reference or 0.0]))

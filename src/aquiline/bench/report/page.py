@@ -20,7 +20,7 @@ from aquiline.bench.report.panels import (
     throughput_panels,
 )
 from aquiline.bench.report.report_tables import (
-    Table,
+    ReportTable,
     acceptance_table,
     choices_table,
     facts,
@@ -34,13 +34,13 @@ from aquiline.bench.results.result import Result
 
 
 @dataclass(frozen=True)
-class Group:
+class PageGroup:
     """Plots about one question, with a table of their figures."""
 
     title: str
     note: str
     panels: list[Panel]
-    table: Table
+    table: ReportTable
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Part:
 
     section: Section
     badges: list[str]
-    groups: list[Group]
+    groups: list[PageGroup]
     facts: tuple[list[str], list[tuple[str, list[str]]]]
     remarks: list[str]
     notes: list[str]
@@ -86,26 +86,26 @@ def _part(section: Section) -> Part:
     return Part(section, badges(section.rows), _groups(section), facts(section.rows), remarks, notes)
 
 
-def _groups(section: Section) -> list[Group]:
+def _groups(section: Section) -> list[PageGroup]:
     rows, scenarios = section.rows, section.scenarios
     found = [
-        Group(
+        PageGroup(
             "Throughput by context and batch", "Decode tokens per second of all sequences together, without prefill.",
             throughput_panels(rows, scenarios), throughput_table(scenarios),
         ),
-        Group(
+        PageGroup(
             "Speedup by num_spec_tokens", "Throughput over that of the same engine without a drafter.",
             speedup_panels(rows), speedup_table(scenarios),
         ),
-        Group(
+        PageGroup(
             "Acceptance by position", "Share of steps that kept the draft's token at that position.",
             acceptance_panels(scenarios), acceptance_table(scenarios),
         ),
-        Group(
+        PageGroup(
             "Adaptive choices", "What each sequence drafted from at each step, and whether it came as foretold.",
             calibration_panels(scenarios), choices_table(scenarios),
         ),
-        Group("Stage times", "Where a decode step goes.", stage_panels(scenarios), stage_table(scenarios)),
-        Group("Latency and memory", "Time per token is of one sequence.", [], latency_table(scenarios)),
+        PageGroup("Stage times", "Where a decode step goes.", stage_panels(scenarios), stage_table(scenarios)),
+        PageGroup("Latency and memory", "Time per token is of one sequence.", [], latency_table(scenarios)),
     ]  # fmt: skip
     return [group for group in found if group.table.groups]

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from aquiline.bench.report.charts import (
     Axes,
     Bar,
-    Line,
+    ChartLine,
     Point,
     Segment,
     Style,
@@ -23,13 +23,13 @@ from aquiline.bench.report.charts import (
     swatch,
     tick,
 )
-from aquiline.bench.report.sections import Row, badges, number
+from aquiline.bench.report.sections import ReportRow, badges, number
 
 BEYOND = 3.0
 """An ideal this many times above all measurements would flatten the plot; it is shown in the table only."""
 ACROSS = {"context_tokens": ("context", "context (tokens)"), "batch": ("batch", "batch (sequences)")}
 
-Scenarios = list[tuple[str, list[Row]]]
+Scenarios = list[tuple[str, list[ReportRow]]]
 Legend = list[tuple[Markup, str]]
 
 
@@ -49,7 +49,7 @@ class Series:
 
     name: str
     style: Style
-    rows: list[Row]
+    rows: list[ReportRow]
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,20 @@ class Over:
     """What the lines of a plot show. x and y: of a row, y with its smallest and largest run. ideal: the name of its
     ideal in the roofline. names: functions that name the line of a row, each more specific than the one before."""
 
-    x: Callable[[Row], int]
-    y: Callable[[Row], tuple[float, float, float]]
+    x: Callable[[ReportRow], int]
+    y: Callable[[ReportRow], tuple[float, float, float]]
     ideal: str
     axes: Axes
-    names: tuple[Callable[[Row], str], ...]
+    names: tuple[Callable[[ReportRow], str], ...]
 
 
-def throughput_panels(rows: list[Row], scenarios: Scenarios) -> list[Panel]:
+def throughput_panels(rows: list[ReportRow], scenarios: Scenarios) -> list[Panel]:
     """Plots of throughput: over contexts for each batch, over batches for each context, and bars for every scenario."""
     trends = _trends(rows, "context_tokens", "batch") + _trends(rows, "batch", "context_tokens")
     return trends + [_throughput_bars(*each) for each in scenarios]
 
 
-def speedup_panels(rows: list[Row]) -> list[Panel]:
+def speedup_panels(rows: list[ReportRow]) -> list[Panel]:
     """Plots of speedup over the length of a chain: a plot for each batch, a line for each context."""
     over = Over(
         x=lambda row: row.num_spec_tokens or 0, y=lambda row: (row.speedup or 0.0,) * 3, ideal="ideal_speedup",
@@ -101,7 +101,7 @@ def acceptance_panels(scenarios: Scenarios) -> list[Panel]:
                 for position, share in enumerate(map(number, shares), 1)
                 if share is not None
             ]
-            lines += [Line(row.label, row.style, tuple(points))] if points else []
+            lines += [ChartLine(row.label, row.style, tuple(points))] if points else []
         if lines:
             title = f"Acceptance by position, {name}"
             svg = draw_lines(lines, Axes("position in the draft", "share of steps", top=1.0), title)
@@ -120,11 +120,11 @@ def calibration_panels(scenarios: Scenarios) -> list[Panel]:
                       f"{row.label}, foretold {part['foretold']:.0%}: {part['right']:.0%} of {part['tokens']:,} tokens")
                 for part in row.adaptive.get("calibration", ())
             )  # fmt: skip
-            lines += [Line(row.label, row.style, points)] if points else []
+            lines += [ChartLine(row.label, row.style, points)] if points else []
         if lines:
             title = f"Foretold and true chances, {name}"
             ends = tuple(Point(x, x / 100, x / 100, x / 100, "") for x in (0, 100))
-            equal = Line("", Style.of(-1), ends, is_dashed=True)
+            equal = ChartLine("", Style.of(-1), ends, is_dashed=True)
             svg = draw_lines([equal, *lines], Axes("foretold chance (%)", "share accepted", top=1.0), title)
             legend = [(swatch(line.style), line.label) for line in lines]
             legend.append((swatch(Style.of(-1), is_dashed=True), "as foretold"))
@@ -156,7 +156,7 @@ def stage_panels(scenarios: Scenarios) -> list[Panel]:
     return panels
 
 
-def _trends(rows: list[Row], across: str, fixed: str) -> list[Panel]:
+def _trends(rows: list[ReportRow], across: str, fixed: str) -> list[Panel]:
     """A plot for each value of `fixed` for which there are several values of `across`."""
     word, axis = ACROSS[across]
     over = Over(
@@ -172,7 +172,7 @@ def _trends(rows: list[Row], across: str, fixed: str) -> list[Panel]:
     return panels
 
 
-def _series(rows: list[Row], over: Over) -> list[Series]:
+def _series(rows: list[ReportRow], over: Over) -> list[Series]:
     """Rows grouped into named lines. A line of one setting has the setting's style; other lines take styles in turn."""
     named = _named(rows, over.x, over.names)
     are_settings = all(name == members[0].label for name, members in named)
@@ -183,10 +183,10 @@ def _series(rows: list[Row], over: Over) -> list[Series]:
 
 
 def _named(
-    rows: list[Row], x: Callable[[Row], int], names: tuple[Callable[[Row], str], ...]
-) -> list[tuple[str, list[Row]]]:
+    rows: list[ReportRow], x: Callable[[ReportRow], int], names: tuple[Callable[[ReportRow], str], ...]
+) -> list[tuple[str, list[ReportRow]]]:
     """Rows grouped by the first of `names`; a group with two rows at one x is divided by the next name."""
-    by_name: defaultdict[str, list[Row]] = defaultdict(list)
+    by_name: defaultdict[str, list[ReportRow]] = defaultdict(list)
     for row in rows:
         by_name[names[0](row)].append(row)
     found = []
@@ -196,7 +196,7 @@ def _named(
     return found
 
 
-def _lines(title: str, rows: list[Row], over: Over) -> Panel:
+def _lines(title: str, rows: list[ReportRow], over: Over) -> Panel:
     measured, ideals = [], []
     most = BEYOND * max(over.y(row)[2] for row in rows)
     for series in _series(rows, over):
@@ -205,10 +205,10 @@ def _lines(title: str, rows: list[Row], over: Over) -> Panel:
             y, low, high = over.y(row)
             text = f"{series.name}, {over.axes.x} {over.x(row)}: {figure(y)} {over.axes.y}"
             points.append(Point(over.x(row), y, low, high, text))
-        measured.append(Line(series.name, series.style, tuple(points)))
+        measured.append(ChartLine(series.name, series.style, tuple(points)))
         bounds = [(over.x(row), row.roofline(over.ideal)) for row in series.rows]
         ideal = tuple(Point(x, bound, bound, bound, "") for x, bound in bounds if bound and bound <= most)
-        ideals += [Line(series.name, series.style, ideal, is_dashed=True)] if len(ideal) > 1 else []
+        ideals += [ChartLine(series.name, series.style, ideal, is_dashed=True)] if len(ideal) > 1 else []
     legend = [(swatch(line.style), line.label) for line in measured]
     if any(over.y(row)[1] < over.y(row)[2] for row in rows):
         legend.append((tick("whisker"), "smallest to largest run"))
@@ -217,7 +217,7 @@ def _lines(title: str, rows: list[Row], over: Over) -> Panel:
     return Panel(title, badges(rows), draw_lines(ideals + measured, over.axes, title), legend)
 
 
-def _throughput_bars(name: str, rows: list[Row]) -> Panel:
+def _throughput_bars(name: str, rows: list[ReportRow]) -> Panel:
     most = BEYOND * max(_spread(row)[2] for row in rows)
     bars = []
     for row in rows:
@@ -246,7 +246,7 @@ def _ideal_legend(icon: Markup, is_drawn: bool, is_beyond: bool) -> Legend:
     return [(icon, texts[is_drawn, is_beyond])] if is_drawn or is_beyond else []
 
 
-def _spread(row: Row) -> tuple[float, float, float]:
+def _spread(row: ReportRow) -> tuple[float, float, float]:
     spread = row.throughput
     return spread["median"], spread["min"], spread["max"]
 

@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from aquiline.bench.report.charts import figure, swatch
 from aquiline.bench.report.panels import Scenarios
-from aquiline.bench.report.sections import OWN, Row, badges, number
-from aquiline.bench.results import ratios
+from aquiline.bench.report.sections import OWN, ReportRow, badges, number
+from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_speculative
 
@@ -19,11 +19,11 @@ SOURCE_NAMES = {
     "none": "nothing drafted", "draft": "by the draft", "lookup": "copied", "both": "both in one tree",
     "probe": "draft probed",
 }  # fmt: skip
-Column = Callable[[Row], str]
+Column = Callable[[ReportRow], str]
 
 
 @dataclass(frozen=True)
-class Line:
+class ReportLine:
     """A setting's figures, in the order of the columns."""
 
     label: str
@@ -32,15 +32,15 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table of settings, grouped by scenario. Columns without any figure are left out."""
 
     badges: list[str]
     columns: list[str]
-    groups: list[tuple[str, list[Line]]]
+    groups: list[tuple[str, list[ReportLine]]]
 
 
-def throughput_table(scenarios: Scenarios) -> Table:
+def throughput_table(scenarios: Scenarios) -> ReportTable:
     """Throughput with its spread, beside the baseline's and the roofline's ideal."""
     return _table(scenarios, {
         "tok/s": _rate,
@@ -55,7 +55,7 @@ def throughput_table(scenarios: Scenarios) -> Table:
     })  # fmt: skip
 
 
-def speedup_table(scenarios: Scenarios) -> Table:
+def speedup_table(scenarios: Scenarios) -> ReportTable:
     """Speedup beside the ideal speedup at the same tau."""
     return _table(_chosen(scenarios, lambda row: is_speculative(row.result)), {
         "num_spec_tokens": lambda row: NONE if row.num_spec_tokens is None else str(row.num_spec_tokens),
@@ -70,7 +70,7 @@ def speedup_table(scenarios: Scenarios) -> Table:
     })  # fmt: skip
 
 
-def acceptance_table(scenarios: Scenarios) -> Table:
+def acceptance_table(scenarios: Scenarios) -> ReportTable:
     """Acceptance as a whole and by position in the draft."""
     chosen = _chosen(
         scenarios, lambda row: number(row.speculation["total_draft_tokens"]) or row.speculation["per_position"]
@@ -89,7 +89,7 @@ def acceptance_table(scenarios: Scenarios) -> Table:
     return _table(chosen, columns)
 
 
-def choices_table(scenarios: Scenarios) -> Table:
+def choices_table(scenarios: Scenarios) -> ReportTable:
     """What adaptive drafting gained over each fixed setting, what it chose, how much was right, and its times."""
     beside = {row.file: rows for _, rows in scenarios for row in rows}
     fixed = [row for _, rows in scenarios for row in rows if row.result["engine"] == OWN and not row.adaptive]
@@ -113,7 +113,7 @@ def _timed(name: str) -> Column:
     return lambda row: figure(row.adaptive[name] if row.adaptive["num_timed"] else None)
 
 
-def stage_table(scenarios: Scenarios) -> Table:
+def stage_table(scenarios: Scenarios) -> ReportTable:
     """Milliseconds of a decode step by stage."""
     chosen = _chosen(scenarios, lambda row: row.stage_ms)
     stages = dict.fromkeys(stage for _, rows in chosen for row in rows for stage in row.stage_ms)
@@ -121,7 +121,7 @@ def stage_table(scenarios: Scenarios) -> Table:
     return _table(chosen, columns | {"step (ms)": lambda row: figure(sum(row.stage_ms.values()))})
 
 
-def latency_table(scenarios: Scenarios) -> Table:
+def latency_table(scenarios: Scenarios) -> ReportTable:
     """Time per token, to the first token, and memory."""
     return _table(scenarios, {
         "ms/token": _spread("latency_ms_per_token"),
@@ -134,7 +134,7 @@ def latency_table(scenarios: Scenarios) -> Table:
     })  # fmt: skip
 
 
-def facts(rows: list[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def facts(rows: list[ReportRow]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The engines, and rows of facts about their runs: a name, and one value for each engine."""
     by_engine: dict[str, list[Result]] = {}
     for row in sorted(rows, key=lambda row: (row.result["engine"] != OWN, row.result["engine"])):
@@ -144,7 +144,7 @@ def facts(rows: list[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     return list(by_engine), [(name, [_distinct(found, name) for found in known.values()]) for name in names]
 
 
-def tau(row: Row) -> str:
+def tau(row: ReportRow) -> str:
     """Mean acceptance length, marked if it was simulated."""
     if not row.speculation["num_steps"]:
         return NONE
@@ -184,19 +184,21 @@ def _distinct(found: list[dict[str, object]], name: str) -> str:
     return ", ".join(values) or NONE
 
 
-def _table(scenarios: Scenarios, columns: dict[str, Column]) -> Table:
+def _table(scenarios: Scenarios, columns: dict[str, Column]) -> ReportTable:
     groups = [
-        (name, [Line(row.label, swatch(row.style), [column(row) for column in columns.values()]) for row in rows])
+        (name, [ReportLine(row.label, swatch(row.style), [column(row) for column in columns.values()]) for row in rows])
         for name, rows in scenarios
     ]
     lines = [line for _, group in groups for line in group]
     used = [i for i in range(len(columns)) if any(line.cells[i] != NONE for line in lines)]
-    kept = [(name, [Line(x.label, x.swatch, [x.cells[i] for i in used]) for x in group]) for name, group in groups]
+    kept = [
+        (name, [ReportLine(x.label, x.swatch, [x.cells[i] for i in used]) for x in group]) for name, group in groups
+    ]
     names = [name for i, name in enumerate(columns) if i in used]
-    return Table(badges([row for _, rows in scenarios for row in rows]), names, kept)
+    return ReportTable(badges([row for _, rows in scenarios for row in rows]), names, kept)
 
 
-def _chosen(scenarios: Scenarios, holds: Callable[[Row], object]) -> Scenarios:
+def _chosen(scenarios: Scenarios, holds: Callable[[ReportRow], object]) -> Scenarios:
     kept = [(name, [row for row in rows if holds(row)]) for name, rows in scenarios]
     return [(name, rows) for name, rows in kept if rows]
 
@@ -205,24 +207,24 @@ def _chosen_from(source: str) -> Column:
     return lambda row: _percent(row.adaptive["steps"][source] / max(1, sum(row.adaptive["steps"].values())))
 
 
-def _over(label: str, beside: dict[str, list[Row]]) -> Column:
+def _over(label: str, beside: dict[str, list[ReportRow]]) -> Column:
     """Throughput over the setting with this label, where there is one of the same scenario."""
 
-    def cell(row: Row) -> str:
+    def cell(row: ReportRow) -> str:
         others = [other for other in beside[row.file] if other.label == label]
-        ratios = [ratios.over_setting(row.result, other.result) for other in others]
+        ratios = [speedups.over_setting(row.result, other.result) for other in others]
         return next((str(ratio) for ratio in ratios if ratio.value is not None), NONE)
 
     return cell
 
 
-def _accepted(row: Row, source: str) -> str:
+def _accepted(row: ReportRow, source: str) -> str:
     num = row.adaptive["nodes"][source]
     return f"{row.adaptive['accepted'][source] / num:.0%} of {num:,}" if num else NONE
 
 
 def _at(position: int) -> Column:
-    def cell(row: Row) -> str:
+    def cell(row: ReportRow) -> str:
         shares = row.speculation["per_position"]
         share = number(shares[position]) if position < len(shares) else None
         return NONE if share is None else f"{share:.2f}"
@@ -230,7 +232,7 @@ def _at(position: int) -> Column:
     return cell
 
 
-def _rate(row: Row) -> str:
+def _rate(row: ReportRow) -> str:
     """Median throughput, with its interval if there is one."""
     found = estimate(row.result["throughput_tokens_per_sec"]["values"])
     low, high = found.low, found.high
@@ -244,7 +246,7 @@ def _stage(name: str) -> Column:
 def _spread(name: str) -> Column:
     """A column with median, smallest and largest value; a dash if the median is 0, which means not measured."""
 
-    def cell(row: Row) -> str:
+    def cell(row: ReportRow) -> str:
         median, low, high = (number(row.result[name][key]) for key in ("median", "min", "max"))
         if not median or low is None or high is None:
             return NONE

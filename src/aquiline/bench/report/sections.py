@@ -1,7 +1,7 @@
 """Which results are shown together: sections of comparable runs, series of one setting, and each result's baseline.
 
 A section is one machine, target and way to compute. Peers on the same machine, target and sampling are shown beside
-aquiline as series of their own; without a result of aquiline each peer has a section. `ratios.speedup` computes
+aquiline as series of their own; without a result of aquiline each peer has a section. `speedups.speedup` computes
 ratios.
 """
 
@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from aquiline.bench.report.charts import Style, count
-from aquiline.bench.results import ratios
+from aquiline.bench.results import speedups
 from aquiline.bench.results.result import Result, is_speculative
 from aquiline.spec.registry import DRAFTINGS
 
@@ -22,7 +22,7 @@ OWN = "aquiline"
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One result. label: the name of its series, the same in every scenario. variant: the part of the label that names
     engine and draft. scenario: the title of its scenario. ratio: its speedup, or why there is none. against: the
     baseline of that speedup."""
@@ -33,7 +33,7 @@ class Row:
     variant: str
     scenario: str
     style: Style
-    ratio: ratios.Ratio
+    ratio: speedups.Ratio
     against: Result | None
 
     @property
@@ -72,7 +72,7 @@ class Row:
     @property
     def spec_efficiency(self) -> float | None:
         """Measured speedup over the ideal one at the same tau."""
-        return ratios.spec_efficiency(self.result, self.ratio)
+        return speedups.spec_efficiency(self.result, self.ratio)
 
     @property
     def adaptive(self) -> dict[str, Any]:
@@ -113,11 +113,11 @@ class Section:
 
     title: str
     about: str
-    rows: list[Row]
+    rows: list[ReportRow]
     older: list[str]
 
     @property
-    def scenarios(self) -> list[tuple[str, list[Row]]]:
+    def scenarios(self) -> list[tuple[str, list[ReportRow]]]:
         """The rows of each scenario."""
         return [(name, list(rows)) for name, rows in groupby(self.rows, key=lambda row: row.scenario)]
 
@@ -137,7 +137,7 @@ def sections(results: dict[str, Result]) -> list[Section]:
     return found
 
 
-def badges(rows: list[Row]) -> list[str]:
+def badges(rows: list[ReportRow]) -> list[str]:
     """What limits the meaning of figures from these rows."""
     found = {
         "CPU profile": any(row.result["scenario"]["profile"] == "cpu" for row in rows),
@@ -182,9 +182,11 @@ def _section(group: dict[str, Result]) -> Section:
     rows = []
     for file, result in shown.items():
         label = labels[file]
-        ratio = ratios.speedup(result, shown)
+        ratio = speedups.speedup(result, shown)
         against = shown[ratio.other] if ratio.value is not None and ratio.other is not None else None
-        rows.append(Row(file, result, label, variants[file], scenarios[_asked(result)], styles[label], ratio, against))
+        rows.append(
+            ReportRow(file, result, label, variants[file], scenarios[_asked(result)], styles[label], ratio, against)
+        )
     older = [f"{file} ({group[file]['date']})" for file in group if file not in shown]
     return Section(_title(rows[0].result), _about(rows[0].result), rows, older)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from aquiline.bench.results import ratios
+from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.results.ratios import Place, Ratio, place
 from aquiline.bench.results.result import Result, is_speculative, require_published
+from aquiline.bench.results.speedups import Place, Ratio, place
 from aquiline.spec.drafting import Chain
 
 DEFAULT = Chain().num_spec_tokens
@@ -32,7 +32,7 @@ def summary(results: Mapping[str, Result]) -> str:
         groups[place(result)].append(result)
     rows = []
     for group in groups.values():
-        ratios = [(r, ratios.speedup(r, results)) for r in group if is_speculative(r)]
+        ratios = [(r, speedups.speedup(r, results)) for r in group if is_speculative(r)]
         drafted = [(r, ratio) for r, ratio in ratios if ratio.value is not None]
         if drafted:
             rows.append(_row(results, drafted))
@@ -48,7 +48,7 @@ def _row(results: Mapping[str, Result], drafted: list[tuple[Result, Ratio]]) -> 
     baseline = results[ratio.other or ""]
     s, simulated = best["scenario"], best["model"]["simulated_tau"]
     name = f"{s['name']}, {s['context_tokens']} x {s['batch']}" + (", random weights" if simulated else "")
-    efficiency = ratios.spec_efficiency(best, ratio)
+    efficiency = speedups.spec_efficiency(best, ratio)
     cells = [
         name, f"{s['temperature']:g}", _rate(baseline),
         *((_rate(usual[0]), str(usual[1]), _tau(usual[0])) if usual is not None else ("not run", "not run", "not run")),

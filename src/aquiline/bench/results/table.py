@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from aquiline.bench.results import ratios
+from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.results.ratios import Change, Place, Ratio
 from aquiline.bench.results.result import Result, is_dirty, is_speculative, require
+from aquiline.bench.results.speedups import Change, Place, Ratio
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -31,7 +31,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One setting. cells: by column; notes: what the cells have no room for; is_regression: whether it fell behind the
     older run."""
 
@@ -41,13 +41,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """The settings of one place. facts: a line of facts that hold for all of them."""
 
     title: str
     facts: str
     columns: list[str]
-    rows: list[Row]
+    rows: list[ResultRow]
 
     @property
     def notes(self) -> list[str]:
@@ -56,10 +56,10 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Report:
+class ResultTables:
     """All tables. ideal: notes about the column "% of ideal"; vanished: settings that only the older run has."""
 
-    tables: list[Table]
+    tables: list[ResultTable]
     ideal: list[str]
     vanished: list[str] = field(default_factory=list)
     has_older: bool = False
@@ -79,7 +79,7 @@ class Report:
         return found
 
 
-def report(results: Results, older: Results | None = None) -> Report:
+def report(results: Results, older: Results | None = None) -> ResultTables:
     """Tables of results (by file name), compared with those of an older run if it is given.
 
     Raises ResultError naming every result that cannot be believed."""
@@ -87,14 +87,14 @@ def report(results: Results, older: Results | None = None) -> Report:
     require(older or {})
     places: dict[Place, list[str]] = {}
     for name, result in results.items():
-        places.setdefault(ratios.place(result), []).append(name)
+        places.setdefault(speedups.place(result), []).append(name)
     tables = [_table(place, places[place], results, older) for place in sorted(places)]
     ideal = [note for result in results.values() for note in result.get("roofline", {}).get("notes", [])]
-    found = Report(tables, list(dict.fromkeys(ideal)))
+    found = ResultTables(tables, list(dict.fromkeys(ideal)))
     if older is None:
         return found
-    gone = [(older[name], name) for name in ratios.vanished(results.values(), older)]
-    said = [f"{_place_name(ratios.place(r))}: {r['setting']['name']} ({name})" for r, name in gone]
+    gone = [(older[name], name) for name in speedups.vanished(results.values(), older)]
+    said = [f"{_place_name(speedups.place(r))}: {r['setting']['name']} ({name})" for r, name in gone]
     return replace(found, vanished=said, has_older=True)
 
 
@@ -136,32 +136,32 @@ def console(results: Results, older: Results | None = None) -> Group:
     return Group(*parts, Text("\n".join([LEGEND, *found.closing])))
 
 
-def _table(place: Place, names: list[str], results: Results, older: Results | None) -> Table:
+def _table(place: Place, names: list[str], results: Results, older: Results | None) -> ResultTable:
     here = {name: results[name] for name in sorted(names, key=lambda n: (is_speculative(results[n]), n))}
     labels = _labels(here)
     rows = [_row(labels[name], result, results, older) for name, result in here.items()]
     columns = [c for c in rows[0].cells if c not in OPTIONAL or any(row.cells[c] != "-" for row in rows)]
-    return Table(_place_name(place), _facts(place, list(here.values())), columns, rows)
+    return ResultTable(_place_name(place), _facts(place, list(here.values())), columns, rows)
 
 
-def _row(label: str, result: Result, results: Results, older: Results | None) -> Row:
-    ratio = ratios.speedup(result, results)
+def _row(label: str, result: Result, results: Results, older: Results | None) -> ResultRow:
+    ratio = speedups.speedup(result, results)
     cells = {"setting": label} | _cells(result, ratio)
     notes = _note(f"{label}, speedup", ratio) if is_speculative(result) else []
     if older is None:
-        return Row(cells, notes)
-    past = ratios.against_older(result, older)
-    changes = ratios.changes(result, older[past.other]) if past.value is not None and past.other is not None else []
+        return ResultRow(cells, notes)
+    past = speedups.against_older(result, older)
+    changes = speedups.changes(result, older[past.other]) if past.value is not None and past.other is not None else []
     cells["against older"] = _changed(changes) if changes else "not comparable"
     notes += _note(f"{label}, older", past)
-    return Row(cells, notes, any(change.is_regression for change in changes))
+    return ResultRow(cells, notes, any(change.is_regression for change in changes))
 
 
 def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
     spec, memory, roofline = result["eagle_speculation"], result["memory"], result.get("roofline", {})
     is_drafting = is_speculative(result)
     is_simulated = result["model"]["simulated_tau"] is not None
-    efficiency = ratios.spec_efficiency(result, ratio)
+    efficiency = speedups.spec_efficiency(result, ratio)
     return {
         "tok/s": _spread(result["throughput_tokens_per_sec"]),
         "speedup": str(ratio) if is_drafting else "baseline",

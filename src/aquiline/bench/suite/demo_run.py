@@ -15,7 +15,7 @@ from aquiline.bench.results.intervals import Estimate, estimate, paired, rotated
 from aquiline.bench.results.result import commit
 from aquiline.bench.theory.bounds import EXPECTED_CHAIN, Costs, expectation
 from aquiline.bench.theory.measure import last_level_cache
-from aquiline.bench.theory.roofline import Rows, forward_cost
+from aquiline.bench.theory.roofline import StepRows, forward_cost
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share
@@ -68,7 +68,7 @@ class Demo:
 
 
 @dataclass(eq=False)
-class Run:
+class DemoRun:
     """One setting at one temperature over all prompts."""
 
     name: str
@@ -103,11 +103,11 @@ class Run:
         """The same with the time of the prompt."""
         return [len(output.token_ids) / output.total_ms * 1e3 for output in self.outputs]
 
-    def speedup(self, baseline: Run) -> Estimate:
+    def speedup(self, baseline: DemoRun) -> Estimate:
         """Over the baseline on the same prompts."""
         return paired(self.rates, baseline.rates)
 
-    def as_dict(self, baseline: Run) -> dict[str, object]:
+    def as_dict(self, baseline: DemoRun) -> dict[str, object]:
         """The demo's JSON row; speedups are against the baseline at the same temperature."""
         counters = self.counters.as_dict()
         picked = ("tau", "acceptance_rate", "per_position", "target_calls_per_token", "num_committed", "num_steps")
@@ -131,15 +131,15 @@ class DemoResult:
     """All runs, the baselines first at each temperature."""
 
     demo: Demo
-    runs: list[Run]
+    runs: list[DemoRun]
     system: dict[str, object]
     costs: Costs
 
-    def baseline(self, temperature: float) -> Run:
+    def baseline(self, temperature: float) -> DemoRun:
         """The run without speculation at a temperature."""
         return next(r for r in self.runs if r.temperature == temperature and not r.spec.is_speculative)
 
-    def is_identical(self, run: Run) -> bool:
+    def is_identical(self, run: DemoRun) -> bool:
         """Whether a run's every token equals the baseline's."""
         expected = self.baseline(run.temperature).outputs
         return [o.token_ids for o in run.outputs] == [o.token_ids for o in expected]
@@ -172,7 +172,7 @@ def run_demo(llm: LLM, demo: Demo, on_progress: Callable[[], None]) -> DemoResul
     for temperature in TEMPERATURES:
         chain = _fastest_chain(llm, demo, temperature, on_progress) if demo.others else Chain()
         specs = (NoDraft(), Adaptive(), chain, tree)
-        runs += [Run(name, spec, temperature) for name, spec in zip(NAMES, specs, strict=True)]
+        runs += [DemoRun(name, spec, temperature) for name, spec in zip(NAMES, specs, strict=True)]
     for prompt, run in _alternated(demo.prompts, runs):
         result = llm.run([prompt.token_ids], demo.sampling(run.temperature), spec=run.spec)
         run.outputs.append(result.outputs[0])
@@ -190,7 +190,7 @@ def measured_costs(llm: LLM) -> Costs:
     shape = shape_of(llm.models.target_config, llm.models.storage)
     drafting = costs.drafting(passes) if llm.models.draft_config is not None else None
     return Costs(
-        forward_cost(shape.body, shape.precision, Rows(1, 0)).weight_bytes, last_level_cache(), rows / one,
+        forward_cost(shape.body, shape.precision, StepRows(1, 0)).weight_bytes, last_level_cache(), rows / one,
         None if drafting is None else (rows + drafting) / one,
     )  # fmt: skip
 
@@ -207,7 +207,7 @@ def _fastest_chain(llm: LLM, demo: Demo, temperature: float, on_progress: Callab
     return min(seconds, key=lambda chain: seconds[chain])
 
 
-def _alternated(prompts: list[DemoPrompt], runs: list[Run]) -> Iterator[tuple[DemoPrompt, Run]]:
+def _alternated(prompts: list[DemoPrompt], runs: list[DemoRun]) -> Iterator[tuple[DemoPrompt, DemoRun]]:
     for index, prompt in enumerate(prompts):
         for run in rotated(runs, index):
             yield prompt, run

@@ -13,7 +13,7 @@ from aquiline.config import Environment, PairConfig
 from aquiline.engine.model import LoadedModels, Loading, for_checkpoint, from_modules, load_models
 from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
-from aquiline.models.known_pairs import Checkpoints, checkpoints
+from aquiline.models.known_pairs import PairCheckpoints, checkpoints
 from aquiline.models.load import read_model_config, resolve
 from aquiline.models.model_config import DraftConfig, ModelConfig, RopeConfig, default_capture
 from aquiline.types import storage_dtype
@@ -27,7 +27,7 @@ SIMULATED_TAU = 2.5
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where the models of a suite come from: checkpoints, or random weights of a config with a fixed tau."""
 
     target: str | None = None
@@ -61,7 +61,7 @@ class Source:
         return str(dtype).partition("+")[0].upper() in BLOCK_TYPES if expected == PACKED else dtype == expected
 
     @property
-    def _named(self) -> Checkpoints:
+    def _named(self) -> PairCheckpoints:
         return checkpoints(self.target, self.draft)
 
     @property
@@ -69,9 +69,9 @@ class Source:
         return Loading(self.dtype, self.arithmetic, draft_dtype=self.draft_dtype)
 
 
-def sources_of(pair: PairConfig, random: RandomWeights) -> tuple[Source, Source]:
+def sources_of(pair: PairConfig, random: RandomWeights) -> tuple[ModelSource, ModelSource]:
     """The models of scenarios, and those of scenarios that need random weights."""
-    plain = Source(pair.target, pair.draft, pair.dtype, pair.draft_dtype, pair.arithmetic)
+    plain = ModelSource(pair.target, pair.draft, pair.dtype, pair.draft_dtype, pair.arithmetic)
     if random.random_weights is None:
         small = replace(plain, target=None, draft=None, random_config=RANDOM, simulated_tau=SIMULATED_TAU)
         return plain, small

@@ -72,7 +72,7 @@ class SimulatedBackend:
         self._replace(step.decodes, tree)
         output = self.inner.verify(step, tree, masks).read()
         self._record(step, output)
-        return Outcome(output)
+        return ReadOutcome(output)
 
     def _replace(self, decodes: Sequence[Decode], tree: DraftTree) -> None:
         for number, decode in enumerate(decodes):
@@ -114,7 +114,7 @@ class SimulatedBackend:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReadOutcome:
     """An outcome that has been read."""
 
     output: StepOutput

@@ -27,11 +27,11 @@ from aquiline.bench.results.result import (
     tokens_sha256,
     write_result,
 )
-from aquiline.bench.suite.scenarios import Source
+from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.suite.suite_plan import Load, Plan
 from aquiline.bench.theory.ceilings import ceilings_of
-from aquiline.bench.theory.choice import Choice
+from aquiline.bench.theory.choice import LimitsChoice
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
@@ -53,7 +53,9 @@ class Progress:
     skipped: list[str] = field(default_factory=list)
 
 
-def run_suite(plan: Plan, source: Source, random_source: Source, out: Path, progress: Progress) -> Iterator[Result]:
+def run_suite(
+    plan: Plan, source: ModelSource, random_source: ModelSource, out: Path, progress: Progress
+) -> Iterator[Result]:
     """Run every load of the plan and yield each result, those found in `out` included.
 
     A load that cannot run here (a context past the model's, pages that do not fit) is named in progress.skipped."""
@@ -70,7 +72,7 @@ def run_suite(plan: Plan, source: Source, random_source: Source, out: Path, prog
 class LoadRun:
     """One load at one temperature."""
 
-    def __init__(self, plan: Plan, load: Load, source: Source, temperature: float, out: Path) -> None:
+    def __init__(self, plan: Plan, load: Load, source: ModelSource, temperature: float, out: Path) -> None:
         self.plan, self.load, self.source, self.temperature, self.out = plan, load, source, temperature, out
         # A step writes up to its tree behind the context and the output.
         room = load.context + plan.micro_steps + 1
@@ -133,7 +135,7 @@ class LoadRun:
         models = llm.models
         assert models.draft_config is not None, "the suite compares a draft with the baseline"
         target = shape_of(models.target_config, models.storage)
-        ceilings = ceilings_of(Choice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
+        ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
         return Roofline(
             target, draft_shape_of(models.draft_config, target), precision_of(models.storage, None), ceilings
         )

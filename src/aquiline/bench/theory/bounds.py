@@ -14,7 +14,7 @@ EXPECTED_CHAIN = 3
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationBound:
     """One chain at one tau; is_upper_bound: tau is the most the chain can commit."""
 
     num_spec_tokens: int
@@ -37,7 +37,7 @@ class Cell:
     tokens_per_s: float
     memory_bytes: float
     fits: bool | None
-    speculative: tuple[Speculation, ...]
+    speculative: tuple[SpeculationBound, ...]
 
     def as_dict(self) -> dict[str, object]:
         """The cell as JSON."""
@@ -168,10 +168,10 @@ def _cell(roofline: Roofline, grid: Grid, context: int, batch: int) -> Cell:
     )  # fmt: skip
 
 
-def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> Speculation:
+def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> SpeculationBound:
     spec = Chain(chain)
     cycle = roofline.cycle(spec, tau, batch, context)
-    return Speculation(
+    return SpeculationBound(
         num_spec_tokens=chain, tau=tau, is_upper_bound=tau == chain + 1, tokens_per_s=batch * tau / cycle.seconds,
         speedup=roofline.speedup(spec, tau, batch, context), draft_ms=cycle.draft.seconds * 1e3,
         verify_ms=cycle.verify.seconds * 1e3,

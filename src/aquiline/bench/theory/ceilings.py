@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from aquiline.bench.theory.choice import Choice
+from aquiline.bench.theory.choice import LimitsChoice
 from aquiline.bench.theory.device import (
     GIGA,
     TERA,
@@ -36,7 +36,7 @@ from aquiline.writing import write_whole
 logger = logging.getLogger(__name__)
 
 
-def ceilings_of(choice: Choice, dtype: str, on_stage: OnStage) -> Ceilings:
+def ceilings_of(choice: LimitsChoice, dtype: str, on_stage: OnStage) -> Ceilings:
     """The ceilings of the chosen device for weights stored as `dtype`. Measures only if a measured figure is needed.
 
     Raises ValueError for an unknown device, an arithmetic that it does not have, and figures that are not positive."""

@@ -16,7 +16,7 @@ DEFAULT_CONTEXTS = (512, 2048, 8192)
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageChoice:
     """How target and draft are stored, each None as its config says."""
 
     dtype: str | None = setting(
@@ -31,7 +31,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LimitsChoice:
     """A device as the user names it; figures replace its own.
 
     device None: cpu, or nothing but the figures if both are given. arithmetic None: on a CPU int8 for int8, int4 and

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aquiline.bench.theory.ceilings import ceilings_of
-from aquiline.bench.theory.choice import Choice, Storage
+from aquiline.bench.theory.choice import LimitsChoice, StorageChoice
 from aquiline.bench.theory.measure import OnStage
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.blocks import is_packed
@@ -16,20 +16,20 @@ from aquiline.models.shape import DraftShape, ModelShape, Precision, precision_o
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairShapes:
     """A target, what drafts for it and how that is stored."""
 
     target: ModelShape
     draft: DraftShape | None
     draft_precision: Precision
 
-    def roofline(self, device: Choice, on_stage: OnStage) -> Roofline:
+    def roofline(self, device: LimitsChoice, on_stage: OnStage) -> Roofline:
         """What the device allows; on_stage is told what is measured. Raises ValueError as ceilings_of does."""
         ceilings = ceilings_of(device, self.target.precision.layers.name, on_stage)
         return Roofline(self.target, self.draft, self.draft_precision, ceilings)
 
 
-def pair_of(model: str | None, draft: str | None, storage: Storage) -> Pair:
+def pair_of(model: str | None, draft: str | None, storage: StorageChoice) -> PairShapes:
     """The shapes of `model`, by default the default pair's. draft "none": without; None: a known pair's own, else a
     typical head."""
     named = checkpoints(model, draft)
@@ -37,7 +37,7 @@ def pair_of(model: str | None, draft: str | None, storage: Storage) -> Pair:
     head = _draft(named.draft, target)
     precision = target.precision
     dtype = storage.draft_dtype or ("int4" if is_packed(precision.layers.name) else precision.plain.name)
-    return Pair(target, head, precision_of(dtype, storage.kv_dtype))
+    return PairShapes(target, head, precision_of(dtype, storage.kv_dtype))
 
 
 def _draft(draft: str | Path | None, target: ModelShape) -> DraftShape | None:

@@ -72,7 +72,7 @@ class Ideal:
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepRows:
     """The rows of one forward: `per_sequence` new tokens behind each of `batch` contexts of `context` tokens. num_head:
     how many rows of each sequence go through the head; None for all."""
 
@@ -82,14 +82,14 @@ class Rows:
     num_head: float | None = None
 
 
-def keys_read(rows: Rows, window: int) -> float:
+def keys_read(rows: StepRows, window: int) -> float:
     """How many keys of one sequence its rows see together in one layer. With a window of w, a row sees itself and the
     w - 1 tokens before it."""
     every = rows.context + rows.per_sequence
     return min(every, window + rows.per_sequence - 1) if window else every
 
 
-def keys_seen(rows: Rows, window: int) -> float:
+def keys_seen(rows: StepRows, window: int) -> float:
     """The keys that each row of one sequence sees in one layer, summed over its rows; the rows form a chain."""
     m, growing = rows.per_sequence, rows.per_sequence
     if window:
@@ -97,7 +97,7 @@ def keys_seen(rows: Rows, window: int) -> float:
     return growing * rows.context + growing * (growing + 1) / 2 + (m - growing) * window
 
 
-def forward_cost(body: BodyShape, precision: Precision, rows: Rows) -> Cost:
+def forward_cost(body: BodyShape, precision: Precision, rows: StepRows) -> Cost:
     """One forward of a target, or one pass of a draft without its fc."""
     num_rows = rows.batch * rows.per_sequence
     head_rows = num_rows if rows.num_head is None else rows.batch * rows.num_head
@@ -158,7 +158,7 @@ class Roofline:
 
     def step(self, batch: int, context: int, num_rows: int = 1) -> Ideal:
         """The ideal of a target forward with num_rows rows per sequence; one row is a step without speculation."""
-        return self.ideal(forward_cost(self.target.body, self.target.precision, Rows(batch, context, num_rows)))
+        return self.ideal(forward_cost(self.target.body, self.target.precision, StepRows(batch, context, num_rows)))
 
     def cycle(self, spec: Drafting, tau: float, batch: int, context: int) -> Cycle:
         """The ideal of drafting and verifying a tree of which tau tokens per sequence are committed.
@@ -174,10 +174,10 @@ class Roofline:
         fusing = Cost(
             precision.layers.num_bytes(self.draft.fc), linear_flops=2 * self.draft.fc.num_weights * batch * tau
         )
-        draft = self.ideal(fusing + forward_cost(body, precision, Rows(batch, context, tau, num_head=1)))
+        draft = self.ideal(fusing + forward_cost(body, precision, StepRows(batch, context, tau, num_head=1)))
         seen = context + tau
         for num in spec.draft_passes:
-            draft += self.ideal(forward_cost(body, precision, Rows(batch, seen, num)))
+            draft += self.ideal(forward_cost(body, precision, StepRows(batch, seen, num)))
             seen += 1
         return Cycle(draft, verify)
 

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.suite.demo_run import CHAINS, Demo, DemoResult, Run, run_demo
+from aquiline.bench.suite.demo_run import CHAINS, Demo, DemoResult, DemoRun, run_demo
 from aquiline.bench.theory.bounds import expectation
 from aquiline.cli.options import wide_console
 from aquiline.cli.show.writers import coloured, legend, shares_of
@@ -60,7 +60,7 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
     _show_answer(console, next(run for run in reversed(result.runs) if run.spec.is_adaptive), result, llm)
 
 
-def _show_answer(console: Console, run: Run, result: DemoResult, llm: LLM) -> None:
+def _show_answer(console: Console, run: DemoRun, result: DemoResult, llm: LLM) -> None:
     output, prompt = run.outputs[0], result.demo.prompts[0]
     assert llm.models.tokenizer is not None, "known pairs have tokenizers"
     console.print(f"\n{prompt.question or prompt.source}", style="bold", soft_wrap=True, markup=False)
