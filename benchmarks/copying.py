@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=160)
     args = parser.parse_args()
     config = EngineConfig(max_batch=1, max_context=MAX_CONTEXT, prefix_cache=False)
-    llm = LLM(args.target, args.draft, spec=Adaptive(), engine=config)
+    llm = LLM(args.target, args.draft, drafting=Adaptive(), engine=config)
     place = place_of(args.target, args.draft, int(str(llm.models.system()["threads"])))
     peers: dict[str, Peer] = {name: parse_peer(name).open(place) for name in args.peer}
     table = []
@@ -147,7 +147,7 @@ def main() -> None:
                         run = peers[name].generate([prompt], args.new_tokens, temperature)
                         rate, token_ids = run.decode_tokens_per_s, run.outputs[0].token_ids
                     else:
-                        outputs = llm.run([prompt], sampling, spec=SETTINGS[name]).outputs
+                        outputs = llm.run([prompt], sampling, drafting=SETTINGS[name]).outputs
                         rate, token_ids = decode_tokens_per_s(spans_of(outputs)), outputs[0].token_ids
                         expected = expected or token_ids
                         assert token_ids == expected, f"{name} changed the text"

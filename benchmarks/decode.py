@@ -56,7 +56,7 @@ def against_transformers(target: Path, prompt_ids: list[int], repeats: int) -> d
     for round_ in range(repeats + 1):  # the first round warms up
         for name in rotated(list(rates), round_):
             if name == "aquiline":
-                outputs = llm.run([prompt_ids], sampling, spec=NoDraft()).outputs
+                outputs = llm.run([prompt_ids], sampling, drafting=NoDraft()).outputs
                 rates[name].append(decode_tokens_per_s(spans_of(outputs)))
                 continue
             model, seconds = models[name], []

@@ -93,12 +93,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    spec = Chain(args.num_spec_tokens)
+    drafting = Chain(args.num_spec_tokens)
     points: list[Point] = []
     written: dict[tuple[str, float], list[list[int]]] = {}
     for name, draft in args.drafts:
         engine = EngineConfig(max_batch=args.max_batch, max_context=2048)
-        llm = LLM(args.target, draft, draft_dtype=args.draft_dtype, spec=spec, engine=engine)
+        llm = LLM(args.target, draft, draft_dtype=args.draft_dtype, drafting=drafting, engine=engine)
         template = ChatTemplate.load(resolve(args.target), llm.models.tokenizer)
         simulator = Simulator(Path(args.target), Path(draft), args.num_spec_tokens) if args.simulate else None
         for set_name, file in args.questions:

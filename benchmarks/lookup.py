@@ -39,7 +39,7 @@ def steps(
 ) -> np.ndarray:
     """Microseconds, tokens drafted and tokens committed of every step that writes the output, [steps, 3]; the first
     step indexes the prompt. before: what happens before each step, untimed."""
-    max_draft = proposer.spec.max_draft
+    max_draft = proposer.drafting.max_draft
     tokens, written, found = [*prompt, output[0]], 1, []
     while written < len(output):
         before()
@@ -56,16 +56,16 @@ def steps(
 
 def measure(new_index: NewIndex, prompt: list[int], output: list[int], prediction: list[int]) -> dict[str, float]:
     """Figures of one text and one index. The events of all rounds are shared, as those of an engine's requests are."""
-    spec, shared = Lookup(), LookupShared(new_index=new_index)
+    drafting, shared = Lookup(), LookupShared(new_index=new_index)
     memory = np.ones(COLD_BYTES // 8)
 
     def proposer() -> LookupProposer:
-        return spec.proposer(prompt, prediction, shared)
+        return drafting.proposer(prompt, prediction, shared)
 
     rounds = [steps(proposer(), prompt, output) for _ in range(ROUNDS)][1:]
     first, later = np.array([r[0, 0] for r in rounds]), np.concatenate([r[1:] for r in rounds])
     cold = steps(proposer(), prompt, output[:NUM_COLD], memory.sum)[1:]
-    full = later[later[:, 1] == spec.max_draft]
+    full = later[later[:, 1] == drafting.max_draft]
     return {
         "index_us_per_token": float(np.median(first)) / (len(prompt) + len(prediction)),
         "step_us": float(np.median(later[:, 0])),

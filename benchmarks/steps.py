@@ -51,12 +51,12 @@ class Stream:
         self.llm = LLM(target, dtype=dtype, engine=EngineConfig(max_batch=1))
         self.prompt = self.llm.encode(read_prompts(BUNDLED_PROMPTS)[0].text)[:CONTEXT]
 
-    def steps(self, spec: Drafting) -> dict[str, list[float]]:
+    def steps(self, drafting: Drafting) -> dict[str, list[float]]:
         """Seconds of STEPS steps or a few more behind the prompt: the whole step, the host's part, and each stage. Of
         steps that were computed together each has the mean."""
         engine = self.llm.engine
         sampling = SamplingParams(max_tokens=40 * STEPS, ignore_eos=True, seed=0)
-        request = self.llm.request(0, self.prompt, sampling, spec=spec)
+        request = self.llm.request(0, self.prompt, sampling, drafting=drafting)
         engine.add(request)
         found: dict[str, list[float]] = {"step": [], "host": [], "verify": [], "draft": []}
         engine.step()  # the prompt; the first steps behind it warm the caches

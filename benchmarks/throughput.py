@@ -61,7 +61,7 @@ def measure(
     expected: list[list[int]] = []
     for round_ in range(repeats + 1):
         for name in rotated(list(specs), round_):
-            result = llm.run(prompts, sampling, spec=specs[name])
+            result = llm.run(prompts, sampling, drafting=specs[name])
             tokens = [o.token_ids for o in result.outputs]
             expected = expected or tokens
             assert tokens == expected, f"{name} changed the text"

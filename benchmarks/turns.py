@@ -63,10 +63,10 @@ class Turns(Controller):
         """How each sequence drafts in this step."""
         if self.setting == ADAPTIVE:
             return super().decodes(plan)
-        spec = FIXED[self.setting]
-        if not spec.is_speculative:
+        drafting = FIXED[self.setting]
+        if not drafting.is_speculative:
             return {s: Decode(s.slot, PLAIN) for s in plan.decoding}
-        return {s: Decode(s.slot, spec) for s in plan.decoding}
+        return {s: Decode(s.slot, drafting) for s in plan.decoding}
 
     def most_repeats(self, found: dict[Sequence, Decode]) -> int:
         """A fixed way needs no choice."""
@@ -120,7 +120,7 @@ class Texts:
     llm: LLM
     prompts: list[list[int]]
     temperature: float
-    spec: Drafting | None = None
+    drafting: Drafting | None = None
 
     def __post_init__(self) -> None:
         self.lives = [0] * len(self.prompts)
@@ -139,7 +139,7 @@ class Texts:
                 max_tokens=engine.max_context - len(tokens), temperature=self.temperature,
                 seed=1000 * self.lives[i] + i, ignore_eos=True,
             )  # fmt: skip
-            engine.add(self.llm.request(i, tokens, sampling, self.spec))
+            engine.add(self.llm.request(i, tokens, sampling, self.drafting))
         while any(s.is_prefilling or not s.output_ids for s in engine.sequences.values()):
             engine.step()
 
@@ -194,7 +194,7 @@ def open_llm(target: str | None, draft: str | None, batch: int, max_context: int
     page = EngineConfig().page_size
     pages = batch * -(-(max_context + 320) // page)
     config = EngineConfig(max_batch=batch, max_context=max_context, num_pages=pages, row_budget=512)
-    llm = LLM(target, draft, spec=Adaptive(), engine=config)
+    llm = LLM(target, draft, drafting=Adaptive(), engine=config)
     llm.engine.controller = Turns(llm)
     return llm
 

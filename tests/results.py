@@ -38,9 +38,9 @@ def _measured(batch: int, temperature: float, num_runs: int) -> str:
     facts = ModelFacts("bundled", "bundled", "bfloat16", "float32", False, None, llm.models.weight_bytes)
     sampling = [SamplingParams(NEW_TOKENS, temperature, seed=3 + i, ignore_eos=True) for i in range(batch)]
     found = {}
-    for name, spec in SETTINGS.items():
-        runs = [llm.run(prompts, sampling, spec=spec) for _ in range(num_runs)]
-        found[f"{name}.json"] = describe(scenario, name, spec, facts, llm, runs)
+    for name, drafting in SETTINGS.items():
+        runs = [llm.run(prompts, sampling, drafting=drafting) for _ in range(num_runs)]
+        found[f"{name}.json"] = describe(scenario, name, drafting, facts, llm, runs)
     return json.dumps(found)
 
 

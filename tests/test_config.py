@@ -12,7 +12,7 @@ from aquiline.config import MAX_DEPTH, EngineConfig, Environment, SamplingParams
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
-from aquiline.spec.registry import drafting
+from aquiline.spec.registry import drafting_named
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "drafting.md"
 
@@ -102,27 +102,27 @@ def test_ways_to_draft_name_what_is_of_another_kind(kind: type[Drafting], name: 
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be ")):
         kind(**{name: value})
     if value is None:  # an option that was not given
-        assert drafting(kind.name, **{name: None}) == kind()
+        assert drafting_named(kind.name, **{name: None}) == kind()
     else:
         with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be ")):
-            drafting(kind.name, **{name: value})
+            drafting_named(kind.name, **{name: value})
 
 
 def test_ways_to_draft_by_name() -> None:
     """Fields of other ways are left aside; what no way has is a mistake."""
-    assert drafting("chain", num_spec_tokens=5, depth=4, static_paths=((0,),)) == Chain(5)
-    assert drafting("none", num_spec_tokens=5) == NoDraft() and drafting("static") == Static()
+    assert drafting_named("chain", num_spec_tokens=5, depth=4, static_paths=((0,),)) == Chain(5)
+    assert drafting_named("none", num_spec_tokens=5) == NoDraft() and drafting_named("static") == Static()
     for value in (Chain(2), Dynamic(1, 2, 4), Static(((0,), (1,))), NoDraft(), Lookup(1, 2, 0.3, 1000)):
         fields_ = value.as_dict()
-        assert drafting(fields_.pop("drafter"), **fields_) == value
+        assert drafting_named(fields_.pop("drafter"), **fields_) == value
     for name in ("tree", ["chain"], None):
         with pytest.raises(
             ValueError,
             match=re.escape(f"drafter={name!r}: must be one of none, adaptive, chain, static, dynamic, lookup"),
         ):
-            drafting(name)  # type: ignore[arg-type]
+            drafting_named(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_tokens=5: no way to draft has this; there are depth, lookup, "):
-        drafting("chain", num_tokens=5)
+        drafting_named("chain", num_tokens=5)
 
 
 def test_lists_and_whole_numbers_stand_for_tuples_and_floats() -> None:
@@ -178,7 +178,7 @@ def test_environment_names_what_is_wrong(name: str, value: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("spec", "nodes", "depth", "rows"),
+    ("drafting", "nodes", "depth", "rows"),
     [
         (NoDraft(), 1, 0, 0),
         (Chain(4), 5, 4, 3),
@@ -188,8 +188,8 @@ def test_environment_names_what_is_wrong(name: str, value: str, monkeypatch: pyt
         (Lookup(max_draft=5), 6, 5, 0),
     ],
 )
-def test_sizes_that_buffers_are_made_for(spec: Drafting, nodes: int, depth: int, rows: int) -> None:
-    assert (spec.max_nodes, spec.max_depth, spec.draft_rows) == (nodes, depth, rows)
+def test_sizes_that_buffers_are_made_for(drafting: Drafting, nodes: int, depth: int, rows: int) -> None:
+    assert (drafting.max_nodes, drafting.max_depth, drafting.draft_rows) == (nodes, depth, rows)
 
 
 def test_the_pages_table_says_what_ways_to_draft_have() -> None:

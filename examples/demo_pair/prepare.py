@@ -45,10 +45,10 @@ def sources(root: Path, base: Path) -> Iterator[tuple[str, str]]:
 
 
 def package_root(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
+    drafting = importlib.util.find_spec(name)
+    if drafting is None or not drafting.submodule_search_locations:
         raise SystemExit(f"--packages {name}: not installed as a package; install it or leave it out")
-    return Path(next(iter(spec.submodule_search_locations))).resolve()
+    return Path(next(iter(drafting.submodule_search_locations))).resolve()
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:

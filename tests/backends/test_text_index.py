@@ -92,13 +92,13 @@ def test_the_same_in_long_texts(name: str) -> None:
     """Token by token, then in runs of them; one text behind the other in one engine's events."""
     text = TEXTS[name]
     shares = twins()
-    for spec, sizes in ((Lookup(1, 16, 0.0), [1]), (Lookup(), [1, 2, 9, 1, 5]), (Lookup(3, 32, 0.2), [40, 3])):
-        proposers = [spec.proposer(text[:500], (), shared) for shared in shares]
+    for drafting, sizes in ((Lookup(1, 16, 0.0), [1]), (Lookup(), [1, 2, 9, 1, 5]), (Lookup(3, 32, 0.2), [40, 3])):
+        proposers = [drafting.proposer(text[:500], (), shared) for shared in shares]
         num = 500
         while num < len(text):
             num += sizes[num % len(sizes)]
-            ours, theirs = (each.propose(text[:num], spec.max_draft) for each in proposers)
-            assert bits(ours) == bits(theirs), (spec, num)
+            ours, theirs = (each.propose(text[:num], drafting.max_draft) for each in proposers)
+            assert bits(ours) == bits(theirs), (drafting, num)
     assert learnt(shares[0].events) == learnt(shares[1].events)
 
 
@@ -108,7 +108,7 @@ def test_the_same_with_windows_predictions_and_past_outputs(
 ) -> None:
     """Several sequences of an engine in turn, whose indexes are made anew when they are full."""
     draw = np.random.default_rng(seed)
-    spec = Lookup(min_match, 8, least, window=8 * PROMPT_TAIL)
+    drafting = Lookup(min_match, 8, least, window=8 * PROMPT_TAIL)
     shares = twins()
     pasts = [PastOutputs(2**16).space(None) if with_past else None for _ in shares]
     kinds = int(draw.integers(1, 30))
@@ -118,14 +118,14 @@ def test_the_same_with_windows_predictions_and_past_outputs(
         if past is not None:
             past.add(whole[0][:20], whole[0][20:200])
     pairs = [
-        [spec.proposer(text[:90], prediction, *shared) for shared in zip(shares, pasts, strict=True)]
+        [drafting.proposer(text[:90], prediction, *shared) for shared in zip(shares, pasts, strict=True)]
         for text, prediction in zip(whole, predictions, strict=True)
     ]
     nums = [90] * 3
     while min(nums) < 480:
         for i, (text, proposers) in enumerate(zip(whole, pairs, strict=True)):
             nums[i] = min(nums[i] + int(draw.integers(0, 20)), 500)
-            ours, theirs = (each.propose(text[: nums[i]], spec.max_draft) for each in proposers)
+            ours, theirs = (each.propose(text[: nums[i]], drafting.max_draft) for each in proposers)
             assert bits(ours) == bits(theirs)
     assert learnt(shares[0].events) == learnt(shares[1].events)
     ours, theirs = ([] if past is None else learnt(past.outputs.events) for past in pasts)
@@ -188,13 +188,13 @@ def test_an_index_is_closed_with_the_last_reference_to_it(monkeypatch: pytest.Mo
 
 
 def test_a_new_index_takes_the_place_of_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive, spec = Alive(monkeypatch), Lookup(window=8 * PROMPT_TAIL)
-    drafts = spec.proposer([0] * 10, (), spec.shared(NativeIndex))
+    alive, drafting = Alive(monkeypatch), Lookup(window=8 * PROMPT_TAIL)
+    drafts = drafting.proposer([0] * 10, (), drafting.shared(NativeIndex))
     text = list(range(2000))
     for num in range(10, 2001, 10):
         drafts.propose(text[:num], 8)
-        assert drafts.index is not None and drafts.index.num_tokens <= spec.window and len(alive.handles) == 1
-    assert alive.num_opened == pytest.approx(2000 / (spec.window // 2), abs=2)
+        assert drafts.index is not None and drafts.index.num_tokens <= drafting.window and len(alive.handles) == 1
+    assert alive.num_opened == pytest.approx(2000 / (drafting.window // 2), abs=2)
     del drafts
     assert not alive.handles
 

@@ -92,11 +92,13 @@ def test_engines_write_the_same_text(sampling: str) -> None:
     batch = prompts(6)
     more = [*batch[5][:64], 5, 6, 7]
     native = LLM.from_models(LoadedModels(native_pair(), None, "float32", 0), engine_config(4, prefix_cache=True))
-    expected = tokens(native.run([*batch, more], params, spec=BASELINE))
+    expected = tokens(native.run([*batch, more], params, drafting=BASELINE))
     for name in ("none", "chain4", "static", "dynamic"):
-        spec = SPECS.get(name, BASELINE)
+        drafting = SPECS.get(name, BASELINE)
         for prompts_, text in ((batch, expected[:6]), ([more], expected[6:])):
-            ours, theirs = (llm.run(prompts_, params, spec=spec) for llm in (torch_llm(prefix_cache=True), native))
+            ours, theirs = (
+                llm.run(prompts_, params, drafting=drafting) for llm in (torch_llm(prefix_cache=True), native)
+            )
             assert tokens(ours) == text, name
             found, same = ours.summary.counters, theirs.summary.counters
             assert found.num_accepted_tokens == same.num_accepted_tokens, name
@@ -111,7 +113,7 @@ def test_reading_late_changes_nothing(name: str) -> None:
     for late in (True, False):
         llm = torch_llm(late)
         assert llm.engine.pipeline.is_late is late
-        outputs = llm.run(prompts(6), params, spec=SPECS.get(name, BASELINE)).outputs
+        outputs = llm.run(prompts(6), params, drafting=SPECS.get(name, BASELINE)).outputs
         entries = [e for o in outputs for e in (*(o.prompt_logprobs or []), *(o.logprobs or []))]
         found.append(([(o.token_ids, o.by_draft) for o in outputs], [(e.token_id, e.rank, [*e.top]) for e in entries]))
         # A row's bits depend on what it runs beside, which differs here.
@@ -164,7 +166,7 @@ def refuse(name: str) -> Any:
 @pytest.mark.parametrize("name", ["none", "chain4", "static", "dynamic"])
 def test_a_step_reads_nothing_back(name: str) -> None:
     """Prompts in chunks, cached pages, decodes by every rule and their log-probabilities: all are only issued."""
-    llm, spec = torch_llm(prefix_cache=True, page_size=32), SPECS.get(name, BASELINE)
+    llm, drafting = torch_llm(prefix_cache=True, page_size=32), SPECS.get(name, BASELINE)
     backend, step = llm.engine.backend, llm.engine.backend.step
     num_steps = 0
 
@@ -180,8 +182,8 @@ def test_a_step_reads_nothing_back(name: str) -> None:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "step", issued)
-        llm.run(prompts(6)[3:], each, spec=spec)
-        again = llm.run([prompts(6)[5]], SamplingParams(max_tokens=3, ignore_eos=True), spec=spec)
+        llm.run(prompts(6)[3:], each, drafting=drafting)
+        again = llm.run([prompts(6)[5]], SamplingParams(max_tokens=3, ignore_eos=True), drafting=drafting)
     assert num_steps > 4 and again.outputs[0].metrics.num_prefix_hits == 64
 
 

@@ -37,9 +37,9 @@ def measure(contexts: tuple[int, ...] = (16, 48), batches: tuple[int, ...] = (1,
             prompts = [[1 + (7 * i + j) % 90 for j in range(context)] for i in range(batch)]
             source = tokens_sha256(prompts), "counting"
             scenario = Scenario("grid", "cpu", context, batch, 12, 0.0, 0, *source, warmup_runs=0, measurement_runs=2)
-            for name, spec in SETTINGS.items():
-                runs = [llm.run(prompts, sampling, spec=spec) for _ in range(2)]
-                found[f"{context}x{batch}-{name}.json"] = describe(scenario, name, spec, facts, llm, runs)
+            for name, drafting in SETTINGS.items():
+                runs = [llm.run(prompts, sampling, drafting=drafting) for _ in range(2)]
+                found[f"{context}x{batch}-{name}.json"] = describe(scenario, name, drafting, facts, llm, runs)
     return found
 
 

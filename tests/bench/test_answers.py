@@ -14,7 +14,7 @@ from aquiline.bench.eval.answers import EagleAnswers, TurnAnswer, answer_row
 from aquiline.config import SamplingParams
 from aquiline.metrics import mean
 from aquiline.models.known_pairs import BUNDLED_TARGET
-from aquiline.spec.registry import drafting
+from aquiline.spec.registry import drafting_named
 from aquiline.text.questions import Question
 
 TWO_TURNS = Question(81, "writing", ("Write.", "Shorter."))
@@ -76,7 +76,9 @@ def test_every_turn_needs_its_answer() -> None:
 @pytest.mark.parametrize("drafter", ["none", "chain"])
 def test_idxs_and_new_tokens_of_a_real_run_give_its_tau(drafter: str) -> None:
     output = (
-        tiny_llm().run([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True), spec=drafting(drafter)).outputs[0]
+        tiny_llm()
+        .run([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True), drafting=drafting_named(drafter))
+        .outputs[0]
     )
     turn = TurnAnswer(output.text, len(output.token_ids), output.metrics.num_steps, 1.0)
     (choice,) = json.loads(json.dumps(answer_row(ONE_TURN, [[turn]], "toy")))["choices"]

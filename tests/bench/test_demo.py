@@ -62,9 +62,9 @@ def test_speculation_changes_nothing_and_pays_in_calls(llm: LLM) -> None:
         assert made == 3 * NEW_TOKENS == len(run.outputs) + row["num_committed"]
         assert row["tau"] == pytest.approx((made - len(run.outputs)) / row["num_steps"])
         # a trained draft: well above nothing, on every setting that drafts; adaptive drafting may not where it is slow
-        least = 1.0 if run.spec.is_adaptive else 1.5
+        least = 1.0 if run.drafting.is_adaptive else 1.5
         assert row["tau"] == 1.0 if row["drafter"] == "none" else row["tau"] > least
-    for run in (r for r in result.runs if r.spec.is_speculative):
+    for run in (r for r in result.runs if r.drafting.is_speculative):
         for output in run.outputs:
             output.token_ids[-1] ^= 1
             assert not result.is_identical(run) and not result.identical, "one changed token of any prompt must show"
@@ -79,10 +79,10 @@ class Timed:
     ms: dict[int, float]
     asked: list[tuple[list[int], int, float]] = dataclasses.field(default_factory=list)
 
-    def run(self, prompts: list[list[int]], sampling: Any, spec: Drafting) -> Any:
-        assert isinstance(spec, Chain)
-        self.asked.append((prompts[0], spec.num_spec_tokens, sampling.temperature))
-        output = SimpleNamespace(token_ids=[0] * 9, ttft_ms=5.0, total_ms=5.0 + self.ms[spec.num_spec_tokens])
+    def run(self, prompts: list[list[int]], sampling: Any, drafting: Drafting) -> Any:
+        assert isinstance(drafting, Chain)
+        self.asked.append((prompts[0], drafting.num_spec_tokens, sampling.temperature))
+        output = SimpleNamespace(token_ids=[0] * 9, ttft_ms=5.0, total_ms=5.0 + self.ms[drafting.num_spec_tokens])
         return SimpleNamespace(outputs=[output])
 
 

@@ -40,11 +40,11 @@ def evaluations(draw: st.DrawFn) -> Evaluated:
                 tokens = [draw(st.integers(0, 2))] + [1] * draw(st.integers(1, length - 1))  # repeats its 8-grams
                 text = AnsweredText(temperature, length, question, 0, [1, 2, 3], tokens, "t", "length")
                 for repeat in range(plan.repeats):
-                    for setting, spec in plan.settings.items():
+                    for setting, drafting in plan.settings.items():
                         counters, left = Counters(num_prefilled=1), len(tokens) - 1
                         while left:
-                            accepted = draw(st.integers(0, min(spec.max_depth, left)))
-                            counters.add(spec.max_nodes - 1, accepted, min(accepted + 1, left), accepted + 1 > left)
+                            accepted = draw(st.integers(0, min(drafting.max_depth, left)))
+                            counters.add(drafting.max_nodes - 1, accepted, min(accepted + 1, left), accepted + 1 > left)
                             left -= min(accepted + 1, left)
                         runs.append(TurnRun(text, setting, repeat, draw(TIMES), draw(TIMES), 1.0, counters))
     return Evaluated(plan, questions, runs, [], [], Ledger(), "")

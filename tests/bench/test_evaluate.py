@@ -21,7 +21,7 @@ from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.errors import ResultError
 from aquiline.spec.drafting import Chain, Dynamic
-from aquiline.spec.registry import drafting
+from aquiline.spec.registry import drafting_named
 from aquiline.spec.tree import DraftTree
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.questions import Question
@@ -124,8 +124,8 @@ def test_settings_that_write_different_tokens_are_an_error_that_names_the_place(
         ResultError, match=r"question 'first', turn 1, length 12, temperature 0: chain-2 and baseline"
     ) as e:
         evaluation(llm, plan).run()
-    base = tiny().run([LETTERS.encode("abc").ids], spec=SETTINGS["baseline"]).outputs[0].token_ids
-    lossy = llm.run([LETTERS.encode("abc").ids], spec=plan.settings["chain-2"]).outputs[0].token_ids
+    base = tiny().run([LETTERS.encode("abc").ids], drafting=SETTINGS["baseline"]).outputs[0].token_ids
+    lossy = llm.run([LETTERS.encode("abc").ids], drafting=plan.settings["chain-2"]).outputs[0].token_ids
     place = next(i for i, (a, b) in enumerate(zip(base, lossy, strict=True), 1) if a != b)
     assert f"differ at output token {place}" in str(e.value)
 
@@ -220,7 +220,7 @@ def test_texts_of_one_token_have_no_speed() -> None:
         ({"lengths": (50, 1)}, "lengths=1: must be at least 2"), ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"temperatures": (0.0, 0.0)}, "temperatures="), ({"repeats": 0}, "repeats=0"), ({"seed": -1}, "seed=-1"),
         ({"settings": {"chain": Chain()}}, r"settings=\['chain'\]: needs the baseline first"),
-        ({"settings": {"baseline": drafting("none")}}, "at least one that drafts"),
+        ({"settings": {"baseline": drafting_named("none")}}, "at least one that drafts"),
     ],
     ids=str,
 )  # fmt: skip
@@ -231,11 +231,11 @@ def test_plans_that_cannot_be(changed: dict[str, Any], named: str) -> None:
 
 def test_settings_by_name() -> None:
     assert list(settings_of()) == ["baseline", "chain-3", "tree-2x2x6"]
-    assert settings_of()["tree-2x2x6"] == drafting("dynamic")
+    assert settings_of()["tree-2x2x6"] == drafting_named("dynamic")
     assert list(settings_of((5, 1))) == ["baseline", "chain-5", "chain-1"]
     assert settings_of((), ("4x8x32", "static")) == {
-        "baseline": drafting("none"), "tree-4x8x32": Dynamic(4, 8, 32),
-        "tree-static": drafting("static"),
+        "baseline": drafting_named("none"), "tree-4x8x32": Dynamic(4, 8, 32),
+        "tree-static": drafting_named("static"),
     }  # fmt: skip
 
 

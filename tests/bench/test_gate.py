@@ -167,12 +167,12 @@ def test_random_weights_are_no_model(state: GateState) -> None:
 
 def test_unequal_outputs_are_refused(state: GateState) -> None:
     found = steady()
-    spec = found[CHAIN]["eagle_speculation"]
+    drafting = found[CHAIN]["eagle_speculation"]
     found[CHAIN] = changed(
         found[CHAIN], output__num_tokens=[23, *found[CHAIN]["output"]["num_tokens"][1:]],
-        eagle_speculation__num_committed=spec["num_committed"] - 1,
-        eagle_speculation__tokens_cut=spec["tokens_cut"] + 1,
-        eagle_speculation__mean_acceptance_length=(spec["num_committed"] - 1) / spec["num_steps"],
+        eagle_speculation__num_committed=drafting["num_committed"] - 1,
+        eagle_speculation__tokens_cut=drafting["tokens_cut"] + 1,
+        eagle_speculation__mean_acceptance_length=(drafting["num_committed"] - 1) / drafting["num_steps"],
     )  # fmt: skip
     assert "output.num_tokens: 143 against 144" in refusals(ask(GATES, found, Request(), state))
 

@@ -71,7 +71,7 @@ def ours(target: Path, prompt: list[int], count: int = NEW_TOKENS, dtype: str = 
     """The baseline's greedy text."""
     llm = LLM(target, dtype=dtype, engine=EngineConfig(max_batch=1, prefix_cache=False))
     sampling = SamplingParams(max_tokens=count, ignore_eos=True)
-    return llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids
+    return llm.run([prompt], sampling, drafting=NoDraft()).outputs[0].token_ids
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -141,7 +141,7 @@ def test_openvino_drafts_with_our_head_as_well_as_we_do() -> None:
     peer = parse_peer("openvino:f32:eagle=3:samekv").open(place)
     steps = [0, 0]
     for prompt in prompts:
-        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=Chain(3))
+        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), drafting=Chain(3))
         (output,) = peer.generate([prompt], 64, 0.0).outputs
         assert output.token_ids == run.outputs[0].token_ids
         assert 2 * output.num_steps < output.num_draft_tokens <= 3 * output.num_steps

@@ -22,8 +22,8 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 
 @pytest.mark.parametrize("name", ["chain4", "dynamic", "none"])
 def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
-    spec = BASELINE if name == "none" else SPECS[name]
-    found = profile(tiny_models(), engine_config(4), spec, prompts(4), PARAMS)
+    drafting = BASELINE if name == "none" else SPECS[name]
+    found = profile(tiny_models(), engine_config(4), drafting, prompts(4), PARAMS)
     stages = [row for row in found.rows if not row.is_part]
     assert {row.name for row in stages} == set(RANGES.values())
     assert sum(row.share for row in stages) == pytest.approx(1)
@@ -31,8 +31,8 @@ def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
     assert sum(row.ms_per_step for row in stages) == pytest.approx(total, rel=1e-6)
     assert found.summary.num_prefill_tokens == 0, "only decode steps count"
     parts = {row.name: row for row in found.rows if row.is_part}
-    drafting = set(PARTS["EAGLE_DRAFT"])
-    assert set(parts) == {part for own in PARTS.values() for part in own} - (drafting if name == "none" else set())
+    draft_parts = set(PARTS["EAGLE_DRAFT"])
+    assert set(parts) == {part for own in PARTS.values() for part in own} - (draft_parts if name == "none" else set())
     for stage in stages:
         within = [parts[part].ms_per_step for part in PARTS.get(stage.name, {}) if part in parts]
         assert sum(within) <= stage.ms_per_step * 1.001, stage
@@ -52,7 +52,7 @@ def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
 def test_parts_are_timed_only_while_wanted() -> None:
     llm = tiny_llm()
     profile(tiny_models(), engine_config(1), BASELINE, prompts(1), PARAMS)  # the same models in an engine of its own
-    summary = llm.run(prompts(2), PARAMS, spec=SPECS["chain4"]).summary
+    summary = llm.run(prompts(2), PARAMS, drafting=SPECS["chain4"]).summary
     assert summary.num_decode_steps and not any(summary.part_ms.values())
 
 

@@ -75,8 +75,8 @@ def test_figures_are_those_of_the_results(results: Results) -> None:
         "ceilings": {"device": "here", "bandwidth": {"per_s": 33.34e9, "source": "measured"}, "cache_bytes": 1},
         "notes": ["the cache may beat it"],
     }  # fmt: skip
-    page, spec, ms = Page(render(one)), chain["eagle_speculation"], chain["stage_ms"]
-    tau, repeated = f"{spec['mean_acceptance_length']:.2f}", f"{chain['scenario']['repeated_share']:.0%}"
+    page, drafting, ms = Page(render(one)), chain["eagle_speculation"], chain["stage_ms"]
+    tau, repeated = f"{drafting['mean_acceptance_length']:.2f}", f"{chain['scenario']['repeated_share']:.0%}"
     assert page.row(THROUGHPUT, "chain-3") == {
         "tok/s": "1,300", "min to max": "1,100 to 1,500", "runs": "2", "speedup": "1.29x", "tau": tau,
         "repeated": repeated, "ideal tok/s": "2,600", "of ideal": "50%", "bound": "memory",
@@ -86,9 +86,9 @@ def test_figures_are_those_of_the_results(results: Results) -> None:
         "ideal speedup": "2.60x", "spec efficiency": "50%",
     }  # fmt: skip
     acceptance = page.row(ACCEPTANCE, "chain-3")
-    assert (acceptance["tau"], acceptance["drafted"]) == (tau, str(spec["total_draft_tokens"]))
-    assert [acceptance[f"at {i}"] for i, _ in enumerate(spec["per_position"], 1)] == [
-        f"{share:.2f}" for share in spec["per_position"]
+    assert (acceptance["tau"], acceptance["drafted"]) == (tau, str(drafting["total_draft_tokens"]))
+    assert [acceptance[f"at {i}"] for i, _ in enumerate(drafting["per_position"], 1)] == [
+        f"{share:.2f}" for share in drafting["per_position"]
     ]
     stages = {name: float(value) for name, value in page.row(STAGES, "chain-3").items()}
     expected = {f"{name} (ms)": value for name, value in ms.items()} | {"step (ms)": sum(ms.values())}

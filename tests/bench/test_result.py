@@ -40,10 +40,10 @@ def shrunk(loads: tuple[Load, ...]) -> tuple[Load, ...]:
 def assert_tau_holds(file: Path, num_requests: int) -> Result:
     """Tau from what a file says of its outputs: every token but the one its prefill gave came from a decode step."""
     result: Result = json.loads(file.read_text())
-    spec, lengths = result["eagle_speculation"], result["output"]["num_tokens"]
+    drafting, lengths = result["eagle_speculation"], result["output"]["num_tokens"]
     assert len(lengths) == num_requests, file.name
-    tau = (sum(lengths) - num_requests) / spec["num_steps"]
-    assert tau == pytest.approx(spec["mean_acceptance_length"], rel=1e-12) == recomputed_tau(result), file.name
+    tau = (sum(lengths) - num_requests) / drafting["num_steps"]
+    assert tau == pytest.approx(drafting["mean_acceptance_length"], rel=1e-12) == recomputed_tau(result), file.name
     assert problems(result) == []
     return result
 

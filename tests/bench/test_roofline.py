@@ -225,10 +225,10 @@ def test_ideal_speedups_equal_those_of_an_independent_model(
 def test_speedup_is_the_ratio_of_the_ideals(tmp_path: Path) -> None:
     target = shape_of(TINY)
     roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), precision_of("bfloat16"), H100)
-    for spec in (Chain(2), Dynamic(), Static()):
-        fast, slow = roofline.tokens_per_s(spec, 2.0, 3, 100), 3 / roofline.step(3, 100).seconds
-        assert roofline.speedup(spec, 2.0, 3, 100) == pytest.approx(fast / slow)
-        report = roofline.report(spec, 2.0, 3, 100, fast / 4)
+    for drafting in (Chain(2), Dynamic(), Static()):
+        fast, slow = roofline.tokens_per_s(drafting, 2.0, 3, 100), 3 / roofline.step(3, 100).seconds
+        assert roofline.speedup(drafting, 2.0, 3, 100) == pytest.approx(fast / slow)
+        report = roofline.report(drafting, 2.0, 3, 100, fast / 4)
         assert report["percent_of_ideal"] == pytest.approx(25) and report["ideal_tokens_per_s"] == pytest.approx(fast)
     none = NoDraft()
     assert roofline.speedup(none, 1.0, 3, 100) == 1.0 and roofline.cycle(none, 1.0, 3, 100).draft.cost == Cost()
@@ -243,8 +243,10 @@ def test_each_phase_takes_the_longer_of_its_two_times() -> None:
     assert (mixed.memory_s, mixed.compute_s, mixed.bound) == (2.0, 4.0, "compute") and mixed.seconds == 6.0
 
 
-@pytest.mark.parametrize("spec", [Chain(1), Chain(4), Dynamic(3, 2, 7), Static()], ids=lambda spec: spec.label)
-def test_a_cycle_has_the_forwards_that_a_backend_makes(spec: Drafting) -> None:
+@pytest.mark.parametrize(
+    "drafting", [Chain(1), Chain(4), Dynamic(3, 2, 7), Static()], ids=lambda drafting: drafting.label
+)
+def test_a_cycle_has_the_forwards_that_a_backend_makes(drafting: Drafting) -> None:
     """Counted where a backend runs modules, which is torch; the native one counts its rows, the same ones."""
     pair = TorchPair(*tiny_pair(), "float32")
     llm = LLM.from_models(LoadedModels(pair, None, "float32", 0), engine_config(1))
@@ -252,15 +254,15 @@ def test_a_cycle_has_the_forwards_that_a_backend_makes(spec: Drafting) -> None:
     assert pair.head is not None
     pair.decoder.register_forward_hook(lambda module, args, out: calls.append(("target", len(args[0]))))
     pair.head.register_forward_hook(lambda module, args, out: calls.append(("draft", len(args[0]))))
-    summary = llm.run([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True), spec=spec).summary
+    summary = llm.run([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True), drafting=drafting).summary
     verified = [place for place, (name, _) in enumerate(calls) if name == "target"]
     cycles = [calls[a + 1 : b + 1] for a, b in pairwise(verified)]
     assert len(cycles) >= 3
     for *passes, last in cycles[1:]:
-        assert last == ("target", spec.max_nodes)
-        assert [rows for _, rows in passes[1:]] == list(spec.draft_passes)
-        assert 1 <= passes[0][1] <= spec.max_depth + 1
-    assert sum(spec.draft_passes) == spec.draft_rows
+        assert last == ("target", drafting.max_nodes)
+        assert [rows for _, rows in passes[1:]] == list(drafting.draft_passes)
+        assert 1 <= passes[0][1] <= drafting.max_depth + 1
+    assert sum(drafting.draft_passes) == drafting.draft_rows
     drafted = [rows for cycle in cycles for name, rows in cycle if name == "draft"]
     assert drafted[0] == 2, "the prompt's own"
     assert summary.slots.num_draft_rows == sum(drafted[1:])

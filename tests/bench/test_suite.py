@@ -131,9 +131,9 @@ def test_every_round_begins_with_another_setting(tmp_path: Path, monkeypatch: py
     order: list[int] = []
     decode = suite.LoadRun._decode
 
-    def noted(self: suite.LoadRun, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
-        order.append(spec.max_depth)
-        return decode(self, llm, prompts, spec)
+    def noted(self: suite.LoadRun, llm: LLM, prompts: list[list[int]], drafting: Drafting) -> Run:
+        order.append(drafting.max_depth)
+        return decode(self, llm, prompts, drafting)
 
     monkeypatch.setattr(suite.LoadRun, "_decode", noted)
     list(
@@ -167,8 +167,8 @@ def test_simulated_tau_is_met_and_the_text_is_plain_decodings(tau: float) -> Non
     llm.engine.backend = SimulatedBackend(llm.engine.backend, tau, llm.models.vocab_size)
     prompts = [words(9, seed) for seed in range(3)]
     sampling = SamplingParams(max_tokens=90, temperature=0.7, seed=5, ignore_eos=True)
-    plain = llm.run(prompts, sampling, spec=NoDraft())
-    run = llm.run(prompts, sampling, spec=Chain(3))
+    plain = llm.run(prompts, sampling, drafting=NoDraft())
+    run = llm.run(prompts, sampling, drafting=Chain(3))
     assert [o.token_ids for o in run.outputs] == [o.token_ids for o in plain.outputs]
     assert run.summary.counters.tau == pytest.approx(min(tau, 4), abs=0.15)
     assert plain.summary.counters.tau == 1
@@ -191,7 +191,7 @@ def test_simulated_tau_that_cannot_be() -> None:
         SimulatedBackend(llm.engine.backend, 0.5, 96)
     llm.engine.backend = SimulatedBackend(llm.engine.backend, 2.0, 96)
     with pytest.raises(ValueError, match="drafter='dynamic': acceptance is simulated for chains"):
-        llm.run([words(9)], SamplingParams(max_tokens=4), spec=Dynamic())
+        llm.run([words(9)], SamplingParams(max_tokens=4), drafting=Dynamic())
 
 
 def test_the_command(tmp_path: Path) -> None:

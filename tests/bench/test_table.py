@@ -41,11 +41,11 @@ def steady() -> dict[str, Result]:
 def test_a_row_says_what_was_measured() -> None:
     found, result = rows(steady()), steady()[CHAIN]
     assert list(found) == ["baseline", "chain-2", "chain-3"], "the baseline comes first"
-    spec, cells = result["eagle_speculation"], found["chain-3"].cells
+    drafting, cells = result["eagle_speculation"], found["chain-3"].cells
     assert cells["tok/s"] == "200 (3 runs)" and cells["speedup"] == "2.00x"
-    assert cells["tau"] == f"{spec['mean_acceptance_length']:.2f}"
-    assert cells["accepted"] == f"{spec['mean_acceptance_rate']:.0%}"
-    assert cells["by position"] == " ".join(f"{p:.2f}" for p in spec["per_position"])
+    assert cells["tau"] == f"{drafting['mean_acceptance_length']:.2f}"
+    assert cells["accepted"] == f"{drafting['mean_acceptance_rate']:.0%}"
+    assert cells["by position"] == " ".join(f"{p:.2f}" for p in drafting["per_position"])
     assert cells["repeated"] == f"{result['scenario']['repeated_share']:.0%}"
     assert cells["TTFT ms"] == f"{result['ttft_ms']['median']:.0f}"
     assert cells["ITL ms"] == f"{result['itl_ms']['median']:.2f}"
@@ -104,12 +104,12 @@ def test_no_ratio_without_a_fair_baseline(name: str) -> None:
 
 def shorter(result: Result) -> Result:
     """A copy that wrote a token less, and says so everywhere."""
-    spec = result["eagle_speculation"]
-    tau = (spec["num_committed"] - 1) / spec["num_steps"]
+    drafting = result["eagle_speculation"]
+    tau = (drafting["num_committed"] - 1) / drafting["num_steps"]
     return changed(
         result, output__num_tokens=[23, *result["output"]["num_tokens"][1:]],
-        eagle_speculation__num_committed=spec["num_committed"] - 1, eagle_speculation__mean_acceptance_length=tau,
-        eagle_speculation__tokens_cut=spec["tokens_cut"] + 1,
+        eagle_speculation__num_committed=drafting["num_committed"] - 1, eagle_speculation__mean_acceptance_length=tau,
+        eagle_speculation__tokens_cut=drafting["tokens_cut"] + 1,
     )  # fmt: skip
 
 
@@ -224,12 +224,12 @@ def test_one_run_has_no_spread_so_three_percent_stand_alone() -> None:
 
 
 def test_tau_that_fell_is_a_regression_at_any_speed() -> None:
-    spec = steady()[CHAIN]["eagle_speculation"]
-    committed, steps = spec["num_committed"], spec["num_steps"] + 12
-    accepted = committed + spec["tokens_cut"] - steps
+    drafting = steady()[CHAIN]["eagle_speculation"]
+    committed, steps = drafting["num_committed"], drafting["num_steps"] + 12
+    accepted = committed + drafting["tokens_cut"] - steps
     worse = changed(
         at_speed(steady()[CHAIN], 220, 220, 220),
-        eagle_speculation=spec
+        eagle_speculation=drafting
         | {
             "num_steps": steps, "num_drafts": steps, "total_draft_tokens": 3 * steps, "total_accepted_tokens": accepted,
             "mean_acceptance_rate": accepted / (3 * steps), "mean_acceptance_length": committed / steps,

@@ -28,7 +28,7 @@ def chain(length: int) -> Drafting:
 def real_counters(llm: LLM, prompts: list[list[int]], sampling: SamplingParams, length: int) -> Counters:
     total = Counters()
     for prompt in prompts:
-        total.merge(llm.run([prompt], sampling, spec=chain(length)).summary.counters)
+        total.merge(llm.run([prompt], sampling, drafting=chain(length)).summary.counters)
     return total
 
 
@@ -47,7 +47,7 @@ def test_a_draft_that_knows_the_text_and_one_that_knows_it_wrong(K: int, wrong: 
     assert result.marginal == [0.0 if wrong else 1.0] * K
     assert result.conditional == ([0.0] + [None] * (K - 1) if wrong else [1.0] * K)
     assert result.num_guesses == [len(text) - 1 - k for k in range(K)]
-    real = llm.run([PROMPT], SAMPLINGS[0], spec=chain(K)).summary.counters
+    real = llm.run([PROMPT], SAMPLINGS[0], drafting=chain(K)).summary.counters
     assert result.simulated_tau[-1] == real.tau == (1.0 if wrong else 39 / -(-39 // (K + 1)))
 
 

@@ -23,19 +23,19 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 def add(
-    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, spec: Drafting = BASELINE,
+    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, drafting: Drafting = BASELINE,
     priority: int = 0,
 ) -> Sequence:  # fmt: skip
     """Queue a request."""
-    return llm.engine.add(llm.request(name, prompt, sampling, spec, priority))
+    return llm.engine.add(llm.request(name, prompt, sampling, drafting, priority))
 
 
 def started(
-    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, spec: Drafting = BASELINE,
+    llm: LLM, name: int | str, prompt: list[int], sampling: SamplingParams = PARAMS, drafting: Drafting = BASELINE,
     priority: int = 0,
 ) -> Sequence:  # fmt: skip
     """A request that decodes: it has its first token."""
-    sequence = add(llm, name, prompt, sampling, spec, priority)
+    sequence = add(llm, name, prompt, sampling, drafting, priority)
     while not sequence.output_ids:
         llm.engine.step()
     return sequence
@@ -58,4 +58,4 @@ def ended(deltas: list[TokenDelta]) -> list[int | str]:
 
 def alone(prompt: list[int], sampling: SamplingParams = PARAMS) -> list[int]:
     """The output of a prompt that nobody runs beside, without speculation."""
-    return tokens(tiny_llm(max_batch=1).run([prompt], sampling, spec=BASELINE))[0]
+    return tokens(tiny_llm(max_batch=1).run([prompt], sampling, drafting=BASELINE))[0]

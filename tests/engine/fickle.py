@@ -44,26 +44,26 @@ class Fickle(Controller):
         return found
 
     def _drawn(self, way: str, sequence: Sequence) -> Decode | None:
-        slot, spec, rng = sequence.slot, sequence.request.spec, self.rng
+        slot, drafting, rng = sequence.slot, sequence.request.drafting, self.rng
         if way == "none":
             return Decode(slot, PLAIN)
         if way == "copy" and sequence.proposer is not None:
-            proposal = sequence.proposer.propose(sequence.tokens, spec.max_depth)
+            proposal = sequence.proposer.propose(sequence.tokens, drafting.max_depth)
             return Decode(slot, PLAIN, proposal)
         if way == "random":
-            count = int(rng.integers(0, spec.max_nodes))
+            count = int(rng.integers(0, drafting.max_nodes))
             parents = [int(rng.integers(max(-1, i - 3), i)) for i in range(count)]
             depths: list[int] = []
             for parent in parents:
                 depths.append(1 + (depths[parent] if parent >= 0 else 0))
-            if max(depths, default=0) > spec.max_depth:
+            if max(depths, default=0) > drafting.max_depth:
                 return None
             return Decode(
                 slot, PLAIN, Proposal(_unlike(rng.integers(0, VOCAB, count).tolist(), parents), tuple(parents))
             )
-        if not isinstance(spec, Adaptive):
+        if not isinstance(drafting, Adaptive):
             return None
-        length = int(rng.integers(1, spec.max_spec_tokens + 1))
+        length = int(rng.integers(1, drafting.max_spec_tokens + 1))
         if way == "probe":
             return Decode(slot, Chain(length), cut=UNVERIFIED)
         if way == "chain":
@@ -71,7 +71,7 @@ class Fickle(Controller):
         if way in ("cut", "both"):
             proposal = None
             if way == "both":
-                proposal = self._copied(sequence, min(spec.max_depth, spec.max_nodes - most_nodes(length)))
+                proposal = self._copied(sequence, min(drafting.max_depth, drafting.max_nodes - most_nodes(length)))
                 if proposal is None:
                     return None
             chances, seconds = (tuple(rng.random(NUM_MARGINS).tolist()) for _ in range(2))

@@ -32,7 +32,7 @@ def check_sequences(engine: Engine) -> None:
     assert all(s.slot == -1 and not s.nodes and s.finish_reason is None for s in waiting)
     in_flight = Counter[Sequence]()
     for plan in (step.plan for step in engine.pipeline.unread):
-        in_flight.update({s: s.request.spec.max_depth + 1 for s in plan.decoding})
+        in_flight.update({s: s.request.drafting.max_depth + 1 for s in plan.decoding})
         in_flight.update({chunk.sequence: 1 for chunk in plan.chunks if chunk.draws})
     for slot, sequence in enumerate(scheduler.running):
         pages = pool.owned[slot]
@@ -64,12 +64,12 @@ def check_outcome(engine: Engine) -> None:
     assert not found["accepted"][dead].any() and not found["mask"][dead].any() and (found["draft"][dead] < 0).all()
     assert (found["draft"] >= -1).all()
     for b, (slot, sequence) in enumerate(zip(slots, last.plan.decoding, strict=True)):
-        rows, spec = slice(shape.offsets[b], shape.offsets[b + 1]), sequence.request.spec
+        rows, drafting = slice(shape.offsets[b], shape.offsets[b + 1]), sequence.request.drafting
         num_nodes = int(shape.offsets[b + 1] - shape.offsets[b])
-        assert num_nodes == spec.max_nodes or (
-            num_nodes < spec.max_nodes and (spec.is_adaptive or not spec.needs_draft_model)
+        assert num_nodes == drafting.max_nodes or (
+            num_nodes < drafting.max_nodes and (drafting.is_adaptive or not drafting.needs_draft_model)
         )
-        assert found["accepted"][slot] == result.num_accepted[b] <= spec.max_depth
+        assert found["accepted"][slot] == result.num_accepted[b] <= drafting.max_depth
         assert found["draft"][slot, 1:num_nodes].tolist() == tree.tokens[rows].tolist()[1:]
         assert (found["draft"][slot, num_nodes:] == -1).all()
         assert np.array_equal(found["mask"][slot, :num_nodes], shape.ancestors[rows])

@@ -122,13 +122,13 @@ class Text:
         order = scores.argsort(descending=True, stable=True)
         return ids[order].tolist(), scores.log_softmax(-1)[order].tolist()
 
-    def tree(self, root: int, spec: Drafting) -> set[Path]:
+    def tree(self, root: int, drafting: Drafting) -> set[Path]:
         """Paths of all nodes that a drafter should propose below the token at `root`."""
-        if isinstance(spec, Chain):
-            return self._static(root, [(0,) * depth for depth in range(1, spec.num_spec_tokens + 1)])
-        if isinstance(spec, Static):
-            return self._static(root, sorted(spec.static_paths, key=len))
-        return self._dynamic(root, spec) if isinstance(spec, Dynamic) else set()
+        if isinstance(drafting, Chain):
+            return self._static(root, [(0,) * depth for depth in range(1, drafting.num_spec_tokens + 1)])
+        if isinstance(drafting, Static):
+            return self._static(root, sorted(drafting.static_paths, key=len))
+        return self._dynamic(root, drafting) if isinstance(drafting, Dynamic) else set()
 
     def _static(self, root: int, ranks: list[tuple[int, ...]]) -> set[Path]:
         paths: dict[tuple[int, ...], Path] = {(): ()}
@@ -137,17 +137,17 @@ class Text:
             paths[rank] = (*above, self.children(root, above)[0][rank[-1]])
         return set(paths.values()) - {()}
 
-    def _dynamic(self, root: int, spec: Dynamic) -> set[Path]:
+    def _dynamic(self, root: int, drafting: Dynamic) -> set[Path]:
         """EAGLE-2: a path scores the product of its probabilities; each level expands its best `top_k` paths, and the
         best `num_nodes - 1` of all that were met are verified."""
         chances: dict[Path, float] = {(): 0.0}
         beam: list[Path] = [()]
-        for _ in range(spec.depth + 1):
+        for _ in range(drafting.depth + 1):
             level: dict[Path, float] = {}
             for path in beam:
-                for token, logprob in zip(*(c[: spec.top_k] for c in self.children(root, path)), strict=True):
+                for token, logprob in zip(*(c[: drafting.top_k] for c in self.children(root, path)), strict=True):
                     level[*path, token] = chances[path] + logprob
             chances |= level
-            beam = sorted(level, key=lambda path: -level[path])[: spec.top_k]
+            beam = sorted(level, key=lambda path: -level[path])[: drafting.top_k]
         del chances[()]
-        return set(sorted(chances, key=lambda path: -chances[path])[: spec.num_nodes - 1])
+        return set(sorted(chances, key=lambda path: -chances[path])[: drafting.num_nodes - 1])

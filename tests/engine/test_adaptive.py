@@ -42,9 +42,9 @@ def controlled(llm: LLM, verify: tuple[float, ...], draft_ms: float) -> Controll
 @pytest.mark.parametrize("seed", range(3))
 def test_random_choices_give_the_same_text(sampling: SamplingParams, seed: int) -> None:
     llm = tiny_llm(max_batch=3)
-    expected = tokens(llm.run(prompts(8), sampling, spec=NoDraft()))
+    expected = tokens(llm.run(prompts(8), sampling, drafting=NoDraft()))
     llm.engine.controller = fickle = Fickle(seed)
-    result = llm.run(prompts(8), sampling, spec=Adaptive(5))
+    result = llm.run(prompts(8), sampling, drafting=Adaptive(5))
     assert tokens(result) == expected
     check_accounting(result)
     assert all(fickle.taken[way] for way in ("none", "probe", "cut", "chain", "random", "copy", "both")), fickle.taken
@@ -55,8 +55,10 @@ def test_it_gives_the_same_text_by_its_own_choices_beside_fixed_ones() -> None:
     llm = tiny_llm(max_batch=4)
     sampling = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     specs = (Adaptive(), Chain(2), Adaptive(3, lookup=False), Lookup(), Dynamic(), NoDraft())
-    expected = [o.token_ids for o in llm.run(prompts(6), sampling, spec=NoDraft()).outputs]
-    requests = [llm.request(i, p, sampling, spec) for i, (p, spec) in enumerate(zip(prompts(6), specs, strict=True))]
+    expected = [o.token_ids for o in llm.run(prompts(6), sampling, drafting=NoDraft()).outputs]
+    requests = [
+        llm.request(i, p, sampling, drafting) for i, (p, drafting) in enumerate(zip(prompts(6), specs, strict=True))
+    ]
     outputs = sorted(llm.outputs(requests), key=lambda o: o.request_id)
     assert [o.token_ids for o in outputs] == expected
 
@@ -64,9 +66,9 @@ def test_it_gives_the_same_text_by_its_own_choices_beside_fixed_ones() -> None:
 def test_what_was_chosen_is_in_the_figures_of_the_run() -> None:
     llm = tiny_llm(max_batch=2)
     sampling = SamplingParams(max_tokens=60, ignore_eos=True, seed=0)
-    assert llm.run(prompts(3), sampling, spec=NoDraft()).summary.as_dict()["adaptive"] is None
+    assert llm.run(prompts(3), sampling, drafting=NoDraft()).summary.as_dict()["adaptive"] is None
     for _ in range(2):
-        summary = llm.run(prompts(3), sampling, spec=Adaptive()).summary
+        summary = llm.run(prompts(3), sampling, drafting=Adaptive()).summary
         choices, counters = summary.choices, summary.counters
         assert sum(choices.steps.values()) == counters.num_steps
         assert sum(choices.nodes.values()) == counters.num_draft_tokens
@@ -84,15 +86,15 @@ def test_the_torch_path_adapts_too() -> None:
     pair = TorchPair(decoder, head, "float32")
     llm = LLM.from_models(dataclasses.replace(tiny_models("float32"), pair=pair), engine_config(3))
     llm.engine.controller = Fickle(1)
-    assert tokens(llm.run(prompts(4), sampling, spec=Adaptive(4))) == tokens(
-        native.run(prompts(4), sampling, spec=NoDraft())
+    assert tokens(llm.run(prompts(4), sampling, drafting=Adaptive(4))) == tokens(
+        native.run(prompts(4), sampling, drafting=NoDraft())
     )
 
 
 def test_dear_drafts_are_left_and_probed_within_the_budget() -> None:
     llm = tiny_llm(max_batch=2)
     controller = controlled(llm, DEAR_ROWS, draft_ms=5.0)
-    llm.run(prompts(2) * 4, SamplingParams(max_tokens=300, ignore_eos=True, seed=0), spec=Adaptive(lookup=False))
+    llm.run(prompts(2) * 4, SamplingParams(max_tokens=300, ignore_eos=True, seed=0), drafting=Adaptive(lookup=False))
     steps = controller.ledger.steps
     assert steps["draft"] == 0 and 0 < steps["probe"] <= 4 + 0.004 * 2.1 / 5.0 * sum(steps.values()) + 1
 
@@ -101,10 +103,10 @@ def test_cheap_drafts_that_are_right_are_long() -> None:
     """The text repeats itself, and the draft is taught to be right: everything is drafted, to the longest chain."""
     llm = tiny_llm(max_batch=1)
     sampling = SamplingParams(max_tokens=200, ignore_eos=True, seed=0)
-    expected = llm.run(prompts(1), sampling, spec=NoDraft())
+    expected = llm.run(prompts(1), sampling, drafting=NoDraft())
     teach(llm, [(*o.prompt_ids, *o.token_ids) for o in expected.outputs], deepest)
     controller = controlled(llm, CHEAP_ROWS, draft_ms=0.01)
-    result = llm.run(prompts(1), sampling, spec=Adaptive(6, lookup=False))
+    result = llm.run(prompts(1), sampling, drafting=Adaptive(6, lookup=False))
     assert tokens(result) == tokens(expected)
     assert controller.ledger.steps["draft"] >= 0.9 * result.summary.counters.num_steps
 

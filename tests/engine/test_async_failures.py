@@ -114,7 +114,7 @@ def test_a_priority_of_another_type_ends_nobody_else(priority: Any) -> None:
 def test_bad_logits_end_one_stream() -> None:
     llm = bad_logits.poisoned_llm()
     good = bad_logits.words(9)
-    expected = llm.run([good], bad_logits.PARAMS, spec=BASELINE).outputs[0].token_ids
+    expected = llm.run([good], bad_logits.PARAMS, drafting=BASELINE).outputs[0].token_ids
 
     async def main() -> None:
         async with AsyncLLM(llm) as engine:

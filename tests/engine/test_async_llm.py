@@ -38,11 +38,11 @@ def test_concurrent_streams_say_what_a_run_says(prefix_cache: bool) -> None:
     llm = lettered_llm(prefix_cache=prefix_cache)
     names = ("chain4", "none", "dynamic", "static", "chain1")
     jobs = [(p, s, SPECS.get(n, BASELINE)) for p, s, n in zip(prompts(5), SAMPLINGS.values(), names, strict=True)]
-    expected = [llm.run([p], s, spec=spec).outputs[0] for p, s, spec in jobs]
+    expected = [llm.run([p], s, drafting=drafting).outputs[0] for p, s, drafting in jobs]
 
     async def main() -> None:
         async with AsyncLLM(llm) as engine:
-            streams = [engine.generate(p, s, spec=spec) for p, s, spec in jobs * 2]
+            streams = [engine.generate(p, s, drafting=drafting) for p, s, drafting in jobs * 2]
             for deltas, output in zip(await asyncio.gather(*map(read, streams)), expected * 2, strict=True):
                 assert said(deltas) == output.token_ids
                 assert "".join(delta.text for delta in deltas) == output.text
@@ -83,7 +83,7 @@ def test_deltas_come_while_the_text_is_computed() -> None:
 
 
 def test_priorities_and_deadlines_reach_the_scheduler() -> None:
-    expected = tokens(tiny_llm().run([words(9)], LONG, spec=BASELINE))[0]
+    expected = tokens(tiny_llm().run([words(9)], LONG, drafting=BASELINE))[0]
 
     async def main() -> None:
         gate = Gate()
@@ -91,7 +91,7 @@ def test_priorities_and_deadlines_reach_the_scheduler() -> None:
             order = []
 
             async def one(name: str, **settings: Any) -> list[TokenDelta]:
-                deltas = await read(engine.generate(words(9), LONG, spec=BASELINE, **settings))
+                deltas = await read(engine.generate(words(9), LONG, drafting=BASELINE, **settings))
                 order.append(name)
                 return deltas
 
@@ -223,7 +223,7 @@ def test_closing_a_stream_that_has_ended_unread_aborts_nobody(next_id: str) -> N
         gate = Gate()
         async with AsyncLLM(gated_llm(gate)) as engine:
             sequences = engine.llm.engine.sequences
-            first = engine.generate(words(9), PARAMS, spec=BASELINE, request_id="a")
+            first = engine.generate(words(9), PARAMS, drafting=BASELINE, request_id="a")
             await anext(first)
             gate.let(PARAMS.max_tokens - 1)
             await until(lambda: not sequences)

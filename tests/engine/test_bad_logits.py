@@ -44,8 +44,8 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 def outputs(llm: LLM, batch: list[list[int]], name: str, each: list[SamplingParams] | None = None) -> list[Output]:
-    spec = SPECS.get(name, BASELINE)
-    requests = [llm.request(i, p, (each or [PARAMS] * len(batch))[i], spec) for i, p in enumerate(batch)]
+    drafting = SPECS.get(name, BASELINE)
+    requests = [llm.request(i, p, (each or [PARAMS] * len(batch))[i], drafting) for i, p in enumerate(batch)]
     found = {output.request_id: output for output in llm.outputs(requests)}
     return [found[i] for i in range(len(batch))]
 
@@ -106,8 +106,8 @@ def test_what_was_accepted_before_the_bad_logits_is_kept(K: int, is_cut: bool) -
     params = dataclasses.replace(tempted, max_tokens=10 if is_cut else 20)
     plain = outputs(llm, [prompt], "none", [params])[0]
     assert (plain.token_ids, plain.finish_reason) == (truth, "length" if is_cut else "error")
-    spec = Known(((*prompt, *truth),), K, TINY.vocab_size)
-    found = next(llm.outputs([llm.request(0, prompt, params, spec)]))
+    drafting = Known(((*prompt, *truth),), K, TINY.vocab_size)
+    found = next(llm.outputs([llm.request(0, prompt, params, drafting)]))
     assert (found.finish_reason, found.token_ids, found.error) == (plain.finish_reason, truth, plain.error)
     assert len(found.by_draft) == len(found.token_ids) == found.metrics.num_prefilled + found.metrics.num_committed
 

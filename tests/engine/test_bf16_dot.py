@@ -34,9 +34,9 @@ def llm_in(arithmetic: str, max_batch: int = 3, row_budget: int = 48) -> LLM:
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered", "penalised"])
 def test_speculation_changes_no_token(arithmetic: str, sampling: str) -> None:
     llm, batch = llm_in(arithmetic), prompts(8)
-    expected = llm.run(batch, SAMPLINGS[sampling], spec=BASELINE)
+    expected = llm.run(batch, SAMPLINGS[sampling], drafting=BASELINE)
     for name in ("chain1", "chain4", "chain8", "static", "dynamic", "dynamic-60-5-10"):
-        result = llm.run(batch, SAMPLINGS[sampling], spec=SPECS[name])
+        result = llm.run(batch, SAMPLINGS[sampling], drafting=SPECS[name])
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in {arithmetic} arithmetic"
         check_accounting(result)
     assert llm.models.system()["arithmetic"] == arithmetic
@@ -45,14 +45,16 @@ def test_speculation_changes_no_token(arithmetic: str, sampling: str) -> None:
 @pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
 def test_batches_and_chunks_change_no_token(arithmetic: str) -> None:
     sampling = SAMPLINGS["sampled"]
-    expected = tokens(llm_in(arithmetic).run(prompts(8), sampling, spec=BASELINE))
+    expected = tokens(llm_in(arithmetic).run(prompts(8), sampling, drafting=BASELINE))
     for max_batch, row_budget in ((1, 7), (8, 1), (8, 64)):
-        got = tokens(llm_in(arithmetic, max_batch, row_budget).run(prompts(8), sampling, spec=SPECS["dynamic"]))
+        got = tokens(llm_in(arithmetic, max_batch, row_budget).run(prompts(8), sampling, drafting=SPECS["dynamic"]))
         assert got == expected, (arithmetic, max_batch, row_budget)
 
 
 def test_the_two_differ() -> None:
-    outputs = [tokens(llm_in(a).run(prompts(8), SAMPLINGS["sampled"], spec=BASELINE)) for a in ("float32", "bfloat16")]
+    outputs = [
+        tokens(llm_in(a).run(prompts(8), SAMPLINGS["sampled"], drafting=BASELINE)) for a in ("float32", "bfloat16")
+    ]
     assert outputs[0] != outputs[1]
 
 

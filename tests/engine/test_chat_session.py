@@ -53,7 +53,7 @@ def test_an_answer_joins_the_history_the_next_one_is_asked_with() -> None:
 
 
 def test_pieces_are_the_text_and_say_who_wrote_it() -> None:
-    llm = LLM("bundled", spec=Chain(3), engine=EngineConfig(max_batch=1, max_context=300))
+    llm = LLM("bundled", drafting=Chain(3), engine=EngineConfig(max_batch=1, max_context=300))
     chat = ChatSession(llm, ChatTemplate(None, {}, llm.models.tokenizer), SamplingParams(max_tokens=60))
     pieces: list[AttributedText] = []
     answer = chat.ask('def greet(name):\n    """Grüße é"""\n', pieces.append)
@@ -142,7 +142,7 @@ def test_an_llm_answers_one_conversation_or_several(tmp_path: Path) -> None:
     assert one.prompt_ids == LETTERS.encode("u:helloa:").ids
     asked = session().ask("hello").output
     assert (one.token_ids, one.text, one.finish_reason) == (asked.token_ids, asked.text, asked.finish_reason)
-    first, second = llm.chat([HELLO, LONGER], [SHORT, dataclasses.replace(SHORT, max_tokens=5)], spec=Chain(3))
+    first, second = llm.chat([HELLO, LONGER], [SHORT, dataclasses.replace(SHORT, max_tokens=5)], drafting=Chain(3))
     assert first.token_ids == one.token_ids and first.metrics.num_draft_tokens > 0
     assert second.prompt_ids == LETTERS.encode("s:sysu:helloa:hi<E>u:morea:").ids and len(second.token_ids) == 5
     assert [o.finish_reason for o in llm.chat([HELLO], dataclasses.replace(SHORT, logit_bias=ALWAYS_END))] == ["stop"]

@@ -23,11 +23,11 @@ def logprobs(result: Result) -> list[object]:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 def test_the_same_bits_with_every_drafter_and_chunk(sampling: SamplingParams) -> None:
     params = dataclasses.replace(sampling, max_tokens=20, logprobs=3, prompt_logprobs=2)
-    expected = logprobs(tiny_llm(max_batch=3).run(prompts(5), params, spec=BASELINE))
+    expected = logprobs(tiny_llm(max_batch=3).run(prompts(5), params, drafting=BASELINE))
     for row_budget, late in ((48, False), (7, True)):
         llm = tiny_llm(max_batch=2, row_budget=row_budget, late_reads=late, prefix_cache=True)
         for name in ("chain4", "static", "dynamic"):
-            assert logprobs(llm.run(prompts(5), params, spec=SPECS[name])) == expected, f"{name}, late={late}"
+            assert logprobs(llm.run(prompts(5), params, drafting=SPECS[name])) == expected, f"{name}, late={late}"
 
 
 @pytest.mark.parametrize("is_comb", [False, True])
@@ -35,8 +35,8 @@ def test_the_same_bits_for_accepted_tokens(is_comb: bool) -> None:
     llm = tiny_llm()
     params = SamplingParams(max_tokens=21, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
     batch = prompts(4)
-    expected = llm.run(batch, params, spec=BASELINE)
-    result = llm.run(batch, params, spec=known(batch, expected, 4, TINY.vocab_size, is_comb=is_comb))
+    expected = llm.run(batch, params, drafting=BASELINE)
+    result = llm.run(batch, params, drafting=known(batch, expected, 4, TINY.vocab_size, is_comb=is_comb))
     assert result.summary.counters.tau > 4
     assert logprobs(result) == logprobs(expected)
 

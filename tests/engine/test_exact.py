@@ -61,11 +61,11 @@ def check_accounting(result: Result) -> None:
 def test_every_drafter_gives_the_baseline(dtype: str, sampling: SamplingParams) -> None:
     llm = tiny_llm(dtype, max_batch=3)
     batch = prompts(8)  # ragged finishes too: slots are refilled as they empty
-    expected = llm.run(batch, sampling, spec=BASELINE)
+    expected = llm.run(batch, sampling, drafting=BASELINE)
     check_accounting(expected)
     assert expected.summary.counters.tau == 1.0
-    for name, spec in SPECS.items():
-        result = llm.run(batch, sampling, spec=spec)
+    for name, drafting in SPECS.items():
+        result = llm.run(batch, sampling, drafting=drafting)
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in {dtype}"
         check_accounting(result)
         assert llm.engine.pool.num_free == llm.engine.pool.num_pages, f"{name} leaked pages"
@@ -75,11 +75,11 @@ def test_every_drafter_gives_the_baseline(dtype: str, sampling: SamplingParams) 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_batch_chunks_and_pages_change_nothing(max_batch: int, page_size: int) -> None:
     sampling = SAMPLINGS["sampled"]
-    alone = [o for p in prompts(8) for o in tiny_llm(max_batch=1).run([p], sampling, spec=BASELINE).outputs]
+    alone = [o for p in prompts(8) for o in tiny_llm(max_batch=1).run([p], sampling, drafting=BASELINE).outputs]
     for row_budget in (1, 7, 64):
         llm = tiny_llm(max_batch=max_batch, row_budget=row_budget, page_size=page_size)
         for name in ("chain4", "dynamic"):
-            got = tokens(llm.run(prompts(8), sampling, spec=SPECS[name]))
+            got = tokens(llm.run(prompts(8), sampling, drafting=SPECS[name]))
             assert got == [o.token_ids for o in alone], f"{name}, batch {max_batch}, chunks of {row_budget}"
 
 
@@ -89,25 +89,25 @@ def test_oracle_commits_all_and_adversary_one(K: int, sampling: str) -> None:
     llm = tiny_llm()
     params = dataclasses.replace(SAMPLINGS[sampling], ignore_eos=True)
     batch = prompts(8)
-    expected = llm.run(batch, params, spec=BASELINE)
+    expected = llm.run(batch, params, drafting=BASELINE)
     texts = tuple((*p, *o.token_ids) for p, o in zip(batch, expected.outputs, strict=True))
     for is_comb in (False, True):
-        result = llm.run(batch, params, spec=Known(texts, K, TINY.vocab_size, is_comb=is_comb))
+        result = llm.run(batch, params, drafting=Known(texts, K, TINY.vocab_size, is_comb=is_comb))
         assert tokens(result) == tokens(expected), f"comb {is_comb} K={K}"
         check_accounting(result)
         # K + 1 tokens a step until the length limit cuts the last block
         steps = sum(-(-(len(o.token_ids) - 1) // (K + 1)) for o in result.outputs)
         assert result.summary.counters.num_steps == steps
         assert all(o.by_draft[1 : K + 1] == [True] * K for o in result.outputs)
-    result = llm.run(batch, params, spec=Known(texts, K, TINY.vocab_size, is_wrong=True))
+    result = llm.run(batch, params, drafting=Known(texts, K, TINY.vocab_size, is_wrong=True))
     assert tokens(result) == tokens(expected)
     assert result.summary.counters.tau == 1.0 and result.summary.counters.num_accepted_tokens == 0
 
 
 def test_one_target_forward_per_step() -> None:
     llm = tiny_llm(max_batch=1)
-    for spec in (BASELINE, SPECS["chain4"], SPECS["dynamic"], SPECS["static"]):
-        summary = llm.run(prompts(1), SAMPLINGS["greedy"], spec=spec).summary
+    for drafting in (BASELINE, SPECS["chain4"], SPECS["dynamic"], SPECS["static"]):
+        summary = llm.run(prompts(1), SAMPLINGS["greedy"], drafting=drafting).summary
         assert summary.num_target_forwards == summary.num_decode_steps + 1  # one prefill chunk
         assert summary.counters.num_steps == summary.num_decode_steps
 
@@ -116,7 +116,7 @@ def test_one_target_forward_per_step() -> None:
 def test_seeds_matter_and_repeat(name: str) -> None:
     llm = tiny_llm()
     a, b = (dataclasses.replace(SAMPLINGS["sampled"], seed=s) for s in (1, 2))
-    first, again, other = (tokens(llm.run(prompts(4), s, spec=SPECS[name])) for s in (a, a, b))
+    first, again, other = (tokens(llm.run(prompts(4), s, drafting=SPECS[name])) for s in (a, a, b))
     assert first == again and first != other
     unseeded = dataclasses.replace(a, seed=None)
     assert tokens(llm.run(prompts(4), unseeded)) != tokens(llm.run(prompts(4), unseeded))

@@ -27,9 +27,9 @@ __all__ = ["restored_isa"]
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_every_drafter_gives_the_baseline(sampling: str) -> None:
     llm = tiny_llm("float16", max_batch=3)
-    expected = llm.run(prompts(8), SAMPLINGS[sampling], spec=BASELINE)
-    for name, spec in SPECS.items():
-        result = llm.run(prompts(8), SAMPLINGS[sampling], spec=spec)
+    expected = llm.run(prompts(8), SAMPLINGS[sampling], drafting=BASELINE)
+    for name, drafting in SPECS.items():
+        result = llm.run(prompts(8), SAMPLINGS[sampling], drafting=drafting)
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in float16"
         check_accounting(result)
     assert llm.models.system()["dtype"] == "float16" and storage.native(llm.engine).kv.k.dtype == torch.bfloat16
@@ -55,8 +55,8 @@ def test_a_checkpoint_in_float16_keeps_its_values(tmp_path: Path) -> None:
     for ours, theirs in zip(stored.parameters(), exact.parameters(), strict=True):
         assert ours.dtype == torch.float16 and torch.equal(ours.float(), theirs)
     llm = LLM(tmp_path / "target", tmp_path / "draft", dtype="float16", engine=engine_config(2))
-    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"])) == tokens(
-        llm.run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE)
+    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"])) == tokens(
+        llm.run(prompts(4), SAMPLINGS["sampled"], drafting=BASELINE)
     )
 
 

@@ -68,9 +68,9 @@ def observe(dtype: str = "bfloat16", arithmetic: str = "float32") -> dict[str, o
     prompts = [rng.integers(1, TINY.vocab_size, n).tolist() for n in (70, 3)]
     found: dict[str, object] = {}
     for name, sampling in SAMPLINGS.items():
-        result = llm.run(prompts, sampling, spec=Chain(3))
+        result = llm.run(prompts, sampling, drafting=Chain(3))
         found[name] = [o.token_ids for o in result.outputs]
-    llm.run([prompts[0]], SamplingParams(max_tokens=1), spec=NoDraft())
+    llm.run([prompts[0]], SamplingParams(max_tokens=1), drafting=NoDraft())
     backend, model = llm.engine.backend, llm.models.pair.target_model
     logits = model.logits(backend._hidden, np.array([len(prompts[0]) % llm.engine.config.row_budget - 1], np.int32))
     found["logits_sha256"] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()

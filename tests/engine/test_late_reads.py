@@ -43,10 +43,10 @@ def texts(batch: list[list[int]], truth: Result) -> list[list[int]]:
 def test_every_drafter_gives_the_texts_that_are_read_at_once(sampling: SamplingParams) -> None:
     at_once, late = tiny_llm(max_batch=3), tiny_llm(max_batch=3, prefix_cache=True, late_reads=True)
     batch = prompts(8)
-    expected = at_once.run(batch, sampling, spec=BASELINE)
+    expected = at_once.run(batch, sampling, drafting=BASELINE)
     assert num_wasted(expected) == 0
-    for name, spec in ({"none": BASELINE} | SPECS).items():
-        result = late.run(batch, sampling, spec=spec)
+    for name, drafting in ({"none": BASELINE} | SPECS).items():
+        result = late.run(batch, sampling, drafting=drafting)
         assert tokens(result) == tokens(expected), f"{name} differs when its outcomes are read late"
         assert ends(result) == ends(expected)
         check_accounting(result)
@@ -56,14 +56,14 @@ def test_every_drafter_gives_the_texts_that_are_read_at_once(sampling: SamplingP
 
 @pytest.mark.parametrize("name", ["none", "chain4", "static", "dynamic"])
 def test_one_forward_at_most_goes_to_waste_per_text(name: str) -> None:
-    spec = ({"none": BASELINE} | SPECS)[name]
+    drafting = ({"none": BASELINE} | SPECS)[name]
     at_once, late = (tiny_llm(max_batch=1, late_reads=is_late) for is_late in (False, True))
     batch = prompts(5)
-    truth = at_once.run(batch, GREEDY, spec=BASELINE)
+    truth = at_once.run(batch, GREEDY, drafting=BASELINE)
     if name != "none":
         for llm in (at_once, late):
             teach(llm, texts(batch, truth))
-    expected, result = (llm.run(batch, GREEDY, spec=spec).summary for llm in (at_once, late))
+    expected, result = (llm.run(batch, GREEDY, drafting=drafting).summary for llm in (at_once, late))
     assert expected.num_decode_steps == expected.counters.num_steps
     assert 0 < result.num_target_forwards - expected.num_target_forwards <= len(batch)
     assert name == "none" or result.counters.num_accepted_tokens == expected.counters.num_accepted_tokens > 0
@@ -74,22 +74,22 @@ def test_one_forward_at_most_goes_to_waste_per_text(name: str) -> None:
 def test_a_step_in_vain_behind_the_last_position(name: str, max_tokens: int) -> None:
     batch = [np.random.default_rng(3).integers(1, 96, TINY.max_positions - max_tokens - d).tolist() for d in (0, 1)]
     params = dataclasses.replace(SAMPLINGS["sampled"], max_tokens=max_tokens, ignore_eos=True)
-    expected = tiny_llm(max_batch=2).run(batch, params, spec=BASELINE)
+    expected = tiny_llm(max_batch=2).run(batch, params, drafting=BASELINE)
     late = tiny_llm(max_batch=2, late_reads=True)
-    teach(late, texts(batch, tiny_llm(max_batch=2).run(batch, params, spec=BASELINE)))
-    assert tokens(late.run(batch, params, spec=SPECS[name])) == tokens(expected)
+    teach(late, texts(batch, tiny_llm(max_batch=2).run(batch, params, drafting=BASELINE)))
+    assert tokens(late.run(batch, params, drafting=SPECS[name])) == tokens(expected)
 
 
 def test_stop_strings_cut_texts_that_ran_on() -> None:
     loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     at_once, late = (LLM.from_models(loaded, engine_config(2, late_reads=is_late)) for is_late in (False, True))
     batch = prompts(6)
-    text = at_once.run(batch, GREEDY, spec=BASELINE).outputs[2].text
+    text = at_once.run(batch, GREEDY, drafting=BASELINE).outputs[2].text
     params = dataclasses.replace(GREEDY, stop=(text[5:7], text[9]))
-    expected = at_once.run(batch, params, spec=BASELINE)
+    expected = at_once.run(batch, params, drafting=BASELINE)
     assert {*ends(expected)} == {"stop", "length"}
-    teach(late, texts(batch, at_once.run(batch, GREEDY, spec=BASELINE)))
-    result = late.run(batch, params, spec=SPECS["chain4"])
+    teach(late, texts(batch, at_once.run(batch, GREEDY, drafting=BASELINE)))
+    result = late.run(batch, params, drafting=SPECS["chain4"])
     assert [(o.text, o.token_ids) for o in result.outputs] == [(o.text, o.token_ids) for o in expected.outputs]
     assert result.summary.counters.tokens_cut > 0
     check_accounting(result)
@@ -108,7 +108,7 @@ def add(llm: LLM, number: int, prompt: list[int], name: str = "chain4", priority
 def test_abort_while_an_outcome_is_unread(num_steps: int) -> None:
     """At every stage from the first chunk on; whoever comes next may take the slot, the pages and the number."""
     llm, batch = tiny_llm(max_batch=2, row_budget=32, late_reads=True, num_pages=16), prompts(6)[3:]
-    expected = tokens(tiny_llm(max_batch=2).run(batch, GREEDY, spec=BASELINE))
+    expected = tokens(tiny_llm(max_batch=2).run(batch, GREEDY, drafting=BASELINE))
     first, beside = add(llm, 0, batch[2]), add(llm, 1, batch[1])
     for _ in range(num_steps):
         llm.engine.step()
@@ -149,7 +149,7 @@ def test_preemption_while_an_outcome_is_unread(name: str, prefix_cache: bool, pr
     added is part of the text all the same, and is not computed again."""
     llm = tiny_llm(max_batch=2, late_reads=True, num_pages=8, prefix_cache=prefix_cache)
     batch = [prompts(8)[4], prompts(8)[7][:40]]
-    expected = tiny_llm(max_batch=2).run(batch, GREEDY, spec=BASELINE)
+    expected = tiny_llm(max_batch=2).run(batch, GREEDY, drafting=BASELINE)
     teach(llm, texts(batch, expected))
     victim = add(llm, 1, batch[1], name, priority) if priority else None
     for _ in range(6 if priority else 0):

@@ -52,7 +52,7 @@ def read_llm(context: int, cache_fraction: float) -> LLM:
     llm = LLM.from_models(models(), EngineConfig(
         max_batch=2, page_size=64, row_budget=512, cache_fraction=cache_fraction, max_context=context + 64,
     ))  # fmt: skip
-    result = llm.run([text(context)], dataclasses.replace(PARAMS, max_tokens=1), spec=SPECS["chain5"])
+    result = llm.run([text(context)], dataclasses.replace(PARAMS, max_tokens=1), drafting=SPECS["chain5"])
     assert result.summary.num_prefill_tokens == context
     return llm
 
@@ -62,11 +62,11 @@ def expected(context: int) -> dict[int, list[int]]:
     """The baseline's text by prompt length; the longest prompt's is also read in other chunks and pages, uncached."""
     config = engine_config(1, 100, page_size=16, check=False, max_context=context + 64)
     fresh = LLM.from_models(models(), config)
-    whole = fresh.run([text(context)[: context - BEFORE[-1]]], PARAMS, spec=BASELINE)
+    whole = fresh.run([text(context)[: context - BEFORE[-1]]], PARAMS, drafting=BASELINE)
     found = {}
     for before in BEFORE:
         prompt = text(context)[: context - before]
-        result = read_llm(context, 0.75).run([prompt], PARAMS, spec=BASELINE)
+        result = read_llm(context, 0.75).run([prompt], PARAMS, drafting=BASELINE)
         assert result.summary.counters.num_prefix_hits == len(prompt) // 64 * 64
         found[len(prompt)] = tokens(result)[0]
     assert found[context - BEFORE[-1]] == tokens(whole)[0]
@@ -81,7 +81,7 @@ def test_speculation_behind_a_long_context_gives_the_baseline(context: int, cach
     for length, truth in expected(context).items():
         prompt = text(context)[:length]
         for name in ("none", "chain2", "chain3", "chain4", "chain5", "static", "dynamic"):
-            result = llm.run([prompt], PARAMS, spec=SPECS.get(name, BASELINE))
+            result = llm.run([prompt], PARAMS, drafting=SPECS.get(name, BASELINE))
             assert tokens(result) == [truth], f"{name} behind {length} tokens"
             assert result.summary.counters.num_prefix_hits == length // 64 * 64
             check_accounting(result)
@@ -99,12 +99,12 @@ def test_rollbacks_of_every_length_across_the_ends_of_pages(context: int, num_dr
     paths = tuple((*(1,) * level, rank) for level in range(num_drafts) for rank in (0, 1))
     tree = Static(paths)
     teach(llm, [[*text(context)[:length], *expected(context)[length]] for length in lengths])
-    for spec in (SPECS[f"chain{num_drafts}"], tree):
+    for drafting in (SPECS[f"chain{num_drafts}"], tree):
         for pair in (lengths[:2], lengths[2:]):
             batch = [text(context)[:length] for length in pair]
-            result = llm.run(batch, PARAMS, spec=spec)
+            result = llm.run(batch, PARAMS, drafting=drafting)
             assert tokens(result) == [expected(context)[length] for length in pair], (
-                f"{spec.label} behind {pair} tokens"
+                f"{drafting.label} behind {pair} tokens"
             )
             assert 0 < result.summary.counters.acceptance_rate < 1
             check_accounting(result)
@@ -116,9 +116,9 @@ def test_the_last_position_of_a_long_context(context: int) -> None:
     prompt = text(context)[: context - 1]
     params = dataclasses.replace(PARAMS, max_tokens=65)
     assert llm.engine.max_context == len(prompt) + 65
-    truth = tokens(llm.run([prompt], params, spec=BASELINE))
+    truth = tokens(llm.run([prompt], params, drafting=BASELINE))
     for name in ("chain5", "dynamic"):
-        result = llm.run([prompt], params, spec=SPECS[name])
+        result = llm.run([prompt], params, drafting=SPECS[name])
         assert tokens(result) == truth and result.outputs[0].finish_reason == "length"
     with pytest.raises(ValueError, match=f"exceeds the {context + 64} positions there are"):
         llm.run([prompt], dataclasses.replace(params, max_tokens=66))

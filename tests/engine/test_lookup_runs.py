@@ -69,37 +69,39 @@ def logprobs(result: Result) -> list[object]:
 )
 def test_the_text_is_that_of_plain_decoding(llm: LLM, sampling: SamplingParams) -> None:
     """More prompts than slots, with predictions that are right, changed in places, and wrong."""
-    plain = llm.run(repeating(), sampling, spec=BASELINE)
+    plain = llm.run(repeating(), sampling, drafting=BASELINE)
     right = tokens(plain)
     changed = [[t if i % 9 else (t + 1) % TINY.vocab_size for i, t in enumerate(text)] for text in right]
     wrong = [words(50, n) for n in range(8)]
     num_accepted = {}
-    for spec in SPECS:
+    for drafting in SPECS:
         for name, predictions in (("none", None), ("right", right), ("changed", changed), ("wrong", wrong)):
-            result = llm.run(repeating(), sampling, spec=spec, predictions=predictions)
-            assert outcome(result) == outcome(plain), f"{spec}, prediction {name}"
+            result = llm.run(repeating(), sampling, drafting=drafting, predictions=predictions)
+            assert outcome(result) == outcome(plain), f"{drafting}, prediction {name}"
             check_accounting(result)
-            num_accepted[spec, name] = result.summary.counters.num_accepted_tokens
-    for spec in SPECS:
-        assert num_accepted[spec, "right"] > num_accepted[spec, "changed"] > num_accepted[spec, "wrong"], spec
+            num_accepted[drafting, name] = result.summary.counters.num_accepted_tokens
+    for drafting in SPECS:
+        assert num_accepted[drafting, "right"] > num_accepted[drafting, "changed"] > num_accepted[drafting, "wrong"], (
+            drafting
+        )
 
 
 def test_stop_strings_limits_and_logprobs(llm: LLM) -> None:
     """They cut drafts that were accepted."""
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=9, logprobs=2, ignore_eos=True)
-    full = llm.run(repeating(), params, spec=BASELINE)
+    full = llm.run(repeating(), params, drafting=BASELINE)
     texts = [o.text for o in full.outputs]
     each = [
         dataclasses.replace(params, stop=(text[21:24],), max_tokens=(40, 13)[i % 2], prompt_logprobs=(None, 1)[i % 2])
         for i, text in enumerate(texts)
     ]
-    plain = llm.run(repeating(), each, spec=BASELINE)
+    plain = llm.run(repeating(), each, drafting=BASELINE)
     assert {o.finish_reason for o in plain.outputs} == {"stop", "length"}
     num_cut = 0
-    for spec in SPECS:
-        result = llm.run(repeating(), each, spec=spec, predictions=texts)
-        assert outcome(result) == outcome(plain), spec
-        assert logprobs(result) == logprobs(plain) or not llm.models.pair.is_exact, spec
+    for drafting in SPECS:
+        result = llm.run(repeating(), each, drafting=drafting, predictions=texts)
+        assert outcome(result) == outcome(plain), drafting
+        assert logprobs(result) == logprobs(plain) or not llm.models.pair.is_exact, drafting
         num_cut += result.summary.counters.tokens_cut
     assert num_cut > 0
 
@@ -109,11 +111,11 @@ def test_stop_strings_limits_and_logprobs(llm: LLM) -> None:
 def test_preempted_sequences_look_up_on(prefix_cache: bool) -> None:
     batch = [(words(5, n) * 10)[:n] for n in (20, 33, 1, 48, 15)]
     for sampling in (dataclasses.replace(each, ignore_eos=True) for each in SAMPLINGS):
-        plain = native_llm(5).run(batch, sampling, spec=BASELINE)
+        plain = native_llm(5).run(batch, sampling, drafting=BASELINE)
         llm = native_llm(5, num_pages=10, prefix_cache=prefix_cache)
         for predictions in (None, tokens(plain)):
-            for spec in SPECS[:2]:
-                result = llm.run(batch, sampling, spec=spec, predictions=predictions)
+            for drafting in SPECS[:2]:
+                result = llm.run(batch, sampling, drafting=drafting, predictions=predictions)
                 assert result.summary.num_preemptions > 0 or predictions is not None
                 assert outcome(result) == outcome(plain)
                 check_accounting(result)
@@ -124,11 +126,11 @@ def test_preempted_sequences_look_up_on(prefix_cache: bool) -> None:
 def test_beside_other_ways_to_draft(late_reads: bool) -> None:
     llm = tiny_llm(max_batch=3, late_reads=late_reads)
     batch = repeating()
-    plain = tokens(llm.run(batch, SAMPLINGS[1], spec=BASELINE))
+    plain = tokens(llm.run(batch, SAMPLINGS[1], drafting=BASELINE))
     specs = [(Lookup(1), Chain(3), NoDraft())[i % 3] for i in range(8)]
     requests = [
-        llm.request(i, prompt, SAMPLINGS[1], spec, prediction=plain[i])
-        for i, (prompt, spec) in enumerate(zip(batch, specs, strict=True))
+        llm.request(i, prompt, SAMPLINGS[1], drafting, prediction=plain[i])
+        for i, (prompt, drafting) in enumerate(zip(batch, specs, strict=True))
     ]
     found = {output.request_id: output for output in llm.outputs(requests)}
     assert [found[i].token_ids for i in range(8)] == plain
@@ -141,13 +143,13 @@ def test_a_right_prediction_saves_most_steps() -> None:
     llm = tiny_llm(max_batch=1)
     params = SamplingParams(max_tokens=120, temperature=1.0, seed=2, ignore_eos=True)
     prompt = words(30)
-    expected = llm.run([prompt], params, spec=BASELINE).outputs[0].token_ids
-    spec = Lookup()
-    cold = llm.run([prompt], params, spec=Lookup(min_match=3), predictions=[expected]).summary.counters
-    warm = llm.run([prompt], params, spec=spec, predictions=[expected]).summary.counters
+    expected = llm.run([prompt], params, drafting=BASELINE).outputs[0].token_ids
+    drafting = Lookup()
+    cold = llm.run([prompt], params, drafting=Lookup(min_match=3), predictions=[expected]).summary.counters
+    warm = llm.run([prompt], params, drafting=drafting, predictions=[expected]).summary.counters
     assert cold.tau > 5 and warm.num_steps <= cold.num_steps and warm.num_steps <= 17
     assert warm.num_accepted_tokens >= 0.9 * warm.num_draft_tokens
-    other = llm.run([prompt], dataclasses.replace(params, seed=3), spec=spec, predictions=[expected]).outputs[0]
+    other = llm.run([prompt], dataclasses.replace(params, seed=3), drafting=drafting, predictions=[expected]).outputs[0]
     assert other.token_ids != expected
     assert other.metrics.num_draft_tokens < 60, "what is not likely is hardly drafted"
 
@@ -157,8 +159,8 @@ def test_where_nothing_is_found_steps_are_plain() -> None:
     llm = tiny_llm(max_batch=2)
     params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     batch = [words(20), words(9, 1)]
-    plain = llm.run(batch, params, spec=BASELINE).summary
-    found = llm.run(batch, params, spec=Lookup(min_match=32)).summary
+    plain = llm.run(batch, params, drafting=BASELINE).summary
+    found = llm.run(batch, params, drafting=Lookup(min_match=32)).summary
     assert found.counters.num_draft_tokens == 0 and found.slots.num_verify_rows == plain.slots.num_verify_rows
     assert found.counters.as_dict() == plain.counters.as_dict()
 
@@ -178,7 +180,7 @@ def test_an_abort_frees_the_index(num_steps: int) -> None:
     assert [index() is None for index in indexes] == [True, False, True]
     finish(llm)
     assert all(index() is None for index in indexes)
-    plain = tiny_llm(max_batch=1).run([words(40, 1)], SAMPLINGS[0], spec=BASELINE)
+    plain = tiny_llm(max_batch=1).run([words(40, 1)], SAMPLINGS[0], drafting=BASELINE)
     assert sequences[1].output_ids == plain.outputs[0].token_ids
 
 
@@ -226,7 +228,7 @@ def test_streams_and_texts_have_predictions() -> None:
     async def main() -> None:
         async with AsyncLLM(llm) as engine:
             for prediction, most in ((None, 41), (expected.text, 15), (expected.token_ids, 15)):
-                deltas = await read(engine.generate("abcdef", params, spec=Lookup(1), prediction=prediction))
+                deltas = await read(engine.generate("abcdef", params, drafting=Lookup(1), prediction=prediction))
                 assert said(deltas) == expected.token_ids and "".join(d.text for d in deltas) == expected.text
                 assert len(deltas) <= most
 

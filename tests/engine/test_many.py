@@ -59,8 +59,8 @@ def test_a_bar_changes_nothing_and_leaves_nothing(capfd: pytest.CaptureFixture[s
 def endless(llm: LLM, taken: list[int]) -> Iterator[Request]:
     for number in itertools.count():
         taken.append(number)
-        spec = (SPECS["chain4"], BASELINE, SPECS["dynamic"])[number % 3]
-        yield llm.request(number, words(1 + number % 40, number), PARAMS, spec)
+        drafting = (SPECS["chain4"], BASELINE, SPECS["dynamic"])[number % 3]
+        yield llm.request(number, words(1 + number % 40, number), PARAMS, drafting)
 
 
 @pytest.mark.parametrize("max_batch", [1, 3])
@@ -72,7 +72,7 @@ def test_requests_are_taken_as_there_is_room(max_batch: int) -> None:
     for num_finished, output in enumerate(itertools.islice(stream, 60)):
         assert len(taken) - num_finished <= 2 * max_batch + 16
         number = int(output.request_id)
-        expected = tiny_llm(max_batch=1).run([words(1 + number % 40, number)], PARAMS, spec=BASELINE)
+        expected = tiny_llm(max_batch=1).run([words(1 + number % 40, number)], PARAMS, drafting=BASELINE)
         assert [output.token_ids] == tokens(expected)
     stream.close()  # type: ignore[attr-defined]
     assert_empty(llm)

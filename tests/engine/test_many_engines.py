@@ -62,10 +62,10 @@ LARGE = Dynamic(depth=5, top_k=10, num_nodes=60)
 def test_models_run_in_engines_of_any_size() -> None:
     """Buffers are the engine's: one long chunk after the other; a full batch that drafts wide trees."""
     prompts = [words(300, i) for i in range(9)]
-    expected = tokens(tiny_llm().run(prompts, PARAMS, spec=BASELINE))
+    expected = tokens(tiny_llm().run(prompts, PARAMS, drafting=BASELINE))
     long_chunks = LLM.from_models(tiny_models(), engine_config(8, 2088, prefix_cache=True), LARGE)
     assert tokens(long_chunks.run(prompts, PARAMS)) == expected
     many_slots = LLM.from_models(tiny_models(), engine_config(34, 48, num_pages=34 * 8), LARGE)
     short = [prompt[:8] for prompt in prompts] * 4
     found = tokens(many_slots.run(short, PARAMS))
-    assert found == 4 * found[:9] == tokens(tiny_llm().run(short, PARAMS, spec=BASELINE))
+    assert found == 4 * found[:9] == tokens(tiny_llm().run(short, PARAMS, drafting=BASELINE))

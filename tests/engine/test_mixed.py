@@ -33,17 +33,17 @@ def test_every_family_gives_the_baseline(family: str) -> None:
     )
     plain = tiny_llm("float32", max_batch=4)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
-        expected = tokens(llm.run(prompts(6), sampling, spec=BASELINE))
-        assert expected != tokens(plain.run(prompts(6), sampling, spec=BASELINE)), "the flags should matter"
+        expected = tokens(llm.run(prompts(6), sampling, drafting=BASELINE))
+        assert expected != tokens(plain.run(prompts(6), sampling, drafting=BASELINE)), "the flags should matter"
         for name in ("chain4", "static", "dynamic"):
-            assert tokens(llm.run(prompts(6), sampling, spec=SPECS[name])) == expected, f"{family}, {name}"
+            assert tokens(llm.run(prompts(6), sampling, drafting=SPECS[name])) == expected, f"{family}, {name}"
 
 
 @pytest.mark.parametrize("name", ["chain4", "dynamic"])
 def test_requests_with_other_parameters_beside_them(name: str) -> None:
     llm = tiny_llm(max_batch=3)
     batch = list(zip(prompts(5), SAMPLINGS.values(), strict=True))
-    alone = [tokens(llm.run([prompt], sampling, spec=BASELINE))[0] for prompt, sampling in batch]
+    alone = [tokens(llm.run([prompt], sampling, drafting=BASELINE))[0] for prompt, sampling in batch]
     together = [
         llm.engine.add(llm.request(i, prompt, sampling, SPECS[name])) for i, (prompt, sampling) in enumerate(batch)
     ]

@@ -86,21 +86,21 @@ def test_every_drafter_gives_the_baseline(kind: str, sampling: str, tmp_path: Pa
     llm = LLM(file, draft, engine=engine_config(3))
     storage = {"Q4_K_M": "q4_k+q6_k"}.get(kind, kind.lower())
     assert (llm.models.storage, llm.models.draft_storage, llm.models.arithmetic) == (storage, "int4", "int8")
-    expected = llm.run(prompts(8), SAMPLINGS[sampling], spec=BASELINE)
-    for name, spec in SPECS.items():
-        result = llm.run(prompts(8), SAMPLINGS[sampling], spec=spec)
+    expected = llm.run(prompts(8), SAMPLINGS[sampling], drafting=BASELINE)
+    for name, drafting in SPECS.items():
+        result = llm.run(prompts(8), SAMPLINGS[sampling], drafting=drafting)
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in {kind}"
         check_accounting(result)
     for max_batch, row_budget in ((1, 7), (8, 1), (8, 64)):
         other = LLM(file, draft, engine=engine_config(max_batch, row_budget))
-        assert tokens(other.run(prompts(8), SAMPLINGS[sampling], spec=SPECS["dynamic"])) == tokens(expected)
+        assert tokens(other.run(prompts(8), SAMPLINGS[sampling], drafting=SPECS["dynamic"])) == tokens(expected)
 
 
 def observe(folder: Path, kind: str, arithmetic: str) -> list[list[int]]:
     """Text of a pair whose weights follow from a seed."""
     file, draft = write_pair(folder, kind)
     llm = LLM(file, draft, arithmetic=arithmetic, engine=engine_config(4))
-    return tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"]))
+    return tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"]))
 
 
 def is_rare(kind: str, isa: str) -> bool:
@@ -132,9 +132,9 @@ def test_every_path_reproduces_the_golden_run(
 @pytest.mark.parametrize("draft_dtype", ["int8", "int4", "float32"])
 def test_the_draft_is_stored_by_itself(draft_dtype: str, tmp_path: Path) -> None:
     file, draft = write_pair(tmp_path, "Q8_0")
-    expected = tokens(LLM(file, engine=engine_config(2)).run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE))
+    expected = tokens(LLM(file, engine=engine_config(2)).run(prompts(4), SAMPLINGS["sampled"], drafting=BASELINE))
     llm = LLM(file, draft, draft_dtype=draft_dtype, engine=engine_config(2))
-    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"])) == expected
+    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"])) == expected
     system = llm.models.system()
     assert (system["dtype"], system["draft_dtype"], system["arithmetic"]) == ("q8_0", draft_dtype, "int8")
     assert system["draft_arithmetic"] == ("float32" if draft_dtype == "float32" else "int8")
@@ -154,8 +154,8 @@ def test_an_embedding_in_blocks_is_in_memory_once(
     own, drafts = pair.target_model.struct, pair.draft_model.model.struct
     assert own.embed == drafts.embed and (own.head.weight == own.embed) == tied
     assert native.FORMATS[own.head.dtype] == ("q4_1_dot" if arithmetic == "int8" else "q4_1")
-    expected = llm.run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE)
-    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"])) == tokens(expected)
+    expected = llm.run(prompts(4), SAMPLINGS["sampled"], drafting=BASELINE)
+    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"])) == tokens(expected)
 
 
 def test_weights_are_counted_as_the_file_has_them(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_a_draft_without_a_head_takes_rows_of_the_blocks(tmp_path: Path) -> None
     del weights["lm_head.weight"]
     save_file(weights, draft / "model.safetensors")
     llm = LLM(file, draft, engine=engine_config(2))
-    expected = llm.run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE)
-    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"])) == tokens(expected)
+    expected = llm.run(prompts(4), SAMPLINGS["sampled"], drafting=BASELINE)
+    assert tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"])) == tokens(expected)
 
 
 def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:

@@ -35,11 +35,13 @@ def lettered(num_pages: int | None, prefix_cache: bool) -> LLM:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_who_gives_way_resumes_exactly(sampling: str, name: str, prefix_cache: bool) -> None:
     params = dataclasses.replace(SAMPLINGS[sampling], ignore_eos=True)
-    spec = BASELINE if name == "none" else SPECS[name]
-    expected = tiny_llm(max_batch=5).run(BATCH, params, spec=BASELINE)
+    drafting = BASELINE if name == "none" else SPECS[name]
+    expected = tiny_llm(max_batch=5).run(BATCH, params, drafting=BASELINE)
     llm = tiny_llm(max_batch=5, num_pages=PAGES, prefix_cache=prefix_cache)
     said: dict[int | str, list[int]] = {}
-    result = llm.run(BATCH, params, spec=spec, on_delta=lambda d: said.setdefault(d.request_id, []).extend(d.token_ids))
+    result = llm.run(
+        BATCH, params, drafting=drafting, on_delta=lambda d: said.setdefault(d.request_id, []).extend(d.token_ids)
+    )
     assert result.summary.num_preemptions > 0
     assert tokens(result) == tokens(expected)
     assert [said[i] for i in range(len(BATCH))] == tokens(expected), "nothing is said twice"
@@ -67,21 +69,24 @@ def test_the_most_urgent_never_gives_way_and_the_latest_does() -> None:
 @pytest.mark.parametrize("name", ["none", "chain4", "dynamic"])
 def test_stop_strings_and_streamed_text_survive(name: str, prefix_cache: bool) -> None:
     """Stop strings of three letters, whose first two may be held back when their sequence gives way."""
-    spec = BASELINE if name == "none" else SPECS[name]
+    drafting = BASELINE if name == "none" else SPECS[name]
     params = SamplingParams(max_tokens=50, temperature=0.9, seed=4, ignore_eos=True)
     roomy = lettered(None, False)
-    full = roomy.run(BATCH, params, spec=BASELINE)
+    full = roomy.run(BATCH, params, drafting=BASELINE)
     ends = (44, 39, 46, 33, 41)
     each = [
         dataclasses.replace(params, stop=(o.text[e : e + 3], o.text[:2] + "!"))
         for o, e in zip(full.outputs, ends, strict=True)
     ]
-    expected = roomy.run(BATCH, each, spec=BASELINE)
+    expected = roomy.run(BATCH, each, drafting=BASELINE)
     assert [len(o.text) for o in expected.outputs] == list(ends)
     texts: dict[int | str, str] = {}
     llm = lettered(PAGES, prefix_cache)
     result = llm.run(
-        BATCH, each, spec=spec, on_delta=lambda d: texts.update({d.request_id: texts.get(d.request_id, "") + d.text})
+        BATCH,
+        each,
+        drafting=drafting,
+        on_delta=lambda d: texts.update({d.request_id: texts.get(d.request_id, "") + d.text}),
     )
     assert result.summary.num_preemptions > 0
     assert [(o.text, o.token_ids, o.finish_reason) for o in result.outputs] == [
@@ -117,7 +122,7 @@ def test_a_prompt_that_gives_way_between_its_chunks_begins_again() -> None:
     params = dataclasses.replace(SAMPLINGS["sampled"], max_tokens=80, ignore_eos=True)
     long_prompt = np.random.default_rng(9).integers(1, TINY.vocab_size, 120).tolist()
     few = dataclasses.replace(params, max_tokens=20, prompt_logprobs=1)
-    truth = tiny_llm().run([BATCH[3], long_prompt], [params, few], spec=BASELINE)
+    truth = tiny_llm().run([BATCH[3], long_prompt], [params, few], drafting=BASELINE)
     first = llm.engine.add(llm.request("first", BATCH[3], params, BASELINE))
     while not first.output_ids:
         llm.engine.step()
@@ -137,10 +142,10 @@ def test_a_prompt_that_gives_way_between_its_chunks_begins_again() -> None:
 @pytest.mark.parametrize("name", ["none", "chain4"])
 def test_prompt_logprobs_are_read_once(name: str) -> None:
     """Whoever gives way computes its prompt again; what was said of it stands."""
-    spec = BASELINE if name == "none" else SPECS[name]
+    drafting = BASELINE if name == "none" else SPECS[name]
     params = dataclasses.replace(SAMPLINGS["sampled"], prompt_logprobs=2, logprobs=1, ignore_eos=True)
-    expected = tiny_llm(max_batch=5).run(BATCH, params, spec=BASELINE).outputs
-    result = tiny_llm(max_batch=5, num_pages=PAGES).run(BATCH, params, spec=spec)
+    expected = tiny_llm(max_batch=5).run(BATCH, params, drafting=BASELINE).outputs
+    result = tiny_llm(max_batch=5, num_pages=PAGES).run(BATCH, params, drafting=drafting)
     assert result.summary.num_preemptions > 0
     for ours, theirs in zip(result.outputs, expected, strict=True):
         assert ours.prompt_logprobs == theirs.prompt_logprobs and ours.logprobs == theirs.logprobs

@@ -35,13 +35,13 @@ ROOMY = 400
 """Pages that hold all that the conversations say: what is dropped for want of room depends on how far steps reach."""
 
 
-def chat(llm: LLM, spec: Drafting, lengths: tuple[int, ...], sampling: SamplingParams) -> list[list[Output]]:
+def chat(llm: LLM, drafting: Drafting, lengths: tuple[int, ...], sampling: SamplingParams) -> list[list[Output]]:
     """Conversations that share a system prompt, one per length of first message; each turn's prompt is all that was
     said before and a few new tokens. Outputs per turn."""
     texts = [[*words(37), *words(length, length)] for length in lengths]
     turns = []
     for turn in range(3):
-        turns.append(llm.run(texts, sampling, spec=spec).outputs)
+        turns.append(llm.run(texts, sampling, drafting=drafting).outputs)
         texts = [[*o.prompt_ids, *o.token_ids, *words(3 + 5 * turn, turn)] for o in turns[-1]]
     return turns
 
@@ -83,14 +83,14 @@ def test_a_pool_too_small_for_all_that_was_said_changes_hits_and_no_token(name: 
 @pytest.mark.parametrize("name", ["none", *NAMES])
 @pytest.mark.parametrize("num_pages", [1, 3])
 def test_a_prompt_of_whole_pages_is_a_hit_to_its_last_token(name: str, num_pages: int) -> None:
-    spec = BASELINE if name == "none" else SPECS[name]
+    drafting = BASELINE if name == "none" else SPECS[name]
     prompt = words(num_pages * PAGE)
     llm = caching_llm()
-    first, again = (llm.run([prompt], PARAMS, spec=spec) for _ in range(2))
+    first, again = (llm.run([prompt], PARAMS, drafting=drafting) for _ in range(2))
     assert (first.outputs[0].metrics.num_prefix_hits, again.outputs[0].metrics.num_prefix_hits) == (0, len(prompt))
     assert again.summary.counters.prefix_hit_rate == 1
     assert again.summary.num_prefill_tokens == 1, "its last row runs again, for the token it draws"
-    assert tokens(first) == tokens(again) == tokens(tiny_llm("float32").run([prompt], PARAMS, spec=BASELINE))
+    assert tokens(first) == tokens(again) == tokens(tiny_llm("float32").run([prompt], PARAMS, drafting=BASELINE))
 
 
 def test_a_hit_ends_at_the_last_whole_page_of_the_prompt() -> None:
@@ -121,10 +121,10 @@ def test_a_running_sequence_s_pages_are_hit() -> None:
 def test_text_after_pages_computed_without_speculation(name: str) -> None:
     llm = caching_llm()
     prompt = words(48)
-    expected = llm.run([prompt], PARAMS, spec=BASELINE)
+    expected = llm.run([prompt], PARAMS, drafting=BASELINE)
     for text in (prompt, [*prompt, 7], [*prompt, *tokens(expected)[0], 7]):
-        plain = tiny_llm("float32").run([text], PARAMS, spec=BASELINE)
-        result = llm.run([text], PARAMS, spec=SPECS[name])
+        plain = tiny_llm("float32").run([text], PARAMS, drafting=BASELINE)
+        result = llm.run([text], PARAMS, drafting=SPECS[name])
         assert tokens(result) == tokens(plain)
         assert result.summary.counters.num_prefix_hits == (80 if len(text) > 49 else 48)
         assert result.summary.counters.num_draft_tokens > 0

@@ -22,8 +22,8 @@ from aquiline.spec.drafting import Drafting
 pytestmark = needs_native
 
 
-def until_decoding(llm: LLM, prompt: list[int], spec: Drafting) -> Sequence:
-    sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
+def until_decoding(llm: LLM, prompt: list[int], drafting: Drafting) -> Sequence:
+    sequence = llm.engine.add(llm.request(0, prompt, PARAMS, drafting))
     while not sequence.output_ids:
         llm.engine.step()
     return sequence
@@ -51,12 +51,12 @@ def assert_same_state(one: LLM, ours: Sequence, other: LLM, theirs: Sequence, en
 def test_drafts_resume_as_after_a_full_prefill(name: str, extra: int) -> None:
     """The pages that are hit were written partly by a prefill, partly by speculation that was right to every depth and
     moved what it accepted; `extra` new tokens follow a whole number of pages."""
-    spec = SPECS["chain4"] if name == "chain4" else COMB
+    drafting = SPECS["chain4"] if name == "chain4" else COMB
     llm, other = caching_llm(), tiny_llm("float32")
     prompt = words(21)
-    truth = [*prompt, *other.run([prompt], PARAMS, spec=BASELINE).outputs[0].token_ids]
+    truth = [*prompt, *other.run([prompt], PARAMS, drafting=BASELINE).outputs[0].token_ids]
     taught = teach(llm, [truth])
-    filling = llm.run([prompt], PARAMS, spec=spec)
+    filling = llm.run([prompt], PARAMS, drafting=drafting)
     assert 0 < filling.summary.counters.acceptance_rate < 1 and tokens(filling)[0] == truth[21:]
     llm.engine.backend = taught.inner
     again = [*truth[:48], *words(extra, 5)]
@@ -96,14 +96,14 @@ def assert_published_pages(llm: LLM, said: list[int], other: LLM, fresh: Sequenc
 def test_pages_of_a_sequence_that_ends_around_a_page_s_end_have_draft_keys(num_prompt: int, num_drafts: int) -> None:
     """Ends two before the end of the second page to four behind it, with roots at every distance from it. The last
     step's accepted tokens, cut or not, have reached the target's keys and not yet the draft's."""
-    other, spec = tiny_llm("float32"), SPECS[f"chain{num_drafts}"]
+    other, drafting = tiny_llm("float32"), SPECS[f"chain{num_drafts}"]
     prompt = words(num_prompt)
-    truth = [*prompt, *other.run([prompt], PARAMS, spec=BASELINE).outputs[0].token_ids]
-    fresh = until_decoding(other, truth[:50], spec)
+    truth = [*prompt, *other.run([prompt], PARAMS, drafting=BASELINE).outputs[0].token_ids]
+    fresh = until_decoding(other, truth[:50], drafting)
     for end in range(30, 37):
         llm = caching_llm()
         teach(llm, [truth], deepest)
-        llm.run([prompt], dataclasses.replace(PARAMS, max_tokens=end - num_prompt), spec=spec)
+        llm.run([prompt], dataclasses.replace(PARAMS, max_tokens=end - num_prompt), drafting=drafting)
         assert llm.engine.prefix is not None
         assert len(llm.engine.prefix.match(None, truth[:end])) == (end - 1) // PAGE
         assert_published_pages(llm, truth[:end], other, fresh)
@@ -113,14 +113,14 @@ def test_pages_of_a_sequence_that_ends_around_a_page_s_end_have_draft_keys(num_p
 @pytest.mark.parametrize("num_prompt", range(17, 22))
 def test_pages_of_a_sequence_that_is_aborted_have_all_keys_they_promise(num_prompt: int, num_drafts: int) -> None:
     """After any step: a page whose last tokens were just accepted has not got their draft keys."""
-    other, spec = tiny_llm("float32"), SPECS[f"chain{num_drafts}"]
+    other, drafting = tiny_llm("float32"), SPECS[f"chain{num_drafts}"]
     prompt = words(num_prompt)
-    truth = [*prompt, *other.run([prompt], PARAMS, spec=BASELINE).outputs[0].token_ids]
-    fresh = until_decoding(other, truth[:50], spec)
+    truth = [*prompt, *other.run([prompt], PARAMS, drafting=BASELINE).outputs[0].token_ids]
+    fresh = until_decoding(other, truth[:50], drafting)
     for num_steps in range(1, 3 + 18 // (num_drafts + 1)):
         llm = caching_llm()
         teach(llm, [truth], deepest)
-        sequence = llm.engine.add(llm.request(0, prompt, PARAMS, spec))
+        sequence = llm.engine.add(llm.request(0, prompt, PARAMS, drafting))
         for _ in range(num_steps):
             llm.engine.step()
         llm.engine.abort(0)
@@ -137,7 +137,7 @@ def test_pages_computed_without_speculation_are_hit_and_drafts_start_behind_them
 ) -> None:
     """The pages come from a prefill, or from decoding one token at a time."""
     llm, other = caching_llm(), tiny_llm("float32")
-    first = llm.run([words(num_prompt)], PARAMS, spec=BASELINE).outputs[0]
+    first = llm.run([words(num_prompt)], PARAMS, drafting=BASELINE).outputs[0]
     prompt = [*first.prompt_ids, *first.token_ids][:48] + words(extra, 5)
     ours, theirs = (until_decoding(one, prompt, SPECS[name]) for one in (llm, other))
     first_key = min(48, len(prompt) - 1) + 1  # behind the first feature: that of a row that was computed
@@ -152,7 +152,7 @@ def test_drafts_read_no_key_that_no_draft_has_written(name: str) -> None:
     prompt, proposals = words(53), []
     for garbage in (0.0, 1e4, float("nan")):
         llm = caching_llm()
-        llm.run([prompt[:48]], dataclasses.replace(PARAMS, max_tokens=1), spec=BASELINE)
+        llm.run([prompt[:48]], dataclasses.replace(PARAMS, max_tokens=1), drafting=BASELINE)
         backend = native(llm.engine)
         for storage in (backend.draft_kv.k, backend.draft_kv.v):
             storage.fill_(garbage)
@@ -171,8 +171,8 @@ def test_drafts_read_no_key_that_no_draft_has_written(name: str) -> None:
 def test_drafts_start_behind_the_last_page_that_has_no_draft_keys() -> None:
     llm = caching_llm()
     text = words(96)
-    for end, spec in ((32, SPECS["chain4"]), (64, BASELINE), (96, SPECS["chain4"])):
-        llm.run([text[:end]], dataclasses.replace(PARAMS, max_tokens=1), spec=spec)
+    for end, drafting in ((32, SPECS["chain4"]), (64, BASELINE), (96, SPECS["chain4"])):
+        llm.run([text[:end]], dataclasses.replace(PARAMS, max_tokens=1), drafting=drafting)
     assert llm.engine.prefix is not None
     nodes = llm.engine.prefix.match(None, text)
     assert [node.has_draft for node in nodes] == [True, True, False, False, False, True]
@@ -187,8 +187,8 @@ def test_of_two_that_compute_the_same_pages_the_one_with_draft_keys_is_kept(draf
     """Both are admitted in one step, before either could find the other's pages, and end in it."""
     llm = caching_llm()
     specs = [SPECS["chain4"], BASELINE] if drafts_first else [BASELINE, SPECS["chain4"]]
-    for number, spec in enumerate(specs):
-        llm.engine.add(llm.request(number, words(20), dataclasses.replace(PARAMS, max_tokens=1), spec))
+    for number, drafting in enumerate(specs):
+        llm.engine.add(llm.request(number, words(20), dataclasses.replace(PARAMS, max_tokens=1), drafting))
     while llm.engine.is_busy:
         llm.engine.step()
     assert llm.engine.prefix is not None
@@ -202,7 +202,7 @@ def test_a_text_that_others_wrote_without_drafts_keeps_its_own_draft_keys() -> N
     """It starts behind their pages, and the next page that it fills stands in the cache already."""
     llm, other = caching_llm(), tiny_llm("float32")
     prompt = words(70)
-    llm.run([prompt], PARAMS, spec=BASELINE)
+    llm.run([prompt], PARAMS, drafting=BASELINE)
     ours, theirs = (until_decoding(one, prompt, SPECS["chain4"]) for one in (llm, other))
     assert ours.num_hit == 64 and first_draft_key(llm, ours.slot) == 65
     while llm.engine.is_busy:

@@ -40,9 +40,9 @@ both = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered"])
 def test_every_drafter_gives_the_baseline(dtype: str, sampling: str) -> None:
     llm = tiny_llm(dtype, max_batch=3)
-    expected = llm.run(prompts(8), SAMPLINGS[sampling], spec=BASELINE)
-    for name, spec in SPECS.items():
-        result = llm.run(prompts(8), SAMPLINGS[sampling], spec=spec)
+    expected = llm.run(prompts(8), SAMPLINGS[sampling], drafting=BASELINE)
+    for name, drafting in SPECS.items():
+        result = llm.run(prompts(8), SAMPLINGS[sampling], drafting=drafting)
         assert tokens(result) == tokens(expected), f"{name} differs from the baseline in {dtype}"
         check_accounting(result)
     assert llm.models.system()["dtype"] == dtype and llm.models.pair.kv_dtype == "bfloat16"
@@ -51,17 +51,19 @@ def test_every_drafter_gives_the_baseline(dtype: str, sampling: str) -> None:
 @needs_native
 @both
 def test_batch_and_chunks_change_nothing(dtype: str) -> None:
-    expected = tokens(tiny_llm(dtype, max_batch=3).run(prompts(8), SAMPLINGS["sampled"], spec=BASELINE))
+    expected = tokens(tiny_llm(dtype, max_batch=3).run(prompts(8), SAMPLINGS["sampled"], drafting=BASELINE))
     for max_batch, row_budget in ((1, 7), (8, 1), (8, 64)):
         llm = tiny_llm(dtype, max_batch=max_batch, row_budget=row_budget)
         for name in ("chain4", "dynamic"):
-            got = tokens(llm.run(prompts(8), SAMPLINGS["sampled"], spec=SPECS[name]))
+            got = tokens(llm.run(prompts(8), SAMPLINGS["sampled"], drafting=SPECS[name]))
             assert got == expected, f"{name}, {dtype}, batch {max_batch}, chunks of {row_budget}"
 
 
 @needs_native
 def test_every_storage_has_its_own_text() -> None:
-    texts = [tokens(tiny_llm(d).run(prompts(8), SAMPLINGS["sampled"], spec=BASELINE)) for d in ("bfloat16", *DTYPES)]
+    texts = [
+        tokens(tiny_llm(d).run(prompts(8), SAMPLINGS["sampled"], drafting=BASELINE)) for d in ("bfloat16", *DTYPES)
+    ]
     assert texts[0] != texts[1] != texts[2] != texts[0]
 
 
@@ -153,8 +155,8 @@ def test_a_checkpoint_is_quantised_as_it_loads(dtype: str, tmp_path: Path) -> No
     outputs = {}
     for storage in ("bfloat16", dtype):
         llm = LLM(tmp_path / "target", tmp_path / "draft", dtype=storage, engine=engine_config(2))
-        outputs[storage] = tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=SPECS["chain4"]))
-        assert outputs[storage] == tokens(llm.run(prompts(4), SAMPLINGS["sampled"], spec=BASELINE))
+        outputs[storage] = tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"]))
+        assert outputs[storage] == tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=BASELINE))
         assert backend_of(llm.engine).kv.k.dtype == torch.bfloat16
         outputs[storage, "bytes"] = llm.engine.memory.weight_bytes
     assert outputs[dtype] != outputs["bfloat16"]
@@ -167,7 +169,7 @@ def test_the_bundled_target_stays_close_to_itself() -> None:
     text = json.loads(BUNDLED_PROMPTS.read_text().splitlines()[0])["text"]
     logits = {}
     for dtype in ("bfloat16", *DTYPES):
-        llm = LLM(BUNDLED_TARGET, dtype=dtype, spec=BASELINE)
+        llm = LLM(BUNDLED_TARGET, dtype=dtype, drafting=BASELINE)
         logits[dtype] = logits_of(llm.models, llm.encode(text)[:200])
     for dtype, difference, agreement in (("int8", 0.04, 0.96), ("int4", 0.5, 0.8)):
         assert 0 < np.abs(logits[dtype] - logits["bfloat16"]).mean() < difference

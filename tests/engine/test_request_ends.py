@@ -51,11 +51,11 @@ def test_a_deadline_ends_a_waiting_request_with_nothing() -> None:
 @pytest.mark.parametrize("name", ["none", "chain4"])
 def test_a_deadline_ends_a_running_request_with_what_it_has(name: str) -> None:
     llm = tiny_llm(max_batch=2)
-    spec = BASELINE if name == "none" else SPECS[name]
+    drafting = BASELINE if name == "none" else SPECS[name]
     params = dataclasses.replace(PARAMS, max_tokens=300)
-    other = add(llm, "other", words(30, 1), spec=spec)
+    other = add(llm, "other", words(30, 1), drafting=drafting)
     for deadline_s in (0.2, 2, 20):  # a busy machine may not come to the first token in time
-        request = llm.request("late", words(20), params, spec, deadline_s=deadline_s)
+        request = llm.request("late", words(20), params, drafting, deadline_s=deadline_s)
         sequence = llm.engine.add(request)
         for _ in range(5):
             llm.engine.step()
@@ -83,14 +83,14 @@ def test_a_deadline_that_is_met_changes_nothing() -> None:
             llm.request("x", words(2), PARAMS, BASELINE, deadline_s=wrong)
 
 
-@pytest.mark.parametrize("spec", [BASELINE, SPECS["chain4"]], ids=["none", "chain4"])
+@pytest.mark.parametrize("drafting", [BASELINE, SPECS["chain4"]], ids=["none", "chain4"])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
-def test_an_abort_frees_slot_and_pages_wherever_the_request_stands(spec: Drafting, num_steps: int) -> None:
+def test_an_abort_frees_slot_and_pages_wherever_the_request_stands(drafting: Drafting, num_steps: int) -> None:
     """It waits; its prompt is cut in chunks (24 rows a step); it decodes."""
     llm = tiny_llm(max_batch=2, row_budget=24)
-    doomed = add(llm, "doomed", words(40), LONG, spec)
-    stays = add(llm, "stays", words(20, 1), PARAMS, spec)
-    waits = add(llm, "waits", words(7, 2), PARAMS, spec)
+    doomed = add(llm, "doomed", words(40), LONG, drafting)
+    stays = add(llm, "stays", words(20, 1), PARAMS, drafting)
+    waits = add(llm, "waits", words(7, 2), PARAMS, drafting)
     for _ in range(num_steps):
         llm.engine.step()
     said = list(doomed.output_ids)
@@ -125,7 +125,7 @@ def test_unknown_and_duplicate_ids_are_value_errors() -> None:
 def test_reset_drops_all_and_the_engine_goes_on() -> None:
     llm = tiny_llm(max_batch=2, prefix_cache=True)
     for i in range(5):
-        add(llm, i, words(20 + i), spec=SPECS["chain4"])
+        add(llm, i, words(20 + i), drafting=SPECS["chain4"])
     for _ in range(4):
         llm.engine.step()
     llm.engine.reset()
@@ -155,11 +155,11 @@ def test_a_text_may_fill_all_pages_however_it_is_drafted(late_reads: bool, prefi
     llm = tiny_llm(max_batch=2, num_pages=6, late_reads=late_reads, prefix_cache=prefix_cache)
     prompt, sampling = words(20), dataclasses.replace(PARAMS, max_tokens=74)
     expected = alone(prompt, sampling)
-    for spec in (BASELINE, *SPECS.values(), Adaptive(), Lookup(min_match=1, max_draft=16, min_confidence=0)):
-        result = llm.run([prompt, prompt], sampling, spec=spec)
-        assert tokens(result) == [expected, expected], spec
+    for drafting in (BASELINE, *SPECS.values(), Adaptive(), Lookup(min_match=1, max_draft=16, min_confidence=0)):
+        result = llm.run([prompt, prompt], sampling, drafting=drafting)
+        assert tokens(result) == [expected, expected], drafting
         few = dataclasses.replace(PARAMS, max_tokens=4)  # behind a prompt that leaves no page for drafts
-        assert tokens(llm.run([words(90)], few, spec=spec)) == [alone(words(90), few)], spec
+        assert tokens(llm.run([words(90)], few, drafting=drafting)) == [alone(words(90), few)], drafting
     assert llm.engine.meter.num_preemptions > 3, "some of them at the same time"
     assert llm.engine.max_length == 20 + 74 and llm.engine.pool.num_available == 6
 
@@ -182,7 +182,7 @@ WRONG = [
     *(("request_id", value, "request id") for value in (1.5, math.nan, True, ("a",), ["a"], b"a")),
     *(("prompt", [5, value], "whole number") for value in (*NOT_WHOLE, 5.0)),
     *(("sampling", value, "sampling") for value in ({"max_tokens": 3}, "greedy", 3)),
-    *(("spec", value, "spec") for value in ("chain", {"drafter": "none"}, 3)),
+    *(("drafting", value, "drafting") for value in ("chain", {"drafter": "none"}, 3)),
 ]
 """A field, a value it must not have, and what the error names."""
 
@@ -193,7 +193,7 @@ def test_a_field_of_another_type_is_refused_where_it_enters(name: str, value: ob
     llm = tiny_llm(max_batch=1)
     running, _ = started(llm, "running", words(20)), add(llm, "waiting", words(9))
     fields: dict[str, Any] = {
-        "request_id": "new", "prompt": words(5), "sampling": PARAMS, "spec": BASELINE, "priority": 0, name: value
+        "request_id": "new", "prompt": words(5), "sampling": PARAMS, "drafting": BASELINE, "priority": 0, name: value
     }  # fmt: skip
     with pytest.raises(ValueError, match=named):
         llm.engine.add(llm.request(**fields))
@@ -211,7 +211,7 @@ BEYOND = [
     ({"prompt": [5, 96]}, "prompt token 96"),
     ({"prompt": [5, -1]}, "prompt token -1"),
     ({"prompt": [2**40]}, "prompt token 1099511627776"),
-    ({"prediction": [5, 96], "spec": Lookup()}, "prediction token 96"),
+    ({"prediction": [5, 96], "drafting": Lookup()}, "prediction token 96"),
     (biased(logit_bias={5: 1.0, 96: 1.0}), "logit_bias: token id 96"),
     (biased(logit_bias={2**40: 1.0}), "logit_bias: token id 1099511627776"),
     (biased(stop_token_ids=(96,)), "stop_token_ids: token id 96"),
@@ -219,7 +219,7 @@ BEYOND = [
     (biased(bad_words=("ab", "aé")), r"bad_words='aé': is written with token 96, and the model has tokens 0 to 95"),
     (biased(max_tokens=2**31 - 1), "exceeds the 400 positions"),
     (biased(max_tokens=10**30, min_tokens=10**30), "exceeds the 400 positions"),
-    ({"spec": Dynamic(1, 60, 2)}, "draft_top_k=60: the draft's vocabulary has 48 tokens"),
+    ({"drafting": Dynamic(1, 60, 2)}, "draft_top_k=60: the draft's vocabulary has 48 tokens"),
 ]
 """What a request may hold and the tiny models have not."""
 
@@ -233,7 +233,7 @@ def test_what_the_models_do_not_have_is_refused_before_a_step(
     models = tiny_models() if backend == "native" else torch_models()
     llm = LLM.from_models(dataclasses.replace(models, tokenizer=letters(97)), engine_config(2))
     running, before = started(llm, "running", words(20)), alone(words(20)) if backend == "native" else None
-    given = {"prompt": words(5), "sampling": PARAMS, "spec": BASELINE} | fields
+    given = {"prompt": words(5), "sampling": PARAMS, "drafting": BASELINE} | fields
     with pytest.raises(ValueError, match=message):
         llm.engine.add(llm.request("new", **given))
     assert ended(finish(llm)) == ["running"] and before in (None, running.output_ids)
@@ -246,7 +246,7 @@ EXTREME = [
     biased(repetition_penalty=1e-6, logit_bias=dict.fromkeys(range(1, 96), -math.inf)),
     biased(seed=2**64 - 1, stop_token_ids=tuple(range(96)), min_tokens=20),
     {"priority": 10**400, "cache_salt": "\ud800", "deadline_s": 1e9},
-    {"priority": -(10**400), "prediction": [5] * 5000, "spec": Lookup(min_confidence=0.0)},
+    {"priority": -(10**400), "prediction": [5] * 5000, "drafting": Lookup(min_confidence=0.0)},
 ]
 """As large, small and many as a request may have them."""
 
@@ -256,7 +256,9 @@ EXTREME = [
 def test_the_largest_and_smallest_values_pass_every_step(fields: dict[str, Any], backend: str) -> None:
     models = tiny_models() if backend == "native" else torch_models()
     llm = LLM.from_models(models, engine_config(2, shared_lookup_bytes=2**16))
-    llm.engine.add(llm.request("it", **({"prompt": words(9), "sampling": PARAMS, "spec": SPECS["chain4"]} | fields)))
+    llm.engine.add(
+        llm.request("it", **({"prompt": words(9), "sampling": PARAMS, "drafting": SPECS["chain4"]} | fields))
+    )
     running = add(llm, "running", words(20))
     assert sorted(map(str, ended(finish(llm)))) == ["it", "running"] and len(running.output_ids) == 20
 
@@ -268,7 +270,7 @@ def test_a_model_of_more_positions_than_are_counted_runs() -> None:
         round_to(module, torch.bfloat16)
     models = from_modules(*modules, None, Loading("bfloat16"), Environment.read())
     llm = LLM.from_models(models, engine_config(1, num_pages=8))
-    sequence = add(llm, "a", words(20), spec=SPECS["chain4"])
+    sequence = add(llm, "a", words(20), drafting=SPECS["chain4"])
     finish(llm)
     assert sequence.output_ids == alone(words(20))
     with pytest.raises(OutOfPages, match="8 are there"):

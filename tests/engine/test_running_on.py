@@ -50,25 +50,25 @@ def llm_of(num_continuous: int = 8, **settings: object) -> LLM:
 def test_texts_are_those_of_single_steps_and_none_runs_in_vain(sampling: SamplingParams) -> None:
     single, several = tiny_llm(max_batch=3), llm_of(max_batch=3)
     batch = prompts(8)
-    expected = single.run(batch, sampling, spec=BASELINE)
-    for name, spec in ({"none": BASELINE} | SPECS).items():
+    expected = single.run(batch, sampling, drafting=BASELINE)
+    for name, drafting in ({"none": BASELINE} | SPECS).items():
         calls = ahead(several)
-        result, own = several.run(batch, sampling, spec=spec), single.run(batch, sampling, spec=spec)
+        result, own = several.run(batch, sampling, drafting=drafting), single.run(batch, sampling, drafting=drafting)
         assert tokens(result) == tokens(expected), f"{name} differs where steps are repeated"
         assert [o.finish_reason for o in result.outputs] == [o.finish_reason for o in expected.outputs]
         check_accounting(result)
         assert result.summary.slots.active == result.summary.counters.num_steps, f"{name}: steps behind an end"
         assert result.summary.counters.num_steps == own.summary.counters.num_steps
         assert sum(ran for _, ran in calls) == result.summary.num_target_forwards
-        assert max(ran for _, ran in calls) > 1 or spec.proposer((), (), None, None) is not None
+        assert max(ran for _, ran in calls) > 1 or drafting.proposer((), (), None, None) is not None
 
 
 def test_adaptive_sequences_repeat_what_they_chose() -> None:
     sampling = dataclasses.replace(LONG, max_tokens=120)
-    expected = tokens(tiny_llm(max_batch=3).run(prompts(6), sampling, spec=BASELINE))
+    expected = tokens(tiny_llm(max_batch=3).run(prompts(6), sampling, drafting=BASELINE))
     llm = llm_of(max_batch=3, prefix_cache=True)
     calls = ahead(llm)
-    result = llm.run(prompts(6), sampling, spec=Adaptive())
+    result = llm.run(prompts(6), sampling, drafting=Adaptive())
     assert tokens(result) == expected and max(ran for _, ran in calls) > 1
     check_accounting(result)
     choices = result.summary.choices
@@ -77,7 +77,7 @@ def test_adaptive_sequences_repeat_what_they_chose() -> None:
     assert choices.num_timed > result.summary.num_decode_steps // 16
     llm = llm_of(num_continuous=64, max_batch=3)
     calls = ahead(llm)
-    assert tokens(llm.run(prompts(6), sampling, spec=Adaptive(lookup=False))) == expected
+    assert tokens(llm.run(prompts(6), sampling, drafting=Adaptive(lookup=False))) == expected
     assert 1 < max(most for most, _ in calls) <= REPLAN_STEPS
 
 
@@ -85,8 +85,8 @@ def test_random_choices_are_repeated_and_change_no_text() -> None:
     llm = llm_of(max_batch=3, prefix_cache=True)
     llm.engine.controller = Fickle(5)
     calls = ahead(llm)
-    expected = tokens(tiny_llm(max_batch=3).run(prompts(6), LONG, spec=BASELINE))
-    assert tokens(llm.run(prompts(6), LONG, spec=Adaptive())) == expected
+    expected = tokens(tiny_llm(max_batch=3).run(prompts(6), LONG, drafting=BASELINE))
+    assert tokens(llm.run(prompts(6), LONG, drafting=Adaptive())) == expected
     assert sum(ran > 1 for _, ran in calls) > 3
 
 
@@ -104,12 +104,12 @@ def test_whoever_comes_is_seated_once_the_outcomes_are_told() -> None:
     assert second.slot == 1
     while llm.engine.is_busy:
         llm.engine.step()
-    assert [first.output_ids, second.output_ids] == tokens(tiny_llm().run(prompts(2), LONG, spec=BASELINE))
+    assert [first.output_ids, second.output_ids] == tokens(tiny_llm().run(prompts(2), LONG, drafting=BASELINE))
 
 
 def test_abort_before_the_outcomes_are_told() -> None:
     llm = llm_of(max_batch=2, num_pages=16)
-    expected = tokens(tiny_llm().run(prompts(3), LONG, spec=BASELINE))
+    expected = tokens(tiny_llm().run(prompts(3), LONG, drafting=BASELINE))
     first, beside = (llm.engine.add(llm.request(i, prompts(2)[i], LONG, SPECS["chain4"])) for i in range(2))
     while len(llm.engine.pipeline.unread) < 3:
         llm.engine.step()
@@ -131,9 +131,9 @@ def test_abort_before_the_outcomes_are_told() -> None:
 def test_stop_strings_are_looked_for_after_every_step() -> None:
     loaded = dataclasses.replace(tiny_models(), tokenizer=letters())
     llm = LLM.from_models(loaded, engine_config(2, num_continuous_decode_steps=8))
-    text = llm.run(prompts(1), LONG, spec=BASELINE).outputs[0].text
+    text = llm.run(prompts(1), LONG, drafting=BASELINE).outputs[0].text
     calls = ahead(llm)
-    result = llm.run(prompts(1), dataclasses.replace(LONG, stop=(text[20:22],)), spec=BASELINE)
+    result = llm.run(prompts(1), dataclasses.replace(LONG, stop=(text[20:22],)), drafting=BASELINE)
     assert result.outputs[0].finish_reason == "stop" and {most for most, _ in calls} == {1}
 
 
@@ -142,7 +142,7 @@ def test_long_steps_are_not_repeated(monkeypatch: pytest.MonkeyPatch, seconds: f
     monkeypatch.setattr(engine_module, "MOST_AHEAD_S", seconds)
     llm = llm_of()
     calls = ahead(llm)
-    llm.run(prompts(2), LONG, spec=BASELINE)
+    llm.run(prompts(2), LONG, drafting=BASELINE)
     assert {most for most, _ in calls} == {1}
 
 
@@ -151,16 +151,16 @@ def test_without_pages_to_run_ahead_steps_run_one_by_one() -> None:
     sampling = dataclasses.replace(LONG, max_tokens=62)
     batch = [prompts(8)[4], prompts(8)[4][::-1]]
     llm = llm_of(num_continuous=64, max_batch=2, num_pages=2 * -(-(len(batch[0]) + 62 + 1) // 16))
-    expected = tokens(tiny_llm(max_batch=2).run(batch, sampling, spec=BASELINE))
-    result = llm.run(batch, sampling, spec=BASELINE)
+    expected = tokens(tiny_llm(max_batch=2).run(batch, sampling, drafting=BASELINE))
+    result = llm.run(batch, sampling, drafting=BASELINE)
     assert tokens(result) == expected and result.summary.num_preemptions == 0
 
 
 def test_times_are_counted_once() -> None:
     llm = llm_of(max_batch=2)
-    llm.run(prompts(2), LONG, spec=SPECS["chain4"])
+    llm.run(prompts(2), LONG, drafting=SPECS["chain4"])
     calls = ahead(llm)
-    summary = llm.run(prompts(2), LONG, spec=SPECS["chain4"]).summary
+    summary = llm.run(prompts(2), LONG, drafting=SPECS["chain4"]).summary
     assert max(ran for _, ran in calls) > 1
     assert 0.5 * summary.wall_ms < summary.decode_ms + summary.prefill_ms <= summary.wall_ms
     assert all(each >= 0 for each in summary.stage_ms.values())

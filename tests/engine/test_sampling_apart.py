@@ -72,7 +72,7 @@ def batch() -> list[tuple[list[int], str]]:
 @cache
 def served(drafter: str) -> list[Output]:
     sampling = [SAMPLINGS[name] for _, name in batch()]
-    return bundled().run([prompt for prompt, _ in batch()], sampling, spec=SPECS[drafter]).outputs
+    return bundled().run([prompt for prompt, _ in batch()], sampling, drafting=SPECS[drafter]).outputs
 
 
 @cache
@@ -117,6 +117,6 @@ def test_every_setting_changes_a_text() -> None:
     prompts, names = zip(*batch(), strict=True)
     each = [SAMPLINGS[name] for name in names]
     plain = [dataclasses.replace(PLAIN, temperature=params.temperature, seed=params.seed) for params in each]
-    without = bundled().run(list(prompts), plain, spec=SPECS["none"]).outputs
+    without = bundled().run(list(prompts), plain, drafting=SPECS["none"]).outputs
     unlike = {n for n, o, w in zip(names, served("none"), without, strict=True) if o.token_ids != w.token_ids}
     assert unlike == set(SAMPLINGS) - {"greedy", "sampled"}

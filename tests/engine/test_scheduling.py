@@ -24,11 +24,11 @@ LONG = dataclasses.replace(PARAMS, max_tokens=60)
 @pytest.mark.parametrize("name", ["none", "chain4", "dynamic"])
 @pytest.mark.parametrize("row_budget", [1, 7, 24, 48])
 def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budget: int) -> None:
-    spec = BASELINE if name == "none" else SPECS[name]
+    drafting = BASELINE if name == "none" else SPECS[name]
     llm = tiny_llm(max_batch=2, row_budget=row_budget)
     engine, meter = llm.engine, llm.engine.meter
-    first = started(llm, "first", words(5), dataclasses.replace(PARAMS, max_tokens=300), spec)
-    second = add(llm, "second", words(150, 1), PARAMS, spec)
+    first = started(llm, "first", words(5), dataclasses.replace(PARAMS, max_tokens=300), drafting)
+    second = add(llm, "second", words(150, 1), PARAMS, drafting)
     num_chunk_rows = []
     while not second.output_ids:
         forwards = meter.num_target_forwards
@@ -38,10 +38,10 @@ def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budg
         assert engine.pipeline.last is not None
         num_decode_rows = sum(1 + decoded.num_drafted for decoded in engine.pipeline.last.decodes)
         num_chunks = engine.pipeline.last.plan.num_chunk_rows
-        assert num_decode_rows == spec.max_nodes
+        assert num_decode_rows == drafting.max_nodes
         assert num_decode_rows + num_chunks <= max(row_budget, num_decode_rows + MIN_CHUNK)
         num_chunk_rows.append(num_chunks)
-    room = max(row_budget - spec.max_nodes, min(row_budget, MIN_CHUNK))
+    room = max(row_budget - drafting.max_nodes, min(row_budget, MIN_CHUNK))
     assert num_chunk_rows == [room] * (150 // room) + ([150 % room] if 150 % room else [])
     finish(llm)
     assert second.output_ids == alone(words(150, 1))
@@ -130,11 +130,11 @@ def test_lower_priority_values_run_first_and_equals_in_order_of_arrival() -> Non
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 9])
 def test_a_more_urgent_arrival_takes_a_slot_and_the_other_resumes_exactly(name: str, num_steps: int) -> None:
     """It arrives before the other's first step, while its prompt is cut in chunks, and while it decodes."""
-    spec = BASELINE if name == "none" else SPECS[name]
+    drafting = BASELINE if name == "none" else SPECS[name]
     llm = tiny_llm(max_batch=1, row_budget=24)
-    patient = add(llm, "patient", words(40), LONG, spec, priority=5)
+    patient = add(llm, "patient", words(40), LONG, drafting, priority=5)
     deltas = [delta for _ in range(num_steps) for delta in llm.engine.step()]
-    urgent = add(llm, "urgent", words(33, 1), PARAMS, spec, priority=1)
+    urgent = add(llm, "urgent", words(33, 1), PARAMS, drafting, priority=1)
     deltas += llm.engine.step()
     assert urgent.slot == 0 and patient.slot == -1 and patient.num_preempted == (num_steps > 0)
     assert llm.engine.pool.num_free == llm.engine.pool.num_pages - len(llm.engine.pool.owned[0])
@@ -200,21 +200,21 @@ def test_other_drafters_and_none_side_by_side(sampling: SamplingParams) -> None:
         last = llm.engine.pipeline.last
         assert last is not None
         num_nodes = [decoded.num_drafted + 1 for decoded in last.decodes]
-        assert num_nodes == [sequence.request.spec.max_nodes for sequence in last.plan.decoding]
+        assert num_nodes == [sequence.request.drafting.max_nodes for sequence in last.plan.decoding]
         num_together += len(num_nodes) == 6
     assert num_together > 5
     for sequence, prompt, name in zip(sequences, prompts(6), names, strict=True):
         assert sequence.output_ids == alone(prompt, params), f"{name} among others"
         drafted = sequence.counters.num_draft_tokens
-        assert drafted == sequence.counters.num_steps * (sequence.request.spec.max_nodes - 1)
+        assert drafted == sequence.counters.num_steps * (sequence.request.drafting.max_nodes - 1)
 
 
 def test_drafting_without_a_draft_is_refused_and_the_off_switch_works() -> None:
     models = from_modules(tiny_pair()[0], None, None, Loading("float32"), Environment.read())
     llm = LLM.from_models(models, engine_config())
-    assert llm.spec == BASELINE
+    assert llm.drafting == BASELINE
     with pytest.raises(ValueError, match="drafter='chain': no draft model is loaded; pass one or use drafter='lookup'"):
-        add(llm, 0, words(5), spec=SPECS["chain4"])
+        add(llm, 0, words(5), drafting=SPECS["chain4"])
     assert not llm.engine.is_busy
     assert tokens(llm.run([words(20)], PARAMS)) == [alone(words(20))]
 
@@ -222,7 +222,7 @@ def test_drafting_without_a_draft_is_refused_and_the_off_switch_works() -> None:
 def test_a_prompt_waits_where_it_would_take_the_page_that_another_needs_next() -> None:
     """Two pages, and two texts that grow into a second one: together, one would only be computed twice."""
     batch, params = [words(10), words(10, 1)], dataclasses.replace(PARAMS, max_tokens=18)
-    result = tiny_llm(max_batch=2, num_pages=2).run(batch, params, spec=BASELINE)
+    result = tiny_llm(max_batch=2, num_pages=2).run(batch, params, drafting=BASELINE)
     assert result.summary.num_preemptions == 0
     assert tokens(result) == [alone(prompt, params) for prompt in batch]
 

@@ -38,9 +38,9 @@ def stood(llm: LLM, text: Sequence[int], salt: str | None = None) -> int:
     return past.find(past.space(salt).number, text, len(text), 4).length
 
 
-def drafted(llm: LLM, prompt: list[int], spec: Drafting, salt: str | None = None) -> tuple[list[int], int, int]:
+def drafted(llm: LLM, prompt: list[int], drafting: Drafting, salt: str | None = None) -> tuple[list[int], int, int]:
     """The output of one request, how many tokens were drafted for it, and how many of these were right."""
-    request = dataclasses.replace(llm.request("r", prompt, SAMPLED, spec), cache_salt=salt)
+    request = dataclasses.replace(llm.request("r", prompt, SAMPLED, drafting), cache_salt=salt)
     (output,) = llm.outputs([request])
     return output.token_ids, output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens
 
@@ -60,9 +60,9 @@ def test_a_repeated_request_copies_the_earlier_answer() -> None:
 
 @needs_native
 def test_outputs_of_every_way_to_draft_are_copied_from() -> None:
-    for spec in (NoDraft(), Chain(3), Adaptive()):
+    for drafting in (NoDraft(), Chain(3), Adaptive()):
         llm, prompt = sharing_llm(), words(40)
-        expected, *_ = drafted(llm, prompt, spec)
+        expected, *_ = drafted(llm, prompt, drafting)
         found, _, num_right = drafted(llm, prompt, EAGER)
         assert found == expected and num_right >= 50
 
@@ -87,23 +87,23 @@ def test_the_text_is_that_of_plain_decoding(name: str, late_reads: bool) -> None
     config = engine_config(3, shared_lookup_bytes=SOME, late_reads=late_reads)
     llm = LLM.from_models(models, config)
     sampling = dataclasses.replace(SAMPLED, max_tokens=24)
-    plain = tokens(llm.run(prompts(6), sampling, spec=BASELINE))
-    for round_, spec in enumerate((EAGER, Adaptive(4), Lookup(2, 20, 0.01))):
-        result = llm.run(prompts(6), sampling, spec=spec)
-        assert tokens(result) == plain, spec
+    plain = tokens(llm.run(prompts(6), sampling, drafting=BASELINE))
+    for round_, drafting in enumerate((EAGER, Adaptive(4), Lookup(2, 20, 0.01))):
+        result = llm.run(prompts(6), sampling, drafting=drafting)
+        assert tokens(result) == plain, drafting
         check_accounting(result)
         seed = dataclasses.replace(sampling, seed=100 + round_)
-        llm.run(prompts(6), seed, spec=EAGER)
-    assert llm.run(prompts(6), sampling, spec=EAGER).summary.counters.num_accepted_tokens > 40
+        llm.run(prompts(6), seed, drafting=EAGER)
+    assert llm.run(prompts(6), sampling, drafting=EAGER).summary.counters.num_accepted_tokens > 40
 
 
 @needs_native
 def test_a_preempted_request_is_added_once_and_as_it_was_written() -> None:
     llm = sharing_llm(5, num_pages=10)
     batch = [words(n, n) for n in (20, 33, 9, 48, 15)]
-    result = llm.run(batch, SAMPLED, spec=EAGER)
+    result = llm.run(batch, SAMPLED, drafting=EAGER)
     assert result.summary.num_preemptions > 0
-    assert tokens(result) == tokens(tiny_llm(max_batch=5).run(batch, SAMPLED, spec=BASELINE))
+    assert tokens(result) == tokens(tiny_llm(max_batch=5).run(batch, SAMPLED, drafting=BASELINE))
     expected = sum(min(len(p), PROMPT_TAIL) + 60 + 1 for p in batch)
     assert past_of(llm).num_written == expected
     for output in result.outputs:
@@ -145,9 +145,9 @@ def test_the_smallest_store_forgets_and_texts_stay() -> None:
     """Thousands of tokens go through a ring of 3276."""
     llm = sharing_llm(4, 2**16)
     batch = [words(50, n) for n in range(20)]
-    plain = tokens(tiny_llm(max_batch=4).run(batch, SAMPLED, spec=BASELINE))
+    plain = tokens(tiny_llm(max_batch=4).run(batch, SAMPLED, drafting=BASELINE))
     for _ in range(3):
-        assert tokens(llm.run(batch, SAMPLED, spec=EAGER)) == plain
+        assert tokens(llm.run(batch, SAMPLED, drafting=EAGER)) == plain
     assert past_of(llm).num_written > 3276 == past_of(llm).size
 
 

@@ -18,10 +18,12 @@ LONG = dataclasses.replace(PARAMS, max_tokens=60)
 @pytest.mark.parametrize("name", ["none", "chain4", "static", "dynamic"])
 def test_rows_of_every_linear_fall_as_slots_finish(name: str) -> None:
     """Four slots, ends at 4, 8, 12 and 16 tokens, nobody waits: a finished slot has no row in verify, head or draft."""
-    spec = BASELINE if name == "none" else SPECS[name]
+    drafting = BASELINE if name == "none" else SPECS[name]
     llm = tiny_llm(max_batch=4)
     began, slots = llm.engine.meter.mark(), llm.engine.meter.slots
-    sequences = [add(llm, i, words(5, i), dataclasses.replace(PARAMS, max_tokens=4 * i + 4), spec) for i in range(4)]
+    sequences = [
+        add(llm, i, words(5, i), dataclasses.replace(PARAMS, max_tokens=4 * i + 4), drafting) for i in range(4)
+    ]
     llm.engine.step()  # all prompts
     assert slots.num_steps == slots.num_verify_rows == slots.num_draft_rows == 0
     carried = dict.fromkeys(sequences, 1)  # features of accepted tokens that the draft has not read
@@ -34,9 +36,9 @@ def test_rows_of_every_linear_fall_as_slots_finish(name: str) -> None:
         last = llm.engine.pipeline.last
         assert last is not None and set(last.plan.decoding) == set(active)
         tree, result = last.read().trees
-        assert len(tree.tokens) == len(active) * spec.max_nodes
-        assert added.num_verify_rows == len(active) * spec.max_nodes
-        expected = sum(carried[s] + spec.draft_rows for s in active) if name != "none" else 0
+        assert len(tree.tokens) == len(active) * drafting.max_nodes
+        assert added.num_verify_rows == len(active) * drafting.max_nodes
+        expected = sum(carried[s] + drafting.draft_rows for s in active) if name != "none" else 0
         assert added.num_draft_rows == expected
         assert added.disabled_finished == 4 - len(active)
         for sequence, accepted in zip(last.plan.decoding, result.num_accepted.tolist(), strict=True):
@@ -66,7 +68,7 @@ def test_dead_slots_report_nothing() -> None:
     doomed = started(llm, "doomed", words(5), LONG)
     truth = (*words(6, 1), *alone(words(6, 1), LONG))  # of the second, which is drafted by who knows it
     specs = [BASELINE, Known((truth,), 4, TINY.vocab_size), SPECS["dynamic"]]
-    sequences = [add(llm, i, words(5 + i, i), LONG, spec) for i, spec in enumerate(specs)]
+    sequences = [add(llm, i, words(5 + i, i), LONG, drafting) for i, drafting in enumerate(specs)]
     for _ in range(3):
         llm.engine.step()
     assert [s.slot for s in (doomed, *sequences)] == [0, 1, 2, 3]

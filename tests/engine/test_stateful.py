@@ -92,14 +92,14 @@ def test_engines_of_many_sizes_run_for_long(seed: int, run_seed: int) -> None:
 
 
 @pytest.mark.parametrize("late_reads", [False, True])
-@pytest.mark.parametrize("spec", [CHAINS[4], COMB, TREES[-1]], ids=["chain", "static", "dynamic"])
-def test_pages_of_texts_that_end_have_their_draft_keys(spec: Drafting, late_reads: bool) -> None:
+@pytest.mark.parametrize("drafting", [CHAINS[4], COMB, TREES[-1]], ids=["chain", "static", "dynamic"])
+def test_pages_of_texts_that_end_have_their_draft_keys(drafting: Drafting, late_reads: bool) -> None:
     """Texts end at every offset of a page, and whichever step completes a page: the next step would have written the
     draft's keys of the last tokens, and there is none."""
     traffic = Traffic(Setup(num_pages=200, row_budget=ROW_BUDGET, late_reads=late_reads))
     prompt = STEMS[0] + STEMS[1]
     for length, max_tokens in itertools.product(range(1, 34), (5, 12)):
-        traffic.add(Wish(prompt[length:0:-1], "sampled", max_tokens, spec, 0))
+        traffic.add(Wish(prompt[length:0:-1], "sampled", max_tokens, drafting, 0))
     traffic.drain()
     assert traffic.seen["accepted"] and traffic.seen["draft pages checked"] > 20
     assert not traffic.undrafted, "everyone drafts"

@@ -41,9 +41,9 @@ def lettered_llm(max_batch: int = 8) -> LLM:
 def test_max_tokens_at_every_place_of_a_block(limit: int) -> None:
     llm = tiny_llm()
     batch = prompts(4)
-    full = llm.run(batch, GREEDY, spec=BASELINE)
+    full = llm.run(batch, GREEDY, drafting=BASELINE)
     params = dataclasses.replace(GREEDY, max_tokens=limit)
-    result = llm.run(batch, params, spec=known(batch, full, 5, TINY.vocab_size))
+    result = llm.run(batch, params, drafting=known(batch, full, 5, TINY.vocab_size))
     assert tokens(result) == [t[:limit] for t in tokens(full)]
     assert {o.finish_reason for o in result.outputs} == {"length"}
     check_accounting(result)
@@ -53,13 +53,13 @@ def test_max_tokens_at_every_place_of_a_block(limit: int) -> None:
 def test_a_stop_token_anywhere_in_a_block_ends_the_text_there(place: int) -> None:
     llm = tiny_llm()
     batch = prompts(3)[2:]
-    full = llm.run(batch, GREEDY, spec=BASELINE)
+    full = llm.run(batch, GREEDY, drafting=BASELINE)
     out = tokens(full)[0]
     params = dataclasses.replace(GREEDY, stop_token_ids=(out[place], 95))
-    result = llm.run(batch, params, spec=known(batch, full, 5, TINY.vocab_size))
+    result = llm.run(batch, params, drafting=known(batch, full, 5, TINY.vocab_size))
     assert tokens(result)[0] == out[: out.index(out[place]) + 1]
     assert result.outputs[0].finish_reason == "stop"
-    assert tokens(llm.run(batch, params, spec=BASELINE)) == tokens(result)
+    assert tokens(llm.run(batch, params, drafting=BASELINE)) == tokens(result)
     check_accounting(result)
 
 
@@ -67,12 +67,12 @@ def test_eos_ends_and_ignore_eos_runs_on() -> None:
     llm = tiny_llm()
     batch = prompts(8)
     loose = {"temperature": 1.0, "seed": 4, "logit_bias": {0: 4.0}}
-    free = tokens(llm.run(batch, dataclasses.replace(GREEDY, **loose), spec=BASELINE))
+    free = tokens(llm.run(batch, dataclasses.replace(GREEDY, **loose), drafting=BASELINE))
     eos = TINY.eos_token_ids[0]
     assert any(eos in t for t in free), "the fixture should meet EOS"
     bound = dataclasses.replace(GREEDY, **loose, ignore_eos=False)
-    for spec in (BASELINE, CHAIN):
-        result = llm.run(batch, bound, spec=spec)
+    for drafting in (BASELINE, CHAIN):
+        result = llm.run(batch, bound, drafting=drafting)
         assert tokens(result) == [t[: t.index(eos) + 1] if eos in t else t for t in free]
         assert [o.finish_reason for o in result.outputs] == ["stop" if eos in t else "length" for t in free]
 
@@ -82,17 +82,17 @@ def test_eos_ends_and_ignore_eos_runs_on() -> None:
 def test_stop_strings_across_blocks_cut_the_text_before_them(start: int, width: int) -> None:
     llm = lettered_llm()
     batch = prompts(3)[2:]
-    full = llm.run(batch, GREEDY, spec=BASELINE)
+    full = llm.run(batch, GREEDY, drafting=BASELINE)
     text = full.outputs[0].text
     assert len(text) == GREEDY.max_tokens
     stop = text[start : start + width]
     at = text.index(stop)
     params = dataclasses.replace(GREEDY, stop=(stop, "no such text"))
-    result = llm.run(batch, params, spec=known(batch, full, 5, TINY.vocab_size))
+    result = llm.run(batch, params, drafting=known(batch, full, 5, TINY.vocab_size))
     assert result.outputs[0].text == text[:at]
     assert tokens(result)[0] == tokens(full)[0][: at + width]
     assert result.outputs[0].finish_reason == "stop"
-    assert llm.run(batch, params, spec=BASELINE).outputs[0].text == text[:at]
+    assert llm.run(batch, params, drafting=BASELINE).outputs[0].text == text[:at]
     check_accounting(result)
 
 
@@ -100,7 +100,7 @@ def test_deltas_add_up_to_the_output() -> None:
     llm = lettered_llm()
     seen: dict[int, list[int]] = {}
     result = llm.run(
-        prompts(3), GREEDY, spec=CHAIN, on_delta=lambda d: seen.setdefault(d.request_id, []).extend(d.token_ids)
+        prompts(3), GREEDY, drafting=CHAIN, on_delta=lambda d: seen.setdefault(d.request_id, []).extend(d.token_ids)
     )
     assert list(seen.values()) == tokens(result)
 

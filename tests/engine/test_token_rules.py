@@ -40,10 +40,10 @@ def lettered(backend: str, late: bool | None = None) -> LLM:
 BACKENDS = [pytest.param("native", marks=needs_native), "torch"]
 
 
-def outputs(backend: str, sampling: SamplingParams, spec: Drafting = BASELINE) -> list[Output]:
+def outputs(backend: str, sampling: SamplingParams, drafting: Drafting = BASELINE) -> list[Output]:
     llm = lettered(backend)
     each = [dataclasses.replace(sampling, seed=i) for i in range(len(BATCH))]
-    result = llm.run(BATCH, each, spec=spec)
+    result = llm.run(BATCH, each, drafting=drafting)
     check_accounting(result)
     return result.outputs
 
@@ -67,8 +67,8 @@ def test_min_tokens_with_every_drafter(backend: str, sampling: SamplingParams) -
             assert len(o.token_ids) >= min_tokens and (o.finish_reason == "stop" or len(o.token_ids) == 30)
         if min_tokens == 0:
             assert max(len(o.token_ids) for o in expected) < 6
-        for name, spec in WAYS.items():
-            assert written(outputs(backend, params, spec)) == written(expected), f"{name}, min_tokens={min_tokens}"
+        for name, drafting in WAYS.items():
+            assert written(outputs(backend, params, drafting)) == written(expected), f"{name}, min_tokens={min_tokens}"
 
 
 @both
@@ -85,8 +85,8 @@ def test_bad_words_with_every_drafter(backend: str, sampling: SamplingParams) ->
     assert [o.text for o in expected] != free
     letters_of_words = {letter for word in words[:4] for letter in word[-1]} - {free[1][1]}
     assert any(letter in o.text for o in expected for letter in letters_of_words), "only whole words are bad"
-    for name, spec in WAYS.items():
-        assert written(outputs(backend, params, spec)) == written(expected), name
+    for name, drafting in WAYS.items():
+        assert written(outputs(backend, params, drafting)) == written(expected), name
 
 
 @needs_native
@@ -94,13 +94,13 @@ def test_bad_words_that_the_draft_knows_nothing_of() -> None:
     """Drafts that hold a bad word as the target would write it freely: accepted up to it, and not beyond."""
     llm = lettered("native")
     params = dataclasses.replace(GREEDY, ignore_eos=True)
-    free = llm.run(BATCH, params, spec=BASELINE)
+    free = llm.run(BATCH, params, drafting=BASELINE)
     words = tuple(o.text[9:12] for o in free.outputs)
     params = dataclasses.replace(params, bad_words=words)
-    expected = llm.run(BATCH, params, spec=BASELINE).outputs
+    expected = llm.run(BATCH, params, drafting=BASELINE).outputs
     for is_comb in (False, True):
-        spec = known(BATCH, llm.run(BATCH, params, spec=BASELINE), 5, 96, is_comb=is_comb)
-        found = llm.run(BATCH, params, spec=spec)
+        drafting = known(BATCH, llm.run(BATCH, params, drafting=BASELINE), 5, 96, is_comb=is_comb)
+        found = llm.run(BATCH, params, drafting=drafting)
         assert written(found.outputs) == written(expected)
         assert found.summary.counters.tau > 4
 
@@ -109,9 +109,9 @@ def test_bad_words_that_the_draft_knows_nothing_of() -> None:
 def test_a_word_may_begin_in_the_prompt() -> None:
     llm = lettered("native")
     prompt = "abcdefg"
-    first = llm.run([prompt], GREEDY, spec=BASELINE).outputs[0]
+    first = llm.run([prompt], GREEDY, drafting=BASELINE).outputs[0]
     word = prompt[-2:] + first.text[0]
-    other = llm.run([prompt], dataclasses.replace(GREEDY, bad_words=(word,)), spec=BASELINE).outputs[0]
+    other = llm.run([prompt], dataclasses.replace(GREEDY, bad_words=(word,)), drafting=BASELINE).outputs[0]
     assert other.text[0] != first.text[0]
     law = logits_of(llm.models, llm.encode(prompt))[-1]
     assert law.argsort()[::-1][:2].tolist() == [first.token_ids[0], other.token_ids[0]], "the next best instead"
@@ -123,11 +123,11 @@ def test_eos_is_forbidden_too_unless_it_is_ignored() -> None:
     llm = lettered("native")
     pushed = dataclasses.replace(GREEDY, logit_bias={0: 100.0})
     assert [len(o.token_ids) for o in llm.run(BATCH, pushed).outputs] == [1] * len(BATCH)
-    for spec in WAYS.values():
-        found = llm.run(BATCH, dataclasses.replace(pushed, min_tokens=6), spec=spec).outputs
+    for drafting in WAYS.values():
+        found = llm.run(BATCH, dataclasses.replace(pushed, min_tokens=6), drafting=drafting).outputs
         assert [o.token_ids.index(0) for o in found] == [6] * len(BATCH)
         ignored = dataclasses.replace(pushed, min_tokens=6, ignore_eos=True)
-        assert all(o.token_ids == [0] * 30 for o in llm.run(BATCH, ignored, spec=spec).outputs)
+        assert all(o.token_ids == [0] * 30 for o in llm.run(BATCH, ignored, drafting=drafting).outputs)
 
 
 def test_bad_words_need_a_tokenizer() -> None:

@@ -25,7 +25,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize(
-    ("spec", "writers"),
+    ("drafting", "writers"),
     [
         (NoDraft(), {"target"}),
         (Chain(3), {"draft", "target"}),
@@ -34,13 +34,15 @@ def llm() -> LLM:
     ],
     ids=lambda value: value.name if isinstance(value, Drafting) else "",
 )
-def test_every_token_has_its_writer(llm: LLM, spec: Drafting, writers: set[str]) -> None:
+def test_every_token_has_its_writer(llm: LLM, drafting: Drafting, writers: set[str]) -> None:
     deltas: list[TokenDelta] = []
-    result = llm.run([PROMPT], SamplingParams(max_tokens=60, ignore_eos=True), spec=spec, on_delta=deltas.append)
+    result = llm.run(
+        [PROMPT], SamplingParams(max_tokens=60, ignore_eos=True), drafting=drafting, on_delta=deltas.append
+    )
     (output,) = result.outputs
     assert len(output.sources) == 60 and set(output.sources) <= writers
-    assert writers - set(output.sources) <= ({"draft", "lookup"} if spec.is_adaptive else set())
-    assert not spec.is_speculative or set(output.sources) > {"target"}, "a text that repeats itself is drafted"
+    assert writers - set(output.sources) <= ({"draft", "lookup"} if drafting.is_adaptive else set())
+    assert not drafting.is_speculative or set(output.sources) > {"target"}, "a text that repeats itself is drafted"
     assert output.sources == [source for delta in deltas for source in delta.sources]
     assert sum(output.by_draft) == 60 - output.sources.count("target") == sum(delta.num_accepted for delta in deltas)
     assert llm.models.tokenizer is not None

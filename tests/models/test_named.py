@@ -134,8 +134,10 @@ def test_one_default_for_all_who_name_no_pair(weights: Packaged, monkeypatch: py
 def test_an_llm_of_a_name() -> None:
     """The name is the pair: its draft comes with it, unless nothing is to be drafted from it."""
     sampling = SamplingParams(max_tokens=12)
-    named, plain = LLM("bundled", spec=Chain(2)), LLM("bundled", spec=NoDraft())
-    assert named.models.draft_config == LLM(BUNDLED_TARGET, "bundled", spec=Chain(2)).models.draft_config is not None
+    named, plain = LLM("bundled", drafting=Chain(2)), LLM("bundled", drafting=NoDraft())
+    assert (
+        named.models.draft_config == LLM(BUNDLED_TARGET, "bundled", drafting=Chain(2)).models.draft_config is not None
+    )
     assert plain.models.draft_config is None
     texts = [llm.generate("import os\n", sampling)[0].text for llm in (named, plain)]
     assert texts[0] == texts[1]

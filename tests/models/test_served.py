@@ -65,7 +65,9 @@ def test_a_shape_that_the_native_path_refuses_runs_as_its_error_says(
     monkeypatch.setenv("AQUILINE_ISA", "off")
     llm, prompt = opened(), random_tokens(9)
     theirs = greedy(reference, prompt, 16)[0, 9:].tolist()
-    for spec in (NoDraft(), Chain(3), Adaptive()):
-        output = llm.generate([prompt[0].tolist()], SamplingParams(max_tokens=16, ignore_eos=True), spec=spec)[0]
-        assert output.token_ids == theirs, spec.name
+    for drafting in (NoDraft(), Chain(3), Adaptive()):
+        output = llm.generate([prompt[0].tolist()], SamplingParams(max_tokens=16, ignore_eos=True), drafting=drafting)[
+            0
+        ]
+        assert output.token_ids == theirs, drafting.name
     assert llm.models.pair.name == "torch"

@@ -214,23 +214,23 @@ def steps(recorder: Recorder) -> None:
         models = from_modules(decoder, head, None, Loading(dtype, arithmetic), Environment(None, 1))
         for most in (1, 8):
             llm = LLM.from_models(models, engine_config(4, num_pages=24, num_continuous_decode_steps=most))
-            for spec in ways if most == 1 else ways[:2]:
+            for drafting in ways if most == 1 else ways[:2]:
                 for name, wish in wishes.items():
-                    recorder.label(f"steps, up to {most} in one call, {dtype} in {arithmetic}, {spec}, {name}")
-                    llm.run(prompts, wish, spec=spec)
+                    recorder.label(f"steps, up to {most} in one call, {dtype} in {arithmetic}, {drafting}, {name}")
+                    llm.run(prompts, wish, drafting=drafting)
 
 
 def lookups(recorder: Recorder) -> None:
     """Two texts that repeat themselves, of which one is expected, and their common events."""
     recorder.label("lookups")
-    draw, spec = np.random.default_rng(0), Lookup(1, MAX_DEPTH, 0.01)
-    shared = spec.shared(NativeIndex)
+    draw, drafting = np.random.default_rng(0), Lookup(1, MAX_DEPTH, 0.01)
+    shared = drafting.shared(NativeIndex)
     phrases = [draw.integers(0, 40, draw.integers(3, 30)).tolist() for _ in range(9)]
     texts = [[token for i in draw.integers(0, 9, 20) for token in phrases[i]] for _ in range(2)]
-    proposers = [spec.proposer(texts[0][:50], texts[1][20:90], shared), spec.proposer(texts[1][:9], (), shared)]
+    proposers = [drafting.proposer(texts[0][:50], texts[1][20:90], shared), drafting.proposer(texts[1][:9], (), shared)]
     for num in range(51, 250, 3):
         for text, proposer in zip(texts, proposers, strict=True):
-            proposer.propose(text[:num], spec.max_draft)
+            proposer.propose(text[:num], drafting.max_draft)
 
 
 if __name__ == "__main__":

@@ -163,10 +163,10 @@ class Row:
 
 def rows_of(table, specs, write=None):
     rows = Rows(len(specs), max([len(s.tail) for s in specs] + [1]), table, num=len(specs))
-    for i, spec in enumerate(specs):
-        rows.slots[i], rows.context_len[i], rows.key_start[i] = spec.slot, spec.context_len, spec.key_start
-        rows.tail_len[i] = len(spec.tail)
-        rows.tail[i, : len(spec.tail)] = spec.tail
+    for i, drafting in enumerate(specs):
+        rows.slots[i], rows.context_len[i], rows.key_start[i] = drafting.slot, drafting.context_len, drafting.key_start
+        rows.tail_len[i] = len(drafting.tail)
+        rows.tail[i, : len(drafting.tail)] = drafting.tail
     rows.write[:] = -1 if write is None else write
     return rows
 
@@ -193,8 +193,8 @@ def attention(cache, specs, q, scale, window=0, sinks=None, arithmetic=native.FL
 
 def reference_attention(cache, specs, q, scale, window=0, sinks=None):
     out = []
-    for spec, row in zip(specs, q, strict=True):
-        k, v = cache.read(spec.slot, spec.path(window))
+    for drafting, row in zip(specs, q, strict=True):
+        k, v = cache.read(drafting.slot, drafting.path(window))
         sink = None if sinks is None else torch.as_tensor(sinks)
         out.append(ref.attention(torch.as_tensor(row), k, v, scale, sink).numpy())
     return np.stack(out)

@@ -156,12 +156,12 @@ def test_a_row_in_a_chunk_equals_the_row_alone(data, storage):
         "arithmetic": arithmetic,
     }
     chunk = bits(attention(cache, specs, q, 0.2, **how))
-    for i, spec in enumerate(specs):
-        assert np.array_equal(chunk[i : i + 1], bits(attention(cache, [spec], q[i : i + 1], 0.2, **how))), i
+    for i, drafting in enumerate(specs):
+        assert np.array_equal(chunk[i : i + 1], bits(attention(cache, [drafting], q[i : i + 1], 0.2, **how))), i
     later = np.arange(begin + len(specs) // 2 + 1, length)
     cache.write(0, later, np.full_like(k[later], np.nan), np.full_like(v[later], np.nan))
     spoiled = bits(attention(cache, specs, q, 0.2, **how))
-    kept = [i for i, spec in enumerate(specs) if not set(spec.path(how["window"])) & set(later)]
+    kept = [i for i, drafting in enumerate(specs) if not set(drafting.path(how["window"])) & set(later)]
     assert np.array_equal(spoiled[kept], chunk[kept])
 
 

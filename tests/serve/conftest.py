@@ -26,5 +26,5 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     """The same target in this process, without speculation: what the server's texts must be."""
-    with LLM("bundled", spec=NoDraft(), engine=ENGINE) as llm:
+    with LLM("bundled", drafting=NoDraft(), engine=ENGINE) as llm:
         yield llm

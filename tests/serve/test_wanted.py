@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aquiline.serve.protocol import CompletionRequest
-from aquiline.serve.sampling import chosen_spec
+from aquiline.serve.sampling import chosen_drafting
 from aquiline.spec.adaptive import MAX_COPY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
@@ -16,7 +16,7 @@ EXPECTED: dict[str, Any] = {"prediction": {"type": "content", "content": "a"}}
 
 
 @pytest.mark.parametrize(
-    ("default", "asked", "spec"),
+    ("default", "asked", "drafting"),
     [
         (Adaptive(), {}, Adaptive()),
         (Adaptive(), {"num_spec_tokens": 4}, Adaptive(4, lookup=False)),
@@ -30,6 +30,6 @@ EXPECTED: dict[str, Any] = {"prediction": {"type": "content", "content": "a"}}
         (Chain(3), {"drafter": "adaptive"}, Adaptive()),
     ],
 )
-def test_how_a_request_is_drafted(default: Drafting, asked: dict[str, Any], spec: Drafting) -> None:
+def test_how_a_request_is_drafted(default: Drafting, asked: dict[str, Any], drafting: Drafting) -> None:
     """A bound on the tokens of a draft bounds its copies too, and a prediction is of use to what reads it."""
-    assert chosen_spec(CompletionRequest(prompt="a", **asked), default) == spec
+    assert chosen_drafting(CompletionRequest(prompt="a", **asked), default) == drafting

@@ -25,14 +25,14 @@ SHORT = STREAMS.map(lambda text: text[:MAX_UPDATED_LINKS])  # whose places and c
 
 
 def proposer(
-    spec: Lookup, num_prompt: int = 0, prediction: Sequence[int] = (), events: MatchEvents | None = None
+    drafting: Lookup, num_prompt: int = 0, prediction: Sequence[int] = (), events: MatchEvents | None = None
 ) -> LookupProposer:
-    return spec.proposer([0] * num_prompt, prediction, LookupShared(events or MatchEvents()))
+    return drafting.proposer([0] * num_prompt, prediction, LookupShared(events or MatchEvents()))
 
 
-def proposed(spec: Lookup, text: list[int], events: MatchEvents | None = None) -> Proposal:
+def proposed(drafting: Lookup, text: list[int], events: MatchEvents | None = None) -> Proposal:
     """What is drafted behind a text that was all in the prompt."""
-    return proposer(spec, len(text), events=events).propose(text, spec.max_draft)
+    return proposer(drafting, len(text), events=events).propose(text, drafting.max_draft)
 
 
 def told(chances: float | Sequence[float]) -> MatchEvents:
@@ -43,25 +43,25 @@ def told(chances: float | Sequence[float]) -> MatchEvents:
     return events
 
 
-def copied(text: list[int], spec: Lookup, estimates: list[float]) -> Proposal:
+def copied(text: list[int], drafting: Lookup, estimates: list[float]) -> Proposal:
     """The draft by searches of the whole text."""
-    length, count, end = searched(text, spec.min_match)
+    length, count, end = searched(text, drafting.min_match)
     if not length:
         return Proposal(())
     drafted: list[int] = []
     chances: list[float] = []
     chance, whole = 1.0, list(text)
-    for j in range(spec.max_draft):
+    for j in range(drafting.max_draft):
         part = whole[len(text) - length :]
         stood = places(text[:-1], part)
         count = len(stood) if stood else 1 if part == text[len(text) - len(part) :] else count
         chance *= estimates[cell_of(length + j, count)]
-        if chance < spec.min_confidence:
+        if chance < drafting.min_confidence:
             break
         drafted.append(whole[end + 1 + j])
         chances.append(chance)
         whole.append(drafted[-1])
-    found = searched(text, spec.min_match)
+    found = searched(text, drafting.min_match)
     return Proposal(tuple(drafted), (), tuple(chances), Match(*found[:2])) if drafted else Proposal(())
 
 
@@ -69,9 +69,9 @@ def copied(text: list[int], spec: Lookup, estimates: list[float]) -> Proposal:
 def test_a_draft_is_what_a_search_copies(text: list[int], min_match: int, least: float, seed: int) -> None:
     """Its confidences are products of the estimates of the matches that its tokens would make."""
     chances = np.random.default_rng(seed).uniform(0.3, 1, 64).tolist()
-    spec = Lookup(min_match, max_draft=6, min_confidence=least)
+    drafting = Lookup(min_match, max_draft=6, min_confidence=least)
     events = told(chances)
-    assert proposed(spec, text, events) == copied(text, spec, events.estimates)
+    assert proposed(drafting, text, events) == copied(text, drafting, events.estimates)
 
 
 def test_the_latest_place_is_copied() -> None:
@@ -113,8 +113,8 @@ def test_a_draft_ends_where_it_is_not_likely_enough() -> None:
 def test_what_is_not_drafted_is_learnt_from_too() -> None:
     """No cell is closed for ever: a text that begins to repeat itself is drafted again."""
     events = MatchEvents()
-    spec = Lookup(min_match=1, min_confidence=0.45)
-    drafts = proposer(spec, 1, events=events)
+    drafting = Lookup(min_match=1, min_confidence=0.45)
+    drafts = proposer(drafting, 1, events=events)
     draw = np.random.default_rng(0)
     text = [0, *draw.integers(0, 3, 400).tolist()]
     nums = [len(drafts.propose(text[:num], 8).tokens) for num in range(2, len(text) + 1)]
@@ -161,13 +161,13 @@ def test_confidences_say_how_many_tokens_are_accepted() -> None:
     whole = [
         t if draw.random() > 0.125 else int(draw.integers(40)) for i in draw.integers(0, 60, 900) for t in phrases[i]
     ]
-    events, spec = MatchEvents(), Lookup(min_match=1, min_confidence=0.1)
-    drafts = proposer(spec, 1, events=events)
-    expected = np.zeros(spec.max_draft)
-    accepted = np.zeros(spec.max_draft)
+    events, drafting = MatchEvents(), Lookup(min_match=1, min_confidence=0.1)
+    drafts = proposer(drafting, 1, events=events)
+    expected = np.zeros(drafting.max_draft)
+    accepted = np.zeros(drafting.max_draft)
     num = 2
-    while num < len(whole) - spec.max_draft:
-        found = drafts.propose(whole[:num], spec.max_draft)
+    while num < len(whole) - drafting.max_draft:
+        found = drafts.propose(whole[:num], drafting.max_draft)
         num_right = 0
         while num_right < len(found.tokens) and found.tokens[num_right] == whole[num + num_right]:
             num_right += 1
@@ -205,10 +205,10 @@ def test_a_prediction_that_ends_is_followed_by_a_shorter_match() -> None:
 
 
 def test_of_a_long_text_the_latest_half_is_kept() -> None:
-    spec = Lookup(min_match=1, min_confidence=0, window=8 * PROMPT_TAIL)
+    drafting = Lookup(min_match=1, min_confidence=0, window=8 * PROMPT_TAIL)
     prediction = list(range(1000, 3000))
     for expected, most in (((), 128), (prediction, 0)):
-        drafts = proposer(spec, 2000, expected)
+        drafts = proposer(drafting, 2000, expected)
         text = list(range(4000))
         sizes, kept = [], []
         for num in range(2001, 4001):
@@ -220,18 +220,18 @@ def test_of_a_long_text_the_latest_half_is_kept() -> None:
             kept.append(len(own))
             assert own.tolist() == text[num - len(own) : num]
         num_rebuilt = sum(later < earlier for earlier, later in pairwise(sizes))
-        assert max(sizes) == spec.window and min(kept) >= spec.window // 4 and min(kept) >= most
-        assert 2000 // (spec.window // 2) <= num_rebuilt <= 2000 // (spec.window // 4) + 1
+        assert max(sizes) == drafting.window and min(kept) >= drafting.window // 4 and min(kept) >= most
+        assert 2000 // (drafting.window // 2) <= num_rebuilt <= 2000 // (drafting.window // 4) + 1
 
 
 def test_many_tokens_at_once_do_not_pass_the_window() -> None:
     """As they come to a sequence that did not look anything up for a while."""
-    spec = Lookup(window=8 * PROMPT_TAIL)
-    drafts = proposer(spec, 10)
+    drafting = Lookup(window=8 * PROMPT_TAIL)
+    drafts = proposer(drafting, 10)
     text = list(range(5000))
     for num in (11, 200, 1200, 1300, 5000):
         drafts.propose(text[:num], 8)
-        assert drafts.index is not None and drafts.index.num_tokens <= spec.window
+        assert drafts.index is not None and drafts.index.num_tokens <= drafting.window
         assert drafts.index.automaton.text.tolist() == text[num - drafts.index.num_tokens : num]
 
 

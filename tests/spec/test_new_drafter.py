@@ -73,17 +73,17 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 @pytest.mark.parametrize("sampling", PARAMS, ids=["greedy", "sampled"])
 def test_it_runs_without_touching_the_engine(llm: LLM, sampling: SamplingParams) -> None:
-    plain = llm.run(PROMPTS, sampling, spec=NoDraft())
+    plain = llm.run(PROMPTS, sampling, drafting=NoDraft())
     texts = [o.token_ids for o in plain.outputs]
     frequent = tuple(token for token, _ in Counter(t for text in texts for t in text).most_common(6))
-    for spec in (Fixed(frequent[:1]), Fixed(frequent[:1] * 3), Fixed(frequent, is_wide=True), Fixed()):
-        result = llm.run(PROMPTS, sampling, spec=spec)
-        assert [o.token_ids for o in result.outputs] == texts, spec
+    for drafting in (Fixed(frequent[:1]), Fixed(frequent[:1] * 3), Fixed(frequent, is_wide=True), Fixed()):
+        result = llm.run(PROMPTS, sampling, drafting=drafting)
+        assert [o.token_ids for o in result.outputs] == texts, drafting
         found = result.summary.counters
-        assert found.num_draft_tokens == len(spec.tokens) * found.num_steps
-        assert (found.num_accepted_tokens > 0) == spec.is_speculative
-        right = [sum(token in spec.tokens for token in text[1:]) for text in texts]
-        if spec.is_wide:  # a proposed token is accepted wherever a step begins before it
+        assert found.num_draft_tokens == len(drafting.tokens) * found.num_steps
+        assert (found.num_accepted_tokens > 0) == drafting.is_speculative
+        right = [sum(token in drafting.tokens for token in text[1:]) for text in texts]
+        if drafting.is_wide:  # a proposed token is accepted wherever a step begins before it
             assert sum(right) / 2 <= found.num_accepted_tokens <= sum(right)
         assert [sum(o.by_draft) for o in result.outputs] <= right
 
@@ -92,17 +92,18 @@ def test_it_runs_without_touching_the_engine(llm: LLM, sampling: SamplingParams)
 def test_it_runs_beside_others_and_without_a_draft_model() -> None:
     """Requests of one batch may draft in different ways; the draft model's keys are no business of this one."""
     llm = tiny_llm(max_batch=3)
-    expected = [llm.run([prompt], PARAMS[0], spec=NoDraft()).outputs[0].token_ids for prompt in PROMPTS]
+    expected = [llm.run([prompt], PARAMS[0], drafting=NoDraft()).outputs[0].token_ids for prompt in PROMPTS]
     specs = (Fixed((9, 9)), Chain(3), NoDraft())
     requests = [
-        llm.request(i, prompt, PARAMS[0], spec) for i, (prompt, spec) in enumerate(zip(PROMPTS, specs, strict=True))
+        llm.request(i, prompt, PARAMS[0], drafting)
+        for i, (prompt, drafting) in enumerate(zip(PROMPTS, specs, strict=True))
     ]
     found = {output.request_id: output.token_ids for output in llm.outputs(requests)}
     assert [found[i] for i in range(3)] == expected
     alone = LLM.from_models(
         LoadedModels(TorchPair(tiny_pair()[0], None, "float32"), None, "float32", 0), engine_config(1)
     )
-    assert alone.run([[5]], PARAMS[0], spec=Fixed((9,))).outputs[0].token_ids
+    assert alone.run([[5]], PARAMS[0], drafting=Fixed((9,))).outputs[0].token_ids
 
 
 def test_what_it_is_called_in_results() -> None:
@@ -123,5 +124,5 @@ def test_more_than_the_value_reserves_is_refused_by_name(
     monkeypatch.setattr(FixedProposer, "propose", lambda self, known, max_tokens: Proposal(tokens, parents))
     llm = torch_llm()
     with pytest.raises(ValueError, match=named):
-        llm.run(PROMPTS, PARAMS[0], spec=Fixed(tokens=(1, 2)))
-    assert llm.run(PROMPTS, PARAMS[0], spec=NoDraft()).outputs[0].finish_reason == "length", "nothing is lost"
+        llm.run(PROMPTS, PARAMS[0], drafting=Fixed(tokens=(1, 2)))
+    assert llm.run(PROMPTS, PARAMS[0], drafting=NoDraft()).outputs[0].finish_reason == "length", "nothing is lost"

@@ -176,8 +176,8 @@ def test_the_first_tokens_are_found_behind_the_prompt() -> None:
         assert PastMatch(outputs.space(None), 1).follow(prompt, len(prompt)).length == length
 
 
-def proposer(space: PastSpace | None, num_prompt: int, spec: Lookup = EAGER) -> LookupProposer:
-    return spec.proposer([0] * num_prompt, (), LookupShared(), space)
+def proposer(space: PastSpace | None, num_prompt: int, drafting: Lookup = EAGER) -> LookupProposer:
+    return drafting.proposer([0] * num_prompt, (), LookupShared(), space)
 
 
 def test_a_draft_goes_on_to_the_end_of_the_past_output() -> None:
@@ -204,10 +204,10 @@ def test_the_longer_match_is_copied_and_the_texts_own_of_two_as_long() -> None:
 
 
 def test_the_other_match_is_copied_where_the_first_is_not_likely() -> None:
-    outputs, spec = outputs_of(64, [1, 2, 3, 4, 5, 50]), Lookup(min_match=1, min_confidence=0.3)
+    outputs, drafting = outputs_of(64, [1, 2, 3, 4, 5, 50]), Lookup(min_match=1, min_confidence=0.3)
     for text, own in (([1, 2, 3, 4, 5, 60, 1, 2, 3, 4, 5], 60), ([2, 3, 4, 5, 60, 1, 2, 3, 4, 5], 60)):
         for chances, token in (((0.1, 0.9), 50), ((0.9, 0.1), own)):
-            drafts = proposer(outputs.space(None), len(text), spec)
+            drafts = proposer(outputs.space(None), len(text), drafting)
             for events, chance in zip((drafts.shared.events, outputs.events), chances, strict=True):
                 events.estimates[:] = array("d", [chance]) * len(events.estimates)
             assert drafts.propose(text, 1).tokens == (token,)

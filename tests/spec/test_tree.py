@@ -9,7 +9,7 @@ from tests.ops.native_calls import select
 from tests.spec.topologies import chain_topology, paths
 
 from aquiline.spec.drafting import DEFAULT_STATIC_PATHS
-from aquiline.spec.registry import drafting
+from aquiline.spec.registry import drafting_named
 from aquiline.spec.tree import Topology, ancestor_masks, static_shape
 
 
@@ -127,5 +127,5 @@ def test_masks_span_several_words() -> None:
 )
 def test_impossible_settings_are_refused_by_name(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match="=") as error:
-        drafting(**settings)  # type: ignore[arg-type]
+        drafting_named(**settings)  # type: ignore[arg-type]
     assert named in str(error.value)

@@ -56,10 +56,12 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def llm(max_batch: int = 3, spec: Drafting | None = None, models: LoadedModels | None = None, **settings: Any) -> LLM:
+def llm(
+    max_batch: int = 3, drafting: Drafting | None = None, models: LoadedModels | None = None, **settings: Any
+) -> LLM:
     loaded = dataclasses.replace(models or tiny_models(eos_token_ids=STOPS), tokenizer=letters())
     config = engine_config(max_batch, **{"prefix_cache": True} | settings)
-    return LLM.from_models(loaded, config, spec or NoDraft())
+    return LLM.from_models(loaded, config, drafting or NoDraft())
 
 
 def regenerate(checkpoint: Path, data: Path, out: Path, engine: LLM | None = None, **fields: Any) -> Regenerated:

@@ -73,7 +73,7 @@ def test_simulated_tau_is_the_served_one(folder: Path, teacher: Teacher, texts: 
     simulated = HeldOut(assembler, texts, STEPS).judge(head.eval())
     save_draft(head.to(torch.bfloat16), folder / "draft")
     llm = LLM(folder / "target", folder / "draft", engine=EngineConfig(max_batch=4, prefix_cache=False))
-    spec = Chain(STEPS)
+    drafting = Chain(STEPS)
     prompts = [t.tokens[: t.num_prompt].tolist() for t in texts if t.temperature == 0]
     served = {}
     for temperature, rounds in ((0.0, 1), (0.8, 12)):
@@ -82,7 +82,7 @@ def test_simulated_tau_is_the_served_one(folder: Path, teacher: Teacher, texts: 
             sampling = [
                 SamplingParams(max_tokens=60, temperature=temperature, seed=100 * seed + i) for i in range(len(prompts))
             ]
-            for output in llm.run(prompts, sampling, spec=spec).outputs:
+            for output in llm.run(prompts, sampling, drafting=drafting).outputs:
                 tokens += len(output.token_ids) - 1
                 cycles += round((len(output.token_ids) - 1) / output.metrics.tau) if len(output.token_ids) > 1 else 0
         served[temperature] = tokens / cycles

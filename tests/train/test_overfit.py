@@ -23,7 +23,7 @@ def test_served_tau_reaches_its_maximum_on_the_text_learnt(tmp_path: Path) -> No
     target = tiny.write_target(tmp_path / "target")
     prompt = np.random.default_rng(0).integers(1, 48, 8).tolist()
     sampling = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
-    written = LLM(target, spec=NoDraft()).generate([prompt], sampling)[0].token_ids
+    written = LLM(target, drafting=NoDraft()).generate([prompt], sampling)[0].token_ids
     row = {"input_ids": prompt + written, "loss_mask": [0] * len(prompt) + [1] * len(written)}
     (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
     config = TrainConfig(
@@ -33,7 +33,7 @@ def test_served_tau_reaches_its_maximum_on_the_text_learnt(tmp_path: Path) -> No
     )  # fmt: skip
     result = train(config, quiet=True)
     assert result is not None
-    llm = LLM(target, tmp_path / "draft", spec=Chain(NUM_SPEC_TOKENS))
+    llm = LLM(target, tmp_path / "draft", drafting=Chain(NUM_SPEC_TOKENS))
     served = llm.run([prompt], sampling)
     assert served.outputs[0].token_ids == written
     assert served.summary.counters.tau == NUM_SPEC_TOKENS + 1, "48 tokens behind the first one, 4 a step"

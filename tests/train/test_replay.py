@@ -61,8 +61,8 @@ def missed_by_verification(runs: LLM, seen: dict[int | str, set[int]]) -> None:
 @pytest.mark.parametrize("length", [1, 3])
 def test_rows_say_what_verification_rejected(length: int, tmp_path: Path) -> None:
     checkpoint, data = target(tmp_path / "target"), write(tmp_path / "prompts.jsonl", ROWS)
-    spec, seen = Chain(length), dict[int | str, set[int]]()
-    engine = llm(3, spec)
+    drafting, seen = Chain(length), dict[int | str, set[int]]()
+    engine = llm(3, drafting)
     missed_by_verification(engine, seen)
     done = regenerate(checkpoint, data, tmp_path / "out.jsonl", engine, max_tokens=40)
     assert done.summary.counters.num_accepted_tokens > 0
@@ -73,7 +73,7 @@ def test_rows_say_what_verification_rejected(length: int, tmp_path: Path) -> Non
         # The stop token of an inner turn may have given way to the template's own.
         assert np.flatnonzero(rejected).tolist() == sorted(at for at in seen.get(number, ()) if mask[at])
     assert sum(map(sum, (row["rejected"] for row in rows.values()))) > 100
-    regenerate(checkpoint, data, tmp_path / "alone.jsonl", llm(1, spec), max_tokens=40)
+    regenerate(checkpoint, data, tmp_path / "alone.jsonl", llm(1, drafting), max_tokens=40)
     assert read(tmp_path / "alone.jsonl") == rows, "whatever the batch"
     regenerate(checkpoint, data, tmp_path / "plain.jsonl", llm(), max_tokens=40)
     assert all("rejected" not in row for row in read(tmp_path / "plain.jsonl").values())

@@ -36,7 +36,7 @@ def chat(
     template: ChatConfig,
     pair: PairConfig,
     sampling: Annotated[SamplingParams, OFFERED],
-    drafting: DraftingChoice,
+    choice: DraftingChoice,
     engine: Annotated[EngineConfig, Fields(only=("max_context",))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
 ) -> None:
@@ -51,12 +51,12 @@ def chat(
     if sys.stdin is None:
         raise ValueError("chat: stdin is closed; talk in a terminal, or write a turn a line to stdin")
     pair = named(pair)
-    spec = chosen(drafting, pair)
-    llm = LLM.open(pair, replace(engine, max_batch=1), spec)
+    drafting = chosen(choice, pair)
+    llm = LLM.open(pair, replace(engine, max_batch=1), drafting)
     wrapped = llm.template(template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
     tell(wrapped.notice)
-    converse(session, spec.is_speculative, as_json)
+    converse(session, drafting.is_speculative, as_json)
 
 
 chat.__doc__ = (chat.__doc__ or "") + EXAMPLES

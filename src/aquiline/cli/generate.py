@@ -60,7 +60,7 @@ ENGINE = Fields(only=("max_batch", "max_context", "cache_fraction", "shared_look
 @with_options
 def generate(
     prompt: Prompt = None, prompt_file: PromptFile = None, prediction: Prediction = None, chat: AsChat = False,
-    *, template: ChatConfig, pair: PairConfig, sampling: SamplingParams, drafting: DraftingChoice,
+    *, template: ChatConfig, pair: PairConfig, sampling: SamplingParams, choice: DraftingChoice,
     prompts_file: PromptsFile = None, out: OutFile = None,
     engine: Annotated[Given[EngineConfig], ENGINE], as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -76,20 +76,22 @@ def generate(
     from aquiline.engine.model import ResolvedPair
 
     pair = named(pair)
-    spec = chosen(drafting, pair)
-    _check_together(chat, template, prediction, prompts_file, out, spec)
+    drafting = chosen(choice, pair)
+    _check_together(chat, template, prediction, prompts_file, out, drafting)
     if prompts_file is not None and out is not None:
-        resolved = ResolvedPair.of(pair, spec)
-        settings = resolved.identity(spec) | ({"chat": [template.system, template.template_options]} if chat else {})
+        resolved = ResolvedPair.of(pair, drafting)
+        settings = resolved.identity(drafting) | (
+            {"chat": [template.system, template.template_options]} if chat else {}
+        )
         run = BulkRun(prompts_file, out, sampling, settings)
-        llm = LLM.from_models(resolved.load(), EngineConfig(**engine), spec)
+        llm = LLM.from_models(resolved.load(), EngineConfig(**engine), drafting)
         wrapped = _template_of(llm, chat, template)
         if show_file(run, llm, wrapped, template.system, as_json).failed:
             raise typer.Exit(1)
         return
     text, expected = _prompt_text(prompt, prompt_file), None if prediction is None else _text_of(prediction)
     one_at_once: Given[EngineConfig] = Given({"max_batch": 1} | engine)
-    llm = LLM.open(pair, EngineConfig(**one_at_once), spec)
+    llm = LLM.open(pair, EngineConfig(**one_at_once), drafting)
     wrapped = _template_of(llm, chat, template)
     ids = llm.encode(text) if wrapped is None else user_prompt(wrapped, text, template.system)
     sampling = sampling if wrapped is None else ending_with(wrapped, sampling)
@@ -101,7 +103,7 @@ generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
 
 def _check_together(
     chat: bool, template: ChatConfig, prediction: str | None, prompts_file: Path | None, out: Path | None,
-    spec: Drafting,
+    drafting: Drafting,
 ) -> None:  # fmt: skip
     """Raises ValueError for options that do not go together; says on stderr which one has no effect."""
     if (prompts_file is None) != (out is None):
@@ -110,8 +112,8 @@ def _check_together(
         raise ValueError("system, template_options: go with --chat")
     if prediction is not None and prompts_file is not None:
         raise ValueError('prediction: goes with one prompt; give rows of --prompts-file a "prediction" of their own')
-    if prediction is not None and not spec.reads_prediction:
-        tell(f"--prediction has no effect with drafter {spec.name}")
+    if prediction is not None and not drafting.reads_prediction:
+        tell(f"--prediction has no effect with drafter {drafting.name}")
 
 
 def _template_of(llm: LLM, chat: bool, template: ChatConfig) -> ChatTemplate | None:

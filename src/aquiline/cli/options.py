@@ -29,14 +29,14 @@ def wide_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def chosen(drafting: DraftingChoice, pair: PairConfig) -> Drafting:
+def chosen(choice: DraftingChoice, pair: PairConfig) -> Drafting:
     """The way to draft that the options say, by default the pair's; names on stderr what has no effect."""
     from aquiline.models.known_pairs import checkpoints
 
-    spec = drafting.value("none" if checkpoints(pair.target, pair.draft).draft is None else "adaptive")
-    for name in drafting.without_effect(spec):
-        tell(f"--{name.replace('_', '-')} has no effect with drafter {spec.name}")
-    return spec
+    drafting = choice.value("none" if checkpoints(pair.target, pair.draft).draft is None else "adaptive")
+    for name in choice.without_effect(drafting):
+        tell(f"--{name.replace('_', '-')} has no effect with drafter {drafting.name}")
+    return drafting
 
 
 def tell(notice: str | None) -> None:

@@ -20,7 +20,7 @@ from aquiline.writing import check_place
 def profile(
     *,
     pair: Annotated[PairConfig, Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic"))],
-    drafting: DraftingChoice,
+    choice: DraftingChoice,
     context: Annotated[int, typer.Option(help="Prompt tokens, of real text.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens each of them writes.")] = 128,
@@ -45,14 +45,14 @@ def profile(
 
     check_place(trace)
     pair = named(pair)
-    spec = chosen(drafting, pair)
+    drafting = chosen(choice, pair)
     config = EngineConfig(max_batch=batch, max_context=context + new_tokens, prefix_cache=False)
     models = sources_of(pair, RandomWeights())[0].load()
     if models.tokenizer is None:
         raise ValueError(f"target={pair.target!r}: has no tokenizer.json, and prompts are text")
     prompts = [p.token_ids for p in text_prompts(context, batch, models.tokenizer)]
     sampling = SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=0, ignore_eos=True)
-    found = run_profile(models, config, spec, prompts, sampling)
+    found = run_profile(models, config, drafting, prompts, sampling)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:

@@ -33,7 +33,7 @@ def serve(
     *,
     server: ServerConfig,
     pair: PairConfig,
-    drafting: DraftingChoice,
+    choice: DraftingChoice,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", rich_help_panel=BATCH)] = 16,
     max_model_len: Annotated[
         int | None,
@@ -65,10 +65,10 @@ def serve(
         raise ValueError(f"serve: {error.name} is not installed; pip install 'aquiline[serve]'") from None
 
     pair = named(pair)
-    spec = chosen(drafting, pair)
+    drafting = chosen(choice, pair)
     sizes = replace(engine, max_batch=max_num_seqs, max_context=max_model_len, row_budget=max_num_batched_tokens)
     config = with_environment(server, Environment.read())
-    run(open_service(pair, sizes, spec, config, limits, template))
+    run(open_service(pair, sizes, drafting, config, limits, template))
 
 
 serve.__doc__ = (serve.__doc__ or "") + EXAMPLES

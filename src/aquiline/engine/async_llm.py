@@ -61,7 +61,7 @@ class AsyncLLM:
         prompt: str | Iterable[int],
         sampling: SamplingParams | None = None,
         *,
-        spec: Drafting | None = None,
+        drafting: Drafting | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
         request_id: int | str | None = None,
@@ -77,7 +77,7 @@ class AsyncLLM:
         chosen = f"async-{next(self._ids)}" if request_id is None else request_id
         params = sampling or SamplingParams()
         request = await asyncio.to_thread(
-            self.llm.request, chosen, prompt, params, spec, priority, deadline_s, prediction=prediction
+            self.llm.request, chosen, prompt, params, drafting, priority, deadline_s, prediction=prediction
         )
         stream = _OpenRequest(request, asyncio.get_running_loop())
         self._commands.put(lambda: self._add(stream))

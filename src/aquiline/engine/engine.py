@@ -80,7 +80,7 @@ class Engine:
         self.check(request)
         if request.id in self.sequences:
             raise ValueError(f"request id {request.id!r}: is in use by a request that has not finished; choose another")
-        if request.spec.is_adaptive:
+        if request.drafting.is_adaptive:
             self.prepare_choosing()
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self.models.eos_token_ids
@@ -149,11 +149,11 @@ class Engine:
         self.backend.close()
 
     def _proposer(self, request: Request) -> Proposer | None:
-        kind = type(request.spec)
+        kind = type(request.drafting)
         if kind not in self._shared:
-            self._shared[kind] = request.spec.shared(self.models.pair.new_index)
+            self._shared[kind] = request.drafting.shared(self.models.pair.new_index)
         past = None if self.past is None else self.past.space(request.cache_salt)
-        return request.spec.proposer(request.prompt_ids, request.prediction, self._shared[kind], past)
+        return request.drafting.proposer(request.prompt_ids, request.prediction, self._shared[kind], past)
 
     def _issue(self) -> bool:
         """Plan a step and issue it. Returns whether there was anything to run."""
@@ -254,7 +254,7 @@ class Engine:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
         if sampling.stop and not request.with_text:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs with_text=True")
-        models.check_spec(request.spec)
+        models.check_drafting(request.drafting)
         self.scheduler.check(request)
 
 

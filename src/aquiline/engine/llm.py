@@ -78,7 +78,7 @@ class LLM:
     """A target with or without a draft, each a path, a hub id or the name of a known pair ("smollm2", "bundled"), whose
     own draft comes with its target. Without arguments it is smollm2 where its weights are installed, else bundled.
 
-    `spec`: the default way to draft; Adaptive() if a draft is loaded, no drafting otherwise. `dtype`: how weights are
+    `drafting`: the way to draft; by default Adaptive() if a draft is loaded, else none. `dtype`: how weights are
     stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them. "auto" is "packed" for a GGUF
     file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and int4 beside packed blocks.
     `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16. `arithmetic`:
@@ -98,7 +98,7 @@ class LLM:
         target: str | Path | None = None,
         draft: str | Path | None = None,
         *,
-        spec: Drafting | None = None,
+        drafting: Drafting | None = None,
         dtype: str = "auto",
         draft_dtype: str = "auto",
         arithmetic: str = "auto",
@@ -108,29 +108,30 @@ class LLM:
         capture: tuple[int, ...] | None = None,
         norm_feedback: bool | None = None,
     ) -> None:
-        pair, is_plain = checkpoints(target, draft), spec is not None and not spec.needs_draft_model
+        pair, is_plain = checkpoints(target, draft), drafting is not None and not drafting.needs_draft_model
         config = engine or EngineConfig()
         how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback), draft_dtype)
         resolved = ResolvedPair.find(pair.target, draft if is_plain else pair.draft, how, Environment.read())
-        self._start(resolved.load(), config, spec)
+        self._start(resolved.load(), config, drafting)
 
     @classmethod
-    def open(cls, pair: PairConfig, config: EngineConfig, spec: Drafting | None = None) -> LLM:
-        """An LLM of the pair that settings name. A draft model that `spec` does not use is not loaded. Raises as LLM
-        does."""
-        return cls.from_models(ResolvedPair.of(pair, spec).load(), config, spec)
+    def open(cls, pair: PairConfig, config: EngineConfig, drafting: Drafting | None = None) -> LLM:
+        """An LLM of the pair that settings name. A draft model that `drafting` does not use is not loaded.
+
+        Raises as LLM does."""
+        return cls.from_models(ResolvedPair.of(pair, drafting).load(), config, drafting)
 
     @classmethod
-    def from_models(cls, models: LoadedModels, config: EngineConfig, spec: Drafting | None = None) -> LLM:
+    def from_models(cls, models: LoadedModels, config: EngineConfig, drafting: Drafting | None = None) -> LLM:
         """An LLM over models that are already loaded."""
         llm = cls.__new__(cls)
-        llm._start(models, config, spec)
+        llm._start(models, config, drafting)
         return llm
 
-    def _start(self, models: LoadedModels, config: EngineConfig, spec: Drafting | None) -> None:
+    def _start(self, models: LoadedModels, config: EngineConfig, drafting: Drafting | None) -> None:
         self.models = models
-        self.spec = spec or default_spec(models)
-        models.check_spec(self.spec)
+        self.drafting = drafting or default_drafting(models)
+        models.check_drafting(self.drafting)
         self.engine = Engine(models, config)
         self._owners: dict[int | str, _Run] = {}  # by request id, the run that gets its deltas
 
@@ -149,23 +150,23 @@ class LLM:
         prompts: Prompts,
         sampling: Sampling = None,
         *,
-        spec: Drafting | None = None,
+        drafting: Drafting | None = None,
         predictions: Predictions | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Continue one prompt or many, text or token ids; outputs in the order of the prompts.
 
-        sampling: one for all, or one per prompt. spec: another way to draft for this call. predictions: the expected
-        output of each prompt, text or token ids, or None. A way to draft that reads predictions, such as Lookup(),
-        copies from them. Neither changes the text. progress: show a bar on stderr."""
-        return self.run(prompts, sampling, spec=spec, predictions=predictions, progress=progress).outputs
+        sampling: one for all, or one per prompt. drafting: another way to draft for this call. predictions: the
+        expected output of each prompt, text or token ids, or None. A way to draft that reads predictions, such as
+        Lookup(), copies from them. Neither changes the text. progress: show a bar on stderr."""
+        return self.run(prompts, sampling, drafting=drafting, predictions=predictions, progress=progress).outputs
 
     def chat(
         self,
         messages: Conversations,
         sampling: Sampling = None,
         *,
-        spec: Drafting | None = None,
+        drafting: Drafting | None = None,
         tools: list[dict[str, Any]] | None = None,
         template_options: dict[str, object] | None = None,
         progress: bool = False,
@@ -183,7 +184,7 @@ class LLM:
             ending: Sampling = [ending_with(template, own) for own in sampling]
         else:
             ending = ending_with(template, sampling or SamplingParams())
-        return self.generate(encode_chats(template, messages), ending, spec=spec, progress=progress)
+        return self.generate(encode_chats(template, messages), ending, drafting=drafting, progress=progress)
 
     def template(self, options: dict[str, Any] | None = None) -> ChatTemplate:
         """The target's chat template with these options. Raises as `chat` does."""
@@ -194,7 +195,7 @@ class LLM:
         prompts: Prompts,
         sampling: Sampling = None,
         *,
-        spec: Drafting | None = None,
+        drafting: Drafting | None = None,
         predictions: Predictions | None = None,
         on_delta: Callable[[TokenDelta], None] | None = None,
         progress: bool = False,
@@ -215,7 +216,7 @@ class LLM:
         # Ids count from 0, or, inside another run, from after the ids that are in use.
         first = 1 + max((name for name in self.engine.sequences if isinstance(name, int)), default=-1)
         requests = [
-            self.request(first + i, prompt, params, spec, prediction=prediction)
+            self.request(first + i, prompt, params, drafting, prediction=prediction)
             for i, (prompt, params, prediction) in enumerate(zip(batch, each, expected, strict=True))
         ]
         for request in requests:
@@ -308,20 +309,20 @@ class LLM:
         request_id: int | str,
         prompt: str | Iterable[int],
         sampling: SamplingParams,
-        spec: Drafting | None = None,
+        drafting: Drafting | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str | None = None,
         prediction: str | Iterable[int] | None = None,
     ) -> Request:
-        """A request for the engine, with prompt and prediction as tokens, a seed, and this LLM's `spec` if none is
+        """A request for the engine, with prompt and prediction as tokens, a seed, and this LLM's `drafting` if none is
         given."""
         if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
         return Request(
-            request_id, tuple(self.encode(prompt)), sampling, spec or self.spec, priority, deadline_s, text, cache_salt,
-            tuple(encode_prediction(self.models, prediction)),
+            request_id, tuple(self.encode(prompt)), sampling, drafting or self.drafting, priority, deadline_s, text,
+            cache_salt, tuple(encode_prediction(self.models, prediction)),
         )  # fmt: skip
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
@@ -329,7 +330,7 @@ class LLM:
         return encode_prompt(self.models, prompt)
 
 
-def default_spec(models: LoadedModels) -> Drafting:
+def default_drafting(models: LoadedModels) -> Drafting:
     """The default way to draft of an LLM of these models: adaptively, if there is a draft model."""
     return NoDraft() if models.draft_config is None else Adaptive()
 

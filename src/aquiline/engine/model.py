@@ -115,18 +115,18 @@ class LoadedModels:
         template.check_ends(self.vocab_size)
         return template
 
-    def check_spec(self, spec: Drafting) -> None:
-        """Raises ValueError if `spec` needs a draft model and none is loaded, or if a tree asks for more children than
-        the draft's vocabulary has."""
-        if not spec.needs_draft_model:
+    def check_drafting(self, drafting: Drafting) -> None:
+        """Raises ValueError if `drafting` needs a draft model and none is loaded, or if a tree asks for more children
+        than the draft's vocabulary has."""
+        if not drafting.needs_draft_model:
             return
         if self.draft_config is None:
             raise ValueError(
-                f"drafter={spec.name!r}: no draft model is loaded; pass one or use drafter='lookup' or 'none'"
+                f"drafter={drafting.name!r}: no draft model is loaded; pass one or use drafter='lookup' or 'none'"
             )
         size = self.draft_config.draft_vocab_size
-        if spec.width > size:
-            raise ValueError(f"draft_top_k={spec.width}: the draft's vocabulary has {size} tokens")
+        if drafting.width > size:
+            raise ValueError(f"draft_top_k={drafting.width}: the draft's vocabulary has {size} tokens")
 
     def token_sequences(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids that write each word, at the start of a text and after a space. Raises ValueError without a
@@ -185,15 +185,15 @@ class ResolvedPair:
         return cls(place, draft_place, asked, for_checkpoint(asked, place, environment), environment)
 
     @classmethod
-    def of(cls, pair: PairConfig, spec: Drafting | None = None) -> ResolvedPair:
-        """The checkpoints of a pair that settings name, without a draft model that `spec` does not use. Raises as
+    def of(cls, pair: PairConfig, drafting: Drafting | None = None) -> ResolvedPair:
+        """The checkpoints of a pair that settings name, without a draft model that `drafting` does not use. Raises as
         `find`."""
         named, overrides = checkpoints(pair.target, pair.draft), DraftOverrides(pair.capture, pair.norm_feedback)
         asked = Loading(pair.dtype, pair.arithmetic, overrides=overrides, draft_dtype=pair.draft_dtype)
-        draft = named.draft if spec is None or spec.needs_draft_model else None
+        draft = named.draft if drafting is None or drafting.needs_draft_model else None
         return cls.find(named.target, draft, asked, Environment.read())
 
-    def identity(self, spec: Drafting) -> dict[str, object]:
+    def identity(self, drafting: Drafting) -> dict[str, object]:
         """Everything but the sampling on which results depend: checkpoints by their bytes, how they run, and how the
         draft is used.
 
@@ -202,13 +202,13 @@ class ResolvedPair:
         dtype, overrides = self.how.dtype, self.asked.overrides
         path, arithmetic = path_of("cpu", self.asked.arithmetic, dtype, self.environment)
         draft: object = None
-        if spec.needs_draft_model and self.draft is not None:
+        if drafting.needs_draft_model and self.draft is not None:
             config = read_draft_config(
                 self.draft, self.target, capture=overrides.capture, norm_feedback=overrides.norm_feedback
             )
-            draft = [fingerprint(self.draft), asdict(config), asdict(spec)]
-        elif spec.is_speculative:
-            draft = spec.as_dict()
+            draft = [fingerprint(self.draft), asdict(config), asdict(drafting)]
+        elif drafting.is_speculative:
+            draft = drafting.as_dict()
         target = fingerprint(self.target)
         return {"target": target, "draft": draft, "dtype": dtype, "arithmetic": arithmetic, "path": path}
 

@@ -29,9 +29,9 @@ mistakes."""
 class Request:
     """What a caller asked for; the seed is resolved. prompt: the text that prompt_ids were made from, if any.
 
-    spec: how to draft for it, and the most that a step may draft. priority: a lower number runs first and may preempt
-    higher ones. deadline_s: seconds after `arrival` (time.monotonic) at which the request ends with the tokens it has.
-    cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output that the
+    drafting: how to draft for it, and the most that a step may draft. priority: a lower number runs first and may
+    preempt higher ones. deadline_s: seconds after `arrival` (time.monotonic) at which the request ends with the tokens
+    it has. cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output that the
     caller expects, which drafts may be copied from; it changes how fast the text comes and never the text. with_text
     False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
 
@@ -41,7 +41,7 @@ class Request:
     id: int | str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    spec: Drafting
+    drafting: Drafting
     priority: int = 0
     deadline_s: float | None = None
     prompt: str | None = None
@@ -53,10 +53,12 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) and not _is_whole(self.id):
             raise ValueError(f"request id {self.id!r}: must be a text or a whole number")
-        sampling, spec, deadline_s = self.sampling, self.spec, self.deadline_s
+        sampling, drafting, deadline_s = self.sampling, self.drafting, self.deadline_s
         self._check(isinstance(sampling, SamplingParams), "sampling", sampling, "must be SamplingParams")
         self._check(sampling.seed is not None, "sampling.seed", None, "must be a number here; LLM.request draws one")
-        self._check(isinstance(spec, Drafting), "spec", spec, "must be a way to draft, as Chain(3) or NoDraft()")
+        self._check(
+            isinstance(drafting, Drafting), "drafting", drafting, "must be a way to draft, as Chain(3) or NoDraft()"
+        )
         salt = self.cache_salt
         self._check(salt is None or isinstance(salt, str), "cache_salt", salt, "must be a text or None")
         self._check(_is_whole(self.priority), "priority", self.priority, "must be a whole number; lower runs first")
@@ -89,7 +91,7 @@ class Request:
     def reach(self) -> int:
         """KV indices that the sequence uses at most where there are pages for them. A step issued before the last
         outcome was read may start behind the last token, hence one step more than max_tokens_total."""
-        return self.max_tokens_total + self.spec.max_depth + 1 + self.spec.lookahead
+        return self.max_tokens_total + self.drafting.max_depth + 1 + self.drafting.lookahead
 
 
 def _is_whole(value: object) -> bool:
@@ -162,7 +164,7 @@ class Sequence:
     counters: Counters = field(default_factory=Counters)
     first_token_s: float = 0.0  # time.monotonic of the first token and of the end
     ended_s: float = 0.0
-    lookahead: int = field(init=False)  # the request's spec's; read in every step
+    lookahead: int = field(init=False)  # the request's drafting's; read in every step
     max_step: int = field(init=False)  # tokens that a step adds at most
     is_adaptive: bool = field(init=False)
     is_repeatable: bool = field(init=False)  # its steps may follow one another without the host reading its tokens
@@ -170,10 +172,14 @@ class Sequence:
     may_draft: bool = True  # in the step that was planned last: near the end of all pages there is no room for drafts
 
     def __post_init__(self) -> None:
-        spec = self.request.spec
-        self.lookahead, self.max_step, self.is_adaptive = spec.lookahead, spec.max_depth + 1, spec.is_adaptive
+        drafting = self.request.drafting
+        self.lookahead, self.max_step, self.is_adaptive = (
+            drafting.lookahead,
+            drafting.max_depth + 1,
+            drafting.is_adaptive,
+        )
         self.is_repeatable = not self.request.sampling.stop and (self.is_adaptive or self.proposer is None)
-        self.num_rows = 1 if spec.is_adaptive else spec.max_nodes
+        self.num_rows = 1 if drafting.is_adaptive else drafting.max_nodes
 
     @property
     def num_prompt(self) -> int:
@@ -198,7 +204,7 @@ class Sequence:
     @property
     def drafts(self) -> bool:
         """Whether the draft model may ever run for it."""
-        return self.request.spec.needs_draft_model
+        return self.request.drafting.needs_draft_model
 
     @property
     def urgency(self) -> tuple[int, int]:

@@ -82,17 +82,17 @@ def message_of(
 
 
 def _decode(sequence: Sequence) -> Decode:
-    spec, proposal = sequence.request.spec, None
+    drafting, proposal = sequence.request.drafting, None
     if not sequence.may_draft:
         return Decode(sequence.slot, NoDraft())
     if sequence.proposer is not None:
-        proposal = sequence.proposer.propose(sequence.tokens, spec.max_nodes - 1)
-        if len(proposal.tokens) >= spec.max_nodes or proposal.depth > spec.max_depth:
+        proposal = sequence.proposer.propose(sequence.tokens, drafting.max_nodes - 1)
+        if len(proposal.tokens) >= drafting.max_nodes or proposal.depth > drafting.max_depth:
             raise ValueError(
-                f"drafter={spec.name!r}: proposed {len(proposal.tokens)} tokens, {proposal.depth} deep; its max_nodes="
-                f"{spec.max_nodes} and max_depth={spec.max_depth} reserve room for less"
+                f"drafter={drafting.name!r}: proposed {len(proposal.tokens)} tokens, {proposal.depth} deep; its "
+                f"max_nodes={drafting.max_nodes} and max_depth={drafting.max_depth} reserve room for less"
             )
-    return Decode(sequence.slot, spec, proposal)
+    return Decode(sequence.slot, drafting, proposal)
 
 
 def _admit(sequence: Sequence) -> Admit:

@@ -163,7 +163,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
     length = None if info is None else info.max_length
     told = {"id": name, "object": "model", "created": service.began, "owned_by": "aquiline", "root": service.names[0]}
-    return told | {"max_model_len": length, "speculation": service.spec.as_dict()}
+    return told | {"max_model_len": length, "speculation": service.drafting.as_dict()}
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

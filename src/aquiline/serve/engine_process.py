@@ -34,11 +34,11 @@ def run_engine(connection: Connection, opening: Opening) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process drains first, then closes the pipe
         signal.signal(number, signal.SIG_IGN)
     try:
-        llm = LLM.open(opening.pair, opening.engine, opening.spec)
+        llm = LLM.open(opening.pair, opening.engine, opening.drafting)
     except (ValueError, AquilineError, OSError) as error:
         connection.send(f"{error}")
         return
-    if opening.spec.is_adaptive:
+    if opening.drafting.is_adaptive:
         llm.engine.prepare_choosing()  # now, and not while the first request waits
     gc.freeze()  # what was loaded stays; collections need not walk over it
     with llm, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -89,7 +89,7 @@ class ChunkedReply:
         if len(self.job.choices) > 1:
             return {"metrics": None}
         (choice,) = self.job.choices
-        num_spec_tokens = choice.request.spec.max_nodes - 1
+        num_spec_tokens = choice.request.drafting.max_nodes - 1
         return {"metrics": {"speculative_decoding": record(choice.speculation, num_spec_tokens)}}
 
     def reply(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

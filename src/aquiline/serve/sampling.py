@@ -15,7 +15,7 @@ from aquiline.serve.server_config import Limits
 from aquiline.spec.adaptive import MAX_COPY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
-from aquiline.spec.registry import drafting
+from aquiline.spec.registry import drafting_named
 
 COMPLETION_TOKENS = 16
 """New tokens of a completion that names no number, as OpenAI has it."""
@@ -64,7 +64,7 @@ class Wanted:
     most."""
 
     sampling: SamplingParams
-    spec: Drafting
+    drafting: Drafting
     n: int
     seed: int
     max_tokens: int | None
@@ -116,7 +116,7 @@ def wanted(request: CompletionRequest | ChatRequest, limits: Limits, default: Dr
     seed = secrets.randbits(63) if request.seed is None else request.seed
     sampling = SamplingParams(**given, seed=seed)
     return Wanted(
-        sampling, chosen_spec(request, default), _num_choices(request, limits), seed, max_tokens, most,
+        sampling, chosen_drafting(request, default), _num_choices(request, limits), seed, max_tokens, most,
         request.priority or 0, request.cache_salt,
     )  # fmt: skip
 
@@ -141,40 +141,40 @@ def num_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
     return number
 
 
-def chosen_spec(request: Sampling, default: Drafting) -> Drafting:
+def chosen_drafting(request: Sampling, default: Drafting) -> Drafting:
     """How to draft for a request: as it says, by a lookup where it has a prediction and names no other way, else as
     the server does."""
     if request.drafter is not None:
-        spec = default if request.drafter == default.name else _named(request.drafter)
+        drafting = default if request.drafter == default.name else _named(request.drafter)
     elif request.prediction is not None and not default.reads_prediction:
-        spec = Lookup()
+        drafting = Lookup()
     else:
-        spec = default
-    return spec if request.num_spec_tokens is None else _bounded(spec, request.num_spec_tokens)
+        drafting = default
+    return drafting if request.num_spec_tokens is None else _bounded(drafting, request.num_spec_tokens)
 
 
 def _named(drafter: str) -> Drafting:
     try:
-        return drafting(drafter)
+        return drafting_named(drafter)
     except ValueError as error:
         raise bad_request(str(error), "drafter") from None
 
 
-def _bounded(spec: Drafting, num_tokens: int) -> Drafting:
+def _bounded(drafting: Drafting, num_tokens: int) -> Drafting:
     """The same way to draft with no draft longer than num_tokens."""
-    if num_tokens == 0 or isinstance(spec, NoDraft):
+    if num_tokens == 0 or isinstance(drafting, NoDraft):
         return NoDraft()
     try:
-        if isinstance(spec, Chain):
+        if isinstance(drafting, Chain):
             return Chain(num_tokens)
-        if isinstance(spec, Lookup):
-            return replace(spec, max_draft=num_tokens)
-        if isinstance(spec, Adaptive):  # which copies up to MAX_COPY tokens a step, or none
-            return replace(spec, max_spec_tokens=num_tokens, lookup=spec.lookup and num_tokens >= MAX_COPY)
+        if isinstance(drafting, Lookup):
+            return replace(drafting, max_draft=num_tokens)
+        if isinstance(drafting, Adaptive):  # which copies up to MAX_COPY tokens a step, or none
+            return replace(drafting, max_spec_tokens=num_tokens, lookup=drafting.lookup and num_tokens >= MAX_COPY)
     except ValueError as error:
         raise bad_request(str(error), "num_spec_tokens") from None
     raise bad_request(
-        f"num_spec_tokens={num_tokens}: a {spec.name} tree has its own size; name the drafter adaptive, chain or "
+        f"num_spec_tokens={num_tokens}: a {drafting.name} tree has its own size; name the drafter adaptive, chain or "
         "lookup", "num_spec_tokens",
     )  # fmt: skip
 

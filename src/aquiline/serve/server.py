@@ -32,7 +32,7 @@ LAST_S = 5
 
 
 def open_service(
-    pair: PairConfig, engine: EngineConfig, spec: Drafting, config: ServerConfig, limits: Limits, chat: ChatConfig
+    pair: PairConfig, engine: EngineConfig, drafting: Drafting, config: ServerConfig, limits: Limits, chat: ChatConfig
 ) -> Service:
     """The service that settings describe; its engine is started by the application. Raises ValueError and
     CheckpointError for what cannot be read."""
@@ -49,8 +49,8 @@ def open_service(
     template = template.with_options(chat.template_options or {}, "the model's chat template")
     template.check_ends(vocab_size)
     names = config.served_model_name or (str(target),)
-    client = EngineClient(Opening(pair, engine, spec), config.stream_interval)
-    return Service(client, Prompts(tokenizer, template), spec, names, config, limits)
+    client = EngineClient(Opening(pair, engine, drafting), config.stream_interval)
+    return Service(client, Prompts(tokenizer, template), drafting, names, config, limits)
 
 
 def serve(service: Service) -> None:

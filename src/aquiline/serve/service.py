@@ -43,12 +43,12 @@ class Service:
         self,
         client: EngineClient,
         prompts: Prompts,
-        spec: Drafting,
+        drafting: Drafting,
         names: tuple[str, ...],
         config: ServerConfig,
         limits: Limits,
     ) -> None:
-        self.client, self.prompts, self.spec, self.names = client, prompts, spec, names
+        self.client, self.prompts, self.drafting, self.names = client, prompts, drafting, names
         self.config, self.limits = config, limits
         self.parsing = Parsing.of(prompts.template.source, config.reasoning_parser, config.tool_call_parser)
         self.metrics = Metrics(names[0])
@@ -85,7 +85,7 @@ class Service:
     async def completion(self, request: CompletionRequest, size: int) -> Job:
         """A completion request whose body has `size` bytes, checked and as token ids."""
         with explained():
-            asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
+            asked, model = wanted(request, self.limits, self.drafting), self.model(request.model)
             given, most = several(request.prompt), self.max_length
             check_choices(len(given), asked.n, self.limits)
 
@@ -100,7 +100,7 @@ class Service:
         """A chat request whose body has `size` bytes, checked and as token ids."""
         length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         with in_words_of({"max_tokens": length}), explained():
-            asked, model = wanted(request, self.limits, self.spec), self.model(request.model)
+            asked, model = wanted(request, self.limits, self.drafting), self.model(request.model)
             tools, most = self._tools(request), self.max_length
             asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling))
 
@@ -155,7 +155,7 @@ class Service:
             for index in range(asked.n):
                 sampling = asked.choice(index, room)
                 engine_request = Request(
-                    self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.spec, asked.priority,
+                    self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.drafting, asked.priority,
                     self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
                 )  # fmt: skip
                 parser = None if text is None else self.parsing.parser(text, has_tools)

@@ -22,7 +22,7 @@ class Opening:
 
     pair: PairConfig
     engine: EngineConfig
-    spec: Drafting
+    drafting: Drafting
 
 
 class Submit(NamedTuple):

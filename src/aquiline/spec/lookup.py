@@ -94,14 +94,14 @@ class LookupProposer:
     none. The index stays while the sequence is preempted."""
 
     def __init__(
-        self, spec: Lookup, num_prompt: int, prediction: Sequence[int], shared: LookupShared, past: PastSpace | None
+        self, drafting: Lookup, num_prompt: int, prediction: Sequence[int], shared: LookupShared, past: PastSpace | None
     ) -> None:
-        self.spec, self.num_prompt, self.prediction, self.shared = spec, num_prompt, prediction, shared
-        self.past = None if past is None else PastMatch(past, spec.min_match)
+        self.drafting, self.num_prompt, self.prediction, self.shared = drafting, num_prompt, prediction, shared
+        self.past = None if past is None else PastMatch(past, drafting.min_match)
         self.index: TextIndex | None = None
         self.num_seen = 0  # tokens of the sequence that were indexed, or skipped as too old
-        self.window = spec.window
-        self.least = MIN_CHANCE if spec.min_confidence is None else spec.min_confidence
+        self.window = drafting.window
+        self.least = MIN_CHANCE if drafting.min_confidence is None else drafting.min_confidence
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
         """The tokens after the longer of two matches, in the sequence's own text and in past outputs, as far as they
@@ -144,7 +144,7 @@ class LookupProposer:
         half of the rest. The other half is left for later tokens.
 
         The prediction stands first, so it is copied from only if prompt and output have no match as long."""
-        index = self.index = self.shared.new_index(self.spec.min_match, self.shared.events)
+        index = self.index = self.shared.new_index(self.drafting.min_match, self.shared.events)
         if self.prediction:
             index.extend(tokens[max(0, self.num_prompt - PROMPT_TAIL) : self.num_prompt])
             index.extend(self.prediction[: self.window // 2 - PROMPT_TAIL - 1])

@@ -17,7 +17,7 @@ DRAFTINGS: dict[str, type[Drafting]] = {kind.name: kind for kind in (NoDraft, Ad
 """The ways to draft that a command line and a JSON file can name."""
 
 
-def drafting(name: str, **fields: Any) -> Drafting:
+def drafting_named(name: str, **fields: Any) -> Drafting:
     """The way to draft called `name`, with those of `fields` that it has. The other fields belong to other ways.
 
     Raises ValueError for a name that is not in DRAFTINGS, for a field that none of them has, and for a bad value."""
@@ -39,12 +39,12 @@ class DraftingChoice:
     given: Mapping[str, Any]
 
     def value(self, default: str) -> Drafting:
-        """The chosen way, with those of the given fields that it has. Raises ValueError as `drafting` does.
+        """The chosen way, with those of the given fields that it has. Raises ValueError as `drafting_named` does.
 
         If no way is named and the default has none of the given fields, it is the first way that has all of them."""
         name = self.name or self._meant(default)
         kind = DRAFTINGS.get(name, NoDraft)
-        return drafting(
+        return drafting_named(
             name, **{f.name: self.given[name_of(f)] for f in dataclass_fields(kind) if name_of(f) in self.given}
         )
 

@@ -95,7 +95,7 @@ class StaticShape:
 
 @lru_cache
 def static_shape(static_paths: tuple[tuple[int, ...], ...]) -> StaticShape:
-    """The tree of a list of paths of child ranks, each from the root down. spec.drafting.Static checks the paths."""
+    """The tree of a list of paths of child ranks, each from the root down. Static checks the paths."""
     ordered = sorted(static_paths, key=lambda path: (len(path), path))
     number = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
     return StaticShape(

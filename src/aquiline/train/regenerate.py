@@ -158,7 +158,7 @@ class Regeneration:
             self._fail(row, f"{', '.join(labels)}: hold half a surrogate pair, which is no text")
             return None
         temperature, seed = self.config.draw(row)
-        chain = self.llm.spec.as_dict().get("num_spec_tokens", 0)
+        chain = self.llm.drafting.as_dict().get("num_spec_tokens", 0)
         return Conversation(row, question, labels, temperature, seed, chain)
 
     def _request(self, conversation: Conversation) -> Request | None:

@@ -44,7 +44,7 @@ def chosen(
     record.pool.levels.hits[1] = share * record.pool.levels.trials[1]
     choice = _SequenceState(record, Terms(CUT, length, chain_worth) if length else None, least)
     sequence: Any = SimpleNamespace(
-        proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(spec=Adaptive())
+        proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(drafting=Adaptive())
     )
     return controller._choose(sequence, choice)
 

@@ -54,7 +54,7 @@ def test_a_table_is_measured_for_any_context(max_positions: int) -> None:
 def test_a_short_context_drafts_adaptively(isa: str | None) -> None:
     """It is the default way to draft."""
     llm = LLM.from_models(models_of(60, isa), engine_config(2, calibration=True))
-    sequence = add(llm, "a", words(20), spec=Adaptive())
+    sequence = add(llm, "a", words(20), drafting=Adaptive())
     finish(llm)
     assert len(sequence.output_ids) == 20
 

@@ -50,8 +50,8 @@ class Copies:
         return Proposal(tuple(range(1, len(self.chances) + 1)), (), self.chances)
 
 
-def sequence_of(proposer: Copies | None = None, spec: Drafting = Adaptive(), slot: int = 0) -> Sequence:
-    request = Request(slot, (5,), SamplingParams(max_tokens=10**6, seed=0), spec)
+def sequence_of(proposer: Copies | None = None, drafting: Drafting = Adaptive(), slot: int = 0) -> Sequence:
+    request = Request(slot, (5,), SamplingParams(max_tokens=10**6, seed=0), drafting)
     return Sequence(request, Detokenizer(None, (5,), ()), frozenset(), [5], slot, proposer, slot=slot)
 
 
@@ -119,7 +119,7 @@ def test_a_copy_is_cut_where_a_row_costs_as_much_as_four() -> None:
 def test_rows_of_fixed_drafts_leave_fewer_cheap_ones() -> None:
     """Eight rows are cheap. A chain of seven beside it takes them all, and what is left is too dear to draft for."""
     rows, sequence = [(1, 2.0), (8, 2.05), (9, 6.0), (32, 52.0)], sequence_of()
-    for beside, source in ((), "draft"), ((sequence_of(spec=Chain(7), slot=1),), "none"):
+    for beside, source in ((), "draft"), ((sequence_of(drafting=Chain(7), slot=1),), "none"):
         controller = controller_of(rows, pass_ms=0.05)
         steps = [controller.decodes(plan_of(sequence, *beside))[sequence] for _ in range(INITIAL_PROBES + 1)]
         assert source_of(steps[-1]) == source, "those before may be probes"

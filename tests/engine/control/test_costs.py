@@ -61,8 +61,8 @@ def test_keys_cost_once_for_a_sequence_and_again_for_each_row() -> None:
     assert costs.verify(3, keys=500) == pytest.approx(2.0 + 0.05)
     assert costs.verify(3, keys=2000) == pytest.approx(2.0 + 0.1 + 0.2), "dearer beyond the caches"
     assert costs.verify(3, keys=5000) == pytest.approx(2.0 + 0.7 + 0.2)
-    assert costs.drafting((8, 1), keys=2000) == pytest.approx(0.3 + 0.1 + 0.02)
-    assert costs.drafting(()) == 0.0
+    assert costs.draft_ms((8, 1), keys=2000) == pytest.approx(0.3 + 0.1 + 0.02)
+    assert costs.draft_ms(()) == 0.0
     assert costs.row(4, 1) == pytest.approx(1.0), "an edge"
     assert costs.row(1, 3) == 0.0, "no edge"
 
@@ -71,10 +71,10 @@ def test_a_slower_machine_is_followed_within_some_tens_of_steps() -> None:
     costs = StepCosts(TABLE)
     for _ in range(60):
         costs.learn_verify(4, 0.0, 0.0, 1.5 * TABLE.verify[4])
-        costs.learn_draft(costs.drafting((2,)), 3 * TABLE.first[2])
+        costs.learn_draft(costs.draft_ms((2,)), 3 * TABLE.first[2])
     assert costs.verify(4) == pytest.approx(3.0, rel=0.05)
     assert 2.3 < costs.verify(1) <= 3.0, "what all rows share goes to all rows"
-    assert costs.drafting((2, 2)) == pytest.approx(3 * (TABLE.first[2] + TABLE.deeper[2]), rel=0.1)
+    assert costs.draft_ms((2, 2)) == pytest.approx(3 * (TABLE.first[2] + TABLE.deeper[2]), rel=0.1)
 
 
 def test_one_number_of_rows_has_its_own_place() -> None:

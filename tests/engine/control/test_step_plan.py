@@ -127,7 +127,7 @@ def test_it_is_the_best_of_all_ways(
         rows = load.rows + len(chosen)
         ms = costs.verify(rows, load.all_keys, load.all_keys + len(chosen) * keys) + costs.host_ms
         ms -= costs.verify(load.rows) - costs.verify(load.rows - chunk_rows)
-        ms += costs.drafting((num_drafting,), num_drafting * keys) if num_drafting else 0.0
+        ms += costs.draft_ms((num_drafting,), num_drafting * keys) if num_drafting else 0.0
         return (load.tokens + sum(chosen)) / ms
 
     best = rate((), 0)

@@ -192,12 +192,12 @@ def _stdlib() -> list[_File]:
 def _package(name: str) -> list[_File] | None:
     """The Python files of an installed package; None if there is none of that name."""
     try:
-        spec = importlib.util.find_spec(name)
+        drafting = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a parent that is missing, a name that cannot be one
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
+        drafting = None
+    if drafting is None or not drafting.submodule_search_locations:
         return None
-    root = Path(next(iter(spec.submodule_search_locations))).resolve()
+    root = Path(next(iter(drafting.submodule_search_locations))).resolve()
     return [_File(path, path.relative_to(root.parent).as_posix()) for path in root.rglob("*.py")]
 
 

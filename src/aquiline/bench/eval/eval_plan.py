@@ -72,7 +72,7 @@ class EvalPlan:
         for name in ("repeats", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        kinds = [spec.name for spec in self.settings.values()]
+        kinds = [drafting.name for drafting in self.settings.values()]
         if kinds[:1] != ["none"] or "none" in kinds[1:] or len(kinds) < 2:
             raise ValueError(f"settings={list(self.settings)}: needs the baseline first, and at least one that drafts")
         for temperature in self.temperatures:
@@ -81,7 +81,9 @@ class EvalPlan:
     @property
     def chains(self) -> dict[int, str]:
         """Names of the settings that draft a chain, by its length."""
-        return {spec.num_spec_tokens: name for name, spec in self.settings.items() if isinstance(spec, Chain)}
+        return {
+            drafting.num_spec_tokens: name for name, drafting in self.settings.items() if isinstance(drafting, Chain)
+        }
 
 
 def check_pair(pair: PairConfig) -> None:

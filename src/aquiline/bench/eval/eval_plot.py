@@ -48,8 +48,8 @@ def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path
 def _colors(settings: dict[str, Drafting], maps: Any) -> dict[str, Any]:
     """Colors of the settings: one hue per way to draft, from light to dark within it."""
     by_kind: dict[str, list[str]] = {}
-    for name, spec in settings.items():
-        by_kind.setdefault(spec.name, []).append(name)
+    for name, drafting in settings.items():
+        by_kind.setdefault(drafting.name, []).append(name)
     colors = {}
     for kind, names in by_kind.items():
         for place, name in enumerate(names):

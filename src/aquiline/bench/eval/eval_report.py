@@ -102,7 +102,7 @@ def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
 def as_document(found: Evaluated, derived: Tables, facts: EvalFacts) -> dict[str, object]:
     """The JSON of an evaluation; the module's docstring is its schema."""
     plan = found.plan
-    settings = {name: spec.as_dict() for name, spec in plan.settings.items()}
+    settings = {name: drafting.as_dict() for name, drafting in plan.settings.items()}
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -59,9 +59,9 @@ class Evaluation:
                 f"engine: needs EngineConfig(max_batch={batch}, prefix_cache=False), so that no run helps another and "
                 "all of a batch run together; pass that"
             )
-        for spec in self.plan.settings.values():
-            if spec.is_speculative:
-                self.llm.models.check_spec(spec)
+        for drafting in self.plan.settings.values():
+            if drafting.is_speculative:
+                self.llm.models.check_drafting(drafting)
 
     @property
     def num_tokens(self) -> int:
@@ -92,8 +92,8 @@ class Evaluation:
         room = self.llm.engine.max_context
         sampling = SamplingParams(max_tokens=min(WARMUP_TOKENS, room - 1), ignore_eos=True)
         prompt = min(prompts, key=len)[: room - sampling.max_tokens]
-        for spec in self.plan.settings.values():
-            self.llm.run([prompt], sampling, spec=spec)
+        for drafting in self.plan.settings.values():
+            self.llm.run([prompt], sampling, drafting=drafting)
 
     def _answer_files(self, stack: ExitStack, temperature: float, length: int) -> dict[str, EagleAnswers]:
         if self.answers is None:
@@ -144,8 +144,8 @@ class Evaluation:
             return f"prompt of {len(prompt)} tokens + length {length} exceeds the {limit} positions there are"
         sampling = SamplingParams(max_tokens=length, seed=0)
         try:
-            for spec in self.plan.settings.values():
-                self.llm.engine.check(self.llm.request(0, prompt, sampling, spec))
+            for drafting in self.plan.settings.values():
+                self.llm.engine.check(self.llm.request(0, prompt, sampling, drafting))
         except OutOfPages as error:
             return str(error)
         return None
@@ -172,7 +172,7 @@ class Evaluation:
         """One run of one setting on all prompts, added to the runs of each."""
         prompts = [text.prompt_ids for text in asked]
         outputs = self.llm.run(
-            prompts, [self._sampling(text) for text in asked], spec=self.plan.settings[setting]
+            prompts, [self._sampling(text) for text in asked], drafting=self.plan.settings[setting]
         ).outputs
         has_decoded = any(len(output.token_ids) > 1 for output in outputs)
         decode_ms = decode_s(spans_of(outputs)) * 1e3 if has_decoded else 0.0

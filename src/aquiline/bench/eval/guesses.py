@@ -73,7 +73,7 @@ class ChainTeacher:
     def guess(self, prompt_ids: list[int], sampling: SamplingParams, num_spec_tokens: int) -> Guesses:
         """Continue a prompt and compare every chain with the tokens that the target wrote."""
         chains = self.recorder.chains = list[list[int]]()
-        output = self.llm.run([prompt_ids], sampling, spec=Chain(num_spec_tokens)).outputs[0]
+        output = self.llm.run([prompt_ids], sampling, drafting=Chain(num_spec_tokens)).outputs[0]
         written = np.array(output.token_ids)
         n, K = len(written), num_spec_tokens
         assert len(chains) == n - 1, f"{len(chains)} chains along {n} tokens"

@@ -135,13 +135,13 @@ def _violations(result: Result) -> list[str]:
 
 
 def _figures(result: Result, ratio: Ratio) -> dict[str, float | None]:
-    spec, roofline = result["eagle_speculation"], result.get("roofline", {})
+    drafting, roofline = result["eagle_speculation"], result.get("roofline", {})
     return {
         "speedup": ratio.value,
-        "tau": spec["mean_acceptance_length"],
+        "tau": drafting["mean_acceptance_length"],
         "steps": min(result["output"]["num_tokens"]) - 1,
         "runs": result["scenario"]["measurement_runs"],
-        "acceptance_rate": spec["mean_acceptance_rate"],
+        "acceptance_rate": drafting["mean_acceptance_rate"],
         "tokens_per_s": result["throughput_tokens_per_sec"]["median"],
         "ttft_ms": result["ttft_ms"]["median"],
         "itl_ms": result["itl_ms"]["median"],

@@ -52,7 +52,7 @@ def check(llm: LLM, spec: PeerSpec, setup: PeerSetup, prompts: list[list[int]]) 
     room = max(map(len, prompts)) + CHECK_TOKENS + 1
     peer = spec.plain.open(replace(setup, batch=1, max_context=max(setup.max_context, room)))
     try:
-        ours = [llm.run([prompt], sampling, spec=NoDraft()).outputs[0].token_ids for prompt in prompts]
+        ours = [llm.run([prompt], sampling, drafting=NoDraft()).outputs[0].token_ids for prompt in prompts]
         return Checked(tuple(count(peer, p, ids) for p, ids in zip(prompts, ours, strict=True)), is_packed)
     finally:
         peer.close()

@@ -91,7 +91,7 @@ class Own:
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         """Run the prompts and keep the measurement."""
-        self.runs.append(self.llm.run(prompts, sampling, spec=self.spec))
+        self.runs.append(self.llm.run(prompts, sampling, drafting=self.spec))
 
     def result(self, scenario: Scenario, model: PeerModel) -> Result:
         """The result of the measured runs."""

@@ -66,9 +66,9 @@ def differences(result: Result, baseline: Result) -> list[str]:
 
 def recomputed_tau(result: Result) -> float:
     """Tau from output lengths: tokens that decode steps committed, per (active slot, step) pair."""
-    spec = result["eagle_speculation"]
-    committed = sum(result["output"]["num_tokens"]) - spec["num_prefilled"]
-    return committed / spec["num_steps"] if spec["num_steps"] else 0.0
+    drafting = result["eagle_speculation"]
+    committed = sum(result["output"]["num_tokens"]) - drafting["num_prefilled"]
+    return committed / drafting["num_steps"] if drafting["num_steps"] else 0.0
 
 
 def _not_by_schema(result: object) -> Iterator[str]:
@@ -114,55 +114,57 @@ def _output(result: Result) -> Iterator[str]:
 def _own(result: Result) -> list[str]:
     """Problems of our own results: facts that are missing, and figures that disagree. Other engines' figures are not
     checked here, since each engine counts in its own way."""
-    system, batch, spec = result["system"], result["scenario"]["batch"], result["eagle_speculation"]
+    system, batch, drafting = result["system"], result["scenario"]["batch"], result["eagle_speculation"]
     found = [f"system.{name}: is missing" for name in ("cpu", "threads", "isa", "path") if name not in system]
     latency, throughput = (result[name]["values"] for name in ("latency_ms_per_token", "throughput_tokens_per_sec"))
     expected = [batch / value * 1e3 for value in throughput if value]
     if len(latency) != len(expected) or any(map(_differ, latency, expected)):
         found.append("latency_ms_per_token: is not scenario.batch over throughput_tokens_per_sec, run by run")
-    num_tokens, counted = sum(result["output"]["num_tokens"]), spec["num_prefilled"] + spec["num_committed"]
+    num_tokens, counted = sum(result["output"]["num_tokens"]), drafting["num_prefilled"] + drafting["num_committed"]
     if num_tokens != counted:
         found.append(f"output.num_tokens: {num_tokens} tokens, but num_prefilled + num_committed = {counted}")
     tau = recomputed_tau(result)
-    if _differ(tau, spec["mean_acceptance_length"]):
-        found.append(f"mean_acceptance_length: {spec['mean_acceptance_length']}, the output lengths say {tau}")
-    return found + _counters(spec, result["setting"])
+    if _differ(tau, drafting["mean_acceptance_length"]):
+        found.append(f"mean_acceptance_length: {drafting['mean_acceptance_length']}, the output lengths say {tau}")
+    return found + _counters(drafting, result["setting"])
 
 
-def _counters(spec: Result, setting: Result) -> list[str]:
+def _counters(drafting: Result, setting: Result) -> list[str]:
     """Problems of the counters: a step commits its accepted drafts and one token of the target's, minus cut tokens."""
     found = []
-    steps, drafted, accepted = spec["num_steps"], spec["total_draft_tokens"], spec["total_accepted_tokens"]
+    steps, drafted, accepted = drafting["num_steps"], drafting["total_draft_tokens"], drafting["total_accepted_tokens"]
     if not steps:
         found.append("eagle_speculation.num_steps: is 0; nothing was decoded")
-    if spec["num_committed"] + spec["tokens_cut"] != accepted + steps:
+    if drafting["num_committed"] + drafting["tokens_cut"] != accepted + steps:
         found.append(
             f"eagle_speculation: total_accepted_tokens {accepted} + num_steps {steps} are not num_committed "
-            f"{spec['num_committed']} + tokens_cut {spec['tokens_cut']}"
+            f"{drafting['num_committed']} + tokens_cut {drafting['tokens_cut']}"
         )
     if setting["drafter"] == "none" and drafted:
         found.append("eagle_speculation: drafts counted without a drafter")
     if setting["drafter"] not in ("none", "adaptive") and not drafted:  # adaptive drafting may find that nothing pays
         found.append(f"eagle_speculation.total_draft_tokens: is 0 with setting.drafter {setting['drafter']!r}")
-    if _differ(spec["mean_acceptance_rate"], accepted / drafted if drafted else 0.0):
+    if _differ(drafting["mean_acceptance_rate"], accepted / drafted if drafted else 0.0):
         found.append(
-            f"eagle_speculation.mean_acceptance_rate: is {spec['mean_acceptance_rate']}, total_accepted_tokens "
+            f"eagle_speculation.mean_acceptance_rate: is {drafting['mean_acceptance_rate']}, total_accepted_tokens "
             f"{accepted} of total_draft_tokens {drafted}"
         )
-    if _differ(sum(spec["per_position"]) * steps, accepted):
+    if _differ(sum(drafting["per_position"]) * steps, accepted):
         found.append(
             f"eagle_speculation.per_position: in num_steps {steps} is not total_accepted_tokens {accepted} in all"
         )
-    if spec["num_drafts"] != (steps if drafted else 0):
+    if drafting["num_drafts"] != (steps if drafted else 0):
         found.append(
-            f"eagle_speculation.num_drafts: is {spec['num_drafts']}, num_steps {steps} drafted {drafted} tokens"
+            f"eagle_speculation.num_drafts: is {drafting['num_drafts']}, num_steps {steps} drafted {drafted} tokens"
         )
     if setting["drafter"] == "chain":
         longest = setting.get("num_spec_tokens")
         if longest is None:
             found.append("setting.num_spec_tokens: is missing; a chain has a length")
-        elif len(spec["per_position"]) > longest:
-            found.append(f"setting.num_spec_tokens: is {longest}, accepted positions reach {len(spec['per_position'])}")
+        elif len(drafting["per_position"]) > longest:
+            found.append(
+                f"setting.num_spec_tokens: is {longest}, accepted positions reach {len(drafting['per_position'])}"
+            )
     return found
 
 

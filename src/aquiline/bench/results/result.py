@@ -75,7 +75,7 @@ def is_speculative(result: Result) -> bool:
 
 
 def describe(
-    scenario: Scenario, setting: str, spec: Drafting, model: ModelFacts, llm: LLM, runs: list[Run],
+    scenario: Scenario, setting: str, drafting: Drafting, model: ModelFacts, llm: LLM, runs: list[Run],
     prefill: Run | None = None,
 ) -> Result:  # fmt: skip
     """The result of the measured runs of one setting, in the order of their rounds. prefill: the run that computed the
@@ -99,9 +99,9 @@ def describe(
         "scenario": asdict(scenario) | {"repeated_share": repeated},
         "setting": {
             "name": setting,
-            "drafter": spec.name,
-            "num_spec_tokens": spec.as_dict().get("num_spec_tokens"),
-            "max_nodes": spec.max_nodes,
+            "drafter": drafting.name,
+            "num_spec_tokens": drafting.as_dict().get("num_spec_tokens"),
+            "max_nodes": drafting.max_nodes,
         },
         "engine": "aquiline",
         "model": asdict(model),

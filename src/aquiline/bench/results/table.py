@@ -158,17 +158,17 @@ def _row(label: str, result: Result, results: Results, older: Results | None) ->
 
 
 def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
-    spec, memory, roofline = result["eagle_speculation"], result["memory"], result.get("roofline", {})
+    drafting, memory, roofline = result["eagle_speculation"], result["memory"], result.get("roofline", {})
     is_drafting = is_speculative(result)
     is_simulated = result["model"]["simulated_tau"] is not None
     efficiency = speedups.spec_efficiency(result, ratio)
     return {
         "tok/s": _spread(result["throughput_tokens_per_sec"]),
         "speedup": str(ratio) if is_drafting else "baseline",
-        "tau": f"{spec['mean_acceptance_length']:.2f}" + " (simulated)" * is_simulated,
+        "tau": f"{drafting['mean_acceptance_length']:.2f}" + " (simulated)" * is_simulated,
         "repeated": f"{result['scenario']['repeated_share']:.0%}",
-        "accepted": f"{spec['mean_acceptance_rate']:.0%}" if is_drafting else "-",
-        "by position": " ".join(f"{share:.2f}" for share in spec["per_position"]) or "-",
+        "accepted": f"{drafting['mean_acceptance_rate']:.0%}" if is_drafting else "-",
+        "by position": " ".join(f"{share:.2f}" for share in drafting["per_position"]) or "-",
         "TTFT ms": f"{result['ttft_ms']['median']:.0f}",
         "ITL ms": f"{result['itl_ms']['median']:.2f}",
         "KV MB": f"{memory['kv_bytes'] / 1e6:.0f}",

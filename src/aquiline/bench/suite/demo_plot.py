@@ -35,7 +35,7 @@ def plot_demo(result: DemoResult, path: Path) -> None:
         for place, run in enumerate(runs):
             x = group * (len(runs) + 1) + place
             rate = estimate(run.rates)
-            bar = speed.bar(x, rate.value, color=COLORS[run.spec.name], width=0.9)
+            bar = speed.bar(x, rate.value, color=COLORS[run.drafting.name], width=0.9)
             if rate.low is not None and rate.high is not None:
                 ends = [[rate.value - rate.low], [rate.high - rate.value]]
                 speed.errorbar(x, rate.value, yerr=ends, color="#1a202c", capsize=3, linewidth=1)
@@ -44,8 +44,8 @@ def plot_demo(result: DemoResult, path: Path) -> None:
             shares = run.counters.per_position[:SHOWN]
             positions = range(1, len(shares) + 1)
             style = "-" if temperature == 0 else "--"
-            if run.spec.is_speculative:
-                color = COLORS[run.spec.name]
+            if run.drafting.is_speculative:
+                color = COLORS[run.drafting.name]
                 name = f"{run.name}, temperature {temperature:g}"
                 accepted.plot(positions, shares, style, marker="o", color=color, label=name)
     middle = (len(result.runs) // len(TEMPERATURES) - 1) / 2
@@ -54,7 +54,7 @@ def plot_demo(result: DemoResult, path: Path) -> None:
     speed.set_ylabel("decode tok/s")
     rates = [estimate(run.rates) for run in result.runs]
     speed.set_ylim(0, 1.35 * max(rate.high or rate.value for rate in rates))
-    kinds = {run.spec.name: run.name for run in result.runs}
+    kinds = {run.drafting.name: run.name for run in result.runs}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in kinds]
     speed.legend(handles, kinds.values(), fontsize=8, loc="upper right")
     accepted.set_xlabel("position in the draft")

@@ -72,7 +72,7 @@ class DemoRun:
     """One setting at one temperature over all prompts."""
 
     name: str
-    spec: Drafting
+    drafting: Drafting
     temperature: float
     outputs: list[Output] = field(default_factory=list)
     summaries: list[RunSummary] = field(default_factory=list)
@@ -80,10 +80,10 @@ class DemoRun:
     @property
     def title(self) -> str:
         """Its name with the size of what it drafts, where that is fixed."""
-        if not self.spec.is_speculative or self.spec.is_adaptive:
+        if not self.drafting.is_speculative or self.drafting.is_adaptive:
             return self.name
-        is_chain = self.spec.max_nodes == self.spec.max_depth + 1
-        return self.name + (f" K={self.spec.max_depth}" if is_chain else f" N={self.spec.max_nodes}")
+        is_chain = self.drafting.max_nodes == self.drafting.max_depth + 1
+        return self.name + (f" K={self.drafting.max_depth}" if is_chain else f" N={self.drafting.max_nodes}")
 
     @property
     def counters(self) -> Counters:
@@ -115,7 +115,7 @@ class DemoRun:
         return {
             "name": self.name,
             "title": self.title,
-            "drafter": self.spec.name,
+            "drafter": self.drafting.name,
             "temperature": self.temperature,
             "repeated_share": mean([repeated_share(o.token_ids) for o in self.outputs]),
             "tokens_per_s": rate.value,
@@ -137,7 +137,7 @@ class DemoResult:
 
     def baseline(self, temperature: float) -> DemoRun:
         """The run without speculation at a temperature."""
-        return next(r for r in self.runs if r.temperature == temperature and not r.spec.is_speculative)
+        return next(r for r in self.runs if r.temperature == temperature and not r.drafting.is_speculative)
 
     def is_identical(self, run: DemoRun) -> bool:
         """Whether a run's every token equals the baseline's."""
@@ -166,15 +166,15 @@ class DemoResult:
 def run_demo(llm: LLM, demo: Demo, on_progress: Callable[[], None]) -> DemoResult:
     """Run every setting at every temperature on every prompt, alternating settings, after one warm-up each."""
     tree = Dynamic()
-    for spec in (NoDraft(), Adaptive(), Chain(), tree):
-        llm.run([demo.prompts[0].token_ids], SamplingParams(max_tokens=16, ignore_eos=True), spec=spec)
+    for drafting in (NoDraft(), Adaptive(), Chain(), tree):
+        llm.run([demo.prompts[0].token_ids], SamplingParams(max_tokens=16, ignore_eos=True), drafting=drafting)
     runs = []
     for temperature in TEMPERATURES:
         chain = _fastest_chain(llm, demo, temperature, on_progress) if demo.others else Chain()
         specs = (NoDraft(), Adaptive(), chain, tree)
-        runs += [DemoRun(name, spec, temperature) for name, spec in zip(NAMES, specs, strict=True)]
+        runs += [DemoRun(name, drafting, temperature) for name, drafting in zip(NAMES, specs, strict=True)]
     for prompt, run in _alternated(demo.prompts, runs):
-        result = llm.run([prompt.token_ids], demo.sampling(run.temperature), spec=run.spec)
+        result = llm.run([prompt.token_ids], demo.sampling(run.temperature), drafting=run.drafting)
         run.outputs.append(result.outputs[0])
         run.summaries.append(result.summary)
         on_progress()
@@ -188,7 +188,7 @@ def measured_costs(llm: LLM) -> Costs:
     costs, passes = llm.engine.controller.costs, (1,) * EXPECTED_CHAIN
     one, rows = (costs.verify(rows) + costs.host_ms for rows in (1, EXPECTED_CHAIN + 1))
     shape = shape_of(llm.models.target_config, llm.models.storage)
-    drafting = costs.drafting(passes) if llm.models.draft_config is not None else None
+    drafting = costs.draft_ms(passes) if llm.models.draft_config is not None else None
     return Costs(
         forward_cost(shape.body, shape.precision, StepRows(1, 0)).weight_bytes, last_level_cache(), rows / one,
         None if drafting is None else (rows + drafting) / one,
@@ -201,7 +201,7 @@ def _fastest_chain(llm: LLM, demo: Demo, temperature: float, on_progress: Callab
     sampling = replace(demo.sampling(temperature), max_tokens=OTHER_TOKENS)
     for index, prompt in enumerate(demo.others):
         for chain in rotated(list(seconds), index):
-            output = llm.run([prompt.token_ids], sampling, spec=chain).outputs[0]
+            output = llm.run([prompt.token_ids], sampling, drafting=chain).outputs[0]
             seconds[chain] += decode_s(spans_of([output]))
             on_progress()
     return min(seconds, key=lambda chain: seconds[chain])

@@ -54,7 +54,7 @@ class Profile:
     rows: list[StageRow]
     laps: list[Lap]
     summary: RunSummary
-    spec: Drafting
+    drafting: Drafting
     system: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -63,7 +63,7 @@ class Profile:
             "stages": [row.__dict__ for row in self.rows],
             "num_steps": self.summary.num_decode_steps,
             "tau": self.summary.counters.tau,
-            "drafter": self.spec.name,
+            "drafter": self.drafting.name,
             "adaptive": self.summary.choices.as_dict(),
             "system": self.system,
         }
@@ -83,10 +83,10 @@ class Profile:
 
 
 def profile(
-    models: LoadedModels, config: EngineConfig, spec: Drafting, prompts: list[list[int]], sampling: SamplingParams
+    models: LoadedModels, config: EngineConfig, drafting: Drafting, prompts: list[list[int]], sampling: SamplingParams
 ) -> Profile:
     """Run prompts once to warm up and once measured; only steps that do nothing but decode count."""
-    llm = LLM.from_models(models, config, spec)
+    llm = LLM.from_models(models, config, drafting)
     llm.run(prompts, sampling)
     engine, meter = llm.engine, llm.engine.meter
     engine.backend.time_parts(True)
@@ -102,7 +102,7 @@ def profile(
         laps += step + _parts(step, {name: meter.part_s[name] - seconds for name, seconds in before.items()})
     meter.laps = None
     summary = meter.since(began)
-    return Profile(_table(laps, summary.num_decode_steps), laps, summary, spec, llm.models.system())
+    return Profile(_table(laps, summary.num_decode_steps), laps, summary, drafting, llm.models.system())
 
 
 def _parts(step: list[Lap], seconds: dict[str, float]) -> list[Lap]:

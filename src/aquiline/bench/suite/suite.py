@@ -116,15 +116,15 @@ class LoadRun:
         progress.start("this machine's ceilings", 1)
         ideal = self._roofline(llm)
         baseline: list[float] = []
-        for name, spec in settings.items():
-            result = describe(scenario, name, spec, self._model(llm, spec), llm, measured[name], prefill)
+        for name, drafting in settings.items():
+            result = describe(scenario, name, drafting, self._model(llm, drafting), llm, measured[name], prefill)
             rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
             baseline = baseline or rates["values"]
             speedup = paired(rates["values"], baseline).value
             context = self.load.context + plan.micro_steps // 2
-            if not spec.is_adaptive:  # whose steps have many shapes, and so no one ideal
-                result["roofline"] = ideal.report(spec, tau, self.load.batch, context, rates["median"]) | {
-                    "spec_efficiency": ideal.spec_efficiency(speedup, spec, tau, self.load.batch, context),
+            if not drafting.is_adaptive:  # whose steps have many shapes, and so no one ideal
+                result["roofline"] = ideal.report(drafting, tau, self.load.batch, context, rates["median"]) | {
+                    "spec_efficiency": ideal.spec_efficiency(speedup, drafting, tau, self.load.batch, context),
                     "notes": ideal.notes(),
                 }
             write_result(result, self.file(name))
@@ -148,10 +148,10 @@ class LoadRun:
         llm.engine.backend = simulated
         return simulated
 
-    def _tau_of(self, spec: Drafting) -> float:
+    def _tau_of(self, drafting: Drafting) -> float:
         """The simulated tau of a setting: no more than its chain can give."""
         assert self.source.simulated_tau is not None
-        return min(self.source.simulated_tau, spec.max_depth + 1)
+        return min(self.source.simulated_tau, drafting.max_depth + 1)
 
     def _prompts(self, tokenizer: Tokenizer | None) -> tuple[list[list[int]], Scenario]:
         load, plan = self.load, self.plan
@@ -169,11 +169,11 @@ class LoadRun:
             measurement_runs=plan.measurement_runs,
         )  # fmt: skip
 
-    def _prefill(self, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
+    def _prefill(self, llm: LLM, prompts: list[list[int]], drafting: Drafting) -> Run:
         """Compute the prompts' pages, the draft's keys included."""
-        return llm.run(prompts, SamplingParams(max_tokens=1, ignore_eos=True), spec=spec)
+        return llm.run(prompts, SamplingParams(max_tokens=1, ignore_eos=True), drafting=drafting)
 
-    def _decode(self, llm: LLM, prompts: list[list[int]], spec: Drafting) -> Run:
+    def _decode(self, llm: LLM, prompts: list[list[int]], drafting: Drafting) -> Run:
         sampling = [
             SamplingParams(
                 max_tokens=self.plan.micro_steps + 1, temperature=self.temperature, seed=self.plan.seed + i,
@@ -181,18 +181,18 @@ class LoadRun:
             )
             for i in range(len(prompts))
         ]  # fmt: skip
-        run = llm.run(prompts, sampling, spec=spec)
+        run = llm.run(prompts, sampling, drafting=drafting)
         missing = run.summary.counters.num_prompt_tokens - run.summary.counters.num_prefix_hits
         assert missing <= len(prompts) * llm.engine.config.page_size, f"{missing} prompt tokens were computed again"
         return run
 
-    def _model(self, llm: LLM, spec: Drafting) -> ModelFacts:
+    def _model(self, llm: LLM, drafting: Drafting) -> ModelFacts:
         target, draft = self.source.names
-        is_simulated = self.source.simulated_tau is not None and spec.is_speculative
+        is_simulated = self.source.simulated_tau is not None and drafting.is_speculative
         return ModelFacts(
             target=target, draft=draft, dtype=llm.models.storage, arithmetic=llm.models.arithmetic,
             random_weights=self.source.random_config is not None,
-            simulated_tau=self._tau_of(spec) if is_simulated else None, weight_bytes=llm.models.weight_bytes,
+            simulated_tau=self._tau_of(drafting) if is_simulated else None, weight_bytes=llm.models.weight_bytes,
         )  # fmt: skip
 
     def _read(self, setting: str) -> Result | None:

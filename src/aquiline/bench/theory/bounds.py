@@ -118,11 +118,12 @@ def expectation(costs: Costs) -> str:
 
 def costs_of(roofline: Roofline, context: int) -> Costs:
     """The least that a chain costs one sequence of so many cached tokens."""
-    one, spec = roofline.step(1, context), Chain(EXPECTED_CHAIN)
+    one, drafting = roofline.step(1, context), Chain(EXPECTED_CHAIN)
     return Costs(
         one.cost.weight_bytes, roofline.ceilings.cache_bytes,
-        roofline.step(1, context, spec.max_nodes).seconds / one.seconds,
-        None if roofline.draft is None else roofline.cycle(spec, 1.0, 1, context).seconds / one.seconds, is_ideal=True,
+        roofline.step(1, context, drafting.max_nodes).seconds / one.seconds,
+        None if roofline.draft is None else roofline.cycle(drafting, 1.0, 1, context).seconds / one.seconds,
+        is_ideal=True,
     )  # fmt: skip
 
 
@@ -169,10 +170,10 @@ def _cell(roofline: Roofline, grid: Grid, context: int, batch: int) -> Cell:
 
 
 def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> SpeculationBound:
-    spec = Chain(chain)
-    cycle = roofline.cycle(spec, tau, batch, context)
+    drafting = Chain(chain)
+    cycle = roofline.cycle(drafting, tau, batch, context)
     return SpeculationBound(
         num_spec_tokens=chain, tau=tau, is_upper_bound=tau == chain + 1, tokens_per_s=batch * tau / cycle.seconds,
-        speedup=roofline.speedup(spec, tau, batch, context), draft_ms=cycle.draft.seconds * 1e3,
+        speedup=roofline.speedup(drafting, tau, batch, context), draft_ms=cycle.draft.seconds * 1e3,
         verify_ms=cycle.verify.seconds * 1e3,
     )  # fmt: skip

@@ -160,43 +160,47 @@ class Roofline:
         """The ideal of a target forward with num_rows rows per sequence; one row is a step without speculation."""
         return self.ideal(forward_cost(self.target.body, self.target.precision, StepRows(batch, context, num_rows)))
 
-    def cycle(self, spec: Drafting, tau: float, batch: int, context: int) -> Cycle:
+    def cycle(self, drafting: Drafting, tau: float, batch: int, context: int) -> Cycle:
         """The ideal of drafting and verifying a tree of which tau tokens per sequence are committed.
 
         Raises ValueError for a tau that the tree cannot reach, or for a drafter without a draft."""
-        check_tau(tau, spec)
-        verify = self.step(batch, context, spec.max_nodes)
-        if not spec.is_speculative:
+        check_tau(tau, drafting)
+        verify = self.step(batch, context, drafting.max_nodes)
+        if not drafting.is_speculative:
             return Cycle(Ideal(), verify)
         if self.draft is None:
-            raise ValueError(f"drafter={spec.name!r}: no draft is named; name one, or use drafter='none'")
+            raise ValueError(f"drafter={drafting.name!r}: no draft is named; name one, or use drafter='none'")
         body, precision = self.draft.body, self.draft_precision
         fusing = Cost(
             precision.layers.num_bytes(self.draft.fc), linear_flops=2 * self.draft.fc.num_weights * batch * tau
         )
         draft = self.ideal(fusing + forward_cost(body, precision, StepRows(batch, context, tau, num_head=1)))
         seen = context + tau
-        for num in spec.draft_passes:
+        for num in drafting.draft_passes:
             draft += self.ideal(forward_cost(body, precision, StepRows(batch, seen, num)))
             seen += 1
         return Cycle(draft, verify)
 
-    def tokens_per_s(self, spec: Drafting, tau: float, batch: int, context: int) -> float:
+    def tokens_per_s(self, drafting: Drafting, tau: float, batch: int, context: int) -> float:
         """Ideal tokens per second of all sequences together."""
-        return batch * tau / self.cycle(spec, tau, batch, context).seconds
+        return batch * tau / self.cycle(drafting, tau, batch, context).seconds
 
-    def speedup(self, spec: Drafting, tau: float, batch: int, context: int) -> float:
+    def speedup(self, drafting: Drafting, tau: float, batch: int, context: int) -> float:
         """The ideal speedup at this tau: tau * (time of a step without speculation) / (time of a cycle)."""
-        return tau * self.step(batch, context).seconds / self.cycle(spec, tau, batch, context).seconds
+        return tau * self.step(batch, context).seconds / self.cycle(drafting, tau, batch, context).seconds
 
-    def spec_efficiency(self, measured_speedup: float, spec: Drafting, tau: float, batch: int, context: int) -> float:
+    def spec_efficiency(
+        self, measured_speedup: float, drafting: Drafting, tau: float, batch: int, context: int
+    ) -> float:
         """A measured speedup / the ideal speedup at the same tau; 1 means that the device allows no more."""
-        return measured_speedup / self.speedup(spec, tau, batch, context)
+        return measured_speedup / self.speedup(drafting, tau, batch, context)
 
-    def report(self, spec: Drafting, tau: float, batch: int, context: int, tokens_per_s: float) -> dict[str, object]:
+    def report(
+        self, drafting: Drafting, tau: float, batch: int, context: int, tokens_per_s: float
+    ) -> dict[str, object]:
         """The `roofline` object of a result with a measured tokens_per_s."""
-        cycle = self.cycle(spec, tau, batch, context)
-        total, best = cycle.draft + cycle.verify, self.tokens_per_s(spec, tau, batch, context)
+        cycle = self.cycle(drafting, tau, batch, context)
+        total, best = cycle.draft + cycle.verify, self.tokens_per_s(drafting, tau, batch, context)
         return {
             "bytes_per_step": total.cost.num_bytes,
             "flops_per_step": total.cost.flops,
@@ -204,7 +208,7 @@ class Roofline:
             "ideal_ms_per_step": total.seconds * 1e3,
             "ideal_tokens_per_s": best,
             "percent_of_ideal": 100 * tokens_per_s / best,
-            "ideal_speedup": self.speedup(spec, tau, batch, context),
+            "ideal_speedup": self.speedup(drafting, tau, batch, context),
             "ceilings": self.ceilings.as_dict(),
         }
 
@@ -248,7 +252,7 @@ class Roofline:
         return found
 
 
-def check_tau(tau: float, spec: Drafting) -> None:
+def check_tau(tau: float, drafting: Drafting) -> None:
     """Raises ValueError for a tau that no run with this way to draft can have."""
-    if not 1 <= tau <= spec.max_depth + 1:
-        raise ValueError(f"tau={tau:g}: must be between 1 and {spec.max_depth + 1}, the most this draft can commit")
+    if not 1 <= tau <= drafting.max_depth + 1:
+        raise ValueError(f"tau={tau:g}: must be between 1 and {drafting.max_depth + 1}, the most this draft can commit")

@@ -43,7 +43,7 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
         table.add_row(
             run.title, f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
             f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position[:SHOWN]),
-            f"{row['repeated_share']:.0%}", identical if run.spec.is_speculative else "-",
+            f"{row['repeated_share']:.0%}", identical if run.drafting.is_speculative else "-",
         )  # fmt: skip
     console.print(table)
     s = result.system
@@ -57,7 +57,7 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
     if demo.others:
         lengths = f"{CHAINS[0]} to {CHAINS[-1]}"
         console.print(f"chain: the fastest of K={lengths} on {len(demo.others)} other prompts")
-    _show_answer(console, next(run for run in reversed(result.runs) if run.spec.is_adaptive), result, llm)
+    _show_answer(console, next(run for run in reversed(result.runs) if run.drafting.is_adaptive), result, llm)
 
 
 def _show_answer(console: Console, run: DemoRun, result: DemoResult, llm: LLM) -> None:

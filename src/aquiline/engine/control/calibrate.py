@@ -100,7 +100,7 @@ class _StepTimes(NamedTuple):
     """Milliseconds of a step: of all of it, and of its drafting."""
 
     whole: float
-    drafting: float
+    draft: float
 
 
 class _Measurement:
@@ -131,8 +131,8 @@ class _Measurement:
             if len(first) > 2 and time.perf_counter() > self.deadline:
                 break
             one, deep = (
-                self._best(self._chain, count, 1).drafting,
-                self._best(self._chain, count, CHAIN_LEVELS).drafting,
+                self._best(self._chain, count, 1).draft,
+                self._best(self._chain, count, CHAIN_LEVELS).draft,
             )
             first.append((count, one))
             deeper.append((count, max(0.0, deep - one) / (CHAIN_LEVELS - 1)))
@@ -143,14 +143,14 @@ class _Measurement:
     def _keys(self) -> tuple[tuple[tuple[float, float], ...], float, float]:
         """The times that keys add: to a forward by their number, to each row that reads them, and to a pass of the
         draft."""
-        near = self._best(self._chain, 1, CHAIN_LEVELS).drafting if self.has_draft else 0.0
+        near = self._best(self._chain, 1, CHAIN_LEVELS).draft if self.has_draft else 0.0
         by_rows, num_pages = self.by_rows, LONG_CONTEXT // PAGE_SIZE
         num_keys = LONG_CONTEXT - 4 * MAX_DEPTH  # the rest is for the tokens that these sequences write
         for slot in range(self.num_long):
             self._seat(slot, num_keys, num_pages, SLOTS * PAGES_PER_SLOT + slot * num_pages)
         self.num_seated = self.num_long
         one, several = (self._best(self._one, rows).whole - by_rows[rows] for rows in (1, LONG_ROWS))
-        far = self._best(self._chain, 1, CHAIN_LEVELS).drafting if self.has_draft else 0.0
+        far = self._best(self._chain, 1, CHAIN_LEVELS).draft if self.has_draft else 0.0
         key_row = max(0.0, (several - one) / (LONG_ROWS - 1) / num_keys)
         points: list[tuple[float, float]] = []
         for count in sorted({1, self.num_long}):
@@ -184,7 +184,7 @@ class _Measurement:
     def _best(measure: Callable[..., _StepTimes], *args: int) -> _StepTimes:
         """The fastest of some steps, each part by itself: other processes can only add time."""
         steps = [measure(*args) for _ in range(REPEATS)]
-        return _StepTimes(min(step.whole for step in steps), min(step.drafting for step in steps))
+        return _StepTimes(min(step.whole for step in steps), min(step.draft for step in steps))
 
     def _step(self, decodes: list[Decode]) -> _StepTimes:
         for decode in decodes:  # a slot that is nearly full starts again

@@ -86,7 +86,7 @@ class Controller:
         self._with_chunks = False
         self._planner = Planner(self.costs)
         self._plan = DraftingPlan(0.0, 0.0, 0, (), [])
-        self._probe_cost = self.costs.drafting((1,))
+        self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = 0.0  # of the last step whose times were learnt
@@ -174,23 +174,23 @@ class Controller:
 
     def _replan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
         self._planned, self._plan_age, self._with_chunks = mine, 0, bool(plan.chunks)
-        drafting = [(s, record) for s in mine if (record := self._state_of(s).record) is not None]
-        drafting.sort(key=lambda pair: -pair[1].share(0))
-        fixed_rows = sum(s.request.spec.max_nodes for s in plan.decoding if not s.is_adaptive)
+        drafters = [(s, record) for s in mine if (record := self._state_of(s).record) is not None]
+        drafters.sort(key=lambda pair: -pair[1].share(0))
+        fixed_rows = sum(s.request.drafting.max_nodes for s in plan.decoding if not s.is_adaptive)
         chunk_rows = plan.num_chunk_rows
         load = StepLoad(
             rows=len(mine) + fixed_rows + chunk_rows, chunk_rows=chunk_rows,
             tokens=len(plan.decoding), all_keys=float(sum(len(s.tokens) for s in plan.decoding)),
-            keys=tuple(float(len(s.tokens)) for s, _ in drafting),
+            keys=tuple(float(len(s.tokens)) for s, _ in drafters),
         )  # fmt: skip
-        most = max((chain_of(s).num_spec_tokens for s, _ in drafting), default=0)
-        self._plan = self._planner.plan(load, [record for _, record in drafting], most)
+        most = max((chain_of(s).num_spec_tokens for s, _ in drafters), default=0)
+        self._plan = self._planner.plan(load, [record for _, record in drafters], most)
         row_ms = self.costs.row(self._plan.num_rows, max(2, len(mine)))
         for sequence in mine:
             state, key_ms = self._states[sequence], self.costs.row_keys(float(len(sequence.tokens)))
             state.least_node = max(MIN_NODE_TOKENS, self._plan.rate * (row_ms + key_ms))
             state.terms = None
-        for (sequence, _), terms in zip(drafting, self._plan.terms, strict=False):
+        for (sequence, _), terms in zip(drafters, self._plan.terms, strict=False):
             self._states[sequence].terms = terms
 
     def _state_of(self, sequence: Sequence) -> _SequenceState:
@@ -235,7 +235,7 @@ class Controller:
         terms = state.terms
         if not count or terms is None or state.record is None:
             return None
-        room = sequence.request.spec.max_nodes - 1
+        room = sequence.request.drafting.max_nodes - 1
         count = min(count, room - 2 * terms.length)
         node, deeper, overlap, worth = state.least_node, state.record.share(1), self._overlap.share(0), terms.worth
         for chance in proposal.confidences[: max(0, count)]:
@@ -266,7 +266,7 @@ class Controller:
         if not idle:
             return
         sequence = min(idle, key=lambda s: self._states[s].last_probe)
-        cost = self._probe_cost = self.costs.drafting((1,), float(len(sequence.tokens)))
+        cost = self._probe_cost = self.costs.draft_ms((1,), float(len(sequence.tokens)))
         self._probe_ms = min(self._probe_ms, 2 * INITIAL_PROBES * cost)
         if self._probe_ms >= cost:
             self._states[sequence].last_probe = self._num_steps
@@ -285,9 +285,9 @@ class Controller:
 
 def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
     """The longest chain that a sequence may draft, of `most` levels at most."""
-    spec = sequence.request.spec
-    assert isinstance(spec, Adaptive)
-    return spec.chains[min(most, spec.max_spec_tokens) - 1]
+    drafting = sequence.request.drafting
+    assert isinstance(drafting, Adaptive)
+    return drafting.chains[min(most, drafting.max_spec_tokens) - 1]
 
 
 def uncopied(sequence: Sequence, state: _SequenceState) -> Decode:

@@ -132,7 +132,7 @@ class StepCosts:
         reads keys_each of all `keys`."""
         return [self.verify(rows + n, keys, keys + n * keys_each) for n in range(most + 1)]
 
-    def drafting(self, rows_of_passes: Sequence[float], keys: float = 0.0) -> float:
+    def draft_ms(self, rows_of_passes: Sequence[float], keys: float = 0.0) -> float:
         """The passes of the draft, by the rows of each, which may be expected numbers. The first pass has a table of
         its own. keys: the number that all passes together read."""
         if not rows_of_passes:
@@ -170,8 +170,8 @@ class StepCosts:
         rows = [1 + decoded.num_drafted for decoded in output.decodes]
         num_rows, num_keys = sum(rows), float(sum(keys))
         key_rows = float(sum(k * r for k, r in zip(keys, rows, strict=True)))
-        drafting = self.drafting(*passes_of(message.decodes, output.decodes, keys))
-        expected = self.verify(num_rows, num_keys, key_rows) + drafting + self.host_ms
+        draft_ms = self.draft_ms(*passes_of(message.decodes, output.decodes, keys))
+        expected = self.verify(num_rows, num_keys, key_rows) + draft_ms + self.host_ms
         if output.seconds is None:
             return expected, None
         drafting_ms = output.seconds["draft"] * 1e3
@@ -179,8 +179,8 @@ class StepCosts:
         measured = verify_ms + drafting_ms + self.host_ms
         if not message.admits:  # admissions take time of their own
             self.learn_verify(num_rows, num_keys, key_rows, verify_ms)
-            if drafting > 0.0 and not message.extends:
-                self.learn_draft(drafting, drafting_ms)
+            if draft_ms > 0.0 and not message.extends:
+                self.learn_draft(draft_ms, drafting_ms)
         return expected, measured
 
     def learn_verify(self, rows: int, keys: float, key_rows: float, measured_ms: float) -> None:

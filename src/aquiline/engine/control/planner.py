@@ -216,7 +216,7 @@ def best_drafting(costs: StepCosts, load: StepLoad, outlooks: Sequence[Outlook],
         ms - chunk_ms + costs.host_ms for ms in costs.verify_each(load.rows, most_nodes, load.all_keys, keys)
     ])  # fmt: skip
     plain = load.tokens / row_ms[0]
-    best, found = plain, BestDrafting(0, 0, plain, row_ms[0], 0.0, row_ms, Price(plain, 1.0, costs.drafting((1,))))
+    best, found = plain, BestDrafting(0, 0, plain, row_ms[0], 0.0, row_ms, Price(plain, 1.0, costs.draft_ms((1,))))
     nodes, passes, draft_keys = [0.0] * NUM_BINS, list[float](), 0.0
     tried = _sizes(len(outlooks))
     for count, outlook in enumerate(outlooks, 1):
@@ -227,7 +227,7 @@ def best_drafting(costs: StepCosts, load: StepLoad, outlooks: Sequence[Outlook],
             draft_keys += often * load.keys[count - 1]
         if count not in tried:
             continue
-        draft_ms = costs.drafting(passes, draft_keys)
+        draft_ms = costs.draft_ms(passes, draft_keys)
         further = max(1.0, passes[1]) if len(passes) > 1 else 1.0
         pass_ms = costs.deeper_pass(further) / further + costs.draft_keys(keys)
         for num_nodes, tokens, chance in _filled(nodes, most_nodes):
