@@ -31,9 +31,9 @@ class Request:
 
     drafting: how to draft for it, and the most that a step may draft. priority: a lower number runs first and may
     preempt higher ones. deadline_s: seconds after `arrival` (time.monotonic) at which the request ends with the tokens
-    it has. cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output that the
-    caller expects, which drafts may be copied from; it changes how fast the text comes and never the text. with_text
-    False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
+    it has. cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output
+    that the caller expects, which drafts may be copied from; it changes how fast the text comes and never the text.
+    with_text False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
 
     Raises ValueError naming a field of a wrong type or out of range: the engine's thread serves all requests and checks
     no field again. Engine.check says whether a request fits the models."""
