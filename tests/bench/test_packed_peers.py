@@ -72,7 +72,7 @@ def llm_of(file: Path, **how: Any) -> LLM:
 
 
 def ours(llm: LLM, prompt: list[int]) -> list[int]:
-    return llm.run([prompt], SamplingParams(NEW_TOKENS, ignore_eos=True), spec=NoDraft()).outputs[0].token_ids
+    return llm.run([prompt], SamplingParams(NEW_TOKENS, ignore_eos=True), drafting=NoDraft()).outputs[0].token_ids
 
 
 class Mirror:
@@ -88,7 +88,7 @@ class Mirror:
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
         self.asked += 1
-        run = self.llm.run(prompts, SamplingParams(new_tokens, temperature, ignore_eos=True), spec=NoDraft())
+        run = self.llm.run(prompts, SamplingParams(new_tokens, temperature, ignore_eos=True), drafting=NoDraft())
         outputs = [PeerOutput(new_tokens, o.token_ids, [o.ttft_ms, o.total_ms], num_steps=new_tokens - 1)
                    for o in run.outputs]  # fmt: skip
         return PeerRun(outputs)
