@@ -207,7 +207,7 @@ def steps(draft: Path) -> tuple[list[int], list[int]]:
     )
     ours, theirs = [], []
     for prompt in prompts:
-        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), spec=Chain(3))
+        run = llm.run([prompt], SamplingParams(max_tokens=64, ignore_eos=True), drafting=Chain(3))
         (output,) = peer.generate([prompt], 64, 0.0).outputs
         assert output.token_ids == run.outputs[0].token_ids
         assert peer.system()["drafting_reported"] == "draft-eagle3"
@@ -259,7 +259,7 @@ def test_what_only_other_heads_have_changes_their_steps_there_as_here(tmp_path: 
 def test_every_family_drafts_and_writes_our_tokens(family: str, tmp_path: Path) -> None:
     place = pair(tmp_path, family, hidden_size=96, ship_embed=True, target_hidden_size=64)
     llm = LLM(place.target, dtype="float32", engine=EngineConfig(max_batch=1, prefix_cache=False))
-    run = llm.run([PROMPT], SamplingParams(max_tokens=24, ignore_eos=True), spec=NoDraft())
+    run = llm.run([PROMPT], SamplingParams(max_tokens=24, ignore_eos=True), drafting=NoDraft())
     peer = LlamaServerPeer(parse_peer("llamacpp:eagle=2"), place, "float32")
     (output,) = peer.generate([PROMPT], 24, 0.0).outputs
     assert output.token_ids == run.outputs[0].token_ids and output.num_draft_tokens > 24
@@ -301,7 +301,7 @@ def test_the_servers_own_lookups_write_the_same_text_and_it_says_which_ran(optio
     reported, drafts = NGRAMS[options]
     llm = LLM(BUNDLED_TARGET, engine=EngineConfig(max_batch=1, prefix_cache=False))
     prompt = llm.encode(read_prompts(BUNDLED_PROMPTS)[0].text)[:64]
-    run = llm.run([prompt], SamplingParams(max_tokens=48, ignore_eos=True), spec=NoDraft())
+    run = llm.run([prompt], SamplingParams(max_tokens=48, ignore_eos=True), drafting=NoDraft())
     spec = parse_peer(f"llamacpp:{options}")
     peer = LlamaServerPeer(spec, PeerSetup(BUNDLED_TARGET, None, 1, 128), spec.dtype or "float32")
     (output,) = peer.generate([prompt], 48, 0.0).outputs
