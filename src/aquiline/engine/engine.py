@@ -113,15 +113,17 @@ class Engine:
         began = time.perf_counter()
         pipeline = self.pipeline
         deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
-        self.meter.begin(began)
-        if pipeline.must_read_first(self.scheduler.running):
-            deltas += self._commit(pipeline.take())
-        was_issued = not pipeline.is_ahead and self._issue()
-        if unspent_s := pipeline.unspent_s(was_issued):
-            began -= unspent_s
+        if pipeline.is_late:
             self.meter.begin(began)
-        if pipeline.is_due(was_issued):
-            deltas += self._commit(pipeline.take())
+            if pipeline.must_read_first(self.scheduler.running):
+                deltas += self._commit(pipeline.unread.popleft())
+        was_issued = len(pipeline.unread) <= pipeline.lag and self._issue()
+        step = pipeline.take(was_issued)
+        if not pipeline.is_late:
+            began -= pipeline.unspent_s if step is not None else 0.0
+            self.meter.begin(began)
+        if step is not None:
+            deltas += self._commit(step)
         if self.config.check:
             self._check_pages()
         self.meter.end_step()

@@ -14,7 +14,6 @@ A sequence that drafts on the host needs its last tokens, so a late outcome is t
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterable
 
@@ -34,6 +33,7 @@ class Pipeline:
         self.lag = int(self.is_late)
         self.unread: deque[Step] = deque()
         self.last: Step | None = None
+        self.unspent_s = 0.0
 
     @property
     def is_ahead(self) -> bool:
@@ -57,25 +57,18 @@ class Pipeline:
             self.last = self.unread[-1]
         return len(outcomes)
 
-    def is_due(self, was_issued: bool) -> bool:
-        """Whether the oldest outcome is committed now."""
-        return len(self.unread) > self.lag or bool(self.unread and not was_issued)
-
-    def take(self) -> Step:
-        """The oldest step, to be committed."""
+    def take(self, was_issued: bool) -> Step | None:
+        """The oldest step, if it is to be committed now. Where outcomes are read at once, `unspent_s` then says by how
+        many seconds this step of the engine began before its first instruction ran: those of an outcome that an earlier
+        call computed, less those of outcomes that this call computed for later steps."""
+        if len(self.unread) <= self.lag and (was_issued or not self.unread):
+            return None
         step = self.unread.popleft()
         if not self.is_late:
             self.last = step
+            later = sum(other.seconds or 0.0 for other in self.unread) if was_issued else 0.0
+            self.unspent_s = -later if was_issued else step.seconds or 0.0
         return step
-
-    def unspent_s(self, was_issued: bool) -> float:
-        """Seconds by which this step of the engine began earlier than its first instruction ran: those of an outcome
-        that an earlier call computed, less those of outcomes that this call computed for later steps."""
-        if self.is_late or not self.unread:
-            return 0.0
-        if not was_issued:
-            return self.unread[0].seconds or 0.0
-        return -sum(step.seconds or 0.0 for step in itertools.islice(self.unread, 1, None))
 
     def drain(self) -> None:
         """Wait for every outcome, and drop it."""
