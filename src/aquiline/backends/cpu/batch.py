@@ -130,10 +130,8 @@ class NativeBatch:
         row_costs go into `_confidence`."""
         decodes, shapes = step.decodes, self._shapes
         message = [len(step.extends), len(step.chunks), len(decodes), len(step.pages)]
-        if step.extends:
-            message += chain.from_iterable(step.extends)
-        if step.chunks:
-            message += chain.from_iterable(step.chunks)
+        message += chain.from_iterable(step.extends)
+        message += chain.from_iterable(step.chunks)
         proposing, cuts = False, list[float]()
         for decode in decodes:
             slot, drafting, proposal, cut = decode
@@ -143,10 +141,8 @@ class NativeBatch:
             count = -1
             if proposal is not None:
                 proposing, count = True, len(proposal.tokens)
-            if cut is None:
-                message += (slot, number, count, 0)
-            else:
-                message += (slot, number, count, 1)
+            message += (slot, number, count, cut is not None)
+            if cut is not None:
                 cuts += floats_of(cut)
         for pages in step.pages:
             message += (pages.slot, pages.group, pages.first, len(pages.pages), *pages.pages)
