@@ -28,8 +28,8 @@ from aquiline.models.formats import head_rows, load_draft
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.batches import Assembler
-from aquiline.train.evaluate import HeldOut, Text
 from aquiline.train.features import Views
+from aquiline.train.simulated_tau import HeldOut, JudgedText
 from aquiline.train.teacher import Teacher
 
 
@@ -47,7 +47,7 @@ class Point:
 
 
 class Simulator:
-    """What training would say of a draft on given texts (train/evaluate.py)."""
+    """What training would say of a draft on given texts (train/simulated_tau.py)."""
 
     def __init__(self, target: Path, draft: Path, num_spec_tokens: int) -> None:
         path = resolve(target)
@@ -62,7 +62,7 @@ class Simulator:
     def tau(self, outputs: list[Output], temperature: float) -> float:
         """Tokens committed per cycle along these outputs."""
         texts = [
-            Text(np.array(o.prompt_ids + o.token_ids, np.int32), len(o.prompt_ids), temperature)
+            JudgedText(np.array(o.prompt_ids + o.token_ids, np.int32), len(o.prompt_ids), temperature)
             for o in outputs
             if len(o.token_ids) > 1
         ]

@@ -25,11 +25,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aquiline.engine.model import cpu_name
 from aquiline.train.batches import Batch
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import join
-from aquiline.train.report import Silent
+from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
 from aquiline.train.teacher import autocast, has_bfloat16
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer
 from aquiline.train.ttt import PassRows, plan, ttt_loss
 

@@ -6,8 +6,8 @@ from itertools import count
 
 from tests.results import BASELINE, CHAIN, at_speed, measured
 
-from aquiline.bench.gates.gate import Report
 from aquiline.bench.gates.rules import Gate, Selector
+from aquiline.bench.gates.verdicts import Report
 from aquiline.bench.results.result import Result
 
 SELECT = Selector("cpu", "baseline", 4, 2, 0.8, "chain-3")

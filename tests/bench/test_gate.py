@@ -10,10 +10,10 @@ import pytest
 from tests.gates import ELSEWHERE, GATES, MICRO, refusals, steady
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured
 
-from aquiline.bench.gates.gate import Report, Request, ask
 from aquiline.bench.gates.judge import Check, Judgement, judge
 from aquiline.bench.gates.rules import FIGURES, Gate, Selector, override
 from aquiline.bench.gates.state import GateState
+from aquiline.bench.gates.verdicts import GateRequest, Report, ask
 from aquiline.bench.results.result import Result
 from aquiline.errors import ResultError
 
@@ -40,7 +40,7 @@ def only(report: Report) -> Judgement:
 
 
 def test_a_gate_that_holds_says_by_how_much(state: GateState) -> None:
-    report = ask(GATES, steady(), Request(), state)
+    report = ask(GATES, steady(), GateRequest(), state)
     judgement = only(report)
     assert (report.exit_code, judgement.verdict, judgement.file) == (0, "green", CHAIN)
     checks = {check.limit: (check.threshold, check.measured, check.margin) for check in judgement.checks}
@@ -63,7 +63,7 @@ def test_a_gate_that_holds_says_by_how_much(state: GateState) -> None:
 )
 def test_a_missed_limit_is_red_by_its_margin(limits: dict[str, float], missed: set[str], state: GateState) -> None:
     report = ask(
-        override(GATES, [f"micro.{name}={value}" for name, value in limits.items()]), steady(), Request(), state
+        override(GATES, [f"micro.{name}={value}" for name, value in limits.items()]), steady(), GateRequest(), state
     )
     assert report.exit_code == 1 and only(report).gate.changed == tuple(limits)
     figures = {"speedup": 2.0, "tau": tau_of(CHAIN), "steps": 23}
@@ -89,12 +89,12 @@ def test_every_figure_can_be_held_from_either_side(figure: str) -> None:
 
 def test_what_was_not_measured_holds_no_limit(state: GateState) -> None:
     gates = override(GATES, ["micro.min_percent_of_ideal=10"])
-    (check,) = [c for c in only(ask(gates, steady(), Request(), state)).checks if c.limit == "min_percent_of_ideal"]
+    (check,) = [c for c in only(ask(gates, steady(), GateRequest(), state)).checks if c.limit == "min_percent_of_ideal"]
     assert check.measured is None and check.margin is None and not check.is_held
 
 
 def test_the_ideal_is_the_rooflines(state: GateState) -> None:
-    report = ask(GATES, with_chain(roofline={"ideal_speedup": 2.6}), Request(), state)
+    report = ask(GATES, with_chain(roofline={"ideal_speedup": 2.6}), GateRequest(), state)
     assert only(report).ideal == 2.6 and report.as_dict()["outcomes"][0]["gates"][0]["ideal_speedup"] == 2.6  # type: ignore[index]
 
 
@@ -112,7 +112,7 @@ def test_without_a_setting_the_fastest_is_judged_alone() -> None:
 
 def test_a_gate_without_results_of_its_own_fails(state: GateState) -> None:
     deeper = Gate("deeper", "micro", "bundled", Selector("cpu", "single"), MICRO.limits)
-    report = ask([MICRO, deeper], steady(), Request(), state)
+    report = ask([MICRO, deeper], steady(), GateRequest(), state)
     assert report.exit_code == 1
     assert [(j.gate.name, j.verdict, j.file) for j in report.outcomes[0].judgements] == [
         ("micro", "green", CHAIN), ("deeper", "red", None)
@@ -121,12 +121,12 @@ def test_a_gate_without_results_of_its_own_fails(state: GateState) -> None:
 
 
 def test_a_gate_that_is_named_is_asked_whatever_there_is(state: GateState) -> None:
-    report = ask(GATES, steady(), Request(only=("large",)), state)
+    report = ask(GATES, steady(), GateRequest(only=("large",)), state)
     assert report.exit_code == 1 and only(report).file is None and report.idle == ()
-    assert ask([ELSEWHERE], steady(), Request(), state).exit_code == 2, "nothing was asked, so nothing is shown"
+    assert ask([ELSEWHERE], steady(), GateRequest(), state).exit_code == 2, "nothing was asked, so nothing is shown"
     for request, words in (
-        (Request(only=("huge",)), "only='huge'"), (Request(only=("full",)), "--level full"),
-        (Request("big"), "level='big'"),
+        (GateRequest(only=("huge",)), "only='huge'"), (GateRequest(only=("full",)), "--level full"),
+        (GateRequest("big"), "level='big'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             ask(GATES, steady(), request, state)
@@ -150,19 +150,19 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_must_not_be_judged_is_refused(name: str, state: GateState) -> None:
     file, fields, reason = UNFIT[name]
     found = steady()
-    report = ask(GATES, found | {file: changed(found[file], **fields)}, Request(), state)
+    report = ask(GATES, found | {file: changed(found[file], **fields)}, GateRequest(), state)
     assert reason in refusals(report)
     assert "0 of 3 green" in report.outcomes[0].streak
 
 
 def test_the_fallback_path_is_a_violation(state: GateState) -> None:
     found = {name: changed(result, system__path="torch") for name, result in steady().items()}
-    assert "system.path: torch, the fallback" in refusals(ask(GATES, found, Request(), state))
+    assert "system.path: torch, the fallback" in refusals(ask(GATES, found, GateRequest(), state))
 
 
 def test_random_weights_are_no_model(state: GateState) -> None:
     found = {name: changed(result, model__random_weights=True) for name, result in steady().items()}
-    assert "model.random_weights" in refusals(ask(GATES, found, Request(), state))
+    assert "model.random_weights" in refusals(ask(GATES, found, GateRequest(), state))
 
 
 def test_unequal_outputs_are_refused(state: GateState) -> None:
@@ -174,27 +174,31 @@ def test_unequal_outputs_are_refused(state: GateState) -> None:
         eagle_speculation__tokens_cut=drafting["tokens_cut"] + 1,
         eagle_speculation__mean_acceptance_length=(drafting["num_committed"] - 1) / drafting["num_steps"],
     )  # fmt: skip
-    assert "output.num_tokens: 143 against 144" in refusals(ask(GATES, found, Request(), state))
+    assert "output.num_tokens: 143 against 144" in refusals(ask(GATES, found, GateRequest(), state))
 
 
 def test_a_missing_or_double_result_is_refused(state: GateState) -> None:
     found = steady()
     alone = {CHAIN: found[CHAIN]}
-    assert "there is no baseline" in refusals(ask(GATES, alone, Request(), state))
+    assert "there is no baseline" in refusals(ask(GATES, alone, GateRequest(), state))
     twice = found | {"again.json": found[CHAIN]}
-    assert "2 results of chain-3 (chain-3.json, again.json); keep one" in refusals(ask(GATES, twice, Request(), state))
+    assert "2 results of chain-3 (chain-3.json, again.json); keep one" in refusals(
+        ask(GATES, twice, GateRequest(), state)
+    )
     peer = {BASELINE: changed(found[BASELINE], engine="llama.cpp"), CHAIN: found[CHAIN]}
-    assert "there is no baseline" in refusals(ask(GATES, peer, Request(), state)), "a slow peer is no baseline of ours"
+    assert "there is no baseline" in refusals(ask(GATES, peer, GateRequest(), state)), (
+        "a slow peer is no baseline of ours"
+    )
 
 
 def test_results_of_two_commits_or_devices_are_refused(state: GateState) -> None:
     found = steady()
     commits = found | {"chain-2.json": changed(found["chain-2.json"], commit="ba9876543210")}
     assert "commit: the results are of 0123456789ab and of ba9876543210" in refusals(
-        ask(GATES, commits, Request(), state)
+        ask(GATES, commits, GateRequest(), state)
     )
     devices = found | {"chain-2.json": changed(found["chain-2.json"], system__cpu="Other CPU")}
-    assert "device: the results are of Other CPU, " in refusals(ask(GATES, devices, Request(), state))
+    assert "device: the results are of Other CPU, " in refusals(ask(GATES, devices, GateRequest(), state))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,7 @@ def test_a_broken_result_is_refused_even_if_no_gate_needs_it(
     for file in (BASELINE, CHAIN, "chain-2.json"):
         found = steady()
         with pytest.raises(ResultError, match=f"(?s){file}: .*{reason}"):
-            ask(GATES, found | {file: changed(found[file], **fields)}, Request(), state)
+            ask(GATES, found | {file: changed(found[file], **fields)}, GateRequest(), state)
 
 
 def peers(**fields: Any) -> dict[str, Result]:
@@ -218,7 +222,7 @@ def peers(**fields: Any) -> dict[str, Result]:
 
 def parity(results: dict[str, Result], state: GateState, gap: float = 0.1) -> Report:
     gates = override(GATES, [f"{gate.name}.max_tau_gap={gap}" for gate in GATES])
-    return ask(gates, steady(), Request(parity=results), state)
+    return ask(gates, steady(), GateRequest(parity=results), state)
 
 
 @pytest.mark.parametrize(("tau", "code"), [(0.0, 0), (0.09, 0), (-0.09, 0), (0.2, 1), (-0.2, 1)])
@@ -265,11 +269,11 @@ def test_parity_needs_another_engine_and_a_limit(state: GateState) -> None:
     with pytest.raises(
         ValueError, match=r"parity: micro has no max_tau_gap; give it one, as --set micro\.max_tau_gap=0\.1"
     ):
-        ask(GATES, steady(), Request(parity=peers()), state)
+        ask(GATES, steady(), GateRequest(parity=peers()), state)
 
 
 def test_a_report_is_json(state: GateState) -> None:
-    report = ask(GATES, steady(), Request("all"), state)
+    report = ask(GATES, steady(), GateRequest("all"), state)
     parsed = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert parsed["exit_code"] == 2 and parsed["not_asked"] == ["large"]
     micro, full = parsed["outcomes"]

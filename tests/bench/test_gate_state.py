@@ -10,9 +10,9 @@ import pytest
 from tests.gates import GATES, MICRO, SELECT, refusals, steady
 from tests.results import BASELINE, CHAIN, changed, measured
 
-from aquiline.bench.gates.gate import Request, ask
 from aquiline.bench.gates.rules import Gate, override
 from aquiline.bench.gates.state import GateState, Key, content_hash, default_state
+from aquiline.bench.gates.verdicts import GateRequest, ask
 from aquiline.bench.results.result import Result
 
 
@@ -22,29 +22,31 @@ def state(tmp_path: Path) -> GateState:
 
 
 def streak(gates: list[Gate], results: dict[str, Result], state: GateState) -> str:
-    (outcome,) = ask(gates, results, Request(), state).outcomes
+    (outcome,) = ask(gates, results, GateRequest(), state).outcomes
     return outcome.streak
 
 
 def test_three_green_micro_runs_in_a_row_open_the_full_gates(state: GateState) -> None:
     for green in (1, 2):
         assert streak(GATES, steady(), state) == f"{green} of 3 green micro runs in a row"
-        assert f"device has {green}" in refusals(ask(GATES, steady(), Request("full"), state))
+        assert f"device has {green}" in refusals(ask(GATES, steady(), GateRequest("full"), state))
     assert streak(GATES, steady(1.2), state) == "0 of 3 green micro runs in a row", "red ends the streak"
     for green in (1, 2, 3):
         assert streak(GATES, steady(), state).startswith(f"{green} of 3")
-    report = ask(GATES, steady(), Request("full"), GateState(state.file))
+    report = ask(GATES, steady(), GateRequest("full"), GateState(state.file))
     assert (report.exit_code, report.outcomes[0].level, report.outcomes[0].verdict) == (0, "full", "green")
-    assert ask(GATES, steady(1.7), Request("full"), state).exit_code == 1, "open, and red by its own limit"
-    assert ask(GATES, steady(), Request("full"), state).exit_code == 0, "a full run does not end a streak of micro runs"
+    assert ask(GATES, steady(1.7), GateRequest("full"), state).exit_code == 1, "open, and red by its own limit"
+    assert ask(GATES, steady(), GateRequest("full"), state).exit_code == 0, (
+        "a full run does not end a streak of micro runs"
+    )
     assert streak(GATES, steady(1.0), state).startswith("0 of 3")
-    assert refusals(ask(GATES, steady(), Request("full"), state))
+    assert refusals(ask(GATES, steady(), GateRequest("full"), state))
 
 
 def test_all_levels_at_once(state: GateState) -> None:
-    codes = [ask(GATES, steady(), Request("all"), state) for _ in range(3)]
+    codes = [ask(GATES, steady(), GateRequest("all"), state) for _ in range(3)]
     assert [report.exit_code for report in codes] == [2, 2, 0], "the third run is counted before the full gates open"
-    red = ask(GATES, steady(1.2), Request("all"), state)
+    red = ask(GATES, steady(1.2), GateRequest("all"), state)
     assert [outcome.verdict for outcome in red.outcomes] == ["red", "refused"] and red.exit_code == 1
 
 
@@ -74,22 +76,22 @@ def test_another_commit_device_or_configuration_begins_anew(fields: dict[str, An
     for _ in range(3):
         streak(GATES, steady(), state)
     other = {name: changed(result, **fields) for name, result in steady().items()}
-    assert "has 0" in refusals(ask(GATES, other, Request("full"), state))
+    assert "has 0" in refusals(ask(GATES, other, GateRequest("full"), state))
     assert streak(GATES, other, state).startswith("1 of 3")
-    assert ask(GATES, steady(), Request("full"), state).exit_code == 0, "the first streak stands"
+    assert ask(GATES, steady(), GateRequest("full"), state).exit_code == 0, "the first streak stands"
 
 
 def test_lowered_limits_do_not_open_the_full_gates(state: GateState) -> None:
     lowered = override(GATES, ["micro.min_speedup=0.1"])
     for _ in range(3):
-        assert ask(lowered, steady(1.2), Request(), state).exit_code == 0
-    assert "has 0" in refusals(ask(GATES, steady(), Request("full"), state))
-    assert ask(lowered, steady(), Request("full"), state).exit_code == 0
+        assert ask(lowered, steady(1.2), GateRequest(), state).exit_code == 0
+    assert "has 0" in refusals(ask(GATES, steady(), GateRequest("full"), state))
+    assert ask(lowered, steady(), GateRequest("full"), state).exit_code == 0
 
 
 def test_part_of_the_micro_gates_does_not_count(state: GateState) -> None:
     gates = [*GATES, Gate("second", "micro", "bundled", SELECT, MICRO.limits)]
-    report = ask(gates, steady(), Request(only=("micro",)), state)
+    report = ask(gates, steady(), GateRequest(only=("micro",)), state)
     assert report.outcomes[0].streak == "not counted: only some of the micro gates were asked"
     assert not state.file.exists()
 
@@ -98,9 +100,9 @@ def test_part_of_the_micro_gates_does_not_count(state: GateState) -> None:
 def test_a_commit_that_does_not_say_what_ran_does_not_count(commit: str, state: GateState) -> None:
     for _ in range(4):
         found = {name: changed(result, commit=commit) for name, result in steady().items()}
-        report = ask(GATES, found, Request(), state)
+        report = ask(GATES, found, GateRequest(), state)
         assert report.exit_code == 0 and f"commit {commit} does not say what ran" in report.outcomes[0].streak
-    assert refusals(ask(GATES, found, Request("full"), state)) and not state.file.exists()
+    assert refusals(ask(GATES, found, GateRequest("full"), state)) and not state.file.exists()
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 
-from aquiline.bench.gates.gate import Request, ask
 from aquiline.bench.gates.rules import Gate, Selector
 from aquiline.bench.gates.state import GateState
+from aquiline.bench.gates.verdicts import GateRequest, ask
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
 from aquiline.bench.results.table import markdown
@@ -246,7 +246,7 @@ def test_a_mangled_field_is_refused_by_name_or_harmless(
         assert is_named(path, found), found
         return
     state = GateState(tmp_path_factory.mktemp("state") / "gates.json")
-    before, after = (ask(GATES, results, Request(), state).outcomes for results in (sound, broken))
+    before, after = (ask(GATES, results, GateRequest(), state).outcomes for results in (sound, broken))
     if not after or after[0].verdict == "red":
         return  # of another model, profile, scenario or setting now: nothing is shown to hold
     if after[0].verdict == "refused":

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from aquiline.cli.main import app
 from aquiline.cli.train import train
 from aquiline.models.load import read_model_config
-from aquiline.train.config import TrainConfig
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer
 
 

@@ -17,10 +17,10 @@ from train_process import read
 
 from aquiline.train import distributed
 from aquiline.train.checkpoint import Checkpoints
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World, gathered, join
-from aquiline.train.report import Silent
+from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer
 
 

@@ -19,9 +19,9 @@ import torch
 from aquiline.errors import CheckpointError
 from aquiline.train import checkpoint, resume
 from aquiline.train.checkpoint import Checkpoints, damage
-from aquiline.train.config import TrainConfig
 from aquiline.train.data import Corpus
 from aquiline.train.optimizer import WARMUP_STEPS
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 
 RUN = Path(__file__).parent / "train_process.py"

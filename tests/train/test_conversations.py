@@ -10,9 +10,9 @@ import pytest
 import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.prepare import prepare
+from aquiline.train.train_config import TrainConfig
 
 SOURCE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% if m.role == 'assistant' %} <end>{% endif %}\n{% endfor %}"

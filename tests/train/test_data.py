@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from aquiline.train.data import Rejects, TokenIds, is_held_out, load_split, read_documents
-from aquiline.train.packing import Batches, Piece, cut, gather, pack
+from aquiline.train.packing import Batches, RowPiece, cut, gather, pack
 from aquiline.train.vocabulary import choose_vocabulary
 
 
@@ -116,7 +116,7 @@ def test_a_piece_is_kept_for_tokens_that_a_row_predicts(
 
 def test_pieces_are_packed_where_they_fit_best() -> None:
     """A piece of 3 that took the gap of 4 would leave no two gaps of 2."""
-    pieces = [Piece(start, length) for start, length in enumerate((2, 6, 3, 7, 2))]
+    pieces = [RowPiece(start, length) for start, length in enumerate((2, 6, 3, 7, 2))]
     assert [[p.length for p in row] for row in pack(pieces, 10)] == [[7, 3], [6, 2, 2]]
 
 

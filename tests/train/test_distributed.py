@@ -14,10 +14,10 @@ import rank_process
 import tiny
 import torch
 
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World, join
-from aquiline.train.report import Silent
+from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 
 STEPS = 4

@@ -16,7 +16,6 @@ from aquiline.cli.train import train as train_command
 from aquiline.models.counting import shape_of
 from aquiline.models.decoder import Decoder
 from aquiline.train import estimate as estimates
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.estimate import (
     ProductRate,
@@ -31,8 +30,9 @@ from aquiline.train.estimate import (
 )
 from aquiline.train.features import bytes_per_token
 from aquiline.train.recipes import configure, read_recipe, recipe_names
-from aquiline.train.report import Silent
+from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock, Pace
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 
 PUBLISHED = {  # millions of parameters of target and draft, from the model cards

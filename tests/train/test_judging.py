@@ -13,8 +13,8 @@ from aquiline.engine.llm import LLM
 from aquiline.models.formats import head_rows, save_draft
 from aquiline.spec.drafting import Chain
 from aquiline.train.batches import Assembler
-from aquiline.train.evaluate import HeldOut, Judgement, Text, expected_cycles, write_texts
 from aquiline.train.features import Views
+from aquiline.train.simulated_tau import DraftJudgement, HeldOut, JudgedText, expected_cycles, write_texts
 from aquiline.train.teacher import Teacher
 
 STEPS = 3
@@ -55,14 +55,14 @@ def teacher(folder: Path) -> Teacher:
 
 
 @pytest.fixture(scope="module")
-def texts(teacher: Teacher) -> list[Text]:
+def texts(teacher: Teacher) -> list[JudgedText]:
     prompts = [np.random.default_rng(i).integers(1, 48, 5 + i).astype(np.int32) for i in range(10)]
     assert teacher.models is not None
     return [t for temperature in (0.0, 0.8) for t in write_texts(teacher.models, prompts, 60, temperature, 7)]
 
 
 @needs_native
-def test_simulated_tau_is_the_served_one(folder: Path, teacher: Teacher, texts: list[Text]) -> None:
+def test_simulated_tau_is_the_served_one(folder: Path, teacher: Teacher, texts: list[JudgedText]) -> None:
     """Greedy to the digit: the same drafts meet the same text. At a temperature as a mean over noise."""
     head = tiny.head(teacher.decoder.float(), num_ids=40)
     head.embed.data = teacher.decoder.embed.data.float().clone()
@@ -93,7 +93,7 @@ def test_simulated_tau_is_the_served_one(folder: Path, teacher: Teacher, texts: 
     )
 
 
-def test_texts_are_the_targets_own(teacher: Teacher, texts: list[Text]) -> None:
+def test_texts_are_the_targets_own(teacher: Teacher, texts: list[JudgedText]) -> None:
     for text in (t for t in texts if t.temperature == 0):
         best = teacher.views([text.tokens])[0].best.numpy()
         own = slice(text.num_prompt, len(text.tokens))
@@ -101,7 +101,7 @@ def test_texts_are_the_targets_own(teacher: Teacher, texts: list[Text]) -> None:
         assert agree > 0.9, "but for ties that rounding the hidden state to bfloat16 decides"
 
 
-def test_the_target_looks_at_held_out_texts_once(teacher: Teacher, texts: list[Text]) -> None:
+def test_the_target_looks_at_held_out_texts_once(teacher: Teacher, texts: list[JudgedText]) -> None:
     views = Views(teacher.views, None)
     head = tiny.head(teacher.decoder.float(), num_ids=40)
     scale = torch.ones(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size)
@@ -117,13 +117,13 @@ def test_a_draft_is_judged_from_its_first_token_on(teacher: Teacher) -> None:
     head = tiny.head(teacher.decoder.float(), num_ids=48)
     scale = torch.ones(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size)
     assembler = Assembler(Views(teacher.views, None), scale, head_rows(head.d2t), teacher.head, "cpu")
-    text = Text(np.arange(1, 10, dtype=np.int32), 7, 0.0)
+    text = JudgedText(np.arange(1, 10, dtype=np.int32), 7, 0.0)
     assert HeldOut(assembler, [text], 1).judge(head).loss > 0
-    assert HeldOut(assembler, [Text(text.tokens, 8, 0.0)], 1).judge(head).loss == 0, "nothing is left to guess"
+    assert HeldOut(assembler, [JudgedText(text.tokens, 8, 0.0)], 1).judge(head).loss == 0, "nothing is left to guess"
 
 
 def test_a_kind_of_text_that_is_missing_does_not_hide_the_other() -> None:
     """Without greedy texts, or without sampled ones, checkpoints are still told apart."""
     nan = float("nan")
-    scores = [Judgement(1.0, (), *taus).score for taus in ((2.0, 1.5), (nan, 1.5), (2.0, nan), (nan, nan))]
+    scores = [DraftJudgement(1.0, (), *taus).score for taus in ((2.0, 1.5), (nan, 1.5), (2.0, nan), (nan, nan))]
     assert scores == [1.75, 1.5, 2.0, 0.0]

@@ -4,22 +4,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.train.config import LOSS_NAMES
-from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS, Rows, agreement, matched_given, overlap, soft_cross_entropy
+from aquiline.train.losses import (
+    LOSSES,
+    TAKES_ALL_ROWS,
+    LossRows,
+    agreement,
+    matched_given,
+    overlap,
+    soft_cross_entropy,
+)
+from aquiline.train.train_config import LOSS_NAMES
 
 VOCAB, INSIDE = 12, 9
 
 
-def some_rows(seed: int, num: int = 5, spread: float = 1.5) -> Rows:
+def some_rows(seed: int, num: int = 5, spread: float = 1.5) -> LossRows:
     """Rows whose target has mass outside the draft vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.softmax(spread * torch.randn(num, VOCAB, generator=generator, dtype=torch.float64), -1)
     inside = whole[:, :INSIDE].sum(-1)
     logits = spread * torch.randn(num, INSIDE, generator=generator, dtype=torch.float64)
-    return Rows(logits, whole[:, :INSIDE] / inside[:, None], inside)
+    return LossRows(logits, whole[:, :INSIDE] / inside[:, None], inside)
 
 
-def brute_agreement(rows: Rows) -> Tensor:
+def brute_agreement(rows: LossRows) -> Tensor:
     """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), term by term."""
     q = torch.softmax(rows.logits, -1)
     out = []
@@ -35,7 +43,7 @@ def brute_agreement(rows: Rows) -> Tensor:
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_the_values(name: str) -> None:
     rows = some_rows(0)
-    got = LOSSES[name](Rows(rows.logits.clone(), rows.p, rows.inside)).grad
+    got = LOSSES[name](LossRows(rows.logits.clone(), rows.p, rows.inside)).grad
     step, want = 1e-5, torch.empty_like(got)
     held = None
     if name.endswith("-mix"):  # the weight is held constant: rebuild the value with it fixed
@@ -46,7 +54,7 @@ def test_gradients_are_those_of_the_values(name: str) -> None:
         for sign in (1, -1):
             moved = rows.logits.clone()
             moved[:, k] += sign * step
-            at = Rows(moved, rows.p, rows.inside)
+            at = LossRows(moved, rows.p, rows.inside)
             if held is None:
                 sides.append(LOSSES[name](at).value)
             else:
@@ -92,8 +100,8 @@ def test_losses_are_least_where_draft_and_target_agree() -> None:
     p = torch.softmax(torch.randn(5, 9), -1)
     one = torch.ones(5)
     for name, loss in LOSSES.items():
-        at = loss(Rows(p.log(), p, one)).value
-        off = loss(Rows(p.log() + torch.randn(5, 9), p, one)).value
+        at = loss(LossRows(p.log(), p, one)).value
+        off = loss(LossRows(p.log() + torch.randn(5, 9), p, one)).value
         assert (at < off).all(), name
         if name != "ce":
             assert at.abs().max() < 1e-5, name

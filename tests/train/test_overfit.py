@@ -12,7 +12,7 @@ import tiny
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.spec.drafting import Chain, NoDraft
-from aquiline.train.config import TrainConfig
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import train
 
 NUM_SPEC_TOKENS, NUM_NEW = 3, 49

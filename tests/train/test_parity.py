@@ -23,8 +23,8 @@ from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
 from aquiline.models.model_config import RopeConfig
 from aquiline.spec.drafting import Chain, Drafting, Static
-from aquiline.train.config import TrainConfig, Yarn, yarn_of
 from aquiline.train.continued import for_long_contexts
+from aquiline.train.train_config import TrainConfig, Yarn, yarn_of
 from aquiline.train.trainer import train
 from aquiline.train.ttt import TokenBatch, passes
 from aquiline.types import Int32

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from aquiline.models.eagle import DraftHead
 from aquiline.train.attention import CHUNK, TTTAttention
-from aquiline.train.config import ATTENTION_NAMES
 from aquiline.train.distributed import World
 from aquiline.train.full_attention import KINDS, StepKeys
 from aquiline.train.losses import LOSSES
-from aquiline.train.report import Silent
+from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
+from aquiline.train.train_config import ATTENTION_NAMES
 from aquiline.train.trainer import Trainer
 from aquiline.train.ttt import Objective, TokenBatch, num_rows, passes, plan, ttt_loss
 

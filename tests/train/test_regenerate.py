@@ -21,8 +21,8 @@ from aquiline.engine.model import Loading, from_modules
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.answer_file import AnswerFile
-from aquiline.train.regenerate import Regeneration
 from aquiline.train.regenerate_config import RegenerateConfig
+from aquiline.train.regeneration import Regeneration
 
 pytestmark = needs_native
 

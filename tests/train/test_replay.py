@@ -19,15 +19,15 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
 from aquiline.spec.drafting import Chain
 from aquiline.train.answering import rejected_tokens
-from aquiline.train.config import TrainConfig
 from aquiline.train.data import build_corpus
 from aquiline.train.distributed import World
 from aquiline.train.documents import Document
 from aquiline.train.losses import LOSSES
-from aquiline.train.packing import Piece, gather
-from aquiline.train.report import Silent
+from aquiline.train.packing import RowPiece, gather
 from aquiline.train.resume import check_settings
+from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 from aquiline.train.ttt import Objective, passes, plan, ttt_loss
 
@@ -91,7 +91,7 @@ def documents(lengths: tuple[int, ...] = (17, 15)) -> list[Document]:
 def test_the_loss_of_missed_tokens_weighs_more_in_values_and_gradients(replay: float) -> None:
     """By hand: each pass is the mean of its rows' losses weighed by the token they predict, whole logits, autograd."""
     corpus, model = build_corpus(documents()), tiny.target()
-    batch = gather(corpus, [[Piece(0, 17), Piece(17, 15)]], 36, "cpu")
+    batch = gather(corpus, [[RowPiece(0, 17), RowPiece(17, 15)]], 36, "cpu")
     head = tiny.head(model)
     told = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))
     late, objective = torch.tensor([0, 3, 4, 11, 12, 20, 21]), Objective(LOSSES["ce"], 4, 0.8, replay=replay)

@@ -12,10 +12,10 @@ import torch
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
 from aquiline.ops.quantise import LINEARS, quantise
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
-from aquiline.train.report import Silent
+from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 
 STORED = ["int8", "int4"]

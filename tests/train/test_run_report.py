@@ -9,9 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 from tests.disk import MESSAGE, full_after
 
-from aquiline.train.evaluate import Judgement
-from aquiline.train.figures import StepFigures, mean_of
-from aquiline.train.report import Reporter, StepReport
+from aquiline.train.run_figures import StepFigures, mean_of
+from aquiline.train.run_report import Reporter, StepReport
+from aquiline.train.simulated_tau import DraftJudgement
 
 NAN = float("nan")
 
@@ -23,8 +23,8 @@ def report(step: int, done: float) -> StepReport:
     return StepReport(step, done, figures, 0.3, 1e-3, 500 * step, 640.0)
 
 
-def judgement(tau: float) -> Judgement:
-    return Judgement(9 - 4 * tau, (0.3, 0.2, 0.2, 0.1), tau, tau - 0.1)
+def judgement(tau: float) -> DraftJudgement:
+    return DraftJudgement(9 - 4 * tau, (0.3, 0.2, 0.2, 0.1), tau, tau - 0.1)
 
 
 def run(reporter: Reporter, first: int, last: int) -> None:

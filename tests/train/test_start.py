@@ -7,13 +7,13 @@ from torch import Tensor
 
 from aquiline.models.eagle import DraftHead
 from aquiline.ops.reference import rope
-from aquiline.train.start import Sample, fit, new_head
+from aquiline.train.start import StateSample, fit, new_head
 from aquiline.train.ttt import TokenBatch, passes
 
 H, NUM = tiny.CONFIG.hidden_size, 120
 
 
-def linear_world(num_documents: int = 8, seed: int = 0, constant: float = 12.0) -> list[Sample]:
+def linear_world(num_documents: int = 8, seed: int = 0, constant: float = 12.0) -> list[StateSample]:
     """Documents in which the target's state follows from the state before it and the token: what `fit` is meant for.
 
     constant: the size of the component that all states share."""
@@ -33,11 +33,11 @@ def linear_world(num_documents: int = 8, seed: int = 0, constant: float = 12.0) 
             state = state / state.pow(2).mean().sqrt()
             states.append(state)
         hidden = torch.stack(states)
-        samples.append(Sample(tokens, hidden @ mix.T, hidden * tiny.target().final_norm))
+        samples.append(StateSample(tokens, hidden @ mix.T, hidden * tiny.target().final_norm))
     return samples
 
 
-def first_pass(head: DraftHead, sample: Sample) -> Tensor:
+def first_pass(head: DraftHead, sample: StateSample) -> Tensor:
     batch = TokenBatch(
         sample.tokens[None], torch.zeros(1, NUM, dtype=torch.int64), torch.arange(NUM)[None],
         torch.ones(1, NUM, dtype=torch.bool),
@@ -48,7 +48,7 @@ def first_pass(head: DraftHead, sample: Sample) -> Tensor:
 
 
 @torch.no_grad()
-def unexplained(a: Tensor, sample: Sample, norm: Tensor) -> float:
+def unexplained(a: Tensor, sample: StateSample, norm: Tensor) -> float:
     """Share of the next state's variance that the draft's output does not explain."""
     state = (sample.hidden / norm)[1 : 1 + len(a)]
     return float((a - state).pow(2).sum() / (state - state.mean(0)).pow(2).sum())

@@ -15,13 +15,13 @@ from aquiline.errors import CheckpointError, NumericalError
 from aquiline.models.formats import load_draft, read_draft_config
 from aquiline.models.load import load_target
 from aquiline.train.batches import Assembler, Batch
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
-from aquiline.train.figures import StepFigures, combine
-from aquiline.train.losses import LOSSES, Graded, Rows
+from aquiline.train.losses import LOSSES, Graded, LossRows
 from aquiline.train.optimizer import WARMUP_STEPS, orthogonalise, set_rate
-from aquiline.train.report import Silent
-from aquiline.train.schedule import Budget, Clock, Pace, Progress
+from aquiline.train.run_figures import StepFigures, combine
+from aquiline.train.run_report import Silent
+from aquiline.train.schedule import Budget, Clock, Pace, RunProgress
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 from aquiline.train.ttt import TTTResult
 
@@ -109,7 +109,7 @@ def test_a_short_run_warms_up_by_its_steps_and_a_long_one_by_its_share() -> None
 
 def test_what_is_left_follows_from_measured_steps(config: TrainConfig) -> None:
     pace, base = Pace(seconds=4.0, tokens=100.0), replace(config, steps=None)
-    begun = Progress(step=2, tokens=200, seconds=40.0, prepared_s=30.0)
+    begun = RunProgress(step=2, tokens=200, seconds=40.0, prepared_s=30.0)
     for budget, look_s, left in (
         ({"steps": 12}, 0, 10), ({"tokens": 1000}, 0, 8), ({"epochs": 0.5}, 0, 4), ({"minutes": 2.0}, 8, 18),
         ({"minutes": 2.0, "steps": 9}, 8, 7), ({"minutes": 0.5}, 0, 0),
@@ -225,7 +225,7 @@ def test_either_a_loss_or_a_gradient_that_is_no_number_skips_the_step(
     """Nearly always both are broken at once; the one that is broken alone must do."""
     real = LOSSES[config.loss]
 
-    def broken(rows: Rows) -> Graded:
+    def broken(rows: LossRows) -> Graded:
         value, grad = real(rows)
         if run.progress.step == 1:
             return Graded(value + math.inf, grad) if what == "loss" else Graded(value, grad.mul_(math.inf))
@@ -246,12 +246,15 @@ def test_either_a_loss_or_a_gradient_that_is_no_number_skips_the_step(
 
 def test_a_budget_ends_with_whatever_is_used_up_first(config: TrainConfig) -> None:
     base = replace(config, steps=None)
-    assert Budget(base, 12).share(Progress(step=12), 0) == 1
-    assert Budget(replace(base, epochs=0.5), 12).share(Progress(step=6), 0) == 1
+    assert Budget(base, 12).share(RunProgress(step=12), 0) == 1
+    assert Budget(replace(base, epochs=0.5), 12).share(RunProgress(step=6), 0) == 1
     both = Budget(replace(base, steps=100, tokens=1000), 12)
-    assert both.share(Progress(step=50, tokens=400), 0) == 0.5 and both.share(Progress(step=50, tokens=900), 0) == 0.9
+    assert (
+        both.share(RunProgress(step=50, tokens=400), 0) == 0.5
+        and both.share(RunProgress(step=50, tokens=900), 0) == 0.9
+    )
     minutes = Budget(replace(base, minutes=1), 12)
-    assert minutes.share(Progress(seconds=20), 20) == 0.5 and minutes.share(Progress(seconds=1), 60) == 1
+    assert minutes.share(RunProgress(seconds=20), 20) == 0.5 and minutes.share(RunProgress(seconds=1), 60) == 1
 
 
 def test_minutes_count_preparation_and_looks(config: TrainConfig) -> None:

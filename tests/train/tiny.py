@@ -19,9 +19,9 @@ from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.ops import reference as ops
 from aquiline.train import teacher
 from aquiline.train.attention import PackedAttention
-from aquiline.train.config import TrainConfig
 from aquiline.train.head_loss import TargetRows
 from aquiline.train.start import new_head
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import TargetBatch, TokenBatch
 
 CONFIG = ModelConfig(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aquiline.train.config import TrainConfig
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import train
 
 

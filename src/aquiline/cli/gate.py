@@ -47,14 +47,14 @@ def gate(
       aquiline gate results/ --parity results-of-another-engine/
     """
 
-    from aquiline.bench.gates.gate import Request, ask
     from aquiline.bench.gates.rules import BUILT_IN, override, read_gates
     from aquiline.bench.gates.state import GateState, default_state
+    from aquiline.bench.gates.verdicts import GateRequest, ask
     from aquiline.bench.results.result import read_results
     from aquiline.cli.show.verdict_tables import show_report
 
     rules = override(read_gates(gates or BUILT_IN), limits or [])
-    request = Request(level, tuple(only or ()), read_results(parity) if parity is not None else None)
+    request = GateRequest(level, tuple(only or ()), read_results(parity) if parity is not None else None)
     report = ask(rules, read_results(directory), request, GateState(state or default_state()))
     if as_json:
         print(json.dumps(report.as_dict()))

@@ -66,8 +66,8 @@ def regenerate(
     from aquiline.models.load import resolve
     from aquiline.spec.drafting import Chain
     from aquiline.train.answer_file import check_settings
-    from aquiline.train.regenerate import Regeneration, asked_settings
     from aquiline.train.regenerate_config import regenerate_config
+    from aquiline.train.regeneration import Regeneration, asked_settings
 
     config = regenerate_config(settings, in_order=in_order)
     pair = replace(pair, target=target, draft=draft)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from aquiline.cli.fields import Fields, Given, with_options
-from aquiline.train.config import KEEP, TrainConfig
+from aquiline.train.train_config import KEEP, TrainConfig
 
 EXAMPLES = """
 Examples:

@@ -22,7 +22,7 @@ _ANSWER = "\ufdd0"  # stands for an answer; a code point that Unicode assigns to
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRow:
     """The prompt of the next turn: the first `num_kept` ids of the conversation, then the ids `added`.
 
     messages: the messages of the conversation, the next turn of the user included."""
@@ -51,7 +51,7 @@ class Conversation:
     loss_mask: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
-    prompt: Prompt | None = None  # of the turn that is asked and not answered yet
+    prompt: PromptRow | None = None  # of the turn that is asked and not answered yet
 
     @property
     def num_left(self) -> int:
@@ -66,10 +66,10 @@ class Conversation:
         else:
             system = self.question.system
             messages = [turn] if system is None else [{"role": "system", "content": system}, turn]
-            self.prompt = Prompt(messages, 0, template.encode(messages))
+            self.prompt = PromptRow(messages, 0, template.encode(messages))
         return self.token_ids[: self.prompt.num_kept] + self.prompt.added
 
-    def _next(self, turn: dict[str, str], template: ChatTemplate, tokenizer: Tokenizer) -> Prompt:
+    def _next(self, turn: dict[str, str], template: ChatTemplate, tokenizer: Tokenizer) -> PromptRow:
         """The prompt of a later turn. An answer that ended by itself ends with a stop token. That token is kept if the
         template writes the same one; otherwise the template's end of a turn replaces it. An answer that was cut gets
         the template's end of a turn."""
@@ -86,7 +86,7 @@ class Conversation:
                 added = added[1:]
             else:
                 num_kept -= 1
-        return Prompt([*self.messages, turn], num_kept, added)
+        return PromptRow([*self.messages, turn], num_kept, added)
 
     def answer(self, output: Output) -> None:
         """Add the target's answer to the turn that was asked."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from aquiline.train.data import Corpus
 from aquiline.train.features import Views
 from aquiline.train.head_loss import TargetRows
-from aquiline.train.packing import Piece, gather
+from aquiline.train.packing import RowPiece, gather
 from aquiline.train.ttt import TargetBatch, TokenBatch
 from aquiline.types import Int32
 
@@ -38,7 +38,7 @@ class Assembler:
         self.is_inside = torch.zeros(head.shape[0], dtype=torch.bool)
         self.is_inside[vocab.cpu()] = True
 
-    def packed(self, corpus: Corpus, rows: list[list[Piece]], context: int) -> Batch:
+    def packed(self, corpus: Corpus, rows: list[list[RowPiece]], context: int) -> Batch:
         """A batch of rows that are packed with pieces of a corpus."""
         documents = [corpus.tokens[p.start : p.start + p.length] for row in rows for p in row]
         return self._beside(gather(corpus, rows, context, self.device), documents)
@@ -50,7 +50,7 @@ class Assembler:
         tokens = torch.cat([torch.from_numpy(tokens) for tokens in documents])
         mask = torch.cat([torch.arange(len(t)) >= n for t, n in zip(documents, first_counted, strict=True)])
         corpus = Corpus(tokens.numpy(), starts, mask.numpy(), np.zeros(len(tokens), np.bool_))
-        rows = [[Piece(int(a), int(b - a))] for a, b in itertools.pairwise(starts)]
+        rows = [[RowPiece(int(a), int(b - a))] for a, b in itertools.pairwise(starts)]
         return self._beside(gather(corpus, rows, width, self.device), documents)
 
     def _beside(self, tokens: TokenBatch, documents: Sequence[Int32]) -> Batch:

@@ -12,7 +12,7 @@ from aquiline.models.decoder import Decoder
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import load_draft
 from aquiline.models.model_config import RopeConfig
-from aquiline.train.config import TrainConfig, yarn_of
+from aquiline.train.train_config import TrainConfig, yarn_of
 
 SHAPE = ("draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads")
 

@@ -20,12 +20,12 @@ from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
 from aquiline.models.counting import draft_shape, read_shape
 from aquiline.models.shape import AttentionShape, Dense, DraftShape, LayerShape, ModelShape, MoE
 from aquiline.train.attention import CHUNK
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World
 from aquiline.train.head_loss import CHUNK_BYTES
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
 from aquiline.train.teacher import has_bfloat16
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import num_rows
 from aquiline.train.vocabulary import DEFAULT_SIZE
 

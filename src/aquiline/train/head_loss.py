@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aquiline.train.losses import Loss, Rows, softmax_with_sum
+from aquiline.train.losses import Loss, LossRows, softmax_with_sum
 
 CHUNK_BYTES = 32 << 20
 """Size of one chunk's float32 logits."""
@@ -53,10 +53,10 @@ class _Settings(NamedTuple):
     measure: bool
 
 
-def rows_of(logits: Tensor, target_logits: Tensor, lse: Tensor) -> Rows:
+def rows_of(logits: Tensor, target_logits: Tensor, lse: Tensor) -> LossRows:
     """Rows for a loss from both models' logits over the draft vocabulary [n, Vd]."""
     p, inside = softmax_with_sum(target_logits)
-    return Rows(logits, p, (inside - lse).exp_().clamp_max_(1.0))
+    return LossRows(logits, p, (inside - lse).exp_().clamp_max_(1.0))
 
 
 def head_loss(
@@ -130,6 +130,6 @@ def _grade(logits: Tensor, target: TargetRows, at: Tensor, settings: _Settings) 
             correct[block] = mine.argmax(-1) == told[seen].argmax(-1)[own]
         rows = rows_of(mine, told[seen], target.lse[places[seen]])
         is_whole = len(rows.p) == len(own)
-        graded = loss(rows if is_whole else Rows(mine, rows.p[own], rows.inside[own]))
+        graded = loss(rows if is_whole else LossRows(mine, rows.p[own], rows.inside[own]))
         values[block], logits[block] = graded.value, graded.grad
     return values, correct

@@ -24,7 +24,7 @@ LK_RATE = 3.0
 TINY = 1e-30
 
 
-class Rows(NamedTuple):
+class LossRows(NamedTuple):
     """n rows: logits float32 [n, Vd] of the draft; p float32 [n, Vd], the target's distribution over the draft
     vocabulary, summing to 1; inside float32 [n], the target's mass in that vocabulary, so that p * inside is its share
     of the whole vocabulary's distribution."""
@@ -41,10 +41,10 @@ class Graded(NamedTuple):
     grad: Tensor
 
 
-Loss = Callable[[Rows], Graded]
+Loss = Callable[[LossRows], Graded]
 
 
-def soft_cross_entropy(rows: Rows) -> Graded:
+def soft_cross_entropy(rows: LossRows) -> Graded:
     """-sum p log q over the draft vocabulary."""
     q, log_sum = softmax_with_sum(rows.logits)
     return Graded(log_sum - torch.linalg.vecdot(rows.p, rows.logits), q.sub_(rows.p))
@@ -57,19 +57,19 @@ def softmax_with_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
     return q, logits.amax(-1) - q.amax(-1).log()
 
 
-def kl(rows: Rows) -> Graded:
+def kl(rows: LossRows) -> Graded:
     """KL(p || q): the cross-entropy minus the entropy of p. It has the gradient of the cross-entropy and optimum 0."""
     value, grad = soft_cross_entropy(rows)
     return Graded(value - torch.special.entr(rows.p).sum(-1), grad)
 
 
-def overlap(rows: Rows) -> Graded:
+def overlap(rows: LossRows) -> Graded:
     """sum min(p, q) over the whole vocabulary, and its gradient."""
     q, p = torch.softmax(rows.logits, -1), rows.p * rows.inside[:, None]
     return Graded(torch.minimum(p, q).sum(-1), _through_softmax(q, (q < p).float()))
 
 
-def agreement(rows: Rows) -> Graded:
+def agreement(rows: LossRows) -> Graded:
     """How often target and draft draw the same token with shared noise, and its gradient.
 
     Sort the tokens by falling r = p / q. Then the sum over j splits at i: before i a cumulative sum of p, with p's mass
@@ -86,12 +86,12 @@ def agreement(rows: Rows) -> Graded:
     return Graded(matched.sum(-1), _through_softmax(q, torch.empty_like(q).scatter_(-1, order, slope)))
 
 
-def lk(rows: Rows) -> Graded:
+def lk(rows: LossRows) -> Graded:
     """-log overlap."""
     return _negative_log(overlap(rows))
 
 
-def lk_mix(rows: Rows) -> Graded:
+def lk_mix(rows: LossRows) -> Graded:
     """w KL + (1 - w)(1 - overlap) with w = exp(-3 overlap), held constant in the gradient."""
     divergence, accepted = kl(rows), overlap(rows)
     w = (-LK_RATE * accepted.value).exp()
@@ -99,12 +99,12 @@ def lk_mix(rows: Rows) -> Graded:
     return Graded(w * divergence.value + (1 - w) * (1 - accepted.value), grad)
 
 
-def agree(rows: Rows) -> Graded:
+def agree(rows: LossRows) -> Graded:
     """-log agreement, the loss that fits this engine's verification."""
     return _negative_log(agreement(rows))
 
 
-def agree_mix(rows: Rows) -> Graded:
+def agree_mix(rows: LossRows) -> Graded:
     """w KL + (1 - w)(1 - agreement) with w = exp(-3 agreement), held constant in the gradient."""
     divergence, accepted = kl(rows), agreement(rows)
     w = (-LK_RATE * accepted.value).exp()
@@ -130,7 +130,7 @@ TAKES_ALL_ROWS = frozenset({"agree", "agree-mix"})
 """Losses that know what the target has outside the draft vocabulary; others skip rows whose best token is there."""
 
 
-def matched_given(rows: Rows, drawn: Tensor) -> Tensor:
+def matched_given(rows: LossRows, drawn: Tensor) -> Tensor:
     """The probability that the draft draws the token that the target drew, given that token: float32 [n].
 
     drawn int64 [n]: draft ids, -1 for a token outside the draft vocabulary, which the draft never draws. The mean of

@@ -18,27 +18,27 @@ from aquiline.train.ttt import TokenBatch
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Tokens [start, start + length) of the corpus stream."""
 
     start: int
     length: int
 
 
-def cut(corpus: Corpus, context: int, shortest: int) -> list[Piece]:
+def cut(corpus: Corpus, context: int, shortest: int) -> list[RowPiece]:
     """Pieces of at most `context` tokens, none across documents, none under `shortest` or without a token that
     counts. Pieces of a document differ by one token at most. No row predicts a piece's first two tokens."""
     pieces, counted = [], np.concatenate(([0], np.cumsum(corpus.mask)))
     for start, end in zip(corpus.starts[:-1].tolist(), corpus.starts[1:].tolist(), strict=True):
         num = -(-(end - start) // context)
         edges = [start + (end - start) * i // num for i in range(num + 1)]
-        pieces += [Piece(a, b - a) for a, b in itertools.pairwise(edges)]
+        pieces += [RowPiece(a, b - a) for a, b in itertools.pairwise(edges)]
     return [p for p in pieces if p.length >= shortest and counted[p.start + p.length] > counted[p.start + 2]]
 
 
-def pack(pieces: list[Piece], context: int) -> list[list[Piece]]:
+def pack(pieces: list[RowPiece], context: int) -> list[list[RowPiece]]:
     """Rows of pieces that fit `context`: longest first, each into the row whose gap it fills best."""
-    rows: list[list[Piece]] = []
+    rows: list[list[RowPiece]] = []
     by_gap: list[list[int]] = [[] for _ in range(context + 1)]
     gaps_in_use = np.zeros(context + 1, np.bool_)
     for piece in sorted(pieces, key=lambda p: -p.length):
@@ -56,7 +56,7 @@ def pack(pieces: list[Piece], context: int) -> list[list[Piece]]:
     return rows
 
 
-def gather(corpus: Corpus, rows: list[list[Piece]], context: int, device: torch.device | str) -> TokenBatch:
+def gather(corpus: Corpus, rows: list[list[RowPiece]], context: int, device: torch.device | str) -> TokenBatch:
     """The batch of the given rows. Positions that no piece fills are padding, with document -1."""
     tokens, positions = np.zeros((2, len(rows), context), np.int64)
     document = np.full((len(rows), context), -1, np.int64)
@@ -85,7 +85,7 @@ class Batches:
                 f"no training document has ttt_steps + 3 = {shortest} tokens and one that counts behind its second"
             )
         self.epoch, self.first_step = -1, 0
-        self.rows: list[list[Piece]] = []
+        self.rows: list[list[RowPiece]] = []
         self._plan(0)
         self.steps_in_first_epoch = self.num_batches
 
@@ -100,7 +100,7 @@ class Batches:
         rows = pack(shuffled, self.context)
         self.rows, self.epoch = [rows[i] for i in rng.permutation(len(rows))], epoch
 
-    def at(self, step: int) -> list[list[Piece]]:
+    def at(self, step: int) -> list[list[RowPiece]]:
         """Rows of a step; steps may be asked for in any order, ascending is cheap."""
         if step < self.first_step:
             self.first_step = 0

@@ -25,18 +25,18 @@ from aquiline.models.formats import head_rows
 from aquiline.models.model_config import ModelConfig, default_capture
 from aquiline.train.batches import Assembler
 from aquiline.train.checkpoint import Checkpoint
-from aquiline.train.config import TrainConfig
 from aquiline.train.continued import for_long_contexts, loaded_head, reach_of, shape_of
 from aquiline.train.data import Corpus, TokenIds, load_split, token_ids
 from aquiline.train.distributed import World
-from aquiline.train.evaluate import TEMPERATURE, HeldOut, write_texts
 from aquiline.train.features import FeatureCache, Views
 from aquiline.train.optimizer import default_lr
 from aquiline.train.packing import Batches
 from aquiline.train.readers import check_paths
 from aquiline.train.resume import corpus_digest, settings_of
-from aquiline.train.start import Sample, fit, new_head
+from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
+from aquiline.train.start import StateSample, fit, new_head
 from aquiline.train.teacher import Teacher, View, feature_scale
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.vocabulary import choose_vocabulary
 from aquiline.types import Int32, Int64
 
@@ -113,7 +113,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     _check_replay(config, split.train, say)
     digest = target_digest(teacher)
     views = Views(teacher.views, _cache(config, teacher, digest))
-    head, scale = _begin(config, start, _Source(teacher, split.train, ids), partial(_sample, batches, views), say)
+    head, scale = _begin(config, start, _DraftSource(teacher, split.train, ids), partial(_sample, batches, views), say)
     world.copy_from_first([scale, head.d2t, *(p for p in head.parameters() if p.requires_grad)])
     head = head.to(device)
     assembler = Assembler(views, scale, head_rows(head.d2t.cpu()), teacher.head, device)
@@ -196,7 +196,7 @@ def _sample(batches: Batches, views: Views) -> _Sampled:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _DraftSource:
     """What a new draft is made from."""
 
     teacher: Teacher
@@ -207,7 +207,7 @@ class _Source:
 def _begin(
     config: TrainConfig,
     start: Checkpoint | None,
-    source: _Source,
+    source: _DraftSource,
     sample: Callable[[], _Sampled],
     say: Callable[[str], None],
 ) -> tuple[DraftHead, Tensor]:
@@ -229,7 +229,7 @@ def _begin(
 
 
 def _new_head(
-    config: TrainConfig, source: _Source, sampled: _Sampled, scale: Tensor, say: Callable[[str], None]
+    config: TrainConfig, source: _DraftSource, sampled: _Sampled, scale: Tensor, say: Callable[[str], None]
 ) -> DraftHead:
     """A new draft with a vocabulary chosen from the data. The vocabulary is never changed later, because each row of
     the head belongs to one token of it."""
@@ -248,7 +248,7 @@ def _new_head(
         seed=config.seed,
     )
     pairs = zip(sampled.documents, sampled.views, strict=True)
-    fit(head, (Sample(torch.from_numpy(t).long(), v.features.float() * scale, v.hidden.float()) for t, v in pairs))
+    fit(head, (StateSample(torch.from_numpy(t).long(), v.features.float() * scale, v.hidden.float()) for t, v in pairs))
     return head
 
 

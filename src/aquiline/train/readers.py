@@ -1,4 +1,4 @@
-"""Documents out of files and folders: text, JSONL (gzipped too), JSON lists, .bin, and what tables.py reads.
+"""Documents out of files and folders: text, JSONL (gzipped too), JSON lists, .bin, and what table_files.py reads.
 
 Owns which paths can be read and the faults of files; rows.py owns what a row may hold.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from aquiline.checks import parse_json
-from aquiline.train import tables
+from aquiline.train import table_files
 from aquiline.train.conversations import RowError
 from aquiline.train.documents import Document, Rejects, TokenIds
 from aquiline.train.rows import RowReader
 
 TEXT_SUFFIXES = (".py", ".txt", ".md")
-FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".bin", *tables.SUFFIXES)
+FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".bin", *table_files.SUFFIXES)
 """Files of a folder that are read. A .json file is read only if it is named itself, since folders hold other ones."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -32,11 +32,11 @@ def check_paths(paths: Iterable[Path]) -> None:
     that is not installed. Reads nothing, so that a command can ask before it loads a model."""
     for path in paths:
         if _is_folder(path):
-            tabular = next((file for file in _files_in(path) if file.suffix in tables.SUFFIXES), None)
+            tabular = next((file for file in _files_in(path) if file.suffix in table_files.SUFFIXES), None)
         else:
             tabular = path if _is_table(path) else None
         if tabular is not None:
-            tables.check_installed(tabular)
+            table_files.check_installed(tabular)
 
 
 def read_documents(
@@ -70,14 +70,14 @@ class _Source:
     def _table(self, path: Path) -> Iterator[Document]:
         name, split = _name_and_split(path)
         is_saved = Path(name).is_dir()
-        rows = tables.saved_rows(Path(name), split) if is_saved else tables.hub_rows(name, split)
+        rows = table_files.saved_rows(Path(name), split) if is_saved else table_files.hub_rows(name, split)
         key = Path(name).name if split is None else f"{Path(name).name}:{split}"
         yield from self._checked(self._of_rows(rows, key))
 
     def _file(self, path: Path, key: str) -> Iterator[Document]:
         by_suffix = {".bin": self._bin, ".jsonl": self._jsonl, ".gz": self._jsonl, ".json": self._json}
-        if path.suffix in tables.SUFFIXES:
-            yield from self._checked(self._of_rows(tables.file_rows(path), key))
+        if path.suffix in table_files.SUFFIXES:
+            yield from self._checked(self._of_rows(table_files.file_rows(path), key))
             return
         yield from self._checked(by_suffix.get(path.suffix, self._text)(path, key))
 
@@ -158,7 +158,7 @@ class _Source:
 
 def _is_folder(path: Path) -> bool:
     """Whether a path is a folder of files, not a saved data set."""
-    return path.is_dir() and not tables.is_saved(path)
+    return path.is_dir() and not table_files.is_saved(path)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -170,14 +170,14 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _is_table(path: Path) -> bool:
-    """Whether tables.py reads what a path that is no folder of files names. Raises ValueError if nothing reads it."""
+    """Whether table_files.py reads a path that is no folder of files. Raises ValueError if nothing reads it."""
     if path.is_file():
         if not path.name.endswith((*FOLDER_SUFFIXES, ".json")):
             raise ValueError(f"{path}: suffix must be one of {' '.join(FOLDER_SUFFIXES)} .json")
-        return path.suffix in tables.SUFFIXES
+        return path.suffix in table_files.SUFFIXES
     name, _ = _name_and_split(path)
     is_hub_id = _HUB_ID.fullmatch(name) is not None and not name.endswith((*FOLDER_SUFFIXES, ".json"))
-    if not is_hub_id and not (Path(name).is_dir() and tables.is_saved(Path(name))):
+    if not is_hub_id and not (Path(name).is_dir() and table_files.is_saved(Path(name))):
         raise ValueError(f"data path {path} does not exist")
     return True
 

@@ -19,7 +19,7 @@ import yaml
 from aquiline.errors import CheckpointError
 from aquiline.models.counting import shape_of_fields
 from aquiline.models.shape import ModelShape
-from aquiline.train.config import TrainConfig
+from aquiline.train.train_config import TrainConfig
 
 NOT_IN_RECIPES = ("target", "data", "out", "held_out", "init", "norm_feedback", "resume", "may_differ")
 """Fields of TrainConfig that belong to a run, not to a recipe."""

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from aquiline.train.config import TrainConfig
 from aquiline.train.data import Corpus
+from aquiline.train.train_config import TrainConfig
 
 COMPARED = (
     "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "loss_on", "replay", "decay", "optimizer",

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
-from aquiline.train.config import TrainConfig
+from aquiline.train.train_config import TrainConfig
 
 SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass(eq=False)
-class Progress:
+class RunProgress:
     """The progress of a run, saved with every checkpoint. seconds: since the command began, plus those of the earlier
     runs that it resumes; prepared_s: those before the first step. best_score: of the draft in OUT; start_score: of the
     draft before the first step, 0 where nobody judged it. bad_steps: steps skipped in a row."""
@@ -77,7 +77,7 @@ class Budget:
         epochs = config.epochs if (self.steps or self.tokens or self.minutes or config.epochs) else 1.0
         self.epoch_steps = max(1, round(epochs * steps_per_epoch)) if epochs else None
 
-    def share(self, progress: Progress, look_s: float) -> float:
+    def share(self, progress: RunProgress, look_s: float) -> float:
         """Share of the budget used; 1 or more ends the run. A budget in minutes begins with the first step, ends so
         many minutes after the command began, and leaves `look_s` seconds for the last judgement."""
         shares = [0.0]
@@ -92,7 +92,7 @@ class Budget:
             shares.append((progress.seconds - progress.prepared_s) / stepping if stepping > 0 else 1.0)
         return max(shares)
 
-    def steps_left(self, progress: Progress, look_s: float, pace: Pace) -> int:
+    def steps_left(self, progress: RunProgress, look_s: float, pace: Pace) -> int:
         """Steps until the budget is used up at a measured pace."""
         left = [
             self.steps and self.steps - progress.step,

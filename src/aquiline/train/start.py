@@ -93,7 +93,7 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> No
 
 
 @dataclass(frozen=True)
-class Sample:
+class StateSample:
     """Consecutive positions of one document: tokens int64 [n]; features float32 [n, C * H] of unit size; hidden
     float32 [n, H], the target's last hidden state after its final norm."""
 
@@ -103,7 +103,7 @@ class Sample:
 
 
 @torch.no_grad()
-def fit(head: DraftHead, samples: Iterable[Sample]) -> None:
+def fit(head: DraftHead, samples: Iterable[StateSample]) -> None:
     """Set fc and the attention of a new head by least squares over the samples, in place."""
     samples = list(samples)
     states = [sample.hidden / head.norm for sample in samples]

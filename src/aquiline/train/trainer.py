@@ -21,19 +21,19 @@ from aquiline.errors import NumericalError
 from aquiline.models.eagle import DraftHead
 from aquiline.models.formats import save_draft
 from aquiline.train.checkpoint import Checkpoint, Checkpoints
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World, join
 from aquiline.train.estimate import Planned, announce, measured_line, plan_line, target_shape
-from aquiline.train.evaluate import HeldOut, Judgement
-from aquiline.train.figures import StepFigures, combine, mean_of
 from aquiline.train.full_attention import check_attention
 from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
 from aquiline.train.optimizer import set_rate
 from aquiline.train.prepare import prepare
-from aquiline.train.report import Reporter, Silent, StepReport, judgement_dict, verdict
 from aquiline.train.resume import check_settings
-from aquiline.train.schedule import Budget, Clock, Pace, Progress, StopRequest
+from aquiline.train.run_figures import StepFigures, combine, mean_of
+from aquiline.train.run_report import Reporter, Silent, StepReport, judgement_dict, verdict
+from aquiline.train.schedule import Budget, Clock, Pace, RunProgress, StopRequest
+from aquiline.train.simulated_tau import DraftJudgement, HeldOut
 from aquiline.train.teacher import autocast
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import Objective, num_rows, plan
 from aquiline.train.weights import Weights
 
@@ -66,7 +66,7 @@ class Trainer:
         )  # fmt: skip
         self.budget = Budget(config, self.run.batches.steps_in_first_epoch)
         self.held_out: HeldOut | None = None
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.stepping_s, self.stepped_tokens, self.num_stepped = 0.0, 0, 0
         self.stop = StopRequest(STOPPING)
         self.unlogged: list[StepFigures] = []
@@ -199,7 +199,7 @@ class Trainer:
             )
         return False
 
-    def _look(self) -> Judgement | None:
+    def _look(self) -> DraftJudgement | None:
         """Judge the draft on held-out text and write a checkpoint. Returns None on ranks other than the first."""
         p, judgement = self.progress, None
         if self.world.is_first and self.held_out is None:
@@ -244,7 +244,7 @@ class Trainer:
         for notice in changes.notices:
             self.reporter.say(notice)
         self.weights.restore(start.state)
-        self.progress = p = Progress(**start.state["progress"])
+        self.progress = p = RunProgress(**start.state["progress"])
         self.clock.earlier = p.seconds
         if changes.is_judged_anew:
             p.best_score = p.start_score = 0.0
@@ -260,7 +260,7 @@ def measure(config: TrainConfig) -> Planned:
     for _ in range(PACE_STEPS):
         trainer._step()
     pace = trainer.pace()
-    return Planned(pace, PACE_STEPS, trainer.budget.steps_left(Progress(), 0.0, pace))
+    return Planned(pace, PACE_STEPS, trainer.budget.steps_left(RunProgress(), 0.0, pace))
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from aquiline.models.eagle import DraftHead
 from aquiline.ops.quantise import LINEARS, QUANTISED, quantise
 from aquiline.train.batches import Batch
-from aquiline.train.config import TrainConfig
 from aquiline.train.distributed import World, gathered, split_like
 from aquiline.train.optimizer import Average, build_optimizers
 from aquiline.train.teacher import autocast
+from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import Objective, PassRows, TTTResult, ttt_loss
 
 

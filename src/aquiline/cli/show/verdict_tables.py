@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from aquiline.bench.gates.gate import Outcome, Report
 from aquiline.bench.gates.judge import Check, Judgement
+from aquiline.bench.gates.verdicts import Outcome, Report
 from aquiline.cli.options import wide_console
 
 STYLES = {"green": "green", "red": "bold red", "refused": "bold yellow"}

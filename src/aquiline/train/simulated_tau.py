@@ -34,7 +34,7 @@ TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
-class Text:
+class JudgedText:
     """A prompt of num_prompt tokens and its continuation by the target, drawn at `temperature`: int32 [n]."""
 
     tokens: Int32
@@ -44,14 +44,14 @@ class Text:
 
 def write_texts(
     models: LoadedModels, prompts: Sequence[Int32], num_new: int, temperature: float, seed: int
-) -> list[Text]:
+) -> list[JudgedText]:
     """The target's continuation of each prompt, at most num_new tokens, by the engine and without a draft."""
     config = EngineConfig(max_batch=16, row_budget=1024, prefix_cache=False)
     llm = LLM.from_models(models, config, NoDraft())
     sampling = [SamplingParams(max_tokens=num_new, temperature=temperature, seed=seed + i) for i in range(len(prompts))]
     outputs = llm.generate([tokens.tolist() for tokens in prompts], sampling)
     return [
-        Text(np.array(o.prompt_ids + o.token_ids, np.int32), len(o.prompt_ids), temperature)
+        JudgedText(np.array(o.prompt_ids + o.token_ids, np.int32), len(o.prompt_ids), temperature)
         for o in outputs
         if len(o.token_ids) > 1
     ]
@@ -75,7 +75,7 @@ def expected_cycles(match: Float64) -> float:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class DraftJudgement:
     """How good the draft is on the target's own text.
 
     loss: mean soft cross-entropy of all passes. accuracy: per pass, how often the draft's best guess is the target's.
@@ -115,14 +115,14 @@ class _Seen:
 class HeldOut:
     """Held-out texts, greedy and sampled. The target computes its views of them at the first judgement only."""
 
-    def __init__(self, assembler: Assembler, texts: Sequence[Text], num_steps: int) -> None:
+    def __init__(self, assembler: Assembler, texts: Sequence[JudgedText], num_steps: int) -> None:
         self.assembler, self.num_steps = assembler, num_steps
         by_length = sorted(texts, key=lambda text: len(text.tokens))
         self.groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
         self.seen: list[_Seen] = []  # one per group, filled by the first judgement
 
     @torch.no_grad()
-    def judge(self, head: DraftHead) -> Judgement:
+    def judge(self, head: DraftHead) -> DraftJudgement:
         """Judge the draft with its present weights."""
         sums: dict[bool, _Sums] = {False: _Sums(), True: _Sums()}
         loss = right = counts = torch.zeros(self.num_steps)
@@ -137,10 +137,10 @@ class HeldOut:
                 s.tokens += len(of_text)
         tau = {kind: s.tokens / s.cycles if s.cycles else float("nan") for kind, s in sums.items()}
         accuracy = tuple((right / counts.clamp_min(1)).tolist())
-        return Judgement(float(loss.sum() / counts.sum().clamp_min(1)), accuracy, tau[False], tau[True])
+        return DraftJudgement(float(loss.sum() / counts.sum().clamp_min(1)), accuracy, tau[False], tau[True])
 
     def _matches(
-        self, head: DraftHead, group: Sequence[Text], batch: Batch, tempered: Tensor
+        self, head: DraftHead, group: Sequence[JudgedText], batch: Batch, tempered: Tensor
     ) -> tuple[list[Float64], list[Tensor]]:
         """Per text, match [n, S] of the rows behind its prompt, as expected_cycles takes it. And three sums per pass
         [S]: losses, right best guesses, counted rows."""
@@ -172,12 +172,12 @@ class HeldOut:
         lengths = [(t.num_prompt - 1, len(t.tokens) - 2) for t in group]
         return [match[b, first:end].double().numpy() for b, (first, end) in enumerate(lengths)], told
 
-    def _look(self, group: Sequence[Text]) -> _Seen:
+    def _look(self, group: Sequence[JudgedText]) -> _Seen:
         width = max(len(t.tokens) for t in group) + self.num_steps + 1
         batch = self.assembler.single([t.tokens for t in group], [t.num_prompt for t in group], width)
         return _Seen(batch, self._tempered(group, batch))
 
-    def _tempered(self, group: Sequence[Text], batch: Batch) -> Tensor:
+    def _tempered(self, group: Sequence[JudgedText], batch: Batch) -> Tensor:
         whole, hidden = self.assembler.whole_head, batch.target.rows.hidden
         temperatures = torch.tensor([text.temperature or 1.0 for text in group], device=hidden.device)
         each = temperatures.repeat_interleave(batch.tokens.tokens.shape[1])

@@ -22,7 +22,7 @@ Results = Mapping[str, Result]
 
 
 @dataclass(frozen=True)
-class Request:
+class GateRequest:
     """What is asked. level: micro, full or "all"; only: names of gates, empty for all; parity: another engine's
     results, to whose tau ours is compared."""
 
@@ -81,7 +81,7 @@ class Report:
         }  # fmt: skip
 
 
-def ask(gates: list[Gate], results: Results, request: Request, state: GateState) -> Report:
+def ask(gates: list[Gate], results: Results, request: GateRequest, state: GateState) -> Report:
     """Ask the gates named in the request, and otherwise the gates whose model and profile have results. Micro runs are
     recorded in the state.
 
@@ -143,7 +143,7 @@ class Group:
         return f"{recorded.green} of {RUNS_IN_A_ROW} green micro runs in a row{why}"
 
 
-def _check(request: Request, gates: list[Gate]) -> None:
+def _check(request: GateRequest, gates: list[Gate]) -> None:
     if request.level not in (*LEVELS, "all"):
         raise ValueError(f"level={request.level!r}: must be one of {', '.join(LEVELS)}, all")
     names = {gate.name: gate for gate in gates}

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from aquiline.train import schedule
 from aquiline.train.curves import draw_curves, read_log
-from aquiline.train.evaluate import Judgement
-from aquiline.train.figures import StepFigures
+from aquiline.train.run_figures import StepFigures
+from aquiline.train.simulated_tau import DraftJudgement
 from aquiline.train.trackers import flat_figures, open_trackers
 from aquiline.writing import writing
 
@@ -61,7 +61,7 @@ class Silent:
     def advance(self, done: float) -> None:
         """Nothing."""
 
-    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, best_step: int) -> None:
+    def judged(self, step: int, seconds: float, tokens: int, j: DraftJudgement, best_step: int) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Reporter:
         if not self.console.is_terminal:
             self.say(f"{100 * r.done:5.1f}%  {text}  ETA {self._eta(r.done)}")
 
-    def judged(self, step: int, seconds: float, tokens: int, j: Judgement, best_step: int) -> None:
+    def judged(self, step: int, seconds: float, tokens: int, j: DraftJudgement, best_step: int) -> None:
         """Log and show a judgement on held-out text. best_step: whose draft stands in OUT now."""
         self.tau = j.tau
         self._write({"kind": "eval", "step": step, "seconds": seconds, "tokens": tokens, **judgement_dict(j)})
@@ -176,7 +176,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def verdict(out: Path, p: schedule.Progress) -> str:
+def verdict(out: Path, p: schedule.RunProgress) -> str:
     """What OUT holds at the end of a run."""
     if p.step == 0:
         return f"{out} holds the draft of the start: the budget was used up before the first step; raise it"
@@ -186,7 +186,7 @@ def verdict(out: Path, p: schedule.Progress) -> str:
     return f"{out} holds the draft of step {p.best_step}, mean simulated tau {p.best_score:.3f}{start}"
 
 
-def judgement_dict(j: Judgement) -> dict[str, Any]:
+def judgement_dict(j: DraftJudgement) -> dict[str, Any]:
     """A judgement as JSON."""
     return {
         "held_out_loss": j.loss,
