@@ -12,14 +12,34 @@ from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured,
 
 from aquiline.bench.results import speedups
 from aquiline.bench.results.result import Result, read_results
-from aquiline.bench.results.table import ResultRow, Results, console, markdown, report
+from aquiline.bench.results.table import Results, console, markdown, report
+from aquiline.bench.tables import Table
 from aquiline.errors import ResultError
 
 
-def rows(results: Results, older: Results | None = None) -> dict[str, ResultRow]:
-    """Rows by setting, where all results share one table."""
+def rows_of(table: Table) -> dict[str, dict[str, str]]:
+    """Cells by setting and column."""
+    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+def rows(results: Results, older: Results | None = None) -> dict[str, dict[str, str]]:
+    """The same, where all results share one table."""
     (table,) = report(results, older).tables
-    return {row.cells["setting"]: row for row in table.rows}
+    return rows_of(table)
+
+
+def notes(results: Results, older: Results | None = None) -> list[str]:
+    """The notes below that table."""
+    (table,) = report(results, older).tables
+    return list(table.notes)
+
+
+def regressed(results: Results, older: Results) -> bool:
+    """Whether the table's row of chain-3 is marked as a regression, and no other row is."""
+    (table,) = report(results, older).tables
+    marked = [table.rows[number][0] for number in table.marked]
+    assert marked in ([], ["chain-3"])
+    return bool(marked)
 
 
 def printed(results: Results, older: Results | None = None) -> str:
@@ -41,7 +61,7 @@ def steady() -> dict[str, Result]:
 def test_a_row_says_what_was_measured() -> None:
     found, result = rows(steady()), steady()[CHAIN]
     assert list(found) == ["baseline", "chain-2", "chain-3"], "the baseline comes first"
-    drafting, cells = result["eagle_speculation"], found["chain-3"].cells
+    drafting, cells = result["eagle_speculation"], found["chain-3"]
     assert cells["tok/s"] == "200 (3 runs)" and cells["speedup"] == "2.00x"
     assert cells["tau"] == f"{drafting['mean_acceptance_length']:.2f}"
     assert cells["accepted"] == f"{drafting['mean_acceptance_rate']:.0%}"
@@ -50,8 +70,8 @@ def test_a_row_says_what_was_measured() -> None:
     assert cells["TTFT ms"] == f"{result['ttft_ms']['median']:.0f}"
     assert cells["ITL ms"] == f"{result['itl_ms']['median']:.2f}"
     assert cells["peak MB"] == f"{result['memory']['peak_bytes'] / 1e6:.0f}"
-    assert found["baseline"].cells["speedup"] == "baseline" and found["baseline"].cells["accepted"] == "-"
-    assert not any(row.notes for row in found.values())
+    assert found["baseline"]["speedup"] == "baseline" and found["baseline"]["accepted"] == "-"
+    assert not notes(steady())
 
 
 def test_columns_of_the_roofline_are_there_where_a_result_has_one() -> None:
@@ -60,8 +80,8 @@ def test_columns_of_the_roofline_are_there_where_a_result_has_one() -> None:
     stated = changed(steady()[CHAIN], roofline=roofline | {"spec_efficiency": 0.7})
     for result, efficiency in ((changed(steady()[CHAIN], roofline=roofline), "80%"), (stated, "70%")):
         found = rows(steady() | {CHAIN: result})
-        assert (found["chain-3"].cells["% of ideal"], found["chain-3"].cells["spec efficiency"]) == ("50", efficiency)
-        assert (found["chain-2"].cells["% of ideal"], found["chain-2"].cells["spec efficiency"]) == ("-", "-")
+        assert (found["chain-3"]["% of ideal"], found["chain-3"]["spec efficiency"]) == ("50", efficiency)
+        assert (found["chain-2"]["% of ideal"], found["chain-2"]["spec efficiency"]) == ("-", "-")
     noted = {name: changed(r, roofline={"notes": ["routing is uniform"]}) for name, r in steady().items()}
     assert report(noted).closing == ["ideal: routing is uniform"], "said once"
     alone = {CHAIN: stated}
@@ -72,8 +92,8 @@ def test_markdown_and_console_have_the_same_cells() -> None:
     text = printed(steady(), steady())
     (table,) = report(steady(), steady()).tables
     for row in table.rows:
-        assert f"| {' | '.join(row.cells[column] for column in table.columns)} |" in markdown(steady(), steady())
-        assert all(cell in text for cell in row.cells.values())
+        assert f"| {' | '.join(row)} |" in markdown(steady(), steady())
+        assert all(cell in text for cell in row)
 
 
 UNFAIR = {
@@ -95,9 +115,10 @@ UNFAIR = {
 def test_no_ratio_without_a_fair_baseline(name: str) -> None:
     fields, reason = UNFAIR[name]
     results = steady() | {BASELINE: changed(steady()[BASELINE], **fields)}
-    found = {row.cells["setting"]: row for table in report(results).tables for row in table.rows}
-    assert found["chain-3"].cells["speedup"] == "none"
-    (note,) = found["chain-3"].notes
+    tables = report(results).tables
+    found = {name: cells for table in tables for name, cells in rows_of(table).items()}
+    assert found["chain-3"]["speedup"] == "none"
+    (note,) = [note for table in tables for note in table.notes if note.startswith("chain-3, ")]
     assert note.startswith("chain-3, speedup against baseline.json: ") and reason in note
     assert note in markdown(results)
 
@@ -114,16 +135,17 @@ def shorter(result: Result) -> Result:
 
 
 def test_no_ratio_of_unequal_outputs() -> None:
-    found = rows(steady() | {CHAIN: shorter(steady()[CHAIN])})
-    assert found["chain-3"].cells["speedup"] == "none" and found["chain-2"].cells["speedup"] == "1.50x"
-    assert "output.num_tokens: 143 against 144" in found["chain-3"].notes[0]
+    results = steady() | {CHAIN: shorter(steady()[CHAIN])}
+    found = rows(results)
+    assert found["chain-3"]["speedup"] == "none" and found["chain-2"]["speedup"] == "1.50x"
+    assert "output.num_tokens: 143 against 144" in notes(results)[0]
 
 
 def test_no_ratio_without_a_baseline_or_with_two() -> None:
     alone = {CHAIN: steady()[CHAIN]}
-    assert rows(alone)["chain-3"].notes == ["chain-3, speedup: there is no baseline"]
+    assert notes(alone) == ["chain-3, speedup: there is no baseline"]
     two = steady() | {"again.json": steady()[BASELINE]}
-    assert "2 baselines would do (baseline.json, again.json); keep one" in rows(two)["chain-3"].notes[0]
+    assert "2 baselines would do (baseline.json, again.json); keep one" in notes(two)[0]
     peer = changed(steady()[BASELINE], engine="llama.cpp")
     assert "there is no baseline" in markdown(alone | {"peer.json": peer}), "another engine's is none of ours"
 
@@ -169,7 +191,7 @@ def test_labels_say_what_is_not_a_measurement_of_a_real_model() -> None:
     random[CHAIN] = changed(random[CHAIN], model__simulated_tau=2.5)
     (table,) = report(random).tables
     assert "SIMULATED TAU" in table.facts and "RANDOM WEIGHTS" in table.facts and "random weights" in table.title
-    taus = {row.cells["setting"]: row.cells["tau"] for row in table.rows}
+    taus = {name: row["tau"] for name, row in rows_of(table).items()}
     assert taus["chain-3"].endswith(" (simulated)") and not taus["chain-2"].endswith(")")
     full = {name: changed(result, scenario__profile="full") for name, result in steady().items()}
     assert "CPU" not in report(full).tables[0].facts.replace("Some CPU", "")
@@ -205,22 +227,23 @@ AGAINST = {
 @pytest.mark.parametrize("name", AGAINST)
 def test_a_regression_is_what_no_noise_explains(name: str) -> None:
     speeds, said, is_regression = AGAINST[name]
-    found = rows(steady() | {CHAIN: at_speed(steady()[CHAIN], *speeds)}, steady())
-    assert (found["chain-3"].cells["against older"], found["chain-3"].is_regression) == (said, is_regression)
-    assert found["chain-2"].cells["against older"] == "1.00x, within the noise"
+    results = steady() | {CHAIN: at_speed(steady()[CHAIN], *speeds)}
+    found = rows(results, steady())
+    assert (found["chain-3"]["against older"], regressed(results, steady())) == (said, is_regression)
+    assert found["chain-2"]["against older"] == "1.00x, within the noise"
 
 
 def test_the_spread_of_the_older_run_counts_too() -> None:
     wild = steady() | {CHAIN: at_speed(steady()[CHAIN], 200, 260, 140)}
-    assert not rows(steady() | {CHAIN: at_speed(steady()[CHAIN], 150, 150, 150)}, wild)["chain-3"].is_regression
-    assert rows(steady() | {CHAIN: at_speed(steady()[CHAIN], 70, 70, 70)}, wild)["chain-3"].is_regression
+    assert not regressed(steady() | {CHAIN: at_speed(steady()[CHAIN], 150, 150, 150)}, wild)
+    assert regressed(steady() | {CHAIN: at_speed(steady()[CHAIN], 70, 70, 70)}, wild)
 
 
 def test_one_run_has_no_spread_so_three_percent_stand_alone() -> None:
     once = {name: at_speed(result, 200.0) for name, result in measured(num_runs=1).items()}
-    assert rows(once)["chain-3"].cells["tok/s"] == "200 (one run)"
-    assert rows(once | {CHAIN: at_speed(once[CHAIN], 190.0)}, once)["chain-3"].is_regression
-    assert not rows(once | {CHAIN: at_speed(once[CHAIN], 195.0)}, once)["chain-3"].is_regression
+    assert rows(once)["chain-3"]["tok/s"] == "200 (one run)"
+    assert regressed(once | {CHAIN: at_speed(once[CHAIN], 190.0)}, once)
+    assert not regressed(once | {CHAIN: at_speed(once[CHAIN], 195.0)}, once)
 
 
 def test_tau_that_fell_is_a_regression_at_any_speed() -> None:
@@ -236,10 +259,11 @@ def test_tau_that_fell_is_a_regression_at_any_speed() -> None:
             "per_position": [accepted / steps / 3] * 3,
         },
     )  # fmt: skip
-    row = rows(steady() | {CHAIN: worse}, steady())["chain-3"]
+    results = steady() | {CHAIN: worse}
     assert (
-        row.is_regression
-        and row.cells["against older"] == f"better: tok/s 1.10x; REGRESSION: tau {(steps - 12) / steps:.2f}x"
+        regressed(results, steady())
+        and rows(results, steady())["chain-3"]["against older"]
+        == f"better: tok/s 1.10x; REGRESSION: tau {(steps - 12) / steps:.2f}x"
     )
 
 
@@ -258,11 +282,13 @@ def test_regressions_and_what_vanished_close_the_report() -> None:
 def test_what_may_not_be_compared_with_the_older_run_is_said() -> None:
     other = {name: changed(result, system__cpu="Other CPU") for name, result in steady().items()}
     row = rows(steady(), other)["chain-3"]
-    assert row.cells["against older"] == "not comparable" and not row.is_regression
-    assert row.notes == [f"chain-3, older: the older result is of another machine: {speedups.machine(other[CHAIN])}"]
+    assert row["against older"] == "not comparable" and not regressed(steady(), other)
+    assert [note for note in notes(steady(), other) if note.startswith("chain-3")] == [
+        f"chain-3, older: the older result is of another machine: {speedups.machine(other[CHAIN])}"
+    ]
     assert report(steady(), other).vanished == [], "it was measured elsewhere, it is not gone"
     text = {name: changed(result, output__sha256="0" * 64) for name, result in steady().items()}
-    assert "output.sha256: the texts differ" in rows(steady(), text)["chain-3"].notes[0]
-    assert rows(steady(), {BASELINE: steady()[BASELINE]})["chain-3"].notes == [
-        "chain-3, older: there is no older result"
+    assert "output.sha256: the texts differ" in notes(steady(), text)[0]
+    assert notes(steady(), {BASELINE: steady()[BASELINE]}) == [
+        f"chain-{length}, older: there is no older result" for length in (2, 3)
     ]

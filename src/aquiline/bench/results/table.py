@@ -1,7 +1,6 @@
-"""Results as tables, in Markdown and on a terminal, from the same rows. Regressions against an older run are marked.
+"""Results as tables: one `Table` per scenario, model, engine and machine. Regressions against an older run are marked.
 
-A table holds the settings of one scenario, model, engine and machine. Only comparable figures are compared; where a
-ratio is missing, a note below the table says why.
+Only comparable figures are compared; where a ratio is missing, a note below the table says why.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_dirty, is_speculative, require
 from aquiline.bench.results.speedups import Change, Place, Ratio
+from aquiline.bench.tables import NO_FIGURE, Table, escape
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 Results = Mapping[str, Result]
 
-OPTIONAL = ("% of ideal", "spec efficiency")
-"""Columns that are left out if no row has a figure for them."""
 LEGEND = (
     "tok/s: decoding by the wall clock, median over the rounds [its 95 % interval]. speedup: median of the rounds' own "
     "ratios [its interval]; an interval needs six rounds. tau: tokens committed per step and sequence. "
@@ -31,43 +29,18 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class ResultRow:
-    """One setting. cells: by column; notes: what the cells have no room for; is_regression: whether it fell behind the
-    older run."""
-
-    cells: dict[str, str]
-    notes: list[str]
-    is_regression: bool = False
-
-
-@dataclass(frozen=True)
-class ResultTable:
-    """The settings of one place. facts: a line of facts that hold for all of them."""
-
-    title: str
-    facts: str
-    columns: list[str]
-    rows: list[ResultRow]
-
-    @property
-    def notes(self) -> list[str]:
-        """The notes of all rows."""
-        return [note for row in self.rows for note in row.notes]
-
-
-@dataclass(frozen=True)
 class ResultTables:
     """All tables. ideal: notes about the column "% of ideal"; vanished: settings that only the older run has."""
 
-    tables: list[ResultTable]
+    tables: list[Table]
     ideal: list[str]
     vanished: list[str] = field(default_factory=list)
     has_older: bool = False
 
     @property
     def regressions(self) -> list[str]:
-        """Each setting that fell behind, with the table it stands in."""
-        return [f"{t.title}: {row.cells['setting']}" for t in self.tables for row in t.rows if row.is_regression]
+        """Each setting that is slower than in the older run, with the table it stands in."""
+        return [f"{table.title}: {table.rows[number][0]}" for table in self.tables for number in sorted(table.marked)]
 
     @property
     def closing(self) -> list[str]:
@@ -101,60 +74,44 @@ def report(results: Results, older: Results | None = None) -> ResultTables:
 def markdown(results: Results, older: Results | None = None) -> str:
     """The report as Markdown. Raises ResultError naming every result that cannot be believed."""
     found = report(results, older)
-    parts = []
-    for table in found.tables:
-        lines = [[_escape(row.cells[column]) for column in table.columns] for row in table.rows]
-        head = [table.columns, ["---" if column == "setting" else "---:" for column in table.columns]]
-        grid = "\n".join(f"| {' | '.join(line)} |" for line in [*head, *lines])
-        notes = "".join(f"\n- {_escape(note)}" for note in table.notes)
-        parts.append(
-            f"### {_escape(table.title)}\n\n{_escape(table.facts)}\n\n{grid}\n" + (f"{notes}\n" if notes else "")
-        )
-    closing = "".join(f"- {_escape(line)}\n" for line in found.closing)
-    return "\n".join([*parts, LEGEND + "\n"] + ([closing] if closing else []))
+    closing = "".join(f"- {escape(line)}\n" for line in found.closing)
+    return "\n".join([*(table.markdown() for table in found.tables), LEGEND + "\n", *filter(None, [closing])])
 
 
 def console(results: Results, older: Results | None = None) -> Group:
     """The report for a rich console. Raises ResultError naming every result that cannot be believed."""
-    from rich.console import Group, RenderableType
-    from rich.table import Table as Grid
+    from rich.console import Group
     from rich.text import Text
 
     found = report(results, older)
-    parts: list[RenderableType] = []
-    for table in found.tables:
-        grid = Grid(
-            title=Text(table.title), caption=Text("\n".join([table.facts, *table.notes])), caption_justify="left"
-        )
-        for column in table.columns:
-            grid.add_column(column, justify="left" if column == "setting" else "right")
-        for row in table.rows:
-            grid.add_row(
-                *(Text(row.cells[column]) for column in table.columns), style="red" if row.is_regression else None
-            )
-        parts.append(grid)
-    return Group(*parts, Text("\n".join([LEGEND, *found.closing])))
+    return Group(*(table.console() for table in found.tables), Text("\n".join([LEGEND, *found.closing])))
 
 
-def _table(place: Place, names: list[str], results: Results, older: Results | None) -> ResultTable:
+def _table(place: Place, names: list[str], results: Results, older: Results | None) -> Table:
     here = {name: results[name] for name in sorted(names, key=lambda n: (is_speculative(results[n]), n))}
     labels = _labels(here)
-    rows = [_row(labels[name], result, results, older) for name, result in here.items()]
-    columns = [c for c in rows[0].cells if c not in OPTIONAL or any(row.cells[c] != "-" for row in rows)]
-    return ResultTable(_place_name(place), _facts(place, list(here.values())), columns, rows)
+    ratios = {name: speedups.speedup(result, results) for name, result in here.items()}
+    cells = [{"setting": labels[name]} | _cells(result, ratios[name]) for name, result in here.items()]
+    notes = [
+        note for name in here if is_speculative(here[name]) for note in _note(f"{labels[name]}, speedup", ratios[name])
+    ]
+    marked = set()
+    for number, (name, result) in enumerate(here.items() if older is not None else ()):
+        past = speedups.against_older(result, older or {})
+        changes = _changes(result, past, older or {})
+        cells[number]["against older"] = _changed(changes) if changes else "not comparable"
+        notes += _note(f"{labels[name]}, older", past)
+        marked |= {number} if any(change.is_regression for change in changes) else set()
+    rows = [list(row.values()) for row in cells]
+    facts = _facts(place, list(here.values()))
+    return Table(list(cells[0]), rows, _place_name(place), facts, notes, frozenset(marked)).without_empty_columns()
 
 
-def _row(label: str, result: Result, results: Results, older: Results | None) -> ResultRow:
-    ratio = speedups.speedup(result, results)
-    cells = {"setting": label} | _cells(result, ratio)
-    notes = _note(f"{label}, speedup", ratio) if is_speculative(result) else []
-    if older is None:
-        return ResultRow(cells, notes)
-    past = speedups.against_older(result, older)
-    changes = speedups.changes(result, older[past.other]) if past.value is not None and past.other is not None else []
-    cells["against older"] = _changed(changes) if changes else "not comparable"
-    notes += _note(f"{label}, older", past)
-    return ResultRow(cells, notes, any(change.is_regression for change in changes))
+def _changes(result: Result, past: Ratio, older: Results) -> list[Change]:
+    """How a result differs from the older one that it may be compared with; empty if there is none."""
+    if past.value is None or past.other is None:
+        return []
+    return speedups.changes(result, older[past.other])
 
 
 def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
@@ -167,14 +124,14 @@ def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
         "speedup": str(ratio) if is_drafting else "baseline",
         "tau": f"{drafting['mean_acceptance_length']:.2f}" + " (simulated)" * is_simulated,
         "repeated": f"{result['scenario']['repeated_share']:.0%}",
-        "accepted": f"{drafting['mean_acceptance_rate']:.0%}" if is_drafting else "-",
-        "by position": " ".join(f"{share:.2f}" for share in drafting["per_position"]) or "-",
+        "accepted": f"{drafting['mean_acceptance_rate']:.0%}" if is_drafting else NO_FIGURE,
+        "by position": " ".join(f"{share:.2f}" for share in drafting["per_position"]) or NO_FIGURE,
         "TTFT ms": f"{result['ttft_ms']['median']:.0f}",
         "ITL ms": f"{result['itl_ms']['median']:.2f}",
         "KV MB": f"{memory['kv_bytes'] / 1e6:.0f}",
         "peak MB": f"{memory['peak_bytes'] / 1e6:.0f}",
-        "% of ideal": f"{roofline['percent_of_ideal']:.0f}" if "percent_of_ideal" in roofline else "-",
-        "spec efficiency": f"{efficiency:.0%}" if efficiency is not None else "-",
+        "% of ideal": f"{roofline['percent_of_ideal']:.0f}" if "percent_of_ideal" in roofline else NO_FIGURE,
+        "spec efficiency": f"{efficiency:.0%}" if efficiency is not None else NO_FIGURE,
     }
 
 
@@ -230,8 +187,3 @@ def _facts(place: Place, results: list[Result]) -> str:
     if place.profile == "cpu":
         parts.append("CPU PROFILE: contexts that a CPU can run, not to be set beside the full profile's")
     return "; ".join([*parts, f"prompts: {', '.join(sources)}"])
-
-
-def _escape(text: str) -> str:
-    """A text whose bars and line ends cannot break a Markdown table; names come from result files."""
-    return " ".join(text.replace("|", "\\|").split())
