@@ -30,6 +30,9 @@ class Table:
     notes: Sequence[str] = ()
     marked: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows), (self.columns, self.rows)
+
     def without_empty_columns(self) -> Table:
         """The table without the columns that have no figure in any row."""
         used = [i for i in range(len(self.columns)) if any(row[i] != NO_FIGURE for row in self.rows)]

@@ -39,6 +39,7 @@ from aquiline.bench.eval.eval_plan import Evaluated, TeacherForced, TurnRun, Unf
 from aquiline.bench.eval.figures import Figures, SpeedupRatio, Tables, best, real_tau, suspicion, verdict
 from aquiline.bench.results.result import ModelFacts, commit
 from aquiline.bench.suite.scenarios import ModelSource
+from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.engine.llm import LLM
 from aquiline.metrics import repeated_share
 from aquiline.models.known_pairs import PAIRS
@@ -194,12 +195,12 @@ def cells(f: Figures) -> dict[str, str]:
         "setting": f.setting,
         "s/text": f"{f.seconds_per_text:.2f}",
         "tok/s": f"{f.decode_tokens_per_s:.0f}",
-        "speedup [95 %]": str(f.speedup or "-"),
-        "with prefill": str(f.speedup_with_prefill or "-"),
+        "speedup [95 %]": str(f.speedup or NO_FIGURE),
+        "with prefill": str(f.speedup_with_prefill or NO_FIGURE),
         "tau": f"{counters.tau:.2f}",
-        "calls/token": f"{1 / counters.tau:.2f}" if counters.tau else "-",
-        "accepted": f"{counters.acceptance_rate:.0%}" if drafts else "-",
-        "by position": " ".join(places[:SHOWN_PLACES]) + more if drafts else "-",
+        "calls/token": f"{1 / counters.tau:.2f}" if counters.tau else NO_FIGURE,
+        "accepted": f"{counters.acceptance_rate:.0%}" if drafts else NO_FIGURE,
+        "by position": " ".join(places[:SHOWN_PLACES]) + more if drafts else NO_FIGURE,
         "repeated": f"{f.repeated_share:.0%}",
     }
 
@@ -217,19 +218,24 @@ def title(group: list[Figures]) -> str:
     return f"{f.category + ', ' if f.category else ''}{length}{temperature}, {f.num_questions} questions"
 
 
-def teacher_table(found: Evaluated, taught: TeacherForced) -> dict[str, list[str]]:
-    """Rows of a teacher-forced table by name, with a cell for each place in the chain."""
+def teacher_table(found: Evaluated, taught: TeacherForced) -> Table:
+    """The draft's accuracy along the target's own text, with a column for each place in the chain."""
     a = taught.accuracy
 
-    def written(values: list[float | None], form: str) -> list[str]:
-        return ["-" if value is None else format(value, form) for value in values]
+    def row(name: str, values: list[float | None], form: str) -> list[str]:
+        return [name, *(NO_FIGURE if value is None else format(value, form) for value in values)]
 
-    return {
-        "accuracy": written(a.marginal, ".1%"),
-        "accuracy behind right guesses": written(a.conditional, ".1%"),
-        "simulated tau of a chain this long": written(a.simulated_tau, ".3f"),
-        "real tau of that chain": written(real_tau(found, taught), ".3f"),
-    }
+    rows = [
+        row("accuracy", a.marginal, ".1%"),
+        row("accuracy after right guesses", a.conditional, ".1%"),
+        row("simulated tau of a chain this long", a.simulated_tau, ".3f"),
+        row("real tau of that chain", real_tau(found, taught), ".3f"),
+    ]
+    title = (
+        f"the draft along the target's own text, {taught.length} new tokens, temperature {taught.temperature:g}, "
+        f"{taught.repeated_share:.0%} repeated"
+    )
+    return Table(["place in the chain", *(str(place + 1) for place in range(len(a.marginal)))], rows, title)
 
 
 def notes(found: Evaluated, derived: Tables) -> list[str]:
@@ -256,34 +262,13 @@ def notes(found: Evaluated, derived: Tables) -> list[str]:
 
 def as_markdown(found: Evaluated, derived: Tables, facts: EvalFacts) -> str:
     """The evaluation as a Markdown page."""
-    lines = [f"# {facts.dataset}: {len(found.questions)} questions", "", f"{facts}.", "", READING]
+    parts = [f"# {facts.dataset}: {len(found.questions)} questions\n", f"{facts}.\n", READING]
     for group in [*groups(derived), *derived.by_category]:
-        lines += [f"## {title(group)}", ""]
-        lines += _grid(list(cells(group[0])), [list(cells(f).values()) for f in group])
-        lines += ["", f"Here {verdict(group)}.", ""]
-    for taught in found.teacher_forced:
-        lines += [f"## {teacher_title(taught)}", ""]
-        rows = [[name, *values] for name, values in teacher_table(found, taught).items()]
-        lines += [*_grid(["place in the chain", *map(str, range(1, len(rows[0])))], rows), ""]
-    lines += [
-        "## In short",
-        "",
-        *(f"- {line}" if line[0] != " " else f"  - {line.strip()}" for line in notes(found, derived)),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def teacher_title(taught: TeacherForced) -> str:
-    """The title of a teacher-forced table."""
-    return (
-        f"the draft along the target's own text, {taught.length} new tokens, temperature {taught.temperature:g}, "
-        f"{taught.repeated_share:.0%} repeated"
-    )
-
-
-def _grid(columns: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
+        table = Table(list(cells(group[0])), [list(cells(f).values()) for f in group], title(group))
+        parts += [table.markdown(), f"Here {verdict(group)}.\n"]
+    parts += [teacher_table(found, taught).markdown() for taught in found.teacher_forced]
+    lines = (f"- {line}" if line[0] != " " else f"  - {line.strip()}" for line in notes(found, derived))
+    return "\n".join([*parts, "### In short\n", *lines]) + "\n"
 
 
 def write_report(found: Evaluated, derived: Tables, facts: EvalFacts, folder: Path) -> None:

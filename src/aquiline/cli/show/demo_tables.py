@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo_run import CHAINS, Demo, DemoResult, DemoRun, run_demo
+from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.bench.theory.bounds import expectation
 from aquiline.cli.options import wide_console
 from aquiline.cli.show.writers import coloured, legend, shares_of
@@ -33,19 +33,8 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
     length = (
         f"{demo.new_tokens} new tokens each" if demo.end_ids is None else f"answers of up to {demo.new_tokens} tokens"
     )
-    table = Table(title=f"{demo.name}: {len(demo.prompts)} held-out prompts, {length}")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("setting", "accepted by position") else "right")
-    for run in result.runs:
-        baseline = result.baseline(run.temperature)
-        row = run.as_dict(baseline)
-        identical = "yes" if result.is_identical(run) else "NO"
-        table.add_row(
-            run.title, f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
-            f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position[:SHOWN]),
-            f"{row['repeated_share']:.0%}", identical if run.drafting.is_speculative else "-",
-        )  # fmt: skip
-    console.print(table)
+    title = f"{demo.name}: {len(demo.prompts)} held-out prompts, {length}"
+    console.print(Table(COLUMNS, [_row(run, result) for run in result.runs], title).console())
     s = result.system
     console.print(
         f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, "
@@ -58,6 +47,18 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
         lengths = f"{CHAINS[0]} to {CHAINS[-1]}"
         console.print(f"chain: the fastest of K={lengths} on {len(demo.others)} other prompts")
     _show_answer(console, next(run for run in reversed(result.runs) if run.drafting.is_adaptive), result, llm)
+
+
+def _row(run: DemoRun, result: DemoResult) -> list[str]:
+    """The cells of a setting, by COLUMNS."""
+    baseline = result.baseline(run.temperature)
+    row = run.as_dict(baseline)
+    identical = "yes" if result.is_identical(run) else "NO"
+    return [
+        run.title, f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
+        f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position[:SHOWN]) or NO_FIGURE,
+        f"{row['repeated_share']:.0%}", identical if run.drafting.is_speculative else NO_FIGURE,
+    ]  # fmt: skip
 
 
 def _show_answer(console: Console, run: DemoRun, result: DemoResult, llm: LLM) -> None:

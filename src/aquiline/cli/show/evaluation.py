@@ -11,7 +11,7 @@ from rich.table import Table
 
 from aquiline.bench.eval.eval_plan import Evaluated
 from aquiline.bench.eval.eval_plot import plot_evaluation
-from aquiline.bench.eval.eval_report import EvalFacts, cells, groups, notes, teacher_table, teacher_title
+from aquiline.bench.eval.eval_report import EvalFacts, cells, groups, notes, teacher_table
 from aquiline.bench.eval.evaluate import Evaluation
 from aquiline.bench.eval.figures import Figures, Tables
 from aquiline.cli.options import wide_console
@@ -49,13 +49,7 @@ def show_evaluation(found: Evaluated, derived: Tables, facts: EvalFacts) -> None
     for table in _tables(derived.by_category, "category"):
         console.print(table)
     for taught in found.teacher_forced:
-        rows = teacher_table(found, taught)
-        table = Table("place in the chain", title=teacher_title(taught), title_justify="left")
-        for place in range(len(taught.accuracy.marginal)):
-            table.add_column(str(place + 1), justify="right")
-        for name, values in rows.items():
-            table.add_row(name, *values)
-        console.print(table)
+        console.print(teacher_table(found, taught).console())
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
     for line in notes(found, derived):
         console.print(line, soft_wrap=True, markup=False)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.table import Table
 
+from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.bench.theory.bounds import Cell
 from aquiline.bench.theory.choice import Grid
 from aquiline.bench.theory.device import Figure
@@ -41,33 +41,38 @@ def show_limits(roofline: Roofline, grid: Grid, cells: list[Cell]) -> None:
     for line in _headlines(roofline):
         console.print(line, highlight=False, soft_wrap=True)
     unit, name = (1e9, "GB") if any(cell.memory_bytes >= 1e9 for cell in cells) else (1e6, "MB")
-    table = Table(title=f"one decode step without speculation, {name}")
-    for column in ("context", "batch", "weights", "KV", "GFLOP", "bound", "ms", "tok/s", "memory"):
-        table.add_column(column, justify="left" if column == "bound" else "right", no_wrap=True)
-    for cell in cells:
-        cost = cell.step.cost
-        table.add_row(
-            str(cell.context), str(cell.batch), _digits(cost.weight_bytes / unit), _digits(cost.kv_bytes / unit),
-            _digits(cost.flops / 1e9), cell.step.bound, _digits(cell.step.seconds * 1e3), _digits(cell.tokens_per_s),
-            _digits(cell.memory_bytes / unit) + ("!" if cell.fits is False else ""),
-        )  # fmt: skip
-    console.print(table)
+    columns = ("context", "batch", "weights", "KV", "GFLOP", "bound", "ms", "tok/s", "memory")
+    rows = [_plain_step(cell, unit) for cell in cells]
+    console.print(Table(columns, rows, f"one decode step without speculation, {name}").console())
     if roofline.draft is None:
         return
-    table = Table(title="ideal tok/s and speedup: chains of K tokens, tau of them committed")
-    for column in ("context", "batch", "tau", *(f"K={chain}" for chain in grid.chains)):
-        table.add_column(column, justify="right", no_wrap=True)
-    for cell in cells:
-        for label in [f"{tau:g}" for tau in grid.taus] or [UPPER_BOUND, "2.5"]:
-            table.add_row(str(cell.context), str(cell.batch), label, *(_chain(cell, k, label) for k in grid.chains))
-    console.print(table)
+    labels = [f"{tau:g}" for tau in grid.taus] or [UPPER_BOUND, "2.5"]
+    chains = [
+        [str(cell.context), str(cell.batch), label, *(_chain(cell, k, label) for k in grid.chains)]
+        for cell in cells
+        for label in labels
+    ]
+    by_chain = ("context", "batch", "tau", *(f"K={chain}" for chain in grid.chains))
+    console.print(
+        Table(by_chain, chains, "ideal tok/s and speedup: chains of K tokens, tau of them committed").console()
+    )
+
+
+def _plain_step(cell: Cell, unit: float) -> list[str]:
+    """The row of a decode step without speculation; bytes in `unit`."""
+    cost = cell.step.cost
+    return [
+        str(cell.context), str(cell.batch), _digits(cost.weight_bytes / unit), _digits(cost.kv_bytes / unit),
+        _digits(cost.flops / 1e9), cell.step.bound, _digits(cell.step.seconds * 1e3), _digits(cell.tokens_per_s),
+        _digits(cell.memory_bytes / unit) + ("!" if cell.fits is False else ""),
+    ]  # fmt: skip
 
 
 def _chain(cell: Cell, chain: int, label: str) -> str:
     for s in cell.speculative:
         if s.num_spec_tokens == chain and (s.is_upper_bound if label == UPPER_BOUND else f"{s.tau:g}" == label):
             return f"{_digits(s.tokens_per_s)} {s.speedup:.2f}x"
-    return "-"
+    return NO_FIGURE
 
 
 def _headlines(roofline: Roofline) -> list[str]:

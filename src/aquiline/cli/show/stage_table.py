@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from aquiline.bench.suite.stages import RANGES, Profile
+from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.cli.options import wide_console
 from aquiline.ledger import Ledger
 
@@ -13,14 +13,13 @@ from aquiline.ledger import Ledger
 def show_profile(found: Profile, work: str) -> None:
     """Print every range of the profile with its share of the cycle, and what was chosen."""
     s = found.summary
-    table = Table(title=f"{s.num_decode_steps} steps, {work}, tau {s.counters.tau:.2f}")
-    for column in ("range", "calls", "ms per step", "% of cycle"):
-        table.add_column(column, justify="left" if column == "range" else "right")
-    for row in found.rows:
-        name = f"  {row.name}" if row.is_part else row.name
-        table.add_row(name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}")
+    rows = [
+        ["  " * row.is_part + row.name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}"]
+        for row in found.rows
+    ]
+    title = f"{s.num_decode_steps} steps, {work}, tau {s.counters.tau:.2f}"
     console = wide_console()
-    console.print(table)
+    console.print(Table(("range", "calls", "ms per step", "% of cycle"), rows, title).console())
     if [row.name for row in found.rows] == [RANGES["host"]]:
         console.print(f"the {found.system['path']} path does not time its stages: {RANGES['host']} is the whole step")
     if s.choices.num_chosen:
@@ -29,15 +28,13 @@ def show_profile(found: Profile, work: str) -> None:
 
 def _show_choices(choices: Ledger, console: Console) -> None:
     """Print what adaptive drafting chose, and whether it came as foretold."""
-    table = Table(title="What adaptive drafting chose, of each sequence and step")
-    for column in ("source", "% of choices", "verified tokens", "% accepted"):
-        table.add_column(column, justify="left" if column == "source" else "right")
-    total = sum(choices.steps.values())
+    total, rows = sum(choices.steps.values()), []
     for source, count in choices.steps.items():
         nodes = choices.nodes[source]
-        accepted = f"{100 * choices.accepted[source] / nodes:.0f}" if nodes else ""
-        table.add_row(source, f"{100 * count / total:.0f}", str(nodes), accepted)
-    console.print(table)
+        accepted = f"{100 * choices.accepted[source] / nodes:.0f}" if nodes else NO_FIGURE
+        rows.append([source, f"{100 * count / total:.0f}", str(nodes), accepted])
+    columns = ("source", "% of choices", "verified tokens", "% accepted")
+    console.print(Table(columns, rows, "What adaptive drafting chose, of each sequence and step").console())
     took = "not timed"
     if timed := choices.num_timed:
         took = f"foretold {choices.expected_ms / timed:.3f} ms, took {choices.measured_ms / timed:.3f}"
