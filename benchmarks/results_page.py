@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compared import published, read_comparisons
 from conversions.converted import cached
 from restored import STORED, restore
 
-from aquiline.bench.peers.published import published, read_comparisons
 from aquiline.bench.results.result import DIRTY, commit, read_results
 from aquiline.bench.results.summary import summary
 from aquiline.models.known_pairs import SMOLLM2, SMOLLM2_WEIGHTS

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from tests.results import BASELINE, CHAIN, at_speed, changed, measured
 
-from aquiline.bench.peers.published import COLUMNS, published, read_comparisons
 from aquiline.bench.results.integrity import recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
 from aquiline.bench.results.summary import summary
 from aquiline.errors import ResultError
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from compared import COLUMNS, published, read_comparisons  # noqa: E402
+
 RESULTS = ROOT / "results"
 needs_results = pytest.mark.skipif(not RESULTS.is_dir(), reason="there are no results beside this source")
 
