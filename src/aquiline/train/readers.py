@@ -16,9 +16,8 @@ import numpy as np
 
 from aquiline.checks import parse_json
 from aquiline.train import table_files
-from aquiline.train.conversations import RowError
 from aquiline.train.documents import Document, Rejects, TokenIds
-from aquiline.train.rows import RowReader
+from aquiline.train.rows import RowError, RowReader
 
 TEXT_SUFFIXES = (".py", ".txt", ".md")
 FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".bin", *table_files.SUFFIXES)
