@@ -203,3 +203,5 @@ def test_the_pages_table_says_what_ways_to_draft_have() -> None:
         assert flag == flags.get(f.name, f"--{f.name.replace('_', '-')}")
         if isinstance(f.default, int | float):
             assert default == str(f.default), f"{PAGE.name} says {f.name} is {default}, spec/drafting.py {f.default}"
+        elif f.default is None:
+            assert not any(map(str.isdigit, default)), f"{PAGE.name} says {f.name} is {default}; it has no fixed value"

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
+from aquiline.regenerate.regenerate_config import RegenerateConfig
+from aquiline.regenerate.regenerated import Regenerated
+from aquiline.regenerate.regeneration import Regeneration
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.train.regenerate_config import RegenerateConfig
-from aquiline.train.regenerated import Regenerated
-from aquiline.train.regeneration import Regeneration
 
 STOPS = (30, 76, 84)
 """Tokens that end an answer; a random target draws them now and then."""

@@ -18,11 +18,11 @@ from tests.train.regenerating import ROWS, STOPS, TEMPLATE, llm, read, regenerat
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_modules
+from aquiline.regenerate.answer_file import AnswerFile
+from aquiline.regenerate.regenerate_config import RegenerateConfig
+from aquiline.regenerate.regeneration import Regeneration
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.train.answer_file import AnswerFile
-from aquiline.train.regenerate_config import RegenerateConfig
-from aquiline.train.regeneration import Regeneration
 
 pytestmark = needs_native
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
+from aquiline.regenerate.answering import rejected_tokens
 from aquiline.spec.drafting import Chain
-from aquiline.train.answering import rejected_tokens
 from aquiline.train.data import build_corpus
 from aquiline.train.distributed import World
 from aquiline.train.documents import Document

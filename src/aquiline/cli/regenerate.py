@@ -13,7 +13,7 @@ import typer
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
-from aquiline.train.regenerate_config import ROWS, RegenerateConfig
+from aquiline.regenerate.regenerate_config import ROWS, RegenerateConfig
 
 SIZES = Fields(only=("max_batch", "max_context", "cache_fraction"), defaults={"max_batch": 16})
 
@@ -64,10 +64,10 @@ def regenerate(
     """
     from aquiline.engine.llm import LLM
     from aquiline.models.load import resolve
+    from aquiline.regenerate.answer_file import check_settings
+    from aquiline.regenerate.regenerate_config import regenerate_config
+    from aquiline.regenerate.regeneration import Regeneration, asked_settings
     from aquiline.spec.drafting import Chain
-    from aquiline.train.answer_file import check_settings
-    from aquiline.train.regenerate_config import regenerate_config
-    from aquiline.train.regeneration import Regeneration, asked_settings
 
     config = regenerate_config(settings, in_order=in_order)
     pair = replace(pair, target=target, draft=draft)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aquiline.checks import parse_json
-from aquiline.train.regenerated import Tally
+from aquiline.regenerate.regenerated import Tally
 from aquiline.writing import write_whole, writing
 
 

@@ -23,12 +23,12 @@ from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
 from aquiline.models.fingerprint import fingerprint
+from aquiline.regenerate.answer_file import AnswerFile
+from aquiline.regenerate.answering import Conversation
+from aquiline.regenerate.regenerate_config import RegenerateConfig
+from aquiline.regenerate.regenerated import Regenerated
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.questions import read_rows
-from aquiline.train.answer_file import AnswerFile
-from aquiline.train.answering import Conversation
-from aquiline.train.regenerate_config import RegenerateConfig
-from aquiline.train.regenerated import Regenerated
 
 LABELS = ("source", "category", "license")
 """Fields of an input row that its output row repeats."""
