@@ -170,7 +170,8 @@ def test_a_conversation_that_does_not_fit_is_named(root: Path) -> None:
 
 
 def test_without_matplotlib_the_rest_is_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
     result = on_pair(root, "--lengths", 4, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "eval.png was not written: plot: needs matplotlib; pip install 'aquiline[train]'" in result.stderr

@@ -221,8 +221,13 @@ def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
         raise CheckpointError(f"{file}: partial_rotary_factor={partial!r}; supported is 1.0")
     if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         raise CheckpointError(f"{file}: {name} rope_type={kind!r}; supported are {', '.join(_ROPE_FIELDS)}")
-    if kind == "default":
-        return RopeConfig(theta)
+    return RopeConfig(theta) if kind == "default" else _scaled_rope(theta, kind, fields, raw, file, name, max_positions)
+
+
+def _scaled_rope(
+    theta: float, kind: str, fields: Raw, raw: Raw, file: Path, name: str, max_positions: int
+) -> RopeConfig:
+    """RoPE of a scheme that has parameters of its own: `fields`, from the config's `name`."""
     unknown, missing = sorted(set(fields) - _ROPE_FIELDS[kind]), sorted(_ROPE_REQUIRED[kind] - set(fields))
     if unknown or missing:
         raise CheckpointError(f"{file}: {name} of type {kind!r}: unknown fields {unknown}, missing fields {missing}")

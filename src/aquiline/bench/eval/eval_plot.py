@@ -8,29 +8,18 @@ from typing import Any
 
 from aquiline.bench.eval.eval_plan import Evaluated
 from aquiline.bench.eval.figures import Figures, Tables
-from aquiline.bench.suite.demo_plot import COLORS, SHARES
+from aquiline.bench.plots import COLORS, draw_positions, name_positions, new_figure, save
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.spec.registry import DRAFTINGS
-from aquiline.writing import writing
 
 MAPS = dict(zip(DRAFTINGS, cycle(("Greys", "Blues", "YlOrBr", "Greens", "Purples")), strict=False))
 
 
 def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path) -> None:
     """Write a PNG. Raises ValueError if matplotlib is not installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("plot: needs matplotlib; pip install 'aquiline[train]'") from None
-
     temperatures = list(dict.fromkeys(group[0].temperature for group in derived.by_length))
-    figure, grid = pyplot.subplots(
-        len(temperatures), 3, figsize=(12, 0.9 + 3.2 * len(temperatures)), layout="constrained", squeeze=False
-    )
-    colors = _colors(found.plan.settings, matplotlib.colormaps)
+    figure, grid = new_figure(len(temperatures), 3, (12, 0.9 + 3.2 * len(temperatures)))
+    colors = _colors(found.plan.settings)
     for temperature, row in zip(temperatures, grid, strict=True):
         groups = [group for group in derived.by_length if group[0].temperature == temperature]
         _draw_lengths(row[0], row[1], groups, colors)
@@ -40,13 +29,13 @@ def plot_evaluation(found: Evaluated, derived: Tables, headline: str, path: Path
     handles, labels = grid[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(headline, fontsize=10)
-    with writing(path, "eval.json and eval.md are whole"):
-        figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    save(figure, path, "eval.json and eval.md are whole")
 
 
-def _colors(settings: dict[str, Drafting], maps: Any) -> dict[str, Any]:
+def _colors(settings: dict[str, Drafting]) -> dict[str, Any]:
     """Colors of the settings: one hue per way to draft, from light to dark within it."""
+    from matplotlib import colormaps
+
     by_kind: dict[str, list[str]] = {}
     for name, drafting in settings.items():
         by_kind.setdefault(drafting.name, []).append(name)
@@ -54,7 +43,7 @@ def _colors(settings: dict[str, Drafting], maps: Any) -> dict[str, Any]:
     for kind, names in by_kind.items():
         for place, name in enumerate(names):
             shade = 0.4 + 0.55 * place / max(1, len(names) - 1)
-            colors[name] = COLORS[kind] if len(names) == 1 else maps[MAPS[kind]](shade)
+            colors[name] = COLORS[kind] if len(names) == 1 else colormaps[MAPS[kind]](shade)
     return colors
 
 
@@ -86,16 +75,10 @@ def _draw_lengths(speed: Any, tau: Any, groups: list[list[Figures]], colors: dic
     for axes, labels in ((speed, lengths), (tau, repeated)):
         axes.set_xticks(range(len(groups)), labels)
         axes.set_xlim(-0.5, len(groups) - 0.5)
-        axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_positions(axes: Any, group: list[Figures], colors: dict[str, Any]) -> None:
     """Draw, for one length, the share of steps that accept the draft at each place."""
     for f in group[1:]:
-        shares = f.counters.per_position
-        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=colors[f.setting])
-    axes.set_xlabel(f"position in the draft ({group[0].length} new tokens)")
-    axes.set_ylabel("share of steps accepting it")
-    axes.set_ylim(SHARES)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.spines[["top", "right"]].set_visible(False)
+        draw_positions(axes, f.counters.per_position, markersize=4, color=colors[f.setting])
+    name_positions(axes, f" ({group[0].length} new tokens)")

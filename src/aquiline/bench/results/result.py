@@ -85,15 +85,7 @@ def describe(
         counters.merge(run.summary.counters)
         choices = choices.plus(run.summary.choices)
     adaptive = choices.as_dict()
-    outputs = [o for run in runs for o in run.outputs]
-    summaries = [run.summary for run in runs]
-    prompted = [prefill] if prefill is not None else runs
-    rates = [decode_tokens_per_s(spans_of(run.outputs)) for run in runs]
     repeated = mean([repeated_share(o.token_ids) for o in runs[0].outputs])
-    steps = sum(s.num_decode_steps for s in summaries)
-    stages = {
-        name: sum(s.stage_ms[name] for s in summaries) / steps if steps else 0.0 for name in summaries[0].stage_ms
-    }
     return {
         "schema": SCHEMA,
         "scenario": asdict(scenario) | {"repeated_share": repeated},
@@ -105,28 +97,43 @@ def describe(
         },
         "engine": "aquiline",
         "model": asdict(model),
-        "throughput_tokens_per_sec": spread(rates),
-        "prefill_tokens_per_sec": spread([r.summary.prefill_tokens_per_s for r in prompted]),
-        "latency_ms_per_token": spread([scenario.batch / rate * 1e3 for rate in rates]),
-        "ttft_ms": spread([statistics.median(o.ttft_ms for o in r.outputs) for r in prompted]),
-        "itl_ms": spread([statistics.median(map(_itl_ms, r.outputs)) for r in runs]),
+        **_times(runs, [prefill] if prefill is not None else runs, scenario.batch),
         "memory": {
             "kv_bytes_per_token": llm.engine.memory.kv_bytes_per_token,
             "kv_bytes": llm.engine.memory.kv_bytes,
             "peak_bytes": peak_memory_bytes(),
         },
         "output": {
-            "num_tokens": [len(o.token_ids) for o in outputs],
+            "num_tokens": [len(o.token_ids) for run in runs for o in run.outputs],
             "sha256": tokens_sha256(o.token_ids for o in runs[0].outputs),
         },
         "eagle_speculation": speculation(counters),
-        "stage_ms": stages,
-        "slots": asdict(summaries[-1].slots),
+        "stage_ms": _stage_ms(runs),
+        "slots": asdict(runs[-1].summary.slots),
         **({} if adaptive is None else {"adaptive": adaptive}),
         "system": llm.models.system(),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _times(runs: list[Run], prompted: list[Run], batch: int) -> dict[str, Any]:
+    """Throughput and times of runs; those of prompts from the runs that computed them."""
+    rates = [decode_tokens_per_s(spans_of(run.outputs)) for run in runs]
+    return {
+        "throughput_tokens_per_sec": spread(rates),
+        "prefill_tokens_per_sec": spread([r.summary.prefill_tokens_per_s for r in prompted]),
+        "latency_ms_per_token": spread([batch / rate * 1e3 for rate in rates]),
+        "ttft_ms": spread([statistics.median(o.ttft_ms for o in r.outputs) for r in prompted]),
+        "itl_ms": spread([statistics.median(map(_itl_ms, r.outputs)) for r in runs]),
+    }
+
+
+def _stage_ms(runs: list[Run]) -> dict[str, float]:
+    """Milliseconds of a decode step by stage, mean of all runs' steps."""
+    summaries = [run.summary for run in runs]
+    steps = sum(s.num_decode_steps for s in summaries)
+    return {name: sum(s.stage_ms[name] for s in summaries) / steps if steps else 0.0 for name in summaries[0].stage_ms}
 
 
 def _itl_ms(output: Output) -> float:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from pathlib import Path
+from typing import Any
 
+from aquiline.bench.plots import COLORS, draw_positions, name_positions, new_figure, save
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.suite.demo_run import TEMPERATURES, DemoResult
-from aquiline.spec.registry import DRAFTINGS
-from aquiline.writing import writing
-
-SHARES = (-0.03, 1.03)
-"""The axis of shares, with room for the whole mark of a point at either end."""
-COLORS = dict(zip(DRAFTINGS, cycle(("#8a8f98", "#2b6cb0", "#b7791f", "#2f855a", "#6b46c1")), strict=False))
 
 SHOWN = 8
 """Positions of a draft that are drawn."""
@@ -20,52 +15,45 @@ SHOWN = 8
 
 def plot_demo(result: DemoResult, path: Path) -> None:
     """Write a PNG. Raises ValueError if matplotlib is not installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("plot: needs matplotlib; pip install 'aquiline[train]'") from None
-
-    figure, (speed, accepted) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    runs_of = {t: [r for r in result.runs if r.temperature == t] for t in TEMPERATURES}
-    for group, (temperature, runs) in enumerate(runs_of.items()):
-        baseline = result.baseline(temperature)
-        for place, run in enumerate(runs):
-            x = group * (len(runs) + 1) + place
-            rate = estimate(run.rates)
-            bar = speed.bar(x, rate.value, color=COLORS[run.drafting.name], width=0.9)
-            if rate.low is not None and rate.high is not None:
-                ends = [[rate.value - rate.low], [rate.high - rate.value]]
-                speed.errorbar(x, rate.value, yerr=ends, color="#1a202c", capsize=3, linewidth=1)
-            label = f"{run.speedup(baseline).value:.2f}x\ntau {run.counters.tau:.2f}"
-            speed.bar_label(bar, [label], fontsize=7)
-            shares = run.counters.per_position[:SHOWN]
-            positions = range(1, len(shares) + 1)
-            style = "-" if temperature == 0 else "--"
-            if run.drafting.is_speculative:
-                color = COLORS[run.drafting.name]
-                name = f"{run.name}, temperature {temperature:g}"
-                accepted.plot(positions, shares, style, marker="o", color=color, label=name)
-    middle = (len(result.runs) // len(TEMPERATURES) - 1) / 2
-    width = len(result.runs) // len(TEMPERATURES) + 1
-    speed.set_xticks([middle + width * g for g in range(len(runs_of))], [f"temperature {t:g}" for t in runs_of])
-    speed.set_ylabel("decode tok/s")
-    rates = [estimate(run.rates) for run in result.runs]
-    speed.set_ylim(0, 1.35 * max(rate.high or rate.value for rate in rates))
-    kinds = {run.drafting.name: run.name for run in result.runs}
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in kinds]
-    speed.legend(handles, kinds.values(), fontsize=8, loc="upper right")
-    accepted.set_xlabel("position in the draft")
-    accepted.set_ylabel("share of steps accepting it")
-    accepted.set_ylim(SHARES)
-    accepted.xaxis.get_major_locator().set_params(integer=True)
-    accepted.legend(fontsize=8)
-    for axes in (speed, accepted):
-        axes.spines[["top", "right"]].set_visible(False)
+    figure, grid = new_figure(1, 2, (11, 3.8))
+    _draw_rates(grid[0][0], result)
+    _draw_acceptance(grid[0][1], result)
     sources = f"{len(result.demo.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
     figure.suptitle(f"same tokens, fewer target calls: {sources}", fontsize=10)
-    with writing(path, "Nothing is left of it"):
-        figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    save(figure, path, "Nothing is left of it")
+
+
+def _draw_rates(axes: Any, result: DemoResult) -> None:
+    """Draw a bar for each run, with its interval, speedup and tau; the runs of a temperature stand together."""
+    width = len(result.runs) // len(TEMPERATURES) + 1
+    rates = [estimate(run.rates) for run in result.runs]
+    named = {}
+    for group, temperature in enumerate(TEMPERATURES):
+        baseline = result.baseline(temperature)
+        runs = [(run, rate) for run, rate in zip(result.runs, rates, strict=True) if run.temperature == temperature]
+        for place, (run, rate) in enumerate(runs):
+            x = group * width + place
+            bar = axes.bar(x, rate.value, color=COLORS[run.drafting.name], width=0.9)
+            if rate.low is not None and rate.high is not None:
+                ends = [[rate.value - rate.low], [rate.high - rate.value]]
+                axes.errorbar(x, rate.value, yerr=ends, color="#1a202c", capsize=3, linewidth=1)
+            told = f"{run.speedup(baseline).value:.2f}x\ntau {run.counters.tau:.2f}"
+            axes.text(x, rate.high or rate.value, told, ha="center", va="bottom", fontsize=7)
+            named[run.name] = bar
+    middles = [group * width + (width - 2) / 2 for group in range(len(TEMPERATURES))]
+    axes.set_xticks(middles, [f"temperature {t:g}" for t in TEMPERATURES])
+    axes.set_ylabel("decode tok/s")
+    axes.set_ylim(0, 1.45 * max(rate.high or rate.value for rate in rates))
+    axes.legend(list(named.values()), list(named), fontsize=8, loc="upper right")
+
+
+def _draw_acceptance(axes: Any, result: DemoResult) -> None:
+    """Draw acceptance by position: a line for each run that drafts, dashed where it was sampled."""
+    for run in result.runs:
+        if run.drafting.is_speculative:
+            draw_positions(
+                axes, run.counters.per_position[:SHOWN], linestyle="--" if run.temperature else "-",
+                color=COLORS[run.drafting.name], label=f"{run.name}, temperature {run.temperature:g}",
+            )  # fmt: skip
+    name_positions(axes)
+    axes.legend(fontsize=8)

@@ -88,11 +88,9 @@ class LoadRun:
     def run(self, progress: Progress) -> Iterator[Result]:
         """The results of all settings: read back if all are there, whole and of this commit, else measured."""
         plan = self.plan
-        is_simulated = self.source.random_config is not None
-        settings = plan.settings(is_simulated)
-        runs_each = plan.warmup_runs + plan.measurement_runs
+        settings = plan.settings(self.source.random_config is not None)
         label = f"{self.load.name} {self.load.context} x {self.load.batch}, temperature {self.temperature:g}"
-        progress.start(label, len(settings) * runs_each + 1)
+        progress.start(label, len(settings) * (plan.warmup_runs + plan.measurement_runs) + 1)
         found = [self._read(name) for name in settings]
         if all(found):
             yield from (result for result in found if result is not None)
@@ -104,15 +102,7 @@ class LoadRun:
         if simulated is not None:
             self._decode(llm, prompts, NoDraft())  # whose texts the drafts are replaced by
         progress.advance()
-        measured: dict[str, list[Run]] = {name: [] for name in settings}
-        for number in range(runs_each):
-            for name in rotated(list(settings), number):
-                if simulated is not None:
-                    simulated.start(self._tau_of(settings[name]))
-                run = self._decode(llm, prompts, settings[name])
-                if number >= plan.warmup_runs:
-                    measured[name].append(run)
-                progress.advance()
+        measured = self._measure(llm, prompts, settings, simulated, progress)
         progress.start("this machine's ceilings", 1)
         ideal = self._roofline(llm)
         baseline: list[float] = []
@@ -129,6 +119,22 @@ class LoadRun:
                 }
             write_result(result, self.file(name))
             yield result
+
+    def _measure(
+        self, llm: LLM, prompts: list[list[int]], settings: dict[str, Drafting], simulated: SimulatedBackend | None,
+        progress: Progress,
+    ) -> dict[str, list[Run]]:  # fmt: skip
+        """The measured runs of every setting. Each round, warm-up included, begins with another setting."""
+        measured: dict[str, list[Run]] = {name: [] for name in settings}
+        for number in range(self.plan.warmup_runs + self.plan.measurement_runs):
+            for name in rotated(list(settings), number):
+                if simulated is not None:
+                    simulated.start(self._tau_of(settings[name]))
+                run = self._decode(llm, prompts, settings[name])
+                if number >= self.plan.warmup_runs:
+                    measured[name].append(run)
+                progress.advance()
+        return measured
 
     def _roofline(self, llm: LLM) -> Roofline:
         """What this machine allows on these models; its ceilings are measured once and kept."""
