@@ -24,6 +24,7 @@ from aquiline.models.families import config_file, read_fields
 from aquiline.models.formats import load_draft
 from aquiline.models.load import load_target
 from aquiline.models.model_config import ModelConfig
+from aquiline.models.producers import read_draft_fields
 from aquiline.models.rope import rotary
 from conversions.converted import converted, shares_embedding
 
@@ -38,7 +39,7 @@ def target_folder(target: Path, int8: bool, model: str) -> Path:
 
     def write(directory: Path) -> None:
         graph = target_graph(load_target(target, dtype=stored_dtype(target)), int8)
-        _save(graph, directory / model, target)
+        _save(graph, directory / model, read_fields(config_file(target)))
 
     return converted([target], f"openvino{'-int8' if int8 else ''}", write)
 
@@ -53,15 +54,17 @@ def draft_folder(target: Path, draft: Path, int8: bool, model: str) -> Path:
         head = load_draft(draft, decoder, dtype=stored_dtype(draft))
         if not shares_embedding(head, decoder):
             raise ValueError("draft: has an embedding of its own; OpenVINO GenAI puts the target's in its place")
-        _save(draft_graph(head, int8), directory / model, draft)
+        _save(draft_graph(head, int8), directory / model, read_draft_fields(config_file(draft)))
 
     return converted([target, draft], f"openvino-eagle3{'-int8' if int8 else ''}", write)
 
 
-def _save(graph: Any, file: Path, checkpoint: Path) -> None:
-    """Write a model in the form that GenAI reads. GenAI requires some end token, though every run here ignores it."""
+def _save(graph: Any, file: Path, config: dict[str, Any]) -> None:
+    """Write a model and its config in the form that GenAI reads.
+
+    GenAI requires some end token, though every run here ignores it."""
     ov.save_model(graph, file, False)
-    (file.parent / "config.json").write_text(json.dumps(read_fields(config_file(checkpoint))))
+    (file.parent / "config.json").write_text(json.dumps(config))
     (file.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
 
 
