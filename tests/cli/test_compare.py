@@ -60,7 +60,8 @@ def refused(result: Result) -> str:
 def test_help_waits_for_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", HELP, "compare", "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "aquiline compare --random-weights llama-230m" in " ".join(done.stdout.replace("│", " ").split())
+    shown = " ".join(done.stdout.replace("│", " ").split())
+    assert "aquiline compare --random-weights llama-230m" in shown and "pip install 'aquiline[peers]'" in shown
 
 
 @pytest.mark.rare

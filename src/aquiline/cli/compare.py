@@ -30,8 +30,8 @@ def compare(
 ) -> None:
     """Run aquiline, with and without its draft, and its peers on the same prompts in turn, and say who is faster.
 
-    Peers are optional: pip install 'aquiline[peers]'. Those that are not installed are named and left out. Options of a
-    peer: float32, bfloat16, int8 (openvino, llamacpp) or int4 (llamacpp), beside which aquiline runs the same;
+    Peers are optional: pip install 'aquiline\\[peers]'. Those that are not installed are named and left out. Options
+    of a peer: float32, bfloat16, int8 (openvino, llamacpp) or int4 (llamacpp), beside which aquiline runs the same;
     llamacpp:packed for a .gguf target as it is, which aquiline then runs as it is too; lookup or lookup=K for the
     prompt lookup of openvino and transformers; ngram-simple, ngram-map-k, ngram-map-k4v, ngram-mod, each with =NxK to
     match N tokens and propose K, and ngram-cache for llama.cpp's; openvino:eagle and llamacpp:eagle draft with the
