@@ -12,7 +12,8 @@ from tests.train.regenerating import ROWS, STOPS, TEMPLATE, TURNS, llm, read, re
 
 from aquiline.config import SamplingParams
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.train.data import Rejects, read_documents, token_ids
+from aquiline.train.documents import Rejects, token_ids
+from aquiline.train.readers import read_documents
 
 pytestmark = needs_native
 

@@ -19,7 +19,7 @@ import torch
 from aquiline.errors import CheckpointError
 from aquiline.train import checkpoint, resume
 from aquiline.train.checkpoint import Checkpoints, damage
-from aquiline.train.data import Corpus
+from aquiline.train.documents import Corpus
 from aquiline.train.optimizer import WARMUP_STEPS
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train

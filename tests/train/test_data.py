@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from aquiline.train.data import Rejects, TokenIds, is_held_out, load_split, read_documents
+from aquiline.train.documents import Rejects, TokenIds
 from aquiline.train.packing import Batches, RowPiece, cut, gather, pack
+from aquiline.train.readers import is_held_out, load_split, read_documents
 from aquiline.train.vocabulary import choose_vocabulary
 
 

@@ -7,8 +7,7 @@ import pytest
 import tiny
 import torch
 
-from aquiline.train.data import build_corpus
-from aquiline.train.documents import Document
+from aquiline.train.documents import Document, build_corpus
 from aquiline.train.losses import LOSSES
 from aquiline.train.packing import cut, gather, pack
 from aquiline.train.ttt import Objective, plan, ttt_loss

@@ -16,9 +16,8 @@ import tiny
 from tests.text.families import QWEN3, SMOLLM2, SPECIAL, byte_tokenizer
 
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.train.data import is_held_out, load_split
 from aquiline.train.documents import Document, Rejects, TokenIds, token_ids
-from aquiline.train.readers import read_documents
+from aquiline.train.readers import is_held_out, load_split, read_documents
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import train
 

@@ -19,9 +19,8 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
 from aquiline.regenerate.answering import rejected_tokens
 from aquiline.spec.drafting import Chain
-from aquiline.train.data import build_corpus
 from aquiline.train.distributed import World
-from aquiline.train.documents import Document
+from aquiline.train.documents import Document, build_corpus
 from aquiline.train.losses import LOSSES
 from aquiline.train.packing import RowPiece, gather
 from aquiline.train.resume import check_settings

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.train.data import Corpus
+from aquiline.train.documents import Corpus
 from aquiline.train.features import Views
 from aquiline.train.head_loss import TargetRows
 from aquiline.train.packing import RowPiece, gather

@@ -1,8 +1,10 @@
-"""What reading data yields and needs: documents of token ids, the target's tokenizer, a count of unused rows."""
+"""What reading data yields and needs: documents of token ids, alone or end to end in one stream, the target's
+tokenizer, a count of unused rows."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer
 
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
-from aquiline.types import Bool
+from aquiline.types import Bool, Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,40 @@ class Document:
     tokens: NDArray[np.integer]
     mask: Bool | None = None
     rejected: Bool | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents end to end: tokens int32 [n], starts int64 [documents + 1], mask bool [n] of tokens that count,
+    rejected bool [n] of tokens that a draft missed when it served."""
+
+    tokens: Int32
+    starts: Int64
+    mask: Bool
+    rejected: Bool
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents the stream holds."""
+        return len(self.starts) - 1
+
+    def num_longer(self, context: int) -> int:
+        """How many documents have more than `context` tokens, and are cut to train on."""
+        return int((np.diff(self.starts) > context).sum())
+
+
+def build_corpus(documents: Iterable[Document]) -> Corpus:
+    """Concatenate documents into one stream."""
+    none = np.zeros(0, np.bool_)
+    tokens, masks, rejected, lengths = [np.zeros(0, np.int32)], [none], [none], [0]
+    for document in documents:
+        num = len(document.tokens)
+        tokens.append(document.tokens.astype(np.int32))
+        masks.append(np.ones(num, np.bool_) if document.mask is None else document.mask)
+        rejected.append(np.zeros(num, np.bool_) if document.rejected is None else document.rejected)
+        lengths.append(num)
+    starts = np.cumsum(lengths, dtype=np.int64)
+    return Corpus(np.concatenate(tokens), starts, np.concatenate(masks), np.concatenate(rejected))
 
 
 @dataclass

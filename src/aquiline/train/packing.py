@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aquiline.train.data import Corpus
+from aquiline.train.documents import Corpus
 from aquiline.train.ttt import TokenBatch
 
 

@@ -26,12 +26,12 @@ from aquiline.models.model_config import ModelConfig, default_capture
 from aquiline.train.batches import Assembler
 from aquiline.train.checkpoint import Checkpoint
 from aquiline.train.continued import for_long_contexts, loaded_head, reach_of, shape_of
-from aquiline.train.data import Corpus, TokenIds, load_split, token_ids
 from aquiline.train.distributed import World
+from aquiline.train.documents import Corpus, TokenIds, token_ids
 from aquiline.train.features import FeatureCache, Views
 from aquiline.train.optimizer import default_lr
 from aquiline.train.packing import Batches
-from aquiline.train.readers import check_paths
+from aquiline.train.readers import check_paths, load_split
 from aquiline.train.resume import corpus_digest, settings_of
 from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
 from aquiline.train.start import StateSample, fit, new_head

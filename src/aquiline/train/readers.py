@@ -1,11 +1,14 @@
 """Documents out of files and folders: text, JSONL (gzipped too), JSON lists, .bin, and what table_files.py reads.
 
-Owns which paths can be read and the faults of files; rows.py owns what a row may hold.
+Owns which paths can be read, the faults of files, and which documents are held out; rows.py owns what a row may hold. A
+document is held out if the sha256 of its key (its path, and its index in a file of many) is 0 mod 20. So the split is
+the same everywhere, and no result influences it.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -16,7 +19,7 @@ import numpy as np
 
 from aquiline.checks import parse_json
 from aquiline.train import table_files
-from aquiline.train.documents import Document, Rejects, TokenIds
+from aquiline.train.documents import Corpus, Document, Rejects, TokenIds, build_corpus
 from aquiline.train.rows import RowError, RowReader
 
 TEXT_SUFFIXES = (".py", ".txt", ".md")
@@ -24,6 +27,39 @@ FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".bin", *table_files.S
 """Files of a folder that are read. A .json file is read only if it is named itself, since folders hold other ones."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+HELD_OUT_MODULUS = 20
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents to train on, documents to judge by, and what was rejected."""
+
+    train: Corpus
+    held_out: Corpus
+    rejects: Rejects
+
+
+def load_split(data: Iterable[Path], held_out: Iterable[Path], ids: TokenIds, loss_on: str = "answers") -> Split:
+    """Read everything. Without held-out paths one document in twenty of the data is held out.
+
+    loss_on: "answers" counts the tokens that the model wrote, by loss masks and chat templates; "all" counts every
+    token. Raises ValueError if either side has no document."""
+    rejects, held_paths = Rejects(), tuple(held_out)
+    sides: dict[bool, list[Document]] = {False: [], True: []}
+    for document in read_documents(data, ids, rejects, loss_on):
+        sides[not held_paths and is_held_out(document.key)].append(document)
+    sides[True] += read_documents(held_paths, ids, rejects, loss_on)
+    for side, name in ((False, "training"), (True, "held-out")):
+        if not sides[side]:
+            hint = "" if held_paths or not side else " (one in 20 is held out by its name: give --held-out PATH)"
+            raise ValueError(f"no {name} document left{hint}. Rejected: {rejects or 'none'}")
+    return Split(build_corpus(sides[False]), build_corpus(sides[True]), rejects)
+
+
+def is_held_out(key: str) -> bool:
+    """One document in twenty, by the hash of its key."""
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % HELD_OUT_MODULUS == 0
 
 
 def check_paths(paths: Iterable[Path]) -> None:

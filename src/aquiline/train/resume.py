@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from aquiline.train.data import Corpus
+from aquiline.train.documents import Corpus
 from aquiline.train.train_config import TrainConfig
 
 COMPARED = (
