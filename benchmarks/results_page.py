@@ -29,6 +29,7 @@ from restored import STORED, restore
 
 from aquiline.bench.results.result import DIRTY, commit, read_results
 from aquiline.bench.results.summary import summary
+from aquiline.bench.tables import Table
 from aquiline.models.known_pairs import SMOLLM2, SMOLLM2_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,17 +126,17 @@ def bundled_demo(job: Job) -> str:
 
 def _demo_table(found: dict[str, Any]) -> str:
     columns = ("setting", "temperature", "tok/s", "speedup", "tau", "accepted by position", "repeated 8-grams")
-    lines = [columns, ["---"] * len(columns)]
+    rows = []
     for row in found["runs"]:
         (low, high), (slow, fast) = row["tokens_per_s_interval"], row["speedup_interval"]
-        lines.append((
+        rows.append((
             row["title"], f"{row['temperature']:g}",
             f"{row['tokens_per_s']:.0f} [{low:.0f}, {high:.0f}]",
             f"{row['speedup']:.2f}x [{slow:.2f}, {fast:.2f}]" if row["drafter"] != "none" else "",
             f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in row["per_position"][:5]), f"{row['repeated_share']:.0%}",
         ))  # fmt: skip
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{table}\nEvery token identical to its baseline's: {'yes' if found['identical'] else 'NO'}.\n"
+    identical = "yes" if found["identical"] else "NO"
+    return f"{Table(columns, rows).markdown()}\nEvery token identical to its baseline's: {identical}.\n"
 
 
 def evaluation(job: Job) -> str:
@@ -185,14 +186,10 @@ def evaluation_tables(folder: Path) -> str:
         for (_, t), group in _grouped(document["tables"]["by_length"]).items()
     }
     return "\n".join(
-        "".join(
-            f"| {' | '.join(line)} |\n"
-            for line in (
-                (name, "temperature", *columns),
-                ["---"] * (2 + len(columns)),
-                *((kind, f"{temperature:g}", *_evaluated(group)) for (kind, temperature), group in groups.items()),
-            )
-        )
+        Table(
+            (name, "temperature", *columns),
+            [[kind, f"{temperature:g}", *_evaluated(group)] for (kind, temperature), group in groups.items()],
+        ).markdown()
         for name, groups in (("questions, one at a time", kinds), ("together", together))
     )
 

@@ -13,6 +13,7 @@ from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_speculative, require_published
 from aquiline.bench.results.speedups import Place, Ratio, place
+from aquiline.bench.tables import Table
 from aquiline.spec.drafting import Chain
 
 DEFAULT = Chain().num_spec_tokens
@@ -37,8 +38,7 @@ def summary(results: Mapping[str, Result]) -> str:
         if drafted:
             rows.append(_row(results, drafted))
     rows.sort(key=lambda row: row[0])
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells for _, cells in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return Table(COLUMNS, [cells for _, cells in rows]).markdown()
 
 
 def _row(results: Mapping[str, Result], drafted: list[tuple[Result, Ratio]]) -> tuple[tuple[object, ...], list[str]]:
