@@ -278,8 +278,10 @@ def test_figures_weigh_every_row_alike_and_expect_what_a_chain_commits() -> None
 
 
 def test_bad_settings_are_all_named() -> None:
-    with pytest.raises(ValueError, match=r"context=5.*accumulate=0.*loss='no'.*steps=0"):
+    with pytest.raises(ValueError, match=r"context=5.*loss='no'.*accumulate=0.*steps=0"):
         TrainConfig(Path("t"), (Path("d"),), Path("o"), context=5, loss="no", steps=0, accumulate=0)
+    with pytest.raises(ValueError, match=r"loss=None.*loss_on=None.*optimizer=None"):
+        TrainConfig(Path("t"), (Path("d"),), Path("o"), loss=None, loss_on=None, optimizer=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"parallel='dp'.*attention='x'.*log='y'"):
         TrainConfig(Path("t"), (Path("d"),), Path("o"), parallel="dp", attention="x", log=("wandb", "y"))
 

@@ -205,29 +205,9 @@ def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
 
     Source: transformers 5.23 RotaryEmbeddingConfigMixin (rope_scaling wins; original_max_position_embeddings falls
     back to max_position_embeddings). Raises CheckpointError for schemes and fields that are not supported."""
-    name = "rope_scaling" if nested(raw, file, "rope_scaling") else "rope_parameters"
-    fields = nested(raw, file, name)
-    if any(isinstance(value, dict) for value in fields.values()):
-        raise CheckpointError(f"{file}: {name}={fields!r}; one flat set of parameters for all layers is supported")
-    fields = {key: value for key, value in fields.items() if value is not None}
-    kind = fields.pop("rope_type", fields.pop("type", "default"))
-    fields.pop("type", None)
-    fallback = raw.get("rope_theta")
-    theta = number(fields.pop("rope_theta", 10000.0 if fallback is None else fallback), file, "rope_theta")
-    if theta <= 1:
-        raise CheckpointError(f"{file}: rope_theta={theta} must be above 1; its powers are the rotation's wavelengths")
-    partial = fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial is not None and (isinstance(partial, bool) or partial != 1):
-        raise CheckpointError(f"{file}: partial_rotary_factor={partial!r}; supported is 1.0")
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-        raise CheckpointError(f"{file}: {name} rope_type={kind!r}; supported are {', '.join(_ROPE_FIELDS)}")
-    return RopeConfig(theta) if kind == "default" else _scaled_rope(theta, kind, fields, raw, file, name, max_positions)
-
-
-def _scaled_rope(
-    theta: float, kind: str, fields: Raw, raw: Raw, file: Path, name: str, max_positions: int
-) -> RopeConfig:
-    """RoPE of a scheme that has parameters of its own: `fields`, from the config's `name`."""
+    name, kind, theta, fields = _rope_fields(raw, file)
+    if kind == "default":
+        return RopeConfig(theta)
     unknown, missing = sorted(set(fields) - _ROPE_FIELDS[kind]), sorted(_ROPE_REQUIRED[kind] - set(fields))
     if unknown or missing:
         raise CheckpointError(f"{file}: {name} of type {kind!r}: unknown fields {unknown}, missing fields {missing}")
@@ -246,6 +226,27 @@ def _scaled_rope(
             f"high_freq_factor={fields['high_freq_factor']}"
         )
     return RopeConfig(theta, kind, parameters)
+
+
+def _rope_fields(raw: Raw, file: Path) -> tuple[str, str, float, Raw]:
+    """Where a config has its RoPE, the scheme, the base, and the fields that are the scheme's own."""
+    name = "rope_scaling" if nested(raw, file, "rope_scaling") else "rope_parameters"
+    fields = nested(raw, file, name)
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise CheckpointError(f"{file}: {name}={fields!r}; one flat set of parameters for all layers is supported")
+    fields = {key: value for key, value in fields.items() if value is not None}
+    kind = fields.pop("rope_type", fields.pop("type", "default"))
+    fields.pop("type", None)
+    fallback = raw.get("rope_theta")
+    theta = number(fields.pop("rope_theta", 10000.0 if fallback is None else fallback), file, "rope_theta")
+    if theta <= 1:
+        raise CheckpointError(f"{file}: rope_theta={theta} must be above 1; its powers are the rotation's wavelengths")
+    partial = fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial is not None and (isinstance(partial, bool) or partial != 1):
+        raise CheckpointError(f"{file}: partial_rotary_factor={partial!r}; supported is 1.0")
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
+        raise CheckpointError(f"{file}: {name} rope_type={kind!r}; supported are {', '.join(_ROPE_FIELDS)}")
+    return name, kind, theta, fields
 
 
 def _factors(value: object, file: Path, name: str) -> tuple[float, ...]:

@@ -147,7 +147,10 @@ class TrainConfig:
             (self.context >= least, f"context={self.context}: must be at least ttt_steps + 3 = {least}"),
             (self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1"),
             (0 < self.late_share <= 1, f"late_share={self.late_share}: must be above 0 and at most 1"),
+            (self.loss in LOSS_NAMES, f"loss={self.loss!r}: must be one of {', '.join(LOSS_NAMES)}"),
+            (self.loss_on in LOSS_ON, f"loss_on={self.loss_on!r}: must be one of {', '.join(LOSS_ON)}"),
             (1 <= self.replay < math.inf, f"replay={self.replay}: must be at least 1, which is no replay"),
+            (self.optimizer in ("adamw", "muon"), f"optimizer={self.optimizer!r}: must be adamw or muon"),
             (self.lr is None or self.lr > 0, f"lr={self.lr}: must be above 0"),
             (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),
             (0 <= self.warmup < 1, f"warmup={self.warmup}: must be in [0, 1)"),
@@ -166,11 +169,10 @@ class TrainConfig:
         ]
 
     def _choices(self) -> list[tuple[bool, str]]:
-        """Whether each name is one of those there are, and what to say if not."""
+        """Whether each name that may be left out is one of those there are, and what to say if not."""
         chosen = [
-            ("loss", self.loss, LOSS_NAMES), ("loss_on", self.loss_on, LOSS_ON),
-            ("optimizer", self.optimizer, ("adamw", "muon")), ("parallel", self.parallel, PARALLEL_NAMES),
-            ("attention", self.attention, ATTENTION_NAMES), ("draft_dtype", self.draft_dtype, STORAGES),
+            ("parallel", self.parallel, PARALLEL_NAMES), ("attention", self.attention, ATTENTION_NAMES),
+            ("draft_dtype", self.draft_dtype, STORAGES),
             *(("log", name, LOG_NAMES) for name in self.log),
         ]  # fmt: skip
         return [
