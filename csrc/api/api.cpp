@@ -282,6 +282,11 @@ void move_keys(const AqKV& kv, const int32_t* table, int src, int dst) {
 
 }  // namespace
 
+void aq::run_alone(void (*fn)(const Worker&, const void*), const void* argument) {
+  Lock lock(engine().mutex);
+  run(fn, argument);
+}
+
 extern "C" {
 
 const char* aq_last_error(void) { return last_error(); }

@@ -39,9 +39,8 @@ struct Bfloat16 : Format {
   AQ_INLINE const uint32_t* unit(const Step& step, int i) { return (const uint32_t*)step.pairs[i]; }
   AQ_INLINE Vec weight(const uint32_t* pairs, int i) { return i == 0 ? low_halves(pairs) : high_halves(pairs); }
 
-  static int pack(const Source& from, void* packed) {
-    pack_runs((const Rounded*)from.weight, from.n, from.k, 2, (Rounded*)packed);
-    return 0;
+  static void pack(const Source& from, void* packed) {
+    pack_runs((const Rounded*)from.weight, from, 2, (Rounded*)packed);
   }
 };
 AQ_FORMAT(1, Bfloat16)

@@ -22,7 +22,7 @@ struct Bfloat16Dot : Format {
   // A template, since only simd/avx512_bf16.h loads pairs.
   template <class P> AQ_INLINE auto weight(const P* pairs, int) { return load(pairs); }
 
-  static int pack(const Source& from, void* packed) { return Bfloat16::pack(from, packed); }
+  static void pack(const Source& from, void* packed) { Bfloat16::pack(from, packed); }
   static int check_cpu(const char* name) {
     AQ_REQUIRE(aq::has_dot(), "%s: arithmetic bfloat16 needs a CPU with AVX512_BF16, use float32", name);
     return 0;

@@ -22,26 +22,27 @@ struct Blocks : Format {
   static constexpr bool kIsUnpacked = true;
 };
 
-// A code of 4, 1, 2 or 8 bits for each of 16 * `inputs` weights. fours(q): codes 4 q .. 4 q + 3 of every lane.
+// A code of 4, 1, 2 or 8 bits for each of 16 * `inputs` weights. fours(q): codes 4 q .. 4 q + 3 of every lane, a byte
+// each. put: those of one lane, into words that were zero.
 template <int inputs> struct Nibbles {
   uint32_t words[inputs / 8][16];
   AQ_MEMBER IVec fours(int q) const { return iand(ishr(iload(words[q / 2]), q % 2 * 4), iset1(0x0f0f0f0f)); }
-  void put(int lane, int i, uint32_t code) { words[i / 8][lane] |= code << (i % 4 * 8 + i / 4 % 2 * 4); }
+  void put(int lane, int q, uint32_t fours) { words[q / 2][lane] |= fours << q % 2 * 4; }
 };
 template <int inputs> struct Bits {
   uint32_t words[inputs / 32][16];
   AQ_MEMBER IVec fours(int q) const { return iand(ishr(iload(words[q / 8]), q % 8), iset1(0x01010101)); }
-  void put(int lane, int i, uint32_t code) { words[i / 32][lane] |= code << (i % 4 * 8 + i / 4 % 8); }
+  void put(int lane, int q, uint32_t fours) { words[q / 8][lane] |= fours << q % 8; }
 };
 template <int inputs> struct BitPairs {
   uint32_t words[inputs / 16][16];
   AQ_MEMBER IVec fours(int q) const { return iand(ishr(iload(words[q / 4]), q % 4 * 2), iset1(0x03030303)); }
-  void put(int lane, int i, uint32_t code) { words[i / 16][lane] |= code << (i % 4 * 8 + i / 4 % 4 * 2); }
+  void put(int lane, int q, uint32_t fours) { words[q / 4][lane] |= fours << q % 4 * 2; }
 };
 template <int inputs> struct Bytes {
   uint32_t words[inputs / 4][16];
   AQ_MEMBER IVec fours(int q) const { return iload(words[q]); }
-  void put(int lane, int i, uint32_t code) { words[i / 4][lane] |= code << i % 4 * 8; }
+  void put(int lane, int q, uint32_t fours) { words[q][lane] = fours; }
 };
 
 AQ_INLINE uint16_t half_at(const uint8_t* p) {
@@ -50,20 +51,27 @@ AQ_INLINE uint16_t half_at(const uint8_t* p) {
   return bits;
 }
 
+AQ_INLINE uint32_t four_at(const void* p) {
+  uint32_t bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return bytes;
+}
+// The low (shift 0) or high (4) nibbles of four bytes.
+AQ_INLINE uint32_t nibbles_at(const uint8_t* p, int shift) { return four_at(p) >> shift & 0x0f0f0f0fu; }
+
 // Packs rows of a file's blocks [n, k / kChannels][kBlockBytes] as [ceil(n / 16)][k / kChannels] steps; outputs that do
 // not exist have no scale.
-template <class F> static int pack_blocks(const Source& from, void* packed) {
+template <class F> static void pack_blocks(const Source& from, void* packed) {
   using Step = typename F::Step;
   const int steps = from.k / F::kChannels;
-  Step* to = (Step*)packed;
-  for (int block = 0; block < from.n; block += 16)
+  Step* to = (Step*)packed + (size_t)from.first / 16 * steps;
+  for (int block = from.first; block < from.last; block += 16)
     for (int i = 0; i < steps; i++) {
       Step step{};
       for (int lane = 0; lane < 16 && block + lane < from.n; lane++)
         F::place((const uint8_t*)from.weight + (((size_t)block + lane) * steps + i) * F::kBlockBytes, lane, step);
       *to++ = step;
     }
-  return 0;
 }
 
 }  // namespace AQ_NAMESPACE

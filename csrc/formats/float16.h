@@ -22,10 +22,7 @@ struct Float16 : Format {
   AQ_INLINE const Half* unit(const Step& step, int i) { return step.weights[i]; }
   AQ_INLINE Vec weight(const Half* weights, int) { return load(weights); }
 
-  static int pack(const Source& from, void* packed) {
-    pack_runs((const Half*)from.weight, from.n, from.k, 1, (Half*)packed);
-    return 0;
-  }
+  static void pack(const Source& from, void* packed) { pack_runs((const Half*)from.weight, from, 1, (Half*)packed); }
 };
 AQ_FORMAT(5, Float16)
 

@@ -17,10 +17,7 @@ struct Float32 : Format {
   AQ_INLINE const float* unit(const Step& step, int i) { return step.weights[i]; }
   AQ_INLINE Vec weight(const float* unit, int) { return load(unit); }
 
-  static int pack(const Source& from, void* packed) {
-    pack_runs((const float*)from.weight, from.n, from.k, 1, (float*)packed);
-    return 0;
-  }
+  static void pack(const Source& from, void* packed) { pack_runs((const float*)from.weight, from, 1, (float*)packed); }
 };
 AQ_FORMAT(0, Float32)
 

@@ -11,7 +11,8 @@
 //   weight(unit, j)         its 16 weights for input j, as a Vec
 //   kAlignment              of a packed weight
 //   kSourceBytes            of one weight before it is packed; aq_pack's weight is aligned to it
-//   pack(source, packed)    aq_pack's work: 0, or -1 after fail()
+//   check_source(source)    whether the source can be packed: 0, or -1 after fail()
+//   pack(source, packed)    aq_pack's work for the source's outputs
 // and where they differ from below
 //   Sum                     how products become sums (sums.h)
 //   Input                   what the weights multiply
@@ -26,10 +27,10 @@
 
 namespace AQ_NAMESPACE {
 
-// The arguments of aq_pack.
+// The arguments of aq_pack, and which outputs [first, last) are to be packed; first is a multiple of 16.
 struct Source {
   const void *weight, *scales;
-  int n, k;
+  int n, k, first, last;
 };
 
 struct Format {
@@ -47,6 +48,7 @@ struct Format {
   AQ_INLINE const float* output_scale(const AqLinear&) { return nullptr; }
   // Whether this CPU can compute with it: 0, or -1 after fail(). `name` is the linear's.
   static int check_cpu(const char*) { return 0; }
+  static int check_source(const Source&) { return 0; }
 };
 
 template <class A, class B> constexpr bool kIsSame = false;
@@ -60,11 +62,18 @@ template <class T> struct Pointee<const T*> {
 template <class P> using ValueOf = typename Pointee<P>::Type;
 
 // Packs [n, k] as [ceil(n / 16)][k / run][16][run].
-template <class T> static void pack_runs(const T* weight, int n, int k, int run, T* packed) {
-  for (int block = 0; block < n; block += 16)
+template <class T> static void pack_runs(const T* weight, const Source& from, int run, T* packed) {
+  const int n = from.n, k = from.k, last = from.last;
+  packed += (size_t)from.first * k;
+  for (int block = from.first; block < last; block += 16)
     for (int i = 0; i < k; i += run)
       for (int lane = 0; lane < 16; lane++)
         for (int j = i; j < i + run; j++) *packed++ = block + lane < n ? weight[((size_t)block + lane) * k + j] : T{};
+}
+// Packs a float32 scale per output, [n], as [ceil(n / 16)][16].
+static void pack_scales(const Source& from, const float* packed) {
+  for (int i = from.first; i < (from.last + 15) / 16 * 16; i++)
+    ((float*)packed)[i] = i < from.n ? ((const float*)from.scales)[i] : 0.0f;
 }
 
 constexpr int kMaxFormats = 32;  // codes are below

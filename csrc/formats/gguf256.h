@@ -33,10 +33,9 @@ struct KBlocks : Blocks {
     s.scale[lane] = half_at(block), s.minimum[lane] = half_at(block + 2);
     for (int g = 0; g < 8; g++) six_bits(block + 4, g, (uint8_t*)&s.scales[g][lane], (uint8_t*)&s.minima[g][lane]);
   }
-  // Groups 2 p and 2 p + 1 share the 32 bytes of pair p: the low and the high nibbles.
-  static uint32_t nibble_at(const uint8_t* bytes, int i) {
-    const uint8_t byte = bytes[i / 64 * 32 + i % 32];
-    return i / 32 % 2 == 0 ? byte & 15u : byte >> 4;
+  // Codes 4 q .. 4 q + 3. Groups 2 p and 2 p + 1 share the 32 bytes of pair p: the low and the high nibbles.
+  static uint32_t codes_at(const uint8_t* bytes, int q) {
+    return nibbles_at(bytes + q / 16 * 32 + q % 8 * 4, q / 8 % 2 * 4);
   }
 };
 
@@ -52,9 +51,9 @@ struct Q4_K : KBlocks {
   AQ_INLINE IVec codes(const Step& step, int g, int q) { return step.codes.fours(8 * g + q); }
   static void place(const uint8_t* block, int lane, Step& step) {
     place_scales(block, lane, step.scales);
-    for (int i = 0; i < 256; i++) step.codes.put(lane, i, nibble_at(block + 16, i));
+    for (int q = 0; q < 64; q++) step.codes.put(lane, q, codes_at(block + 16, q));
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q4_K>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q4_K>(from, packed); }
 };
 AQ_FORMAT(11, Q4_K)
 
@@ -71,12 +70,12 @@ struct Q5_K : KBlocks {
   AQ_INLINE IVec codes(const Step& step, int g, int q) { return five_bits(step, 8 * g + q); }
   static void place(const uint8_t* block, int lane, Step& step) {
     place_scales(block, lane, step.scales);
-    for (int i = 0; i < 256; i++) {
-      step.codes.put(lane, i, nibble_at(block + 48, i));
-      step.fifths.put(lane, i, block[16 + i % 32] >> i / 32 & 1u);
+    for (int q = 0; q < 64; q++) {
+      step.codes.put(lane, q, codes_at(block + 48, q));
+      step.fifths.put(lane, q, four_at(block + 16 + q % 8 * 4) >> q / 8 & 0x01010101u);
     }
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q5_K>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q5_K>(from, packed); }
 };
 AQ_FORMAT(12, Q5_K)
 
@@ -95,16 +94,15 @@ struct Q6_K : Blocks {
   }
   // Half h of a block: 64 bytes hold its low nibbles, inputs i and i + 64 in one byte, and 32 bytes its high pairs.
   static void place(const uint8_t* block, int lane, Step& step) {
-    for (int i = 0; i < 256; i++) {
-      const int half = i / 128, at = i % 128;
-      const uint8_t low = block[half * 64 + at % 64], high = block[128 + half * 32 + at % 32];
-      step.codes.put(lane, i, at < 64 ? low & 15u : low >> 4);
-      step.highs.put(lane, i, high >> at / 32 * 2 & 3u);
+    for (int q = 0; q < 64; q++) {
+      const int half = q / 32, at = q % 32;
+      step.codes.put(lane, q, nibbles_at(block + half * 64 + at % 16 * 4, at / 16 * 4));
+      step.highs.put(lane, q, four_at(block + 128 + half * 32 + at % 8 * 4) >> at / 8 * 2 & 0x03030303u);
     }
     for (int g = 0; g < 16; g++) step.scales[g][lane] = (int8_t)block[192 + g];
     step.scale[lane] = half_at(block + 208);
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q6_K>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q6_K>(from, packed); }
 };
 AQ_FORMAT(13, Q6_K)
 

@@ -17,15 +17,15 @@ struct Q8_0 : Blocks {
   AQ_INLINE IVec codes(const Step& step, int, int q) { return step.codes.fours(q); }
   static void place(const uint8_t* block, int lane, Step& step) {
     step.scale[lane] = half_at(block);
-    for (int i = 0; i < 32; i++) step.codes.put(lane, i, block[2 + i] ^ 0x80u);
+    for (int q = 0; q < 8; q++) step.codes.put(lane, q, four_at(block + 2 + 4 * q) ^ 0x80808080u);
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q8_0>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q8_0>(from, packed); }
 };
 AQ_FORMAT(6, Q8_0)
 
 // Inputs i and i + 16 share a byte of a block.
 template <class Step> static void place_nibbles(const uint8_t* bytes, int lane, Step& step) {
-  for (int i = 0; i < 32; i++) step.codes.put(lane, i, i < 16 ? bytes[i] & 15u : bytes[i - 16] >> 4);
+  for (int q = 0; q < 8; q++) step.codes.put(lane, q, nibbles_at(bytes + q % 4 * 4, q / 4 * 4));
 }
 
 struct Q4_0 : Blocks {
@@ -41,7 +41,7 @@ struct Q4_0 : Blocks {
     step.scale[lane] = half_at(block);
     place_nibbles(block + 2, lane, step);
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q4_0>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q4_0>(from, packed); }
 };
 AQ_FORMAT(7, Q4_0)
 
@@ -60,13 +60,16 @@ struct Q4_1 : Blocks {
     step.scale[lane] = half_at(block), step.minimum[lane] = half_at(block + 2);
     place_nibbles(block + 4, lane, step);
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q4_1>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q4_1>(from, packed); }
 };
 AQ_FORMAT(8, Q4_1)
 
 // Codes of five bits: the fifth ones of a block are bits of one word.
 template <class Step> static void place_fifths(const uint8_t* bytes, int lane, Step& step) {
-  for (int i = 0; i < 32; i++) step.fifths.put(lane, i, bytes[i / 8] >> i % 8 & 1u);
+  for (int q = 0; q < 8; q++) {
+    const uint32_t bits = bytes[q / 2] >> q % 2 * 4 & 15u;
+    step.fifths.put(lane, q, (bits | bits << 7 | bits << 14 | bits << 21) & 0x01010101u);
+  }
 }
 template <class Step> AQ_INLINE IVec five_bits(const Step& step, int q) {
   return ior(step.codes.fours(q), shl<4>(step.fifths.fours(q)));
@@ -87,7 +90,7 @@ struct Q5_0 : Blocks {
     place_fifths(block + 2, lane, step);
     place_nibbles(block + 6, lane, step);
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q5_0>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q5_0>(from, packed); }
 };
 AQ_FORMAT(9, Q5_0)
 
@@ -108,7 +111,7 @@ struct Q5_1 : Blocks {
     place_fifths(block + 4, lane, step);
     place_nibbles(block + 8, lane, step);
   }
-  static int pack(const Source& from, void* packed) { return pack_blocks<Q5_1>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<Q5_1>(from, packed); }
 };
 AQ_FORMAT(10, Q5_1)
 
@@ -125,7 +128,7 @@ struct IQ4_NL : Blocks {
     return lookup(step.codes.fours(q), values);
   }
   static void place(const uint8_t* block, int lane, Step& step) { Q4_0::place(block, lane, step); }
-  static int pack(const Source& from, void* packed) { return pack_blocks<IQ4_NL>(from, packed); }
+  static void pack(const Source& from, void* packed) { pack_blocks<IQ4_NL>(from, packed); }
 };
 AQ_FORMAT(14, IQ4_NL)
 

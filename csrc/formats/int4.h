@@ -27,13 +27,15 @@ struct Int4 : Format {
   AQ_INLINE IVec unit(const Step& step, int i) { return iload(step.codes[i]); }
   AQ_INLINE Vec weight(IVec codes, int i) { return nibble(codes, i); }
 
-  static int pack(const Source& from, void* packed) {
+  static int check_source(const Source& from) {
+    AQ_TRY(aq::check_pointer("scales", from.scales, sizeof(Rounded)));
+    return check_int4((const int8_t*)from.weight, (size_t)from.n * from.k);
+  }
+  static void pack(const Source& from, void* packed) {
     const int8_t* codes = (const int8_t*)from.weight;
     const Rounded* scales = (const Rounded*)from.scales;
-    AQ_TRY(aq::check_pointer("scales", scales, sizeof(Rounded)));
-    AQ_TRY(check_int4(codes, (size_t)from.n * from.k));
-    Step* to = (Step*)packed;
-    for (int block = 0; block < from.n; block += 16)
+    Step* to = (Step*)packed + (size_t)from.first / 16 * (from.k / AQ_GROUP);
+    for (int block = from.first; block < from.last; block += 16)
       for (int g = 0; g < from.k / AQ_GROUP; g++) {
         Step step{};
         for (int lane = 0; lane < 16 && block + lane < from.n; lane++) {
@@ -43,7 +45,6 @@ struct Int4 : Format {
         }
         *to++ = step;
       }
-    return 0;
   }
 };
 AQ_FORMAT(4, Int4)

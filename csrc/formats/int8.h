@@ -20,12 +20,10 @@ struct Int8 : Format {
     return (const float*)((const int8_t*)linear.weight + ((size_t)linear.n + 15) / 16 * 16 * linear.k);
   }
 
-  static int pack(const Source& from, void* packed) {
-    AQ_TRY(aq::check_pointer("scales", from.scales, sizeof(float)));
-    const AqLinear linear{packed, nullptr, from.n, from.k, 0, nullptr};
-    pack_runs((const int8_t*)from.weight, from.n, from.k, 1, (int8_t*)packed);
-    pack_runs((const float*)from.scales, from.n, 1, 1, (float*)output_scale(linear));
-    return 0;
+  static int check_source(const Source& from) { return aq::check_pointer("scales", from.scales, sizeof(float)); }
+  static void pack(const Source& from, void* packed) {
+    pack_runs((const int8_t*)from.weight, from, 1, (int8_t*)packed);
+    pack_scales(from, output_scale(AqLinear{packed, nullptr, from.n, from.k, 0, nullptr}));
   }
 };
 AQ_FORMAT(3, Int8)

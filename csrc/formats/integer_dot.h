@@ -46,23 +46,22 @@ struct Int8Dot : OnCodes<Blocks> {
   AQ_INLINE const float* output_scale(const AqLinear& linear) {
     return (const float*)((const int8_t*)linear.weight + ((size_t)linear.n + 15) / 16 * 16 * linear.k);
   }
-  static int pack(const Source& from, void* packed) {
+  static int check_source(const Source& from) { return aq::check_pointer("scales", from.scales, sizeof(float)); }
+  static void pack(const Source& from, void* packed) {
     const int8_t* codes = (const int8_t*)from.weight;
-    AQ_TRY(aq::check_pointer("scales", from.scales, sizeof(float)));
-    Step* to = (Step*)packed;
-    for (int block = 0; block < from.n; block += 16)
+    Step* to = (Step*)packed + (size_t)from.first / 16 * (from.k / kChannels);
+    for (int block = from.first; block < from.last; block += 16)
       for (int k = 0; k < from.k; k += kChannels) {
         Step step{};
         for (int lane = 0; lane < 16; lane++)
-          for (int i = 0; i < kChannels; i++) {
-            const int code = block + lane < from.n ? codes[((size_t)block + lane) * from.k + k + i] : 0;
-            step.codes.put(lane, i, (uint8_t)code ^ 0x80u);
+          for (int q = 0; q < kChannels / 4; q++) {
+            const bool exists = block + lane < from.n;
+            const uint32_t fours = exists ? four_at(codes + ((size_t)block + lane) * from.k + k + 4 * q) : 0;
+            step.codes.put(lane, q, fours ^ 0x80808080u);
           }
         *to++ = step;
       }
-    const AqLinear linear{packed, nullptr, from.n, from.k, 0, nullptr};
-    pack_runs((const float*)from.scales, from.n, 1, 1, (float*)output_scale(linear));
-    return 0;
+    pack_scales(from, output_scale(AqLinear{packed, nullptr, from.n, from.k, 0, nullptr}));
   }
 };
 AQ_FORMAT(24, Int8Dot)
@@ -77,23 +76,22 @@ struct Int4Dot : OnCodes<Blocks> {
   };
   AQ_INLINE Vec scale(const Step& step, int) { return load(step.scale); }
   AQ_INLINE IVec codes(const Step& step, int, int q) { return step.codes.fours(q); }
-  static int pack(const Source& from, void* packed) {
+  static int check_source(const Source& from) { return Int4::check_source(from); }
+  static void pack(const Source& from, void* packed) {
     const int8_t* codes = (const int8_t*)from.weight;
     const Rounded* scales = (const Rounded*)from.scales;
-    AQ_TRY(aq::check_pointer("scales", scales, sizeof(Rounded)));
-    AQ_TRY(check_int4(codes, (size_t)from.n * from.k));
-    Step* to = (Step*)packed;
-    for (int block = 0; block < from.n; block += 16)
+    Step* to = (Step*)packed + (size_t)from.first / 16 * (from.k / AQ_GROUP);
+    for (int block = from.first; block < from.last; block += 16)
       for (int g = 0; g < from.k / AQ_GROUP; g++) {
         Step step{};
         for (int lane = 0; lane < 16 && block + lane < from.n; lane++) {
           const size_t at = ((size_t)block + lane) * from.k / AQ_GROUP + g;
           step.scale[lane] = scales[at];
-          for (int i = 0; i < AQ_GROUP; i++) step.codes.put(lane, i, codes[at * AQ_GROUP + i] + 8u);
+          for (int q = 0; q < AQ_GROUP / 4; q++)  // a code of four bits plus 8 is the code with its sign bit turned
+            step.codes.put(lane, q, (four_at(codes + at * AQ_GROUP + 4 * q) ^ 0x08080808u) & 0x0f0f0f0fu);
         }
         *to++ = step;
       }
-    return 0;
   }
 };
 AQ_FORMAT(25, Int4Dot)
