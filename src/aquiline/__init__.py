@@ -1,6 +1,6 @@
 """aquiline: EAGLE-3 speculative decoding, exact and fast.
 
-The names below load on first use, so that `aquiline --help` does not wait for torch.
+The names below load on first use, so that `aquiline --help` does not wait for the engine.
 """
 
 from __future__ import annotations

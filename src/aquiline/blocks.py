@@ -1,18 +1,44 @@
-"""Linear weights in GGUF's packed blocks, as a file holds them. They are read when they are asked for, and not kept."""
+"""Weights of linears and embeddings as they are stored: floats, or GGUF's packed blocks. They are read when they are
+asked for, and not kept: so a model is never twice in memory while it is packed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
-import torch
-from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from torch import Tensor
+from numpy.typing import NDArray
 
-BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+Array = NDArray[Any]
+"""An array of floats of one of FLOATS, or of bytes."""
+
+FLOATS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16),
+}  # fmt: skip
+"""The dtypes of floats that weights are stored in, by name."""
+
+
+class StoredType(NamedTuple):
+    """A type of GGUF: its number in a file, and the inputs and bytes of a block."""
+
+    number: int
+    inputs: int
+    num_bytes: int
+
+
+GGUF_FLOATS = {"F32": StoredType(0, 1, 4), "F16": StoredType(1, 1, 2), "BF16": StoredType(30, 1, 2)}
+GGUF_BLOCKS = {
+    "Q8_0": StoredType(8, 32, 34), "Q4_0": StoredType(2, 32, 18), "Q4_1": StoredType(3, 32, 20),
+    "Q5_0": StoredType(6, 32, 22), "Q5_1": StoredType(7, 32, 24), "Q4_K": StoredType(12, 256, 144),
+    "Q5_K": StoredType(13, 256, 176), "Q6_K": StoredType(14, 256, 210), "IQ4_NL": StoredType(20, 32, 18),
+}  # fmt: skip
+"""The types that are read. gguf-py knows them too, but its import takes a tenth of a second. Source: gguf-py 0.19,
+constants.py."""
+
+BLOCK_TYPES = tuple(GGUF_BLOCKS)
 """The types that stay packed; a file's other types are floats."""
 
 PACKED = "packed"
@@ -24,6 +50,11 @@ _HALVES = {
 }  # fmt: skip
 """Where a block's float16 scale is, and its minimum: all that can be NaN or infinite."""
 
+_EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+"""The bits that are all set in a NaN and in an infinity, and in no other float."""
+
+_CHUNK = 1 << 16  # values looked at together, few enough to stay in the cache
+
 
 def is_packed(storage: str) -> bool:
     """Whether a storage, as results name it ("q4_1", "q4_1+q8_0"), is a GGUF file's blocks."""
@@ -31,74 +62,98 @@ def is_packed(storage: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockWeight:
-    """A weight [N, K] as rows of packed blocks. kind: one of BLOCK_TYPES; num_rows: N; row_bytes: of one row's blocks.
+class Weight:
+    """A weight [N, K]. kind: one of FLOATS or of BLOCK_TYPES. shape: N and K.
 
-    read: gives the blocks. Where they lie in a file it reads them anew at each call. So a model is never twice in
-    memory while it is packed."""
+    read: gives the floats [N, K], or the blocks, uint8 [N, bytes of a row]. What lies in a file is read anew at each
+    call."""
 
     kind: str
-    num_rows: int
-    row_bytes: int
-    read: Callable[[], Tensor]
+    shape: tuple[int, int]
+    read: Callable[[], Array]
 
     @property
-    def blocks(self) -> Tensor:
-        """The blocks now, uint8 [N, bytes of a row]. Keep them in a variable for as long as they are needed."""
-        found = self.read()
-        assert found.shape == (self.num_rows, self.row_bytes), (found.shape, self.num_rows, self.row_bytes)
-        return found
+    def is_blocks(self) -> bool:
+        """Whether the weight is in packed blocks."""
+        return self.kind in BLOCK_TYPES
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """N and K."""
+    def row_bytes(self) -> int:
+        """Bytes of one row as it is stored."""
         inputs, size = block_size(self.kind)
-        return self.num_rows, self.row_bytes // size * inputs
+        return self.shape[1] // inputs * size
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the blocks."""
-        return self.num_rows * self.row_bytes
+        """Bytes of the weight as it is stored."""
+        return self.shape[0] * self.row_bytes
 
-    def is_finite(self) -> bool:
-        """Whether every weight is a finite number; reads the blocks."""
-        blocks = self.blocks.reshape(-1, block_size(self.kind)[1])
-        halves = (blocks[:, at : at + 2].contiguous().view(torch.float16) for at in _HALVES[self.kind])
-        return all(bool(torch.isfinite(half).all()) for half in halves)
+    @property
+    def values(self) -> Array:
+        """The floats [N, K], or the blocks uint8 [N, bytes of a row], now. Keep them in a variable for as long as they
+        are needed."""
+        found = self.read()
+        expected = (self.shape[0], self.row_bytes) if self.is_blocks else self.shape
+        assert found.shape == expected and found.flags.c_contiguous, (found.shape, found.flags, expected)
+        return found
 
-    def dequantised(self) -> Tensor:
-        """The float32 weight [N, K] that the blocks stand for, as gguf-py computes it."""
-        values = quants.dequantize(self.blocks.numpy(), GGMLQuantizationType[self.kind])
-        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+    def dequantised(self) -> Array:
+        """The float32 weight [N, K] that is meant; for blocks, as gguf-py computes it."""
+        if not self.is_blocks:
+            return self.values.astype(np.float32, copy=False)
+        from gguf import GGMLQuantizationType, quants
+
+        return np.require(quants.dequantize(self.values, GGMLQuantizationType[self.kind]), np.float32, ["C", "W"])
 
 
-Parts = tuple[BlockWeight, ...]
+Parts = tuple[Weight, ...]
 """A fused weight: its rows part by part, since parts may be of different types."""
 
 
-def in_memory(kind: str, blocks: Tensor) -> BlockWeight:
-    """A weight whose blocks, uint8 [N, bytes of a row], are in memory."""
-    return BlockWeight(kind, blocks.shape[0], blocks.shape[1], lambda: blocks)
+def in_memory(values: Array, kind: str | None = None) -> Weight:
+    """A weight whose floats [N, K], or whose blocks of type `kind`, uint8 [N, bytes of a row], are in memory."""
+    if kind is None:
+        return Weight(values.dtype.name, (values.shape[0], values.shape[1]), lambda: values)
+    inputs, size = block_size(kind)
+    return Weight(kind, (values.shape[0], values.shape[1] // size * inputs), lambda: values)
 
 
-def joined(weights: Sequence[BlockWeight]) -> Parts:
+def joined(weights: Sequence[Weight]) -> Parts:
     """Weights one below the other; neighbours of one type become one part."""
     runs = [list(run) for _, run in groupby(weights, key=lambda weight: weight.kind)]
     return tuple(run[0] if len(run) == 1 else _below(run) for run in runs)
 
 
-def _below(run: list[BlockWeight]) -> BlockWeight:
+def _below(run: list[Weight]) -> Weight:
     """Weights of one type as one."""
-    num_rows = sum(weight.num_rows for weight in run)
-    return replace(run[0], num_rows=num_rows, read=lambda: torch.cat([weight.blocks for weight in run]))
+    num_rows = sum(weight.shape[0] for weight in run)
+    return Weight(run[0].kind, (num_rows, run[0].shape[1]), lambda: np.concatenate([weight.values for weight in run]))
 
 
-def dequantised(parts: Parts) -> Tensor:
+def dequantised(parts: Parts) -> Array:
     """The float32 weight of all parts."""
-    return torch.cat([part.dequantised() for part in parts])
+    return parts[0].dequantised() if len(parts) == 1 else np.concatenate([part.dequantised() for part in parts])
 
 
 def block_size(kind: str) -> tuple[int, int]:
-    """Inputs and bytes of one block."""
-    inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return int(inputs), int(size)
+    """Inputs and bytes of one block; of one float."""
+    if kind in FLOATS:
+        return 1, FLOATS[kind].itemsize
+    return GGUF_BLOCKS[kind][1:]
+
+
+def all_finite(values: Array) -> bool:
+    """Whether every float of a contiguous array of one of FLOATS is finite. Reads the array once and copies nothing."""
+    return _have_no(_EXPONENTS[values.dtype.name], values.reshape(-1).view(np.dtype(f"u{values.itemsize}")))
+
+
+def _have_no(exponent: int, bits: NDArray[np.unsignedinteger[Any]]) -> bool:
+    """Whether no number [n] has all bits of `exponent`."""
+    mask = bits.dtype.type(exponent)
+    return not any(((bits[i : i + _CHUNK] & mask) == mask).any() for i in range(0, len(bits), _CHUNK))
+
+
+def blocks_are_finite(kind: str, blocks: Array) -> bool:
+    """Whether the scales of blocks of a type, uint8 [N, bytes of a row], are finite."""
+    halves = blocks.reshape(-1, block_size(kind)[1]).view(np.uint16)
+    return all(_have_no(_EXPONENTS["float16"], halves[:, at // 2]) for at in _HALVES[kind])

@@ -16,14 +16,12 @@ Glossary   target    the model whose text is produced          draft   the small
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from aquiline.blocks import PACKED, Parts
+from aquiline.blocks import FLOATS, PACKED, Array
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -42,76 +40,6 @@ KEY_GROUP = 16
 """Keys are stored transposed in groups of this many, so that one vector register holds one channel of 16 keys."""
 
 
-class Attention(Protocol):
-    """What a model calls for attention. The caller implements it and owns the cache; a model knows no cache."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attend from rotated q [..., Hq, Dh] over everything the rows may see, k and v [..., Hkv, Dh] included.
-
-        sinks [Hq]: a logit per head that joins the softmax's denominator and has no value. Returns [..., Hq * Dh].
-        Writes k and v where the rows' keys belong."""
-        ...
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """The attention of one layer: qkv [(Hq + 2 Hkv) Dh, In] and o [H, Hq Dh], with biases of their rows.
-
-    In is H for a target, 2H for a draft. q_norm and k_norm [Dh] norm every head (qwen3); sinks [Hq] are described in
-    `Attention`."""
-
-    qkv: Tensor | Parts
-    o: Tensor | Parts
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    sinks: Tensor | None = None
-    window: int = 0  # 0: every earlier position is visible
-
-
-@dataclass(frozen=True)
-class DenseWeights:
-    """The SwiGLU MLP of one layer: gate_up [2 I, H], the gate's rows first, and down [H, I], with row biases."""
-
-    gate_up: Tensor | Parts
-    down: Tensor | Parts
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer: its blocks and the norms [H] before them. A draft's layer also norms the hidden state."""
-
-    attention: AttentionWeights
-    mlp: DenseWeights
-    input_norm: Tensor
-    post_norm: Tensor
-    hidden_norm: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ModelWeights:
-    """All that a forward needs, as plain tensors: what models hand to ops. head is [V, H] (a draft: [Vd, H])."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    inv_freq: Tensor  # float32 [Dh / 2]
-    rope_scale: float  # multiplies cos and sin (yarn)
-    embed: Tensor | Parts  # [V, H]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
-    head: Tensor | Parts
-    capture: tuple[int, ...] = ()  # layers whose output is a feature, ascending
-    is_draft: bool = False
-    norm_before_residual: bool = False  # draft only: the residual is the normed input
-
-
 @dataclass(frozen=True, eq=False)
 class KVGroup:
     """The storage of one model's keys and values, in pages.
@@ -120,8 +48,8 @@ class KVGroup:
     layers of a page lie together, so that a short text touches little memory, however many layers and pages there are.
     Values outside the written indices are undefined and never read into a result."""
 
-    k: Tensor
-    v: Tensor
+    k: Array
+    v: Array
 
     @property
     def page_size(self) -> int:
@@ -221,16 +149,13 @@ class AcceptResult:
     num_accepted: Int32
 
 
-def storage_dtype(name: str) -> torch.dtype:
-    """The torch dtype of the weights under a `dtype` setting. Raises ValueError for an unknown setting.
+def storage_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of the floats among the weights under a `dtype` setting. Raises ValueError for an unknown setting.
 
     int8 and int4 are for linears (ops/quantise.py); the other weights are bfloat16 beside them. Beside "packed" blocks
     that is what the keys are stored in."""
-    beside = torch.bfloat16
-    dtypes = {
-        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": beside, "int4": beside,
-        PACKED: beside,
-    }  # fmt: skip
+    beside = FLOATS["bfloat16"]
+    dtypes = FLOATS | {"int8": beside, "int4": beside, PACKED: beside}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r}: must be one of {', '.join(dtypes)}")
     return dtypes[name]

@@ -6,10 +6,9 @@ import logging
 
 from aquiline.backends.base import Pair
 from aquiline.backends.cpu.native_pair import CpuPair, configure, missing_reason, resolve_arithmetic
-from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import Environment
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
+from aquiline.errors import NativeError
+from aquiline.models.model_weights import DraftWeights, ModelWeights
 
 logger = logging.getLogger(__name__)
 
@@ -25,24 +24,32 @@ def path_of(device: str, arithmetic: str, dtype: str, environment: Environment) 
     Raises ValueError for an arithmetic that cannot run."""
     if runs_natively(device, environment):
         return CpuPair.name, resolve_arithmetic(arithmetic, dtype)
-    return TorchPair.name, TorchPair.arithmetic
+    return "torch", "float32"
 
 
 def new_pair(
-    decoder: Decoder, head: DraftHead | None, dtype: str, arithmetic: str, kv_dtype: str, device: str,
+    target: ModelWeights, draft: DraftWeights | None, dtype: str, arithmetic: str, kv_dtype: str, device: str,
     environment: Environment, draft_dtype: str | None = None,
 ) -> Pair:  # fmt: skip
-    """Pack loaded modules for the native library where it can run on this device, else for torch. draft_dtype: dtype.
+    """Pack weights for the native library where it can run on this device, else for torch. draft_dtype: dtype.
 
-    Raises ValueError for settings that the backend does not have."""
+    Raises ValueError for settings that the backend does not have, NativeError where there is neither the native library
+    nor torch."""
     reason = missing_reason(environment) if device == "cpu" else f"device={device!r}"
     if reason is None:
         configure(environment)
-        return CpuPair(decoder, head, dtype, arithmetic, kv_dtype, draft_dtype)
+        return CpuPair(target, draft, dtype, arithmetic, kv_dtype, draft_dtype)
+    try:
+        from aquiline.backends.torch.torch_pair import TorchPair
+    except ImportError:
+        raise NativeError(
+            f"the native CPU library cannot run ({reason}), and torch is not installed: install a C++ compiler (g++) "
+            "and then aquiline again, or pip install 'aquiline[torch]', which runs without it, slower"
+        ) from None
     if device == "cpu":
         logger.warning("native CPU library not used (%s): torch runs, slower, and trees are not bit-exact", reason)
     if arithmetic in ("bfloat16", "int8"):
         raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
     if arithmetic not in ("auto", "float32"):
         raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16, int8")
-    return TorchPair(decoder, head, dtype, kv_dtype, device, draft_dtype)
+    return TorchPair(target, draft, dtype, kv_dtype, device, draft_dtype)

@@ -6,29 +6,28 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
+import numpy as np
 from tokenizers import Tokenizer
-from torch import nn
 
 from aquiline.backends.base import Pair
 from aquiline.backends.choose import new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
 from aquiline.config import Environment, PairConfig
-from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
-from aquiline.models.eagle import DraftHead
 from aquiline.models.files import is_gguf
 from aquiline.models.fingerprint import fingerprint
-from aquiline.models.formats import load_draft
+from aquiline.models.formats import read_draft_weights
 from aquiline.models.known_pairs import checkpoints, draft_of
-from aquiline.models.load import check_fits, load_target, read_model_config, resolve
+from aquiline.models.load import check_fits, read_model_config, read_target, resolve
 from aquiline.models.model_config import DraftConfig, ModelConfig
+from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.allocator import give_back
-from aquiline.ops.quantise import GROUP, weight_bytes
+from aquiline.ops.quantise import GROUP, stored_sizes
 from aquiline.spec.drafting import Drafting
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.tokenizer import load_tokenizer
@@ -158,7 +157,7 @@ class LoadedModels:
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "numpy": np.__version__,
         }
         return common | self.pair.system() | {"arithmetic": self.pair.arithmetic}
 
@@ -224,17 +223,17 @@ class ResolvedPair:
             how = how.for_draft(reading.config) if self.asked.draft_dtype == "auto" else how
             capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
         check_fits({self.target: how.dtype} | ({} if self.draft is None else {self.draft: how.draft_dtype}))
-        decoder = load_target(self.target, dtype=how.dtype, capture=capture)
-        head = None
+        target = read_target(self.target, dtype=how.dtype, capture=capture)
+        draft = None
         if self.draft is not None:
-            head = load_draft(
-                self.draft, decoder, dtype=how.draft_dtype, capture=overrides.capture,
+            draft = read_draft_weights(
+                self.draft, target, dtype=how.draft_dtype, capture=overrides.capture,
                 norm_feedback=overrides.norm_feedback,
             )  # fmt: skip
-        models = from_modules(decoder, head, None, how, self.environment)
-        del decoder, head  # they are packed
-        give_back()
-        models = replace(models, tokenizer=load_tokenizer(self.target), checkpoint=self.target)
+        with ThreadPoolExecutor(1) as beside:  # packing is the library's, and leaves the interpreter to the tokenizer
+            tokenizer = beside.submit(load_tokenizer, self.target)
+            models = from_weights(target, draft, None, how, self.environment)
+        models = replace(models, tokenizer=tokenizer.result(), checkpoint=self.target)
         give_back()
         return models
 
@@ -259,40 +258,42 @@ def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Load
     return how.settled
 
 
-def from_modules(
-    decoder: Decoder, head: DraftHead | None, tokenizer: Tokenizer | None, how: Loading, environment: Environment
+def from_weights(
+    target: ModelWeights,
+    draft: DraftWeights | None,
+    tokenizer: Tokenizer | None,
+    how: Loading,
+    environment: Environment,
 ) -> LoadedModels:
-    """Pack loaded modules for the backend this machine has. Raises ValueError for settings it does not have."""
+    """Pack weights for the backend this machine has. Raises ValueError for settings it does not have, and
+    CheckpointError for weights that cannot be read."""
     how = how.settled
-    draft_dtype = None if head is None else how.draft_dtype
-    num_bytes = stored_bytes(decoder, head, how)
+    draft_dtype = None if draft is None else how.draft_dtype
     pair = new_pair(
-        decoder, head, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment, draft_dtype
+        target, draft, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment, draft_dtype
     )  # fmt: skip
-    return LoadedModels(pair, tokenizer, storage_of(decoder, how.dtype), num_bytes, draft_dtype)
+    return LoadedModels(pair, tokenizer, storage_of(target, how.dtype), stored_bytes(target, draft, how), draft_dtype)
 
 
-def storage_of(decoder: Decoder, dtype: str) -> str:
+def storage_of(target: ModelWeights, dtype: str) -> str:
     """The storage of the target's linears: `dtype`, or the type of most blocks of its layers and, if it differs, the
     type of the head's."""
     sizes: Counter[str] = Counter()
-    for name, parts in decoder.packed.items():
-        if name.startswith("layers."):
-            sizes.update({part.kind.lower(): part.num_bytes for part in parts})
+    for layer in target.layers:
+        for _, parts in layer.named():
+            if isinstance(parts, tuple):
+                sizes.update({part.kind.lower(): part.num_bytes for part in parts if part.is_blocks})
     if not sizes:
         return "bfloat16" if dtype == PACKED else dtype
-    kind, head = sizes.most_common(1)[0][0], decoder.packed.get("head")
-    other = "bfloat16" if head is None else head[0].kind.lower()
+    kind, head = sizes.most_common(1)[0][0], target.head[0]
+    other = head.kind.lower() if head.is_blocks else "bfloat16"
     return kind if other == kind else f"{kind}+{other}"
 
 
-def stored_bytes(decoder: Decoder, head: DraftHead | None, how: Loading) -> int:
+def stored_bytes(target: ModelWeights, draft: DraftWeights | None, how: Loading) -> int:
     """Bytes of the pair's weights in storage. An embedding that both models read counts once."""
-    packed = {id(parts): sum(part.num_bytes for part in parts) for parts in decoder.packed.values()}
-    modules: dict[str, list[nn.Module]] = {how.dtype: [decoder]}
-    if head is not None:
-        modules.setdefault(how.draft_dtype, []).append(head)
-    return sum(packed.values()) + sum(weight_bytes(own, dtype) for dtype, own in modules.items())
+    sizes = stored_sizes(target.named(), how.dtype)
+    return sum((sizes if draft is None else sizes | stored_sizes(draft.named(), how.draft_dtype)).values())
 
 
 def cpu_name() -> str:

@@ -67,16 +67,16 @@ def shape_of_fields(outer: Raw, file: Path, dtype: str | None = None, kv_dtype: 
     unknown = f"family {family!r} is not known here: counted as llama-like, with a gated MLP and two norms a layer"
     return ModelShape(
         family=family,
-        body=BodyShape(hidden, layers, Matrix(count(raw, file, "vocab_size"), hidden), num_vector=hidden),
+        body=BodyShape(hidden, layers, Matrix(count(raw, file, "vocab_size"), hidden), hidden, own),
         tied_head=flag(outer | raw, file, "tie_word_embeddings", facts.tied_head),
         max_positions=count(raw, file, "max_position_embeddings") if raw.get("max_position_embeddings") else None,
-        precision=own,
         assumptions=() if family in FAMILIES else (unknown,),
     )
 
 
 def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
-    """The shape of an EAGLE-3 head's config.json, in any of the layouts that models/producers.py names.
+    """The shape of an EAGLE-3 head's config.json, in any of the layouts that models/producers.py names. It is stored as
+    the target is.
 
     Raises CheckpointError naming file, field and value, also if it is no draft of this target."""
     file = shape_file(draft_of(draft))
@@ -122,13 +122,13 @@ def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
     hidden = config.hidden_size
     layers = tuple(_layer_of(config, i, hidden) for i in range(config.num_layers))
     return ModelShape(
-        family=config.family, body=BodyShape(hidden, layers, Matrix(config.vocab_size, hidden), num_vector=hidden),
-        tied_head=config.tied_head, max_positions=config.max_positions, precision=precision_of(dtype),
+        family=config.family, tied_head=config.tied_head, max_positions=config.max_positions,
+        body=BodyShape(hidden, layers, Matrix(config.vocab_size, hidden), hidden, precision_of(dtype)),
     )  # fmt: skip
 
 
 def draft_shape_of(config: DraftConfig, target: ModelShape) -> DraftShape:
-    """The shape of a draft this package runs."""
+    """The shape of a draft this package runs, stored as its target is."""
     layer = _layer_of(config.model, 0, 2 * config.model.hidden_size)
     features = len(config.capture) * config.target_hidden_size
     has_norm = config.norm_before_fc or config.fc_norm
@@ -163,10 +163,12 @@ def shape_file(model: str | Path) -> Path:
 def draft_shape(
     layer: LayerShape, vocab: int, features: int, target: ModelShape, *, has_norm: bool = False
 ) -> DraftShape:
-    """An EAGLE-3 head of one layer over so many features; it shares the target's embedding where their widths agree."""
+    """An EAGLE-3 head of one layer over that many features, stored as its target is. It shares the target's embedding
+    where their widths agree."""
     hidden = layer.attention.hidden_size
     own = 0 if hidden == target.body.hidden_size else target.vocab_size * hidden
-    body = BodyShape(hidden, (layer,), Matrix(vocab, hidden), num_vector=2 * hidden + features * has_norm)
+    num_vector = 2 * hidden + features * has_norm
+    body = BodyShape(hidden, (layer,), Matrix(vocab, hidden), num_vector, target.body.precision)
     return DraftShape(body, fc=Matrix(hidden, features), num_embedding=own)
 
 

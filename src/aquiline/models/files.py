@@ -7,20 +7,17 @@ CheckpointError that names the file and the fix, and every tensor that does not 
 
 from __future__ import annotations
 
-import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
+from aquiline.blocks import FLOATS, Array
 from aquiline.checks import parse_json
 from aquiline.errors import CheckpointError
 from aquiline.models.known_pairs import target_of
@@ -117,7 +114,7 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> str:
         """A tensor's dtype as its file names it, without reading it."""
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str) -> Array:
         """Read one tensor; it is not kept."""
 
 
@@ -127,12 +124,12 @@ class Tensors:
     Reads model.safetensors, the shards of model.safetensors.index.json, or pytorch_model.bin (weights only: no code
     is run). Raises CheckpointError on missing, truncated or corrupt files."""
 
-    readable: tuple[str, ...] = ("F32", "F16", "BF16", "float32", "float16", "bfloat16")
+    readable: tuple[str, ...] = ("F32", "F16", "BF16", *FLOATS)
 
     def __init__(self, directory: Path) -> None:
         self.path = directory
         self._handles: dict[str, Any] = {}
-        self._loaded: dict[str, Tensor] = {}
+        self._loaded: dict[str, Array] = {}
         for file in self._files():
             if file.suffix == ".bin":
                 self._loaded.update(_read_bin(file))
@@ -174,15 +171,15 @@ class Tensors:
     def dtype(self, name: str) -> str:
         """A tensor's dtype as its file names it, without reading it."""
         if name in self._loaded:
-            return str(self._loaded[name].dtype).removeprefix("torch.")
+            return self._loaded[name].dtype.name
         return str(self._handles[name].get_slice(name).get_dtype())
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str) -> Array:
         """Read one tensor; it is not kept."""
         if name in self._loaded:
             return self._loaded[name]
         try:
-            tensor: Tensor = self._handles[name].get_tensor(name)
+            tensor: Array = self._handles[name].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read ({error}); download it again") from error
         return tensor
@@ -205,19 +202,27 @@ def _shards(index: Path) -> list[str]:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt", device="cpu")
+        return safe_open(file, framework="np")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is truncated or corrupt ({error}); download it again") from error
 
 
-def _read_bin(file: Path) -> dict[str, Tensor]:
+def _read_bin(file: Path) -> dict[str, Array]:
+    try:
+        import torch
+
+        from aquiline.ops.torch_arrays import array_of
+    except ImportError:
+        fix = "pip install 'aquiline[torch]', or save it again as model.safetensors"
+        raise CheckpointError(f"{file} is in torch's own format, and torch is not installed: {fix}") from None
     try:
         data = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
         raise CheckpointError(f"{file} is truncated, corrupt or holds more than tensors ({error})") from error
-    if not isinstance(data, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in data.items()):
+    tensor = torch.Tensor
+    if not isinstance(data, dict) or not all(isinstance(k, str) and isinstance(t, tensor) for k, t in data.items()):
         raise CheckpointError(f"{file} is not a dictionary of tensors; save a plain state_dict")
-    return data
+    return {name: array_of(values) for name, values in data.items()}
 
 
 @dataclass(frozen=True)
@@ -251,50 +256,8 @@ def check_entries(tensors: TensorSource, entries: Iterable[Entry], is_ignored: C
     return problems + [f"unexpected tensor {name} {list(tensors.shape(name))}" for name in extra]
 
 
-def fill(module: nn.Module, tensors: TensorSource, entries: Iterable[Entry]) -> None:
-    """Copy checked entries into a module's parameters, each rounded to its parameter's dtype; one tensor at a time.
-
-    Raises CheckpointError listing every tensor that holds a NaN or an infinity, rounded as it is stored."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    problems = []
-    for entry in entries:
-        whole = parameters[entry.target].data
-        rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1  # a stack of vectors takes one row each
-        place, found = whole.narrow(0, entry.start, rows).view(entry.shape), tensors.get(entry.source)
-        place.copy_(found)
-        # A sum takes a tenth of the copy's time and no memory. It may overflow, so a bad sum is followed by a count.
-        if not math.isfinite(float(place.sum())) and not place.isfinite().all():
-            problems.append(_not_finite(entry.source, place, found))
-    refuse(tensors.path, problems)
-
-
-def _not_finite(name: str, place: Tensor, found: Tensor) -> str:
-    """The problem of a tensor whose values in `place` are not all finite. Either the file's own values (`found`) are
-    not finite, or the storage dtype cannot hold them."""
-    if found.isfinite().all():
-        wider = "bfloat16" if place.dtype == torch.float16 else "float32"
-        stored, limit = str(place.dtype).removeprefix("torch."), torch.finfo(place.dtype).max
-        return f"tensor {name} holds {float(found.abs().max()):g}, and {stored} ends at {limit:g}: use dtype={wider!r}"
-    odd, nans = int(place.isfinite().logical_not_().sum()), int(place.isnan().sum())
-    return (
-        f"tensor {name} holds {odd} of {place.numel()} values that are not finite ({nans} NaN, {odd - nans} infinite): "
-        "download it again, or save it again from a sound run"
-    )
-
-
 def refuse(where: Path | str, problems: list[str]) -> None:
     """Raise one CheckpointError that lists every problem, or return if there is none."""
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise CheckpointError(f"{where} does not fit ({len(problems)} problem{'s' * (len(problems) > 1)}):\n{lines}")
-
-
-@contextmanager
-def parameters_in(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters built inside are allocated in `dtype` straight away, so that no second copy of a model ever exists."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)

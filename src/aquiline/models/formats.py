@@ -1,7 +1,8 @@
-"""Draft heads in and out of checkpoints: load (SafeAILab, SpecForge, speculators), save (SpecForge), start anew.
+"""Draft heads in and out of checkpoints: read (SafeAILab, SpecForge, speculators), save (SpecForge).
 
-`draft_config.py` reads what a checkpoint says it is; here its tensors become a DraftHead. Nothing falls back to random,
-zeros or identity: a head, an embedding or a vocabulary that is absent comes from the target by a rule, or is an error.
+`draft_config.py` reads what a checkpoint says it is; here its tensors become DraftWeights. Nothing falls back to
+random, zeros or identity: a head, an embedding or a vocabulary that is absent comes from the target by a rule, or is an
+error.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+import numpy as np
+from safetensors.numpy import save_file
 
-from aquiline.blocks import dequantised
-from aquiline.models.decoder import Decoder
+from aquiline.blocks import Array, Parts, Weight, dequantised
 from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_config
-from aquiline.models.eagle import DraftHead
-from aquiline.models.files import Entry, Tensors, check_entries, fill, parameters_in, refuse, resolve
+from aquiline.models.files import Entry, Tensors, check_entries, refuse, resolve
 from aquiline.models.known_pairs import draft_of
-from aquiline.models.load import ROWS, layer_entries
+from aquiline.models.load import ROWS, layer_entries, layer_weights
 from aquiline.models.model_config import DraftConfig, RopeConfig
+from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.models.parameters import Parameters
 from aquiline.models.producers import LAYER_IDS, PRODUCER, SPECFORGE
-from aquiline.types import storage_dtype
+from aquiline.types import Bool, Int64, storage_dtype
 
-__all__ = ["draft_entries", "load_draft", "read_draft_config", "save_draft", "share_embedding"]
+__all__ = ["draft_entries", "draft_weights", "read_draft_config", "read_draft_weights", "save_draft"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def draft_entries(config: DraftConfig, layer: str, *, embed: bool, head: bool) -
     entries = [
         Entry("fc.weight", "fc", (H, K * Ht)),
         *layer_entries(config.model, layer, "layer", 2 * H),
-        Entry(f"{layer}.hidden_norm.weight", "hidden_norm", (H,)),
+        Entry(f"{layer}.hidden_norm.weight", "layer.hidden_norm", (H,)),
         Entry("norm.weight", "norm", (H,)),
     ]
     if config.norm_before_fc:
@@ -57,22 +58,23 @@ def draft_entries(config: DraftConfig, layer: str, *, embed: bool, head: bool) -
     return entries
 
 
-def load_draft(
+def read_draft_weights(
     path: str | Path,
-    target: Decoder,
+    target: ModelWeights,
     *,
     dtype: str | None = None,
     capture: tuple[int, ...] | None = None,
     norm_feedback: bool | None = None,
-) -> DraftHead:
-    """A draft head for `target` from a directory or hub id, stored in `dtype` (default: the target's).
+) -> DraftWeights:
+    """The weights of a draft head for `target` from a directory or hub id, stored in `dtype` (default: the dtype of the
+    target's embedding, bfloat16 if it is in blocks).
 
     `capture` (output-of-layer indices, ascending) and `norm_feedback` override what the checkpoint declares; see
     producers.py for who trains drafts and their numberings. An absent embedding is the target's own, shared where the
     dtypes agree; an absent lm_head is rows chosen by d2t, of the draft's own embedding if the config says
     tie_word_embeddings, else of the target's head; an absent d2t is the identity only if the draft vocabulary is the
-    whole one. The embedding is frozen, the rest can be trained. Raises CheckpointError listing EVERY mismatch with the
-    target and every missing, unexpected or mis-shaped tensor, or every tensor with a NaN or an infinity."""
+    whole one. Raises CheckpointError listing EVERY mismatch with the target and every missing, unexpected or mis-shaped
+    tensor; reading a weight raises it for tensors with a NaN or an infinity."""
     directory = resolve(draft_of(path))
     reading = read_draft(directory, target.config, DraftOverrides(capture, norm_feedback))
     config, problems, tensors = reading.config, reading.problems, Tensors(directory)
@@ -91,78 +93,89 @@ def load_draft(
     for notice in reading.notices:
         logger.warning("%s: %s", directory, notice)
 
-    with parameters_in(target.embed.dtype if dtype is None else storage_dtype(dtype)):
-        head = DraftHead(config)
-    fill(head, tensors, entries)
-    head.d2t.copy_(d2t)
-    if not own_embed:
-        share_embedding(head, target)
-    if not own_head:
-        source = head.embed if reading.tied_head else target.head
-        packed = target.packed.get("embed" if reading.tied_head else "head") if source.is_meta else None
-        values = source.data if packed is None else dequantised(packed)
-        head.head.data.copy_(values[head_rows(d2t)])
-    head.embed.requires_grad_(False)
-    return head.eval()
+    dtype = dtype or ("bfloat16" if target.embed[0].is_blocks else target.embed[0].kind)
+    own, stored = Parameters(tensors, entries, dtype), storage_dtype(dtype)
+    embed = own.matrix("embed") if own_embed else shared_embedding(target.embed, stored)
+    head = own.matrix("head") if own_head else _rows_of(embed if reading.tied_head else target.head, d2t, stored)
+    return draft_weights(config, own, embed, head, d2t)
 
 
-def share_embedding(head: DraftHead, target: Decoder) -> None:
-    """Make the target's embedding the head's: the same parameter, or a rounded copy where the dtypes differ."""
-    head.packed_embed = target.packed.get("embed")
-    same = target.embed.dtype == head.fc.dtype or target.embed.is_meta
-    head.embed = target.embed if same else nn.Parameter(target.embed.data.to(head.fc.dtype))
-    head.embed.requires_grad_(False)
+def draft_weights(config: DraftConfig, own: Parameters, embed: Parts, head: Parts, d2t: Int64) -> DraftWeights:
+    """The weights of a draft head, from its parameters."""
+    fc_norm = own.vector("fc_norm")
+    model = ModelWeights(
+        config.model, embed, (layer_weights(own, "layer", config.model, 0),), own.needed("norm"), head,
+        is_draft=True, norm_before_residual=config.norm_before_residual,
+    )  # fmt: skip
+    return DraftWeights(
+        config, model, own.matrix("fc"), d2t, own.vector("input_norm"),
+        None if fc_norm is None else fc_norm.reshape(len(config.capture), -1),
+    )  # fmt: skip
 
 
-def head_rows(d2t: Tensor) -> Tensor:
+def shared_embedding(embed: Parts, stored: np.dtype[Any]) -> Parts:
+    """The target's embedding as a draft has it: the same, or a copy in the draft's dtype where the dtypes differ."""
+    [table] = embed
+    if table.is_blocks or table.kind == stored.name:
+        return embed
+    return (Weight(stored.name, table.shape, lambda: table.values.astype(stored)),)
+
+
+def _rows_of(parts: Parts, d2t: Int64, stored: np.dtype[Any]) -> Parts:
+    """The rows of a head [V, H] or an embedding that the draft's vocabulary has, as a head [Vd, H]."""
+    shape = len(d2t), parts[0].shape[1]
+    return (Weight(stored.name, shape, lambda: dequantised(parts)[head_rows(d2t)].astype(stored)),)
+
+
+def head_rows(d2t: Int64) -> Int64:
     """Target ids [Vd] of all draft ids, from offsets [Vd]."""
-    return torch.arange(len(d2t)) + d2t
+    return np.arange(len(d2t)) + d2t
 
 
-def check_d2t(d2t: Tensor, vocab_size: int, problems: list[str]) -> None:
+def check_d2t(d2t: Int64, vocab_size: int, problems: list[str]) -> None:
     """Append to `problems` whatever is wrong with int64 offsets [Vd]: ids outside the vocabulary, or not increasing."""
     ids = head_rows(d2t)
     outside = int(((ids < 0) | (ids >= vocab_size)).sum())
     if outside:
         problems.append(f"d2t maps {outside} draft ids outside the target's vocabulary [0, {vocab_size})")
-    falls = (ids[1:] <= ids[:-1]).nonzero()
+    falls = np.flatnonzero(ids[1:] <= ids[:-1])
     if len(falls):
         at = int(falls[0]) + 1
         before, after = int(ids[at - 1]), int(ids[at])
         problems.append(f"d2t is not strictly increasing: draft id {at} maps to {after} after {before}")
 
 
-def _read_d2t(config: DraftConfig, tensors: Tensors, problems: list[str]) -> Tensor:
+def _read_d2t(config: DraftConfig, tensors: Tensors, problems: list[str]) -> Int64:
     """The offsets int64 [Vd], checked against the vocabulary and t2d."""
     Vd, V = config.draft_vocab_size, config.model.vocab_size
-    identity = torch.zeros(Vd, dtype=torch.int64)
+    identity = np.zeros(Vd, np.int64)
     if "d2t" not in tensors:
         if Vd < V:
             problems.append(f"missing tensor d2t: draft_vocab_size={Vd} is smaller than vocab_size={V}")
         return identity
-    d2t = tensors.get("d2t")
-    if d2t.dtype != torch.int64 or d2t.shape != (Vd,):
-        problems.append(f"tensor d2t is {d2t.dtype} {list(d2t.shape)}; expected torch.int64 offsets [{Vd}]")
+    if tensors.dtype("d2t") not in ("I64", "int64") or tensors.shape("d2t") != (Vd,):
+        found = f"{tensors.dtype('d2t')} {list(tensors.shape('d2t'))}"
+        problems.append(f"tensor d2t is {found}; expected int64 offsets [{Vd}]")
         return identity
+    d2t: Int64 = tensors.get("d2t")
     before = len(problems)
     check_d2t(d2t, V, problems)
     if "t2d" in tensors and len(problems) == before:
-        t2d = tensors.get("t2d")
-        if t2d.dtype != torch.bool or t2d.shape != (V,):
-            problems.append(f"tensor t2d is {t2d.dtype} {list(t2d.shape)}; expected torch.bool [{V}]")
-        elif not t2d.equal(_t2d(d2t, V)):
-            differ = int((t2d != _t2d(d2t, V)).sum())
+        if tensors.dtype("t2d") not in ("BOOL", "bool") or tensors.shape("t2d") != (V,):
+            found = f"{tensors.dtype('t2d')} {list(tensors.shape('t2d'))}"
+            problems.append(f"tensor t2d is {found}; expected bool [{V}]")
+        elif differ := int((tensors.get("t2d") != _t2d(d2t, V)).sum()):
             problems.append(f"t2d and d2t disagree on {differ} target ids")
     return d2t
 
 
-def _t2d(d2t: Tensor, vocab_size: int) -> Tensor:
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+def _t2d(d2t: Int64, vocab_size: int) -> Bool:
+    t2d = np.zeros(vocab_size, np.bool_)
     t2d[head_rows(d2t)] = True
     return t2d
 
 
-def save_draft(head: DraftHead, directory: str | Path, *, target: Decoder | None = None) -> None:
+def save_draft(head: DraftWeights, directory: str | Path, *, target: ModelWeights | None = None) -> None:
     """Write a head in SpecForge's layout: config.json and model.safetensors, each put in place by a rename.
 
     The embedding is left out if it is `target`'s. Loading the result gives bit-equal parameters in the same dtype. The
@@ -170,25 +183,40 @@ def save_draft(head: DraftHead, directory: str | Path, *, target: Decoder | None
     layer ids are in SpecForge's numbering, which is the canonical one."""
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
-    shares = target is not None and head.embed.shape == target.embed.shape
-    omit = target is not None and shares and head.embed.equal(target.embed.to(head.embed.dtype))
-    parameters = dict(head.named_parameters(remove_duplicate=False))
-    tensors = {"d2t": head.d2t, "t2d": _t2d(head.d2t.cpu(), head.config.model.vocab_size)}
+    own = {"fc": head.fc, "input_norm": head.input_norm, "fc_norm": head.fc_norm, "norm": head.model.final_norm}
+    own |= {"embed": head.model.embed, "head": head.model.head}
+    own |= {f"layer.{name}": weight for name, weight in head.model.layers[0].named()}
+    arrays = {name: _whole(weight) for name, weight in own.items() if weight is not None}
+    omit = target is not None and _is_same(arrays["embed"], target.embed)
+    tensors: dict[str, Array] = {"d2t": head.d2t, "t2d": _t2d(head.d2t, head.config.model.vocab_size)}
     for entry in draft_entries(head.config, SPECFORGE.layer, embed=not omit, head=True):
-        whole = parameters[entry.target].detach()
-        rows = entry.shape[0] if whole.dim() == len(entry.shape) else 1
-        tensors[entry.source] = whole.narrow(0, entry.start, rows).reshape(entry.shape)
-    tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        whole = arrays[entry.target]
+        rows = entry.shape[0] if whole.ndim == len(entry.shape) else 1  # a stack of vectors has one row each
+        tensors[entry.source] = whole[entry.start : entry.start + rows].reshape(entry.shape)
     config = json.dumps(_config_json(head), indent=2, sort_keys=True) + "\n"
 
     weights_tmp, config_tmp = place / "model.safetensors.tmp", place / "config.json.tmp"
-    save_file(tensors, weights_tmp, metadata={"format": "pt"})
+    save_file({name: np.array(tensor, order="C") for name, tensor in tensors.items()}, weights_tmp, {"format": "pt"})
     config_tmp.write_text(config, encoding="utf-8")
     os.replace(weights_tmp, place / "model.safetensors")
     os.replace(config_tmp, place / "config.json")
 
 
-def _config_json(head: DraftHead) -> dict[str, object]:
+def _whole(weight: Parts | Array) -> Array:
+    """A weight as one array of floats."""
+    if isinstance(weight, np.ndarray):
+        return weight
+    return weight[0].values if len(weight) == 1 and not weight[0].is_blocks else dequantised(weight)
+
+
+def _is_same(embed: Array, target: Parts) -> bool:
+    """Whether an embedding is the target's, rounded to the embedding's dtype."""
+    if target[0].shape != embed.shape:
+        return False
+    return np.array_equal(embed, _whole(target).astype(embed.dtype, copy=False))
+
+
+def _config_json(head: DraftWeights) -> dict[str, object]:
     c, m = head.config, head.config.model
     fields: dict[str, object] = {
         "architectures": list(SPECFORGE.architectures),
@@ -197,7 +225,7 @@ def _config_json(head: DraftHead) -> dict[str, object]:
         "attention_bias": False,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "torch_dtype": str(head.fc.dtype).removeprefix("torch."),
+        "torch_dtype": head.fc[0].kind,
         "vocab_size": m.vocab_size,
         "draft_vocab_size": c.draft_vocab_size,
         "hidden_size": m.hidden_size,

@@ -9,30 +9,22 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import psutil
 
-from aquiline.blocks import PACKED
+from aquiline.blocks import PACKED, Array
 from aquiline.errors import CheckpointError, OutOfMemory
-from aquiline.models.decoder import Decoder
 from aquiline.models.families import read_model_config
-from aquiline.models.files import (
-    Entry,
-    Tensors,
-    TensorSource,
-    check_entries,
-    fill,
-    is_gguf,
-    parameters_in,
-    refuse,
-    resolve,
-)
-from aquiline.models.gguf.packed import keep_blocks
+from aquiline.models.files import Entry, Tensors, TensorSource, check_entries, is_gguf, refuse, resolve
 from aquiline.models.gguf.tensors import GGUFTensors
 from aquiline.models.model_config import ModelConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
+from aquiline.models.parameters import Parameters
 from aquiline.types import storage_dtype
 
 __all__ = [
-    "check_fits", "layer_entries", "load_target", "open_tensors", "read_model_config", "resolve", "target_entries",
+    "check_fits", "layer_entries", "layer_weights", "open_tensors", "read_model_config", "read_target", "resolve",
+    "target_entries", "target_weights",
 ]  # fmt: skip
 
 ROWS, COLUMNS = 0, 1  # the axes tensor parallelism splits: a projection's outputs, or its inputs
@@ -94,19 +86,18 @@ def open_tensors(checkpoint: Path) -> TensorSource:
     return GGUFTensors(checkpoint) if is_gguf(checkpoint) else Tensors(checkpoint)
 
 
-def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
-    """A target from a Hugging Face directory or hub id or a GGUF file, weights stored in `dtype` (bfloat16, float16
-    or float32), frozen. With int8 and int4 the weights are bfloat16 here: the backend's Pair quantises the linears.
-    With "packed" the weights of a GGUF file stay as they are: blocks in `Decoder.packed`, floats in their own dtype.
+def read_target(checkpoint: Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> ModelWeights:
+    """The weights of a target from a directory or GGUF file that `resolve` found, floats stored in `dtype` (bfloat16,
+    float16 or float32). With int8 and int4 the weights are bfloat16 here: the backend's Pair rounds the linears. With
+    "packed" the weights of a GGUF file stay as they are: blocks are blocks, floats have their own dtype.
 
-    `capture` names the layers whose outputs are features, ascending. One tensor is read at a time, straight into its
-    place, so the peak is the model plus one tensor. float32 files and GGUF's packed blocks round to bfloat16 storage;
-    into float32 everything is exact.
-    Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file, the
-    unsupported field or the tensor that float16 cannot hold; ValueError for an unknown dtype or capture layers out of
-    range."""
-    storage = storage_dtype(dtype)
-    checkpoint = resolve(path)
+    `capture` names the layers whose outputs are features, ascending. Linears and embeddings are read when the backend
+    packs them, one at a time. float32 files and GGUF's packed blocks round to bfloat16 storage; into float32 everything
+    is exact.
+    Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file or the
+    unsupported field; reading a weight raises it for tensors that are not finite or that float16 cannot hold. Raises
+    ValueError for an unknown dtype or capture layers out of range."""
+    storage_dtype(dtype)
     config = read_model_config(checkpoint)
     if list(capture) != sorted({i for i in capture if 0 <= i < config.num_layers}):
         raise ValueError(f"capture={capture}: name different layers of 0 .. {config.num_layers - 1}, ascending")
@@ -117,40 +108,61 @@ def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int
 
     refuse(checkpoint, check_entries(tensors, entries, is_ignored))
     _check_tied(config, tensors)
-    with parameters_in(storage):
-        target = Decoder(config, tuple(capture))
-    target.requires_grad_(False)
-    if dtype == PACKED:
-        entries = keep_blocks(target, tensors, entries)
-    fill(target, tensors, entries)
-    return target.eval()
+    return target_weights(config, Parameters(tensors, entries, dtype), capture)
+
+
+def target_weights(config: ModelConfig, own: Parameters, capture: tuple[int, ...]) -> ModelWeights:
+    """The weights of a target, from its parameters."""
+    embed = own.matrix("embed")
+    return ModelWeights(
+        config, embed, tuple(layer_weights(own, f"layers.{i}", config, i) for i in range(config.num_layers)),
+        own.needed("final_norm"), embed if config.tied_head else own.matrix("head"), capture,
+    )  # fmt: skip
+
+
+def layer_weights(own: Parameters, name: str, config: ModelConfig, index: int) -> LayerWeights:
+    """The decoder layer whose parameters' names begin with `name`."""
+
+    def vectors(*names: str) -> dict[str, Array | None]:
+        return {each: own.vector(f"{name}.{each}") for each in names}
+
+    matrices = {each: own.matrix(f"{name}.{each}") for each in ("qkv", "o", "gate_up", "down")}
+    attention = AttentionWeights(
+        matrices["qkv"], matrices["o"], **vectors("qkv_bias", "o_bias", "q_norm", "k_norm", "sinks"),
+        window=config.window(index),
+    )  # fmt: skip
+    mlp = DenseWeights(matrices["gate_up"], matrices["down"], **vectors("gate_up_bias", "down_bias"))
+    norms = own.needed(f"{name}.input_norm"), own.needed(f"{name}.post_norm")
+    return LayerWeights(attention, mlp, *norms, own.vector(f"{name}.hidden_norm"))
 
 
 def check_fits(checkpoints: Mapping[Path, str]) -> None:
-    """Raises OutOfMemory if the weights of these checkpoints, each in its dtype, do not fit twice into the free memory.
-
-    Twice, because two copies exist while weights are packed for the CPU."""
-    wanted = 0
+    """Raises OutOfMemory if the weights of these checkpoints, each in its dtype, do not fit into the free memory beside
+    the largest tensor, which is there twice while it is packed."""
+    wanted = largest = 0
     for checkpoint, dtype in checkpoints.items():
-        if dtype == PACKED:
-            wanted += checkpoint.stat().st_size
-            continue
         tensors = open_tensors(checkpoint)
-        wanted += sum(math.prod(tensors.shape(name)) for name in tensors.names) * storage_dtype(dtype).itemsize
+        sizes = [math.prod(tensors.shape(name)) * storage_dtype(dtype).itemsize for name in tensors.names]
+        wanted += checkpoint.stat().st_size if dtype == PACKED else sum(sizes)
+        largest = max([largest, *sizes])
     free = psutil.virtual_memory().available
-    if 2 * wanted > free:
+    if wanted + largest > free:
         kinds = " and ".join(dict.fromkeys(checkpoints.values()))
         raise OutOfMemory(
-            f"{', '.join(map(str, checkpoints))}: {wanted / 1e9:.2f} GB of weights as "
-            f"{kinds} take twice that while they are packed, and {free / 1e9:.2f} GB are "
-            "free; free memory or take a smaller model"
+            f"{', '.join(map(str, checkpoints))}: {wanted / 1e9:.2f} GB of weights as {kinds} take "
+            f"{(wanted + largest) / 1e9:.2f} GB while they are packed, and {free / 1e9:.2f} GB are free; free memory "
+            "or take a smaller model"
         )
 
 
 def _check_tied(config: ModelConfig, tensors: TensorSource) -> None:
     """A tied checkpoint may ship its head again, but not another one."""
     name = "lm_head.weight"
-    if config.tied_head and name in tensors and not tensors.get(name).equal(tensors.get("model.embed_tokens.weight")):
+    if (
+        config.tied_head
+        and name in tensors
+        and not np.array_equal(tensors.get(name), tensors.get("model.embed_tokens.weight"))
+    ):
         raise CheckpointError(
             f"{tensors.path}: tie_word_embeddings=true, but {name} differs from model.embed_tokens.weight; "
             "set it to false or drop the tensor"

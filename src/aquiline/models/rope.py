@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from aquiline.models.model_config import RopeConfig
+from aquiline.types import Float32
 
 
 @dataclass(frozen=True)
 class Rotary:
     """inv_freq float32 [Dh / 2] and the factor on cos and sin."""
 
-    inv_freq: Tensor
+    inv_freq: Float32
     scale: float
 
 
@@ -31,11 +31,11 @@ def rotary(config: RopeConfig, head_dim: int, max_positions: int) -> Rotary:
     if config.kind not in schemes:
         raise ValueError(f"rope_type={config.kind!r}: supported are {', '.join(schemes)}")
     freqs, scale = schemes[config.kind](base, config, head_dim, max_positions)
-    return Rotary(torch.tensor(freqs, dtype=torch.float32), scale)
+    return Rotary(np.array(freqs, np.float32), scale)
 
 
 def _f32(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float64).float())
+    return float(np.float32(x))
 
 
 def _default(base: list[float], config: RopeConfig, head_dim: int, max_positions: int) -> tuple[list[float], float]:

@@ -258,28 +258,35 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class BodyShape:
-    """What one forward runs: layers, then a head. num_vector: elements of the norms outside the layers."""
+    """What one forward runs, as it is stored: layers, then a head. num_vector: elements of the norms outside the
+    layers."""
 
     hidden_size: int
     layers: tuple[LayerShape, ...]
     head: Matrix
     num_vector: int
+    precision: Precision
 
-    def kv_bytes_per_token(self, precision: Precision) -> float:
+    @property
+    def kv_bytes_per_token(self) -> float:
         """Bytes of keys and values of one token. Every layer keeps every token, even with a window, as the engine's
         pages do."""
-        return precision.kv_bytes(sum(layer.kv_per_token for layer in self.layers))
+        return self.precision.kv_bytes(sum(layer.kv_per_token for layer in self.layers))
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes of all layers with all their experts."""
+        return sum(layer.num_bytes(self.precision, layer.num_experts) for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A target. precision: of the stored checkpoint; assumptions: about what its configuration does not say."""
+    """A target. assumptions: about what its configuration does not say."""
 
     family: str
     body: BodyShape
     tied_head: bool
     max_positions: int | None
-    precision: Precision
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -303,11 +310,13 @@ class ModelShape:
         """Parameters that one token computes with, including the head but not the embedding."""
         return self.body.head.num_weights + self.body.num_vector + sum(layer.num_active for layer in self.body.layers)
 
-    def stored_bytes(self, precision: Precision) -> float:
+    @property
+    def stored_bytes(self) -> float:
         """Bytes of the whole model. A tied head is stored apart only if its storage differs from the embedding's."""
+        precision = self.body.precision
         head = 0.0 if self.tied_head and precision.head == precision.plain else precision.head.num_bytes(self.body.head)
         plain = precision.vector_bytes(self.vocab_size * self.body.hidden_size + self.body.num_vector)
-        return head + plain + sum(layer.num_bytes(precision, layer.num_experts) for layer in self.body.layers)
+        return head + plain + self.body.layer_bytes
 
 
 @dataclass(frozen=True)
@@ -327,11 +336,13 @@ class DraftShape:
         own = self.num_embedding + self.fc.num_weights + self.body.head.num_weights + self.body.num_vector
         return own + sum(layer.num_parameters for layer in self.body.layers)
 
-    def stored_bytes(self, precision: Precision) -> float:
+    @property
+    def stored_bytes(self) -> float:
         """Bytes of the whole head."""
+        precision = self.body.precision
         matrices = precision.layers.num_bytes(self.fc) + precision.head.num_bytes(self.body.head)
         plain = precision.vector_bytes(self.num_embedding + self.body.num_vector)
-        return matrices + plain + sum(layer.num_bytes(precision, 0) for layer in self.body.layers)
+        return matrices + plain + self.body.layer_bytes
 
 
 def precision_of(dtype: str, kv_dtype: str | None = None, *, is_moe: bool = False) -> Precision:

@@ -38,7 +38,7 @@ class NativeBatch:
 
     Each method that runs a stage raises ValueError if the library refuses its input; nothing has changed then. It
     raises NativeError if the stage fails inside. `out` holds the report of the last stage, or those of the last steps
-    one behind the other; `seconds` [steps, 5] the times of their stages."""
+    one after the other; `seconds` [steps, 5] the times of their stages."""
 
     def __init__(self, config: AqBatchConfig, kept: object) -> None:
         self._kept = config, kept
@@ -49,7 +49,7 @@ class NativeBatch:
         self._message = (c_int32 * 1024)()
         self._cuts = (c_float * 1024)()  # AqCuts, one after the other
         self._row_costs = (c_float * 1)()
-        self._packed: tuple[float, ...] = ()  # what is in _row_costs
+        self._packed: tuple[float, ...] = ()  # the values in _row_costs
         self._confidence = AqConfidence()
         self._num_done = c_int32()
         self._make_room(1)

@@ -1,4 +1,4 @@
-"""Numpy and torch buffers as structs and pointers of the native library. Checks dtype and layout, copies nothing."""
+"""Numpy buffers as structs and pointers of the native library. Checks dtype and layout, copies nothing."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def pointer(array: NDArray[Any]) -> int:
 
 
 def describe_kv(kv: KVGroup) -> AqKV:
-    """A KVGroup as the library sees it. Raises ValueError for tensors that do not belong together."""
+    """A KVGroup as the library sees it. Raises ValueError for arrays that do not belong together."""
     num_pages, num_layers, heads, page_size, dim = kv.v.shape
     expected = (num_pages, num_layers, heads, page_size // KEY_GROUP, dim, KEY_GROUP)
     if tuple(kv.k.shape) != expected:
         raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected} beside v {tuple(kv.v.shape)}")
-    if not (kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype):
+    if not (kv.k.flags.c_contiguous and kv.v.flags.c_contiguous and kv.k.dtype == kv.v.dtype):
         raise ValueError("KVGroup.k and v must be contiguous and of one dtype")
     dtype = kv_code("KVGroup.k", kv.k)
-    return AqKV(kv.k.data_ptr(), kv.v.data_ptr(), num_layers, num_pages, page_size, heads, dim, dtype)
+    return AqKV(pointer(kv.k), pointer(kv.v), num_layers, num_pages, page_size, heads, dim, dtype)
 
 
 def describe_rows(rows: Rows) -> AqRows:

@@ -13,7 +13,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from torch import Tensor
 
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
@@ -23,25 +22,23 @@ from aquiline.backends.cpu.native_weights import (
     PackedLinear,
     alternating,
     block_code,
+    float_code,
     interleave,
     library,
-    weight_code,
 )
-from aquiline.blocks import BlockWeight, Parts
+from aquiline.blocks import Array, Parts, Weight, in_memory
 from aquiline.errors import NativeError
+from aquiline.models.model_config import ModelConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
 from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP
 from aquiline.types import (
     KEY_GROUP,
     SAMPLING,
-    AttentionWeights,
-    DenseWeights,
     Float32,
     Int32,
     KVGroup,
-    LayerWeights,
     Logprobs,
-    ModelWeights,
     Rows,
     RowSampling,
     TopK,
@@ -94,9 +91,10 @@ class NativeModel:
         dtype: str | None = None,
         arena: Arena | None = None,
     ) -> None:
-        self._check_widths(weights)
+        config = weights.config
+        self._check_widths(config)
         # The two halves of a draft's input are rounded apart, in blocks of GROUP.
-        is_odd = weights.is_draft and weights.hidden_size % GROUP != 0
+        is_odd = weights.is_draft and config.hidden_size % GROUP != 0
         self._arithmetic = "float32" if arithmetic == "int8" and is_odd else arithmetic
         self._dtype = dtype
         self._library = library()
@@ -106,7 +104,7 @@ class NativeModel:
         self._kvs: WeakKeyDictionary[KVGroup, AqKV] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Rows, tuple[tuple[Any, ...], AqRows]] = WeakKeyDictionary()
         self.struct = self._describe(weights)
-        self.hidden_size, self.is_draft = weights.hidden_size, weights.is_draft
+        self.hidden_size, self.is_draft = config.hidden_size, weights.is_draft
         self.num_capture, self.head_size = len(weights.capture), self.struct.head.n
         self._model_ref = byref(self.struct)
         try:
@@ -115,35 +113,36 @@ class NativeModel:
             raise ValueError(f"{str(error).partition(': ')[2]}; {OTHER_PATH}") from None
 
     @staticmethod
-    def _check_widths(weights: ModelWeights) -> None:
+    def _check_widths(config: ModelConfig) -> None:
         for name in ("hidden_size", "head_dim", "intermediate_size"):
-            if getattr(weights, name) % KEY_GROUP != 0:
+            if getattr(config, name) % KEY_GROUP != 0:
                 raise ValueError(
-                    f"{name}={getattr(weights, name)}: the native path needs a multiple of {KEY_GROUP}; {OTHER_PATH}"
+                    f"{name}={getattr(config, name)}: the native path needs a multiple of {KEY_GROUP}; {OTHER_PATH}"
                 )
 
     def _describe(self, weights: ModelWeights) -> AqModel:
+        config, rotary = weights.config, weights.rotary
         head = self._pack("head", weights.head)  # the largest comes first, where little is in memory yet
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
         embed_at, embed_dtype, vocab = self._embedding(weights.embed)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, capture]
         return AqModel(
-            hidden=weights.hidden_size,
+            hidden=config.hidden_size,
             num_layers=len(weights.layers),
-            num_heads=weights.num_heads,
-            num_kv_heads=weights.num_kv_heads,
-            head_dim=weights.head_dim,
-            intermediate=weights.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
             vocab=vocab,
             embed_dtype=embed_dtype,
             is_draft=weights.is_draft,
             norm_before_residual=weights.norm_before_residual,
             num_capture=len(weights.capture),
-            eps=weights.rms_norm_eps,
-            attn_scale=weights.head_dim**-0.5,
-            rope_scale=weights.rope_scale,
-            inv_freq=self._floats(weights.inv_freq),
+            eps=config.rms_norm_eps,
+            attn_scale=config.head_dim**-0.5,
+            rope_scale=rotary.scale,
+            inv_freq=self._floats(rotary.inv_freq),
             embed=embed_at,
             layers=layers,
             final_norm=self._floats(weights.final_norm),
@@ -164,14 +163,12 @@ class NativeModel:
 
     def _mlp(self, weights: DenseWeights) -> AqMlp:
         bias = weights.gate_up_bias
-        interleaved = None if bias is None else alternating(bias.detach()[:, None])[:, 0]
+        interleaved = None if bias is None else alternating(bias[:, None])[:, 0]
         gate_up = self._pack("gate_up", interleave(weights.gate_up), interleaved)
         return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), native.DENSE)
 
-    def _pack(self, name: str, weight: Tensor | Parts, bias: Tensor | None = None) -> AqLinear:
+    def _pack(self, name: str, weight: Parts, bias: Array | None = None) -> AqLinear:
         """A linear; the parts of a fused weight are linked. A tied head in blocks is packed once, embedding and all."""
-        if isinstance(weight, Tensor):
-            return self._pack_part(name, weight, bias)
         known = self._arena.tables.get(weight[0]) if len(weight) == 1 else None
         if known is not None and bias is None:
             return AqLinear(
@@ -185,34 +182,36 @@ class NativeModel:
             rest, end = struct, start
             self._kept.append(struct)
         assert rest is not None, f"{name} has no parts"
-        if len(weight) == 1:
+        if len(weight) == 1 and weight[0].is_blocks:
             self._arena.tables[weight[0]] = rest
         return rest
 
-    def _pack_part(self, name: str, weight: Tensor | BlockWeight, bias: Tensor | None) -> AqLinear:
+    def _pack_part(self, name: str, weight: Weight, bias: Array | None) -> AqLinear:
         packed = PackedLinear(name, weight, bias, self._arithmetic, self._arena, self._dtype)
         self._kept.append(packed)
         return packed.struct
 
-    def _embedding(self, weight: Tensor | Parts) -> tuple[int, int, int]:
-        """Address, code and rows of an embedding: as it is given, or in blocks as a linear has it."""
-        if isinstance(weight, Tensor):
-            embed = weight.detach().contiguous()
-            self._kept.append(embed)
-            return embed.data_ptr(), weight_code("embed", embed), embed.shape[0]
+    def _embedding(self, weight: Parts) -> tuple[int, int, int]:
+        """Address, code and rows of an embedding: floats as they are read, blocks as a linear has them."""
         [table] = weight
+        if not table.is_blocks:
+            embed = self._arena.embeddings.get(table)
+            if embed is None:
+                embed = self._arena.embeddings[table] = table.values
+            self._kept.append(embed)
+            return embed.ctypes.data, float_code("embed", table.kind), embed.shape[0]
         struct = self._arena.tables.get(table)
         if struct is None:
             packed = PackedLinear("embed", table, None, "float32", self._arena)
             struct = self._arena.tables[table] = packed.struct
         return struct.weight, struct.dtype, struct.n
 
-    def _floats(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
+    def _floats(self, values: Array | None) -> int | None:
+        if values is None:
             return None
-        own = tensor.detach().float().clone().contiguous()
+        own = np.array(values, np.float32, order="C")
         self._kept.append(own)
-        return own.data_ptr()
+        return own.ctypes.data
 
     def forward(
         self, kv: KVGroup, rows: Rows, hidden: Float32, features: Float32 | None = None, g: Float32 | None = None
@@ -322,11 +321,12 @@ class NativeLinear:
 
     def __init__(
         self,
-        weight: Tensor | BlockWeight,
-        bias: Tensor | None = None,
+        weight: Array | Weight,
+        bias: Array | None = None,
         arithmetic: str = "float32",
         dtype: str | None = None,
     ) -> None:
+        weight = weight if isinstance(weight, Weight) else in_memory(weight)
         self._packed = PackedLinear("weight", weight, bias, arithmetic, Arena(), dtype)
         self.num_outputs, self.num_inputs = weight.shape
         self.num_bytes = self._packed.num_bytes

@@ -32,21 +32,16 @@ class LogprobReader:
 
     def __init__(self, model: NativeModel, hidden: Float32) -> None:
         self._model, self._hidden = model, hidden
-        self._wishes: dict[int, _Wish] = {}
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether any slot's sequence asks for log-probabilities."""
-        return bool(self._wishes)
+        self.wishes: dict[int, _Wish] = {}  # by slot; empty if no sequence asks for log-probabilities
 
     def admit(self, admits: tuple[Admit, ...]) -> None:
         """Note what the sequences that take slots ask for."""
         for admit in admits:
-            self._wishes.pop(admit.slot, None)
+            self.wishes.pop(admit.slot, None)
             sampling = admit.sampling
             if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
                 prompt = np.array(admit.tokens[: admit.num_prompt], np.int32)
-                self._wishes[admit.slot] = _Wish(
+                self.wishes[admit.slot] = _Wish(
                     sampling.logprobs, sampling.prompt_logprobs, prompt, admit.num_prompt_logprobs
                 )
 
@@ -61,13 +56,13 @@ class LogprobReader:
         first = 0
         decodes, chunks = list(decodes), list(chunks)
         for b, (decode, decoded) in enumerate(zip(step.decodes, decodes, strict=True)):
-            wish = self._wishes.get(decode.slot)
+            wish = self.wishes.get(decode.slot)
             if wish is not None and wish.kept is not None:
                 rows, kept = paths[b, : len(decoded.kept)] + np.int32(first), np.array(decoded.kept, np.int32)
                 decodes[b] = decoded._replace(logprobs=self._read(rows, kept, wish.kept))
             first += 1 + decoded.num_drafted
         for i, (chunk, prefilled) in enumerate(zip(step.chunks, chunks, strict=True)):
-            wish = self._wishes.get(chunk.slot)
+            wish = self.wishes.get(chunk.slot)
             if wish is not None and wish.prompt is not None:
                 told = self._read_prompt(wish, wish.prompt, chunk.start, chunk.end, first)
                 chunks[i] = chunks[i]._replace(prompt_logprobs=told)

@@ -150,7 +150,7 @@ class CpuBackend:
         if step.admits or self._parts is not None:
             return [self.verify(step, self.draft(step))]
         self._drafts = None
-        return self._finish(step, self._batch.step(step, 1 if self._reader.is_wanted else most))
+        return self._finish(step, self._batch.step(step, 1 if self._reader.wishes else most))
 
     def score(self, documents: Sequence[Int32]) -> Scored:
         """Run whole documents, each from position 0, over the pages of all slots.
@@ -238,9 +238,9 @@ class CpuBackend:
             chunks.append(Prefilled(None if token == -2 else token, draft_end))
         begin += 2 + size
         trees = None
-        if step.with_trees or self._reader.is_wanted:
+        if step.with_trees or self._reader.wishes:
             trees = read_trees(string_at(addressof(out) + 4 * begin, 4 * tree_size), decodes)
-        if self._reader.is_wanted and trees is not None:
+        if self._reader.wishes and trees is not None:
             began = time.perf_counter()
             decodes, chunks = self._reader.read(step, decodes, chunks, trees.kept.path)
             draw_s += time.perf_counter() - began

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import psutil
-import torch
-from torch import Tensor
 
 from aquiline.backends.base import Sizes
 from aquiline.backends.cpu import calls, native_weights
@@ -17,17 +15,16 @@ from aquiline.backends.cpu.native import AqFusion
 from aquiline.backends.cpu.native_backend import CpuBackend
 from aquiline.backends.cpu.native_text_index import NativeIndex
 from aquiline.backends.cpu.native_weights import Arena, PackedLinear
-from aquiline.blocks import PACKED
+from aquiline.blocks import FLOATS, PACKED, Array
 from aquiline.config import Environment
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
 from aquiline.models.model_config import DraftConfig, ModelConfig
+from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.quantise import QUANTISED
 from aquiline.ops.threads import usable_cores
 from aquiline.spec.match_events import MatchEvents
 from aquiline.types import Float32, Int32, storage_dtype
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {name: FLOATS[name] for name in ("float32", "bfloat16")}
 
 
 def missing_reason(environment: Environment) -> str | None:
@@ -73,7 +70,7 @@ def resolve_kv_dtype(kv_dtype: str, dtype: str) -> str:
     Keys are bfloat16 beside float16 weights too, because a key may exceed float16's largest number, 65504. Raises
     ValueError for a kv_dtype that the library does not store."""
     if kv_dtype == "auto":
-        return "float32" if storage_dtype(dtype) == torch.float32 else "bfloat16"
+        return "float32" if storage_dtype(dtype) == np.float32 else "bfloat16"
     if kv_dtype not in KV_DTYPES:
         raise ValueError(f"kv_dtype={kv_dtype!r}: must be one of auto, {', '.join(KV_DTYPES)}")
     return kv_dtype
@@ -92,7 +89,7 @@ class NativeDraft:
 
 
 class CpuPair:
-    """A target and an optional draft, packed; the modules' own tensors may be dropped. See backends/base.py, Pair.
+    """A target and an optional draft, packed; the weights given may be dropped. See backends/base.py, Pair.
 
     dtype: how the target is stored, and the draft unless draft_dtype names another one. `arithmetic` is the target's; a
     draft that is stored otherwise has what "auto" gives it.
@@ -105,8 +102,8 @@ class CpuPair:
 
     def __init__(
         self,
-        decoder: Decoder,
-        head: DraftHead | None,
+        target: ModelWeights,
+        draft: DraftWeights | None,
         dtype: str,
         arithmetic: str = "auto",
         kv_dtype: str = "auto",
@@ -116,13 +113,13 @@ class CpuPair:
         self.arithmetic = resolve_arithmetic(arithmetic, dtype)
         self.draft_arithmetic = self.arithmetic if draft_dtype == dtype else resolve_arithmetic("auto", draft_dtype)
         self.kv_dtype = resolve_kv_dtype(kv_dtype, dtype)
-        self.target: ModelConfig = decoder.config
-        self.draft: DraftConfig | None = None if head is None else head.config
+        self.target: ModelConfig = target.config
+        self.draft: DraftConfig | None = None if draft is None else draft.config
         arena = Arena()
         self.draft_model: NativeDraft | None = None  # packed first, while the blocks of a target are still in its file
-        if head is not None:
-            self.draft_model = pack_draft(head, self.draft_arithmetic, quantised(draft_dtype), arena)
-        self.target_model = NativeModel(decoder.weights(), self.arithmetic, quantised(dtype), arena)
+        if draft is not None:
+            self.draft_model = pack_draft(draft, self.draft_arithmetic, quantised(draft_dtype), arena)
+        self.target_model = NativeModel(target, self.arithmetic, quantised(dtype), arena)
 
     def open(self, sizes: Sizes) -> CpuBackend:
         """Storage and buffers for an engine of that size."""
@@ -156,22 +153,23 @@ def quantised(dtype: str) -> str | None:
     return dtype if dtype in QUANTISED else None
 
 
-def pack_draft(head: DraftHead, arithmetic: str, dtype: str | None, arena: Arena) -> NativeDraft:
+def pack_draft(head: DraftWeights, arithmetic: str, dtype: str | None, arena: Arena) -> NativeDraft:
     """A draft head in the library's layout."""
-    model = NativeModel(head.weights(), arithmetic, dtype, arena)
-    fc = PackedLinear("fc", head.fc.data, None, arithmetic, arena, dtype)
+    model = NativeModel(head.model, arithmetic, dtype, arena)
+    [weight] = head.fc
+    fc = PackedLinear("fc", weight, None, arithmetic, arena, dtype)
     norms = [floats(head.input_norm), floats(head.fc_norm)]
     at = [None if norm is None else address("norm", norm, np.float32) for norm in norms]
     num_parts = 0 if head.fc_norm is None else len(head.fc_norm)
     return NativeDraft(
         model=model,
         fusion=AqFusion(fc.struct, *at, num_parts, head.config.model.rms_norm_eps),
-        d2t=head.d2t.numpy().astype(np.int32),
+        d2t=head.d2t.astype(np.int32),
         config=head.config,
         kept=(fc, norms),
     )
 
 
-def floats(weight: Tensor | None) -> Float32 | None:
+def floats(weight: Array | None) -> Float32 | None:
     """A weight as a float32 array of its own."""
-    return None if weight is None else weight.detach().float().contiguous().clone().numpy()
+    return None if weight is None else np.array(weight, np.float32, order="C")

@@ -7,13 +7,11 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.native import AqLinear, Library
-from aquiline.blocks import BlockWeight, Parts
+from aquiline.blocks import Array, Parts, Weight
 from aquiline.errors import NativeError
 from aquiline.ops.quantise import GROUP, quantise
 from aquiline.types import KEY_GROUP
@@ -32,29 +30,29 @@ def has_bf16_dot() -> bool:
     return library().has_bf16_dot()
 
 
-_CODES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16, torch.float16: native.FLOAT16}
+_CODES = {"float32": native.FLOAT32, "bfloat16": native.BFLOAT16, "float16": native.FLOAT16}
 
 
-def weight_code(name: str, weight: Tensor) -> int:
-    """The library's code of a weight's or an embedding's dtype. Raises ValueError for a dtype it does not store."""
-    if weight.dtype not in _CODES:
-        raise ValueError(f"{name} is {weight.dtype}: the native path stores float32, bfloat16 or float16")
-    return _CODES[weight.dtype]
+def float_code(name: str, dtype: str) -> int:
+    """The library's code of the dtype of floats in a weight or an embedding. Raises ValueError for any other dtype."""
+    if dtype not in _CODES:
+        raise ValueError(f"{name} is {dtype}: the native path stores float32, bfloat16 or float16")
+    return _CODES[dtype]
 
 
-def kv_code(name: str, keys: Tensor) -> int:
+def kv_code(name: str, keys: Array) -> int:
     """The library's code of the dtype of keys and values. Raises ValueError for a dtype it does not store them in."""
-    if keys.dtype not in (torch.float32, torch.bfloat16):
+    if keys.dtype.name not in ("float32", "bfloat16"):
         raise ValueError(f"{name} is {keys.dtype}: the native path stores keys and values in float32 or bfloat16")
-    return _CODES[keys.dtype]
+    return _CODES[keys.dtype.name]
 
 
-def check_dot(name: str, weight: Tensor, arithmetic: str, dtype: str | None) -> None:
+def check_dot(name: str, weight: Weight, arithmetic: str, dtype: str | None) -> None:
     """Raises ValueError or NativeError unless a linear can run in `arithmetic`, which is neither float32 nor int8."""
     if arithmetic != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32', 'bfloat16' or 'int8'")
-    if weight.dtype != torch.bfloat16 or dtype is not None:
-        found = dtype or weight.dtype
+    if weight.kind != "bfloat16" or dtype is not None:
+        found = dtype or weight.kind
         raise ValueError(f"arithmetic='bfloat16': {name} is {found}, it needs weights stored in bfloat16")
     if not has_bf16_dot():
         raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
@@ -67,7 +65,8 @@ class Arena:
     CHUNK = 32 << 20
 
     def __init__(self) -> None:
-        self.tables: WeakKeyDictionary[BlockWeight, AqLinear] = WeakKeyDictionary()  # what is packed of blocks
+        self.tables: WeakKeyDictionary[Weight, AqLinear] = WeakKeyDictionary()  # what is packed of blocks
+        self.embeddings: WeakKeyDictionary[Weight, Array] = WeakKeyDictionary()  # of floats, as they were read
         self._chunks: list[NDArray[np.uint8]] = []
         self._next = self._end = 0
 
@@ -85,14 +84,14 @@ class Arena:
 class PackedLinear:
     """A linear weight in the library's layout, with the arrays that its struct points to.
 
-    Stored as it is given, in blocks or as a tensor, or quantised: dtype "int8" or "int4". Arithmetic "int8" multiplies
+    Stored as it is given, in blocks or floats, or quantised: dtype "int8" or "int4". Arithmetic "int8" multiplies
     codes; a weight of floats is multiplied in float32 beside it, and so is one whose width is no multiple of GROUP."""
 
     def __init__(
         self,
         name: str,
-        weight: Tensor | BlockWeight,
-        bias: Tensor | None,
+        weight: Weight,
+        bias: Array | None,
         arithmetic: str,
         arena: Arena,
         dtype: str | None = None,
@@ -104,21 +103,21 @@ class PackedLinear:
         self._arena = arena
         self.num_bytes = library().packed_bytes(n, k, code)
         address = arena.take(self.num_bytes)
-        scales_at = None if scales is None else scales.data_ptr()
-        library().pack(values.data_ptr(), scales_at, n, k, code, address)
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.struct = AqLinear(address, None if self._bias is None else self._bias.data_ptr(), n, k, code)
+        scales_at = None if scales is None else scales.ctypes.data
+        library().pack(values.ctypes.data, scales_at, n, k, code, address)
+        self._bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.ctypes.data, n, k, code)
 
 
 class _PackInput(NamedTuple):
     """What aq_pack takes."""
 
-    values: Tensor
-    scales: Tensor | None
+    values: Array
+    scales: Array | None
     code: int
 
 
-def block_code(name: str, weight: BlockWeight, arithmetic: str, dtype: str | None = None) -> int:
+def block_code(name: str, weight: Weight, arithmetic: str, dtype: str | None = None) -> int:
     """The library's code of a weight in blocks. Codes of one type that differ by arithmetic stand for one layout."""
     if dtype is not None:
         raise ValueError(f"dtype={dtype!r}: {name} is in {weight.kind} blocks, which are not rounded again")
@@ -127,34 +126,32 @@ def block_code(name: str, weight: BlockWeight, arithmetic: str, dtype: str | Non
     return native.FORMATS.index(weight.kind.lower() + ("_dot" if arithmetic == "int8" else ""))
 
 
-def _source(name: str, weight: Tensor | BlockWeight, arithmetic: str, dtype: str | None) -> _PackInput:
-    if isinstance(weight, BlockWeight):
-        return _PackInput(weight.blocks.contiguous(), None, block_code(name, weight, arithmetic, dtype))
+def _source(name: str, weight: Weight, arithmetic: str, dtype: str | None) -> _PackInput:
+    if weight.is_blocks:
+        return _PackInput(weight.values, None, block_code(name, weight, arithmetic, dtype))
     on_codes = "_dot" if arithmetic == "int8" and weight.shape[1] % GROUP == 0 else ""
-    code, values = weight_code(name, weight), weight.detach().contiguous()
+    code = float_code(name, weight.kind)
     if dtype is not None and arithmetic in ("float32", "int8"):
-        quantised = quantise(name, values, dtype)
+        quantised = quantise(name, weight.values, dtype)
         return _PackInput(quantised.codes, quantised.scales, native.FORMATS.index(dtype + on_codes))
     if arithmetic not in ("float32", "int8"):
         check_dot(name, weight, arithmetic, dtype)
         code = native.BFLOAT16_DOT
-    return _PackInput(values, None, code)
+    return _PackInput(weight.values, None, code)
 
 
-def interleave(gate_up: Tensor | Parts) -> Tensor | Parts:
+def interleave(gate_up: Parts) -> Parts:
     """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs.
 
     Blocks lie by rows, so theirs move as bytes. Raises ValueError for a gate and up in blocks of two types."""
-    if not isinstance(gate_up, Tensor):
-        if len(gate_up) > 1:
-            kinds = " and ".join(part.kind for part in gate_up)
-            raise ValueError(f"gate_up is in blocks of {kinds}; load it with dtype='bfloat16'")
-        part = gate_up[0]
-        return (replace(part, read=lambda: alternating(part.blocks)),)
-    return alternating(gate_up.detach())
+    if len(gate_up) > 1:
+        kinds = " and ".join(part.kind for part in gate_up)
+        raise ValueError(f"gate_up is in blocks of {kinds}; load it with dtype='bfloat16'")
+    [part] = gate_up
+    return (replace(part, read=lambda: alternating(part.values)),)
 
 
-def alternating(rows: Tensor) -> Tensor:
+def alternating(rows: Array) -> Array:
     """[2 I, width], two halves, to runs of KEY_GROUP rows of each in turn."""
     n, width = rows.shape
-    return rows.view(2, n // (2 * KEY_GROUP), KEY_GROUP, width).transpose(0, 1).reshape(n, width)
+    return rows.reshape(2, n // (2 * KEY_GROUP), KEY_GROUP, width).swapaxes(0, 1).reshape(n, width)

@@ -16,10 +16,10 @@ from torch import Tensor
 from aquiline.backends.base import Decode
 from aquiline.backends.torch.chains import CutChains, Cuts
 from aquiline.backends.torch.draw import children, draw, guess
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.slot_state import SlotState
 from aquiline.backends.torch.torch_pages import PagedAttention, RowBlock, TorchPages
 from aquiline.backends.torch.trees import Trees
-from aquiline.models.eagle import DraftHead
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 from aquiline.spec.tree import static_shape
 

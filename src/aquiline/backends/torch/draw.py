@@ -1,4 +1,4 @@
-"""Drawing tokens by Gumbel-argmax, ranking a draft's children, log-probabilities: ops/reference.py over many rows."""
+"""Drawing tokens by Gumbel-argmax, ranking a draft's children, log-probabilities: `reference.py` over many rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from aquiline.backends.torch.reference import GOLDEN, lowbias32
 from aquiline.backends.torch.slot_state import MASK32, RowSampling
-from aquiline.ops.reference import GOLDEN, lowbias32
 from aquiline.spec.confidence import MARGIN_BOUNDS
 
 

@@ -21,16 +21,16 @@ from aquiline.backends.torch.chains import (
     choose_nodes,
     padded_copies,
 )
+from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
 from aquiline.backends.torch.logit_rules import mask_tokens
 from aquiline.backends.torch.slot_state import SlotState
 from aquiline.backends.torch.torch_pages import PagedAttention, TorchPages
 from aquiline.backends.torch.torch_rows import prompt_block, tree_block
 from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
 from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32
 

@@ -6,13 +6,14 @@ import warnings
 
 import psutil
 import torch
-from torch import nn
 
 from aquiline.backends.base import Backend, Sizes
+from aquiline.backends.torch.decoder import Decoder
+from aquiline.backends.torch.eagle import DraftHead
+from aquiline.backends.torch.rounding import rounded
 from aquiline.backends.torch.torch_backend import TorchBackend
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
-from aquiline.ops.quantise import LINEARS, QUANTISED, quantise
+from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.ops.quantise import LINEARS, QUANTISED
 from aquiline.spec.match_events import MatchEvents
 from aquiline.spec.text_index import SuffixIndex
 
@@ -21,7 +22,7 @@ KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class TorchPair:
     """Target and draft in torch: float32 arithmetic over weights that were rounded to their storage dtype, or to the
-    values that the native library's int8 or int4 codes stand for. The given modules are changed in place.
+    values that the native library's int8 or int4 codes stand for.
 
     device "cuda" is accepted where torch has one; nothing was measured there. Raises ValueError for a device or a
     kv_dtype that does not exist here."""
@@ -30,8 +31,8 @@ class TorchPair:
 
     def __init__(
         self,
-        decoder: Decoder,
-        head: DraftHead | None,
+        target: ModelWeights,
+        draft: DraftWeights | None,
         dtype: str,
         kv_dtype: str = "auto",
         device: str = "cpu",
@@ -45,14 +46,15 @@ class TorchPair:
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else ("float32" if dtype == "float32" else "bfloat16")
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype={kv_dtype!r}: must be one of auto, {', '.join(KV_DTYPES)}")
-        for module, storage in ((decoder, dtype), (head, draft_dtype or dtype)):
-            if module is None:
-                continue
-            module.float().to(device)
-            if storage in QUANTISED:
+        self.device, self.head = device, None
+        self.target, self.draft = target.config, None if draft is None else draft.config
+        self.decoder = Decoder.of(target).float().to(device)
+        if draft is not None:
+            embed = self.decoder.embed if draft.model.embed is target.embed else None
+            self.head = DraftHead.of(draft, embed).requires_grad_(False).float().to(device)
+        for module, storage in ((self.decoder, dtype), (self.head, draft_dtype or dtype)):
+            if module is not None and storage in QUANTISED:
                 round_linears(module, storage)
-        self.decoder, self.head, self.device = decoder, head, device
-        self.target, self.draft = decoder.config, None if head is None else head.config
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
         return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], sizes)
@@ -74,13 +76,14 @@ class TorchPair:
         return int(torch.cuda.mem_get_info(embed.device)[0] if embed.is_cuda else psutil.virtual_memory().available)
 
     def system(self) -> dict[str, object]:  # noqa: D102
-        return {"isa": "torch", "threads": torch.get_num_threads(), "device": self.device}
+        how: dict[str, object] = {"isa": "torch", "threads": torch.get_num_threads(), "device": self.device}
+        return how | {"torch": torch.__version__}
 
 
-def round_linears(module: nn.Module, dtype: str) -> None:
+def round_linears(module: Decoder | DraftHead, dtype: str) -> None:
     """Replace every linear weight by the float32 weight that its int8 or int4 codes stand for."""
     for owner in module.modules():
         for name, weight in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if name in LINEARS:
-                rounded = quantise(name, weight.data, dtype).dequantised()
-                setattr(owner, name, nn.Parameter(rounded, requires_grad=False))
+                values = rounded(name, weight.data, dtype)
+                setattr(owner, name, torch.nn.Parameter(values, requires_grad=False))

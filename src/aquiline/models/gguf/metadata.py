@@ -10,6 +10,7 @@ src/llama-hparams.cpp for what holds where a field is missing.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,11 @@ def config_fields(gguf: GGUFFile) -> dict[str, Any]:
 
     Raises CheckpointError naming file, field and value for an architecture, a feature or a value that is not
     supported."""
+    return dict(_config_fields(gguf))
+
+
+@lru_cache(maxsize=4)  # whoever loads a pair asks twice, and each time the vocabulary would be searched
+def _config_fields(gguf: GGUFFile) -> dict[str, Any]:
     arch = gguf.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise CheckpointError(f"{gguf.path}: general.architecture={arch!r}; supported are {', '.join(ARCHITECTURES)}")

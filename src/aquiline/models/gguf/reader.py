@@ -2,7 +2,7 @@
 
 Knows nothing of architectures. gguf-py's own reader makes an array of every element of the metadata, which takes 4 s
 for a vocabulary of 49,152 tokens with its merges. This reader walks over strings and decodes them when they are asked
-for. Types and block sizes are gguf-py's.
+for.
 
 Source: ggml-org/ggml docs/gguf.md, versions 2 and 3; gguf-py 0.19 constants.py.
 """
@@ -19,27 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
+from aquiline.blocks import GGUF_BLOCKS, GGUF_FLOATS, StoredType
 from aquiline.errors import CheckpointError
 
+_TYPES = GGUF_FLOATS | GGUF_BLOCKS
 VERSIONS = (2, 3)
 _MAGIC = b"GGUF"
 _ALIGNMENT = 32
 _MAX_DIMS = 4
 _SCALARS = {
-    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT32: "f", GGUFValueType.FLOAT64: "d", GGUFValueType.BOOL: "?",
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
+_STRING, _ARRAY = 8, 9
+"""Types of metadata by their numbers: the form of a scalar, as struct has it."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """One tensor: shape in torch's order, type by its number in the file, where its bytes begin.
 
-    A row of `shape[-1]` values takes row_bytes; 0 for a type that gguf-py does not know."""
+    A row of `shape[-1]` values takes row_bytes; 0 for a type that is not read."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,13 +51,21 @@ class TensorInfo:
     @property
     def type_name(self) -> str:
         """The type as GGUF names it: F32, Q4_K, ..."""
-        known = {kind.value: kind.name for kind in GGMLQuantizationType}
-        return known.get(self.type_id, f"number {self.type_id}")
+        own = {kind.number: name for name, kind in _TYPES.items()}
+        return own.get(self.type_id) or _other_type(self.type_id)
 
     @property
     def num_bytes(self) -> int:
         """What the tensor takes in the file."""
         return math.prod(self.shape[:-1]) * self.row_bytes
+
+
+def _other_type(number: int) -> str:
+    """The name of a type that is not read."""
+    from gguf import GGMLQuantizationType
+
+    known = {kind.value: kind.name for kind in GGMLQuantizationType}
+    return known.get(number, f"number {number}")
 
 
 class Strings:
@@ -92,8 +101,12 @@ class GGUFFile:
         self.tensors = _tensors(cursor, num_tensors, self.fields.get("general.alignment", _ALIGNMENT))
 
     def raw(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """A tensor's bytes, uint8 [..., row_bytes], read now."""
-        data = np.fromfile(self.path, np.uint8, info.num_bytes, offset=info.start)
+        """A tensor's bytes, uint8 [..., row_bytes], as a view of the file's mapping, to be copied or packed at once: a
+        copy of all tensors, one by one, would take a third of the time of packing them. What earlier calls have read
+        leaves this process's memory; it stays in the system's file cache."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self._data.madvise(mmap.MADV_DONTNEED)
+        data = np.frombuffer(self._data, np.uint8, info.num_bytes, info.start)
         return data.reshape(*info.shape[:-1], info.row_bytes)
 
     def text(self, key: str) -> str | None:
@@ -178,17 +191,17 @@ class _Cursor:
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
-            return self.number(_SCALARS[GGUFValueType(kind)])
-        if kind == GGUFValueType.STRING:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
             return self.string()
-        if kind != GGUFValueType.ARRAY:
+        if kind != _ARRAY:
             raise ValueError(f"metadata of type {kind}")
         element, count = self.number("I"), self.number("Q")
         if element in _SCALARS:
-            form = _SCALARS[GGUFValueType(element)]
+            form = _SCALARS[element]
             start = self.skip(count * struct.calcsize(f"<{form}"))
             return np.frombuffer(self.data, f"<{form}", count, start).tolist()
-        if element != GGUFValueType.STRING:
+        if element != _STRING:
             if depth == _MAX_DEPTH:
                 raise ValueError(f"lists in lists, more than {_MAX_DEPTH} deep")
             return [self.value(element, depth + 1) for _ in range(count)]
@@ -221,7 +234,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, TensorInf
     """The tensors by name, their bytes checked to be in the file. They begin at a multiple of `alignment`."""
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"general.alignment={alignment!r} must be a positive integer")
-    sizes = {kind.value: size for kind, size in GGML_QUANT_SIZES.items()}
+    sizes = {kind.number: kind for kind in _TYPES.values()}
     found: dict[str, TensorInfo] = {}
     for _ in range(count):
         name, num_dims = cursor.string(), cursor.number("I")
@@ -229,7 +242,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, TensorInf
             raise ValueError(f"tensor {name} has {num_dims} dimensions or comes twice")
         shape = tuple(cursor.number("Q") for _ in range(num_dims))[::-1]  # the fastest dimension stands first there
         type_id, offset = cursor.number("I"), cursor.number("Q")
-        values, num_bytes = sizes.get(type_id, (1, 0))
+        _, values, num_bytes = sizes.get(type_id, StoredType(type_id, 1, 0))
         if shape[-1] % values:
             raise ValueError(f"tensor {name} has rows of {shape[-1]} values, its type blocks of {values}")
         found[name] = TensorInfo(name, shape, type_id, offset, shape[-1] // values * num_bytes)

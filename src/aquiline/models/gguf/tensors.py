@@ -1,7 +1,7 @@
 """The weights of a GGUF file under Hugging Face's names, as the weight map of load.py asks for them.
 
-Every tensor is unpacked by gguf-py's own code when it is read, so its values are gguf-py's to the bit; rounding them to
-the storage dtype is `files.fill`'s. One tensor is read and unpacked at a time.
+Blocks are unpacked by gguf-py's own code when they are read, so their values are gguf-py's to the bit; rounding them to
+the storage dtype is `parameters.py`'s. One tensor is read and unpacked at a time.
 
 Source: gguf-py 0.19 tensor_mapping.py for names; ggml-org/llama.cpp@00ad355, convert_hf_to_gguf.py, LlamaModel.permute.
 """
@@ -12,19 +12,14 @@ import re
 from pathlib import Path
 
 import numpy as np
-import torch
-from gguf import quants
-from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
-from torch import Tensor
 
-from aquiline.blocks import BlockWeight
+from aquiline.blocks import FLOATS, GGUF_BLOCKS, GGUF_FLOATS, Array, Weight
 from aquiline.models.gguf.metadata import ROPE_FACTORS, head_counts
 from aquiline.models.gguf.reader import TensorInfo, read_gguf
 
-TYPES = (
-    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-)  # fmt: skip
+TYPES = (*GGUF_FLOATS, *GGUF_BLOCKS)
+_FLOATS = {"F32": FLOATS["float32"], "F16": FLOATS["float16"], "BF16": FLOATS["bfloat16"]}
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -73,20 +68,21 @@ class GGUFTensors:
         """How the file stores a tensor: F32, Q4_K, ..."""
         return self._infos[name].type_name
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str) -> Array:
         """Unpack one tensor to float32, the rows of queries and keys in a checkpoint's order; it is not kept."""
         info = self._infos[name]
-        values = quants.dequantize(self._rows(info), GGMLQuantizationType[info.type_name])
-        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+        if info.type_name in GGUF_FLOATS:
+            return self._rows(info).view(_FLOATS[info.type_name]).astype(np.float32)
+        from gguf import GGMLQuantizationType, quants
 
-    def blocks(self, name: str) -> BlockWeight:
+        values = quants.dequantize(self._rows(info), GGMLQuantizationType[info.type_name])
+        return np.require(values, np.float32, ["C", "W"])
+
+    def blocks(self, name: str) -> Weight:
         """One tensor of a type of BLOCK_TYPES as its blocks, the rows of queries and keys in a checkpoint's order."""
         info = self._infos[name]
-        num_rows = info.shape[0]
-        return BlockWeight(
-            info.type_name, num_rows, info.num_bytes // num_rows,
-            lambda: torch.from_numpy(self._rows(info)).reshape(num_rows, -1),
-        )  # fmt: skip
+        num_rows, width = info.shape
+        return Weight(info.type_name, (num_rows, width), lambda: self._rows(info).reshape(num_rows, -1))
 
     def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
         rows = self._gguf.raw(info)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aquiline.types import KEY_GROUP, KVGroup, Logprobs, TopK
+from aquiline.types import Logprobs, TopK
 
 _MASK32 = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
@@ -45,18 +45,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def write_kv(group: KVGroup, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k, v [R, Hkv, Dh] at (page, offset within the page) of each row, rounding to the group's dtype."""
-    group.k[pages, layer, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP] = k.to(group.k.dtype)
-    group.v[pages, layer, :, offsets] = v.to(group.v.dtype)
-
-
-def read_kv(group: KVGroup, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """k, v [T, Hkv, Dh] in float32 at (page, offset) of each of T keys."""
-    k = group.k[pages, layer, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP]
-    return k.float(), group.v[pages, layer, :, offsets].float()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:

@@ -7,21 +7,32 @@ and everything they may look at lies behind `Attention`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import cast
+from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from aquiline.blocks import Parts
+from aquiline.backends.torch import reference as ops
+from aquiline.blocks import Array, Parts, Weight, dequantised
+from aquiline.models.files import resolve
+from aquiline.models.load import read_target
 from aquiline.models.model_config import ModelConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
 from aquiline.models.rope import rotary
-from aquiline.ops import reference as ops
-from aquiline.types import Attention, AttentionWeights, DenseWeights, LayerWeights, ModelWeights
+from aquiline.ops.torch_arrays import array_of, tensor_of
 
-NOTHING: Mapping[str, Parts] = MappingProxyType({})
+
+class Attention(Protocol):
+    """What a model calls for attention. The caller implements it and owns the cache; a model knows no cache."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attend from rotated q [..., Hq, Dh] over everything the rows may see, k and v [..., Hkv, Dh] included.
+
+        sinks [Hq]: a logit per head that joins the softmax's denominator and has no value. Returns [..., Hq * Dh].
+        Writes k and v where the rows' keys belong."""
+        ...
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -34,8 +45,22 @@ def optional(exists: bool, *shape: int) -> nn.Parameter | None:
     return parameter(*shape) if exists else None
 
 
-def _data(weight: nn.Parameter | None) -> Tensor | None:
-    return None if weight is None else weight.data
+def stored(weight: nn.Parameter) -> Parts:
+    """A linear's or an embedding's parameter as a weight of the native library; they share memory on a CPU."""
+    kind = str(weight.dtype).removeprefix("torch.")
+    return (Weight(kind, (weight.shape[0], weight.shape[1]), lambda: array_of(weight)),)
+
+
+def vector(weight: nn.Parameter | None) -> Array | None:
+    """A norm or a bias as an array."""
+    return None if weight is None else array_of(weight)
+
+
+def held(weight: Parts | Array) -> nn.Parameter:
+    """A weight as a parameter that is not trained. Packed blocks become float32."""
+    if isinstance(weight, tuple):
+        weight = weight[0].values if len(weight) == 1 and not weight[0].is_blocks else dequantised(weight)
+    return nn.Parameter(tensor_of(weight), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -55,7 +80,7 @@ class Rope(nn.Module):
         super().__init__()
         rope = rotary(config.rope, config.head_dim, config.max_positions)
         self.scale = rope.scale
-        self.register_buffer("inv_freq", rope.inv_freq, persistent=False)
+        self.register_buffer("inv_freq", torch.from_numpy(rope.inv_freq), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
         """Rotation of absolute positions [...]."""
@@ -105,16 +130,23 @@ class DecoderLayer(nn.Module):
         """RMS norm with this model's epsilon."""
         return ops.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def weights(self, hidden_norm: Tensor | None = None, packed: Mapping[str, Parts] = NOTHING) -> LayerWeights:
-        """This layer as plain tensors, for a backend that runs the whole forward itself; `packed`: the weights that
-        stand for parameters of these names."""
-        qkv, o, gate_up, down = (packed.get(n, getattr(self, n).data) for n in ("qkv", "o", "gate_up", "down"))
+    def weights(self, hidden_norm: nn.Parameter | None = None) -> LayerWeights:
+        """This layer as plain values, for a backend that runs the whole forward itself."""
         attention = AttentionWeights(
-            qkv, o, _data(self.qkv_bias), _data(self.o_bias), _data(self.q_norm),
-            _data(self.k_norm), _data(self.sinks), self.config.window(self.index),
+            stored(self.qkv), stored(self.o), vector(self.qkv_bias), vector(self.o_bias), vector(self.q_norm),
+            vector(self.k_norm), vector(self.sinks), self.config.window(self.index),
         )  # fmt: skip
-        mlp = DenseWeights(gate_up, down, _data(self.gate_up_bias), _data(self.down_bias))
-        return LayerWeights(attention, mlp, self.input_norm.data, self.post_norm.data, hidden_norm)
+        mlp = DenseWeights(
+            stored(self.gate_up), stored(self.down), vector(self.gate_up_bias), vector(self.down_bias)
+        )  # fmt: skip
+        norms = array_of(self.input_norm), array_of(self.post_norm)
+        return LayerWeights(attention, mlp, *norms, vector(hidden_norm))
+
+    def hold(self, weights: LayerWeights) -> None:
+        """Take the values of weights; the norm of a draft's hidden state is its head's."""
+        for name, weight in weights.named():
+            if name != "hidden_norm":
+                setattr(self, name, held(weight))
 
 
 @dataclass(frozen=True)
@@ -126,14 +158,10 @@ class DecoderOutput:
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and head. `capture` names the layers whose outputs are the draft's features.
-
-    packed: by parameter name, weights in packed blocks. Such a parameter is on the meta device and has no values:
-    only a backend that multiplies blocks can run the decoder then."""
+    """Embedding, layers, final norm and head. `capture` names the layers whose outputs are the draft's features."""
 
     def __init__(self, config: ModelConfig, capture: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.packed: dict[str, Parts] = {}
         self.config, self.capture = config, capture
         self.embed = parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
@@ -163,42 +191,23 @@ class Decoder(nn.Module):
         return self.embed.dtype if self.embed.is_cuda else torch.float32
 
     def weights(self) -> ModelWeights:
-        """The whole model as plain tensors, for a backend that runs the forward in one call."""
-        layers = tuple(
-            cast(DecoderLayer, layer).weights(packed=self.packed_below(f"layers.{i}."))
-            for i, layer in enumerate(self.layers)
-        )
-        return model_weights(
-            self.config, self.rope, self.packed.get("embed", self.embed.data), layers, self.final_norm.data,
-            self.packed.get("head", self.head.data), capture=self.capture,
-        )  # fmt: skip
+        """The whole model as plain values, for a backend that runs the forward in one call."""
+        layers = tuple(cast(DecoderLayer, layer).weights() for layer in self.layers)
+        embed = stored(self.embed)
+        head = embed if self.head is self.embed else stored(self.head)
+        return ModelWeights(self.config, embed, layers, array_of(self.final_norm), head, self.capture)
 
-    def packed_below(self, prefix: str) -> dict[str, Parts]:
-        """The packed weights whose parameters' names begin with `prefix`, without it."""
-        return {name.removeprefix(prefix): parts for name, parts in self.packed.items() if name.startswith(prefix)}
-
-    def keep_packed(self, name: str, parts: Parts) -> None:
-        """Let packed blocks stand for a parameter, which loses its values."""
-        nothing = nn.Parameter(torch.empty_like(self.get_parameter(name), device="meta"), requires_grad=False)
-        for own in ("embed", "head") if name == "embed" and self.config.tied_head else (name,):
-            owner, _, attribute = own.rpartition(".")
-            setattr(self.get_submodule(owner), attribute, nothing)
-            self.packed[own] = parts
+    @classmethod
+    def of(cls, weights: ModelWeights) -> Decoder:
+        """The module of a target's weights, which it reads one by one; it is not trained."""
+        decoder = cls(weights.config, weights.capture)
+        decoder.embed, decoder.final_norm = held(weights.embed), held(weights.final_norm)
+        decoder.head = decoder.embed if weights.head is weights.embed else held(weights.head)
+        for layer, own in zip(decoder.layers, weights.layers, strict=True):
+            cast(DecoderLayer, layer).hold(own)
+        return decoder.eval()
 
 
-def model_weights(
-    config: ModelConfig,
-    rope: Rope,
-    embed: Tensor | Parts,
-    layers: tuple[LayerWeights, ...],
-    final_norm: Tensor,
-    head: Tensor | Parts,
-    **flags: tuple[int, ...] | bool,
-) -> ModelWeights:
-    """ModelWeights of one ModelConfig; flags are capture, is_draft and norm_before_residual."""
-    return ModelWeights(
-        hidden_size=config.hidden_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, intermediate_size=config.intermediate_size, rms_norm_eps=config.rms_norm_eps,
-        inv_freq=rope.inv_freq, rope_scale=rope.scale, embed=embed, layers=layers, final_norm=final_norm, head=head,
-        **flags,  # type: ignore[arg-type]
-    )  # fmt: skip
+def load_target(path: str | Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> Decoder:
+    """A target as a module from a Hugging Face directory or hub id or a GGUF file. Raises as `read_target`."""
+    return Decoder.of(read_target(resolve(path), dtype=dtype, capture=capture))

@@ -7,14 +7,18 @@ Source: Li et al., EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE@cb7e084.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
+from aquiline.backends.torch import reference as ops
+from aquiline.backends.torch.decoder import Attention, Decoder, DecoderLayer, Rope, held, parameter, stored, vector
 from aquiline.blocks import Parts
-from aquiline.models.decoder import DecoderLayer, Rope, model_weights, parameter
+from aquiline.models.formats import read_draft_weights, save_draft
 from aquiline.models.model_config import DraftConfig
-from aquiline.ops import reference as ops
-from aquiline.types import Attention, ModelWeights
+from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.ops.torch_arrays import array_of, tensor_of
 
 
 class DraftHead(nn.Module):
@@ -28,7 +32,6 @@ class DraftHead(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
-        self.packed_embed: Parts | None = None  # where the embedding is the target's and in packed blocks
         H, Ht = config.model.hidden_size, config.target_hidden_size
         width = len(config.capture) * Ht
         self.embed = parameter(config.model.vocab_size, H)
@@ -71,10 +74,52 @@ class DraftHead(nn.Module):
         """Draft ids [...] -> target ids [...]."""
         return draft_ids + self.d2t[draft_ids]
 
-    def weights(self) -> ModelWeights:
-        """The head as plain tensors (fc apart), for a backend that runs a pass in one call."""
-        embed = self.packed_embed or self.embed.data
-        return model_weights(
-            self.config.model, self.rope, embed, (self.layer.weights(self.hidden_norm.data),),
-            self.norm.data, self.head.data, is_draft=True, norm_before_residual=self.config.norm_before_residual,
+    def weights(self, embed: Parts | None = None) -> DraftWeights:
+        """The head as plain values, for a backend that runs a pass in one call. embed: that of the target's weights, if
+        the head shares it."""
+        model = ModelWeights(
+            self.config.model, embed or stored(self.embed),
+            (self.layer.weights(self.hidden_norm),), array_of(self.norm), stored(self.head), is_draft=True,
+            norm_before_residual=self.config.norm_before_residual,
         )  # fmt: skip
+        norms = vector(self.input_norm), vector(self.fc_norm)
+        return DraftWeights(self.config, model, stored(self.fc), array_of(self.d2t), *norms)
+
+    @classmethod
+    def of(cls, weights: DraftWeights, embed: nn.Parameter | None = None) -> DraftHead:
+        """The module of a draft's weights, which it reads one by one. embed: the embedding that it shares with its
+        target. The embedding is frozen, the rest can be trained."""
+        head, model = cls(weights.config), weights.model
+        [layer] = model.layers
+        head.embed = held(model.embed) if embed is None else embed
+        head.layer.hold(layer)
+        own = {"fc": weights.fc, "input_norm": weights.input_norm, "fc_norm": weights.fc_norm, "head": model.head}
+        own |= {"norm": model.final_norm, "hidden_norm": layer.hidden_norm}
+        for name, weight in own.items():
+            if weight is not None:
+                setattr(head, name, held(weight))
+        head.d2t.copy_(tensor_of(weights.d2t))
+        head.requires_grad_(True).embed.requires_grad_(False)
+        return head.eval()
+
+
+def save_head(head: DraftHead, directory: str | Path, *, target: Decoder | None = None) -> None:
+    """Write a head as `save_draft` does, without the embedding if it is the target's."""
+    save_draft(head.weights(), directory, target=None if target is None else target.weights())
+
+
+def load_draft(
+    path: str | Path,
+    target: Decoder,
+    *,
+    dtype: str | None = None,
+    capture: tuple[int, ...] | None = None,
+    norm_feedback: bool | None = None,
+) -> DraftHead:
+    """A draft head for `target` as a module, in `dtype` (default: the target's). Raises as `read_draft_weights`.
+
+    An absent embedding is the target's own parameter where the dtypes agree. The embedding is frozen, the rest can be
+    trained."""
+    whole = target.weights()
+    draft = read_draft_weights(path, whole, dtype=dtype, capture=capture, norm_feedback=norm_feedback)
+    return DraftHead.of(draft, target.embed if draft.model.embed is whole.embed else None)
