@@ -125,6 +125,19 @@ class Counters:
         }
 
 
+class StepCounts(NamedTuple):
+    """The rows and slots of one step. active, prefilling, empty: of num_slots, those that decoded, whose prompt is
+    still computed, and without a request."""
+
+    num_decode_rows: int
+    num_chunk_rows: int
+    num_draft_rows: int
+    active: int
+    prefilling: int
+    empty: int
+    num_slots: int
+
+
 @dataclass
 class SlotCounters:
     """How many of the batch's slots decoded, summed over decode steps.
@@ -139,14 +152,14 @@ class SlotCounters:
     num_verify_rows: int = 0  # rows of the target's linears and head that decode
     num_draft_rows: int = 0  # rows of the draft's linears
 
-    def add(self, num_slots: int, active: int, prefilling: int, empty: int, verify_rows: int, draft_rows: int) -> None:
+    def add(self, step: StepCounts) -> None:
         """Record one decode step."""
-        self.steps_by_active[active] = self.steps_by_active.get(active, 0) + 1
-        self.prefilling += prefilling
-        self.disabled_finished += empty
-        self.disabled_other += num_slots - active - prefilling - empty
-        self.num_verify_rows += verify_rows
-        self.num_draft_rows += draft_rows
+        self.steps_by_active[step.active] = self.steps_by_active.get(step.active, 0) + 1
+        self.prefilling += step.prefilling
+        self.disabled_finished += step.empty
+        self.disabled_other += step.num_slots - step.active - step.prefilling - step.empty
+        self.num_verify_rows += step.num_decode_rows
+        self.num_draft_rows += step.num_draft_rows
 
     def minus(self, earlier: SlotCounters) -> SlotCounters:
         """What was counted since `earlier`, a copy of the same counters."""
@@ -238,16 +251,15 @@ class Meter:
         counted."""
         self._last = began_s
 
-    def add_step(
-        self, seconds: dict[str, float] | None, parts: dict[str, float], num_decode_rows: int, num_chunk_rows: int
-    ) -> None:
-        """Record a step whose outcome was read, with its decode rows and prefill rows. seconds: the time of its stages
-        as the backend measured them, None where it did not; the rest of the time since the last call counts as the
-        host's."""
+    def add_step(self, step: StepCounts, seconds: dict[str, float] | None, parts: dict[str, float]) -> None:
+        """Record a step whose outcome was read. seconds: the time of its stages as the backend measured them, None
+        where it did not; the rest of the time since the last call counts as the host's."""
         self.num_target_forwards += 1
-        self.num_prefill_tokens += num_chunk_rows
-        self.num_decode_steps += num_decode_rows > 0
-        self._share = num_decode_rows / (num_decode_rows + num_chunk_rows)
+        self.num_prefill_tokens += step.num_chunk_rows
+        self.num_decode_steps += step.num_decode_rows > 0
+        if step.active:
+            self.slots.add(step)
+        self._share = step.num_decode_rows / (step.num_decode_rows + step.num_chunk_rows)
         now, seconds = time.perf_counter(), seconds or {}
         host = max(0.0, now - self._last - sum(seconds.values()))
         self._count(seconds | {"host": host}, now)

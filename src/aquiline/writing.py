@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +36,21 @@ def writing(path: Path, kept: str) -> Iterator[None]:
         if error.filename is not None or error.errno not in NO_ROOM:
             raise
         raise OSError(f"{path}: cannot be written: {error.strerror}. {kept}") from error
+
+
+def resume_lines(path: Path, take: Callable[[int, bytes], None]) -> int:
+    """Read the output of an earlier run, to go on after it: hand each line, with its number from 0, to `take`, and drop
+    a last line that was cut. Returns how many lines there are."""
+    num_lines = num_bytes = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            take(num_lines, line)
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
+    if num_bytes < path.stat().st_size:
+        os.truncate(path, num_bytes)  # not rewritten: a kill at this moment must not lose whole lines
+    return num_lines
 
 
 def write_whole(path: Path, text: str, kept: str) -> None:

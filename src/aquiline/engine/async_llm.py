@@ -143,7 +143,7 @@ class AsyncLLM:
             self._streams[stream.request.id] = stream
 
     def _abort(self, stream: _OpenRequest) -> None:
-        if self._streams.get(stream.request.id) is stream:  # it may have finished meanwhile
+        if self._streams.get(stream.request.id) is stream:  # otherwise it has finished
             del self._streams[stream.request.id]
             self.llm.engine.abort(stream.request.id)
 
@@ -160,5 +160,5 @@ class AsyncLLM:
 
     @staticmethod
     def _tell(stream: _OpenRequest, error: Exception) -> None:
-        with contextlib.suppress(RuntimeError):  # that loop has ended: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # that loop has ended, and its callers with it
             stream.loop.call_soon_threadsafe(stream.arrived.put_nowait, error)

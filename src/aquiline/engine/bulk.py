@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,7 +27,7 @@ from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.metrics import RunSummary
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.writing import writing
+from aquiline.writing import resume_lines, writing
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
@@ -186,16 +185,7 @@ class BulkRun:
         appended to."""
         with self.out.open("a"):
             pass
-        num_whole = num_bytes = 0
-        with self.out.open("rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                self._take(num_whole, line)
-                num_whole, num_bytes = num_whole + 1, num_bytes + len(line)
-        if num_bytes < self.out.stat().st_size:
-            os.truncate(self.out, num_bytes)  # not rewritten: a kill at this moment must not lose whole lines
-        return num_whole
+        return resume_lines(self.out, self._take)
 
     def _take(self, index: int, line: bytes) -> None:
         """Take a line of the output as the result of row `index`. Raises ValueError if it is not that row's result."""

@@ -9,29 +9,27 @@ import itertools
 import time
 from typing import Any
 
-from aquiline.backends.base import Decode, Sizes
+from aquiline.backends.base import Sizes
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
-from aquiline.engine.commit import Committer
 from aquiline.engine.control.calibrate import cost_table
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
-from aquiline.engine.pipeline import Pipeline
+from aquiline.engine.pipeline import Pipeline, Step, StepChoice, message_of
 from aquiline.engine.scheduler import Scheduler, StepPlan
 from aquiline.engine.sequence import MARGIN, Request, Sequence, TokenDelta
-from aquiline.engine.step import Step, message_of
 from aquiline.kv.pool import PagePool
 from aquiline.kv.prefix import PrefixCache
-from aquiline.metrics import Meter
+from aquiline.metrics import Meter, StepCounts
 from aquiline.spec.drafting import Drafting, Proposer
 from aquiline.spec.past_outputs import PastOutputs
 from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason
 
 MOST_AHEAD_S = 0.016
-"""Seconds that repeated steps take together, about: a frame of a screen, so that nobody who reads along sees it. A
-request that comes meanwhile waits for their end."""
+"""About how many seconds the steps that are repeated in one call take together: one frame of a screen, which no reader
+of a stream notices. A request that arrives during the call waits for its end."""
 
 
 class Engine:
@@ -47,11 +45,11 @@ class Engine:
         self.pool = PagePool(num_pages, config.page_size, config.max_batch, per_slot)
         self.prefix = PrefixCache(self.pool) if config.prefix_cache else None
         self.scheduler = Scheduler(self.pool, self.prefix, config.max_batch, config.row_budget)
-        self.committer = Committer(self.pool, self.prefix)
         sizes = Sizes(config.max_batch, num_pages, config.page_size, per_slot, config.row_budget)
         self.backend = models.pair.open(sizes)
         self.pipeline = Pipeline(self.backend.is_async if config.late_reads is None else config.late_reads)
         self.sequences: dict[int | str, Sequence] = {}  # unfinished, by request id
+        self.due: dict[Sequence, float] = {}  # time.monotonic at which sequences with a deadline must end
         self.meter = Meter()
         self.with_trees = config.check  # whether outcomes bring the verified trees; may be set between steps
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
@@ -97,11 +95,13 @@ class Engine:
         )
         self.scheduler.add(sequence)
         self.sequences[request.id] = sequence
+        if request.deadline_s is not None:
+            self.due[sequence] = request.arrival + request.deadline_s
         return sequence
 
     def prepare_choosing(self) -> None:
-        """Know what steps cost, for adaptive drafting. Takes some seconds where nobody has measured it on this machine.
-        The first adaptive request does it where nobody did before."""
+        """Make the controller of adaptive drafting, which needs to know what steps cost. The first adaptive request
+        does it too. It takes some seconds if the costs were never measured on this machine."""
         if self.controller is None:
             self.controller = Controller(
                 StepCosts(cost_table(self.models, self.config.calibration)), self.meter.choices
@@ -112,7 +112,7 @@ class Engine:
         while an outcome is read late. The step may have been computed before, together with others."""
         began = time.perf_counter()
         pipeline = self.pipeline
-        deltas = [self._end(sequence, "deadline") for sequence in self.scheduler.overdue()]
+        deltas = self._end_overdue() if self.due else []
         if pipeline.is_late:
             self.meter.begin(began)
             if pipeline.must_read_first(self.scheduler.running):
@@ -164,65 +164,77 @@ class Engine:
         self.meter.num_preemptions += self.scheduler.num_preemptions - preempted
         if plan is None:
             return False
-        extends = self.committer.take_extends()
-        chosen = {} if self.controller is None else self.controller.decodes(plan)
-        row_costs = self.controller.row_costs if chosen and self.controller is not None else ()
-        most = self._most_repeats(plan, chosen)
-        message = message_of(plan, chosen, self.pool.take_changes(), extends, row_costs, self.with_trees)
+        choice = None if self.controller is None else self.controller.choose(plan)
+        most = self._most_repeats(plan, choice)
+        message = message_of(plan, choice, self.pool.take_changes(), self.with_trees)
         num_steps = self.pipeline.issue(self.backend, plan, message, most)
-        if num_steps > 1:
-            self.scheduler.repeated(plan, num_steps)
-            if chosen and self.controller is not None:
-                self.controller.repeated(chosen, num_steps)
+        if num_steps > 1 and choice is not None and self.controller is not None:
+            self.controller.repeated(choice, num_steps)
         return True
 
-    def _most_repeats(self, plan: StepPlan, chosen: dict[Sequence, Decode]) -> int:
-        """How often the backend may run this plan before the host is needed: for a prompt, a text that may end, a copy,
-        or a choice."""
+    def _most_repeats(self, plan: StepPlan, choice: StepChoice | None) -> int:
+        """How often the backend may run this plan before the host is needed: to plan a prompt, look for a stop string,
+        copy text, or choose again."""
         most = self.config.num_continuous_decode_steps
         if most == 1 or self.pipeline.is_late or plan.chunks:
             return 1
         most = min(most, round(MOST_AHEAD_S / self._step_s)) if self._step_s else 1
         if most <= 1 or not all(s.is_repeatable for s in plan.decoding):
             return 1
-        if chosen and self.controller is not None:
-            most = min(most, self.controller.most_repeats(chosen))
+        if choice is not None:
+            most = min(most, choice.most_steps)
         return most if most > 1 and self.scheduler.find_pages_ahead(plan, most) else 1
 
     def _commit(self, step: Step) -> list[TokenDelta]:
-        output = step.read()
-        if not step.plan.chunks:
+        """Append what a step decided to its sequences, which may end by it. Returns what was added to each."""
+        plan, message, output = step.plan, step.message, step.output
+        if not plan.chunks:
             self._step_s = step.seconds
         if self.controller is not None:
-            self.controller.learn(step, output)
-        deltas, touched = self.committer.commit(step)
-        for sequence in touched:
-            self.committer.publish(sequence)
-            if sequence.finish_reason is not None:  # published first: its pages may go to another sequence at once
+            self.controller.learn(step)
+        running = [s for s in (*plan.decoding, *plan.prefilling) if s.finish_reason is None]
+        decodes = zip(plan.decoding, message.decodes, output.decodes, strict=True)
+        chunks = zip(plan.prefilling, plan.chunks, output.chunks, strict=True)
+        deltas = [sequence.commit_decode(decode, decoded) for sequence, decode, decoded in decodes]
+        deltas += [sequence.commit_chunk(chunk, prefilled) for sequence, chunk, prefilled in chunks]
+        self.scheduler.settle(running)
+        for sequence in running:
+            if sequence.finish_reason is not None:
                 self._forget(sequence)
-        plan = step.plan
+        self._measure(step)
+        return [delta for delta in deltas if delta is not None]
+
+    def _measure(self, step: Step) -> None:
+        """Count a step that was committed, and learn the pace of prompt rows."""
+        plan, output = step.plan, step.output
         num_decode_rows = sum(1 + decoded.num_drafted for decoded in output.decodes)
         if plan.chunks and step.seconds:
             self.scheduler.learn_pace(num_decode_rows + plan.num_chunk_rows, step.seconds, self._step_s or 0.0)
-        self.meter.add_step(output.seconds, output.parts, num_decode_rows, plan.num_chunk_rows)
-        if plan.decoding:
-            self.meter.slots.add(
-                self.config.max_batch, len(plan.decoding), plan.num_prefilling, plan.num_empty, num_decode_rows,
-                output.num_draft_rows,
-            )  # fmt: skip
-        return deltas
+        counts = StepCounts(
+            num_decode_rows, plan.num_chunk_rows, output.num_draft_rows, len(plan.decoding), plan.num_prefilling,
+            plan.num_empty, self.config.max_batch,
+        )  # fmt: skip
+        self.meter.add_step(counts, output.seconds, output.parts)
+
+    def _end_overdue(self) -> list[TokenDelta]:
+        """End the sequences whose deadline has passed."""
+        now = time.monotonic()
+        return [self._end(sequence, "deadline") for sequence, due in [*self.due.items()] if due <= now]
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenDelta:
+        """End a sequence between two steps."""
         delta = sequence.end(reason)
+        self.scheduler.remove(sequence)
         self._forget(sequence)
         return delta
 
     def _forget(self, sequence: Sequence) -> None:
+        """Drop all that the engine holds of a sequence that has ended and left the scheduler."""
         self.meter.counters.merge(sequence.counters)
-        self.scheduler.remove(sequence)
+        self.due.pop(sequence, None)
         if self.controller is not None:
             self.controller.forget(sequence)
-        if self.past is not None:  # aborted ones too: the server ends requests so at their stop strings
+        if self.past is not None:  # also of aborted requests: the server aborts a request at a stop string
             self.past.space(sequence.request.cache_salt).add(sequence.request.prompt_ids, sequence.output_ids)
         sequence.proposer = None  # its index of the text is large, and callers may keep sequences that have ended
         del self.sequences[sequence.request.id]

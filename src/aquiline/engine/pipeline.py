@@ -1,11 +1,11 @@
-"""Steps between their issue and their commit: one queue, and one rule for when it is filled and emptied.
+"""A step from its plan to its outcome: the message that the backend gets, and the queue of steps that were issued.
 
 A backend keeps each slot's tokens itself, so a step does not need the last outcome from the host. Two things follow.
 
 - *Late*: on an asynchronous backend step n + 1 is issued before step n is read, so the device never waits for the host.
-- *Repeated*: on a synchronous backend one call runs short decode steps several times (`Backend.repeat`), since Python
-  between the kernels of a small model finds nothing of its own in the caches. Their outcomes are committed one at a
-  time, as if each had just been computed.
+- *Repeated*: on a synchronous backend one call runs short decode steps several times (`Backend.repeat`), because
+  the kernels of a small model leave none of Python's data in the caches. Their outcomes are committed one at a time, as
+  if each had just been computed.
 
 The rule: `lag` outcomes stay unread after a step of the engine, 1 where outcomes are read late, else 0. A step is
 issued while no more than `lag` wait; the oldest is committed once more than `lag` wait, or if nothing can be issued.
@@ -16,11 +16,64 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from aquiline.backends.base import Backend, StepInput
+import numpy as np
+from numpy.typing import NDArray
+
+from aquiline.backends.base import Admit, Backend, Decode, Pages, Pending, StepInput, StepOutput
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
-from aquiline.engine.step import Step
+from aquiline.spec.drafting import NoDraft
+
+
+class StepChoice(NamedTuple):
+    """How the adaptive sequences of a step draft. row_costs: what their nodes cost, see StepInput; most_steps: the
+    number of steps for which the choice may stand."""
+
+    decodes: dict[Sequence, Decode]
+    row_costs: tuple[float, ...]
+    most_steps: int
+
+
+@dataclass(eq=False)
+class Step:
+    """A step that was issued: its plan, its message, and the handle of its outcome."""
+
+    plan: StepPlan
+    message: StepInput
+    pending: Pending
+
+    @cached_property
+    def output(self) -> StepOutput:
+        """The outcome. Who asks first waits for it."""
+        return self.pending.read()
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """How long the backend took for it; None where it does not tell."""
+        seconds = self.output.seconds
+        return None if seconds is None else sum(seconds.values())
+
+    def by_slot(self, num_slots: int) -> dict[str, NDArray[np.signedinteger]]:
+        """Per slot of the batch: accepted [S], draft tokens [S, N], ancestor masks [S, N, W]. Slots that did not decode
+        hold 0, -1 and 0. Needs an engine whose `with_trees` is set."""
+        trees = self.output.trees
+        assert trees is not None, "Engine.with_trees asks for them"
+        tree, result = trees
+        shape, slots = tree.topology, np.array([s.slot for s in self.message.decodes], np.int32)
+        owner, local = shape.owner, shape.local
+        width = int(local.max(initial=0)) + 1
+        accepted = np.zeros(num_slots, np.int32)
+        draft = np.full((num_slots, width), -1, np.int32)
+        mask = np.zeros((num_slots, width, shape.ancestors.shape[1]), np.int64)
+        accepted[slots] = result.num_accepted
+        drafted = local > 0
+        draft[slots[owner[drafted]], local[drafted]] = tree.tokens[drafted]
+        mask[slots[owner], local] = shape.ancestors
+        return {"accepted": accepted, "draft": draft, "mask": mask}
 
 
 class Pipeline:
@@ -49,10 +102,12 @@ class Pipeline:
 
         Admissions, pages and extends come before the decodes, so they belong to the first of repeated steps."""
         outcomes = backend.repeat(message, most)
-        for outcome in outcomes:
+        for number, outcome in enumerate(outcomes):
+            if number == 1:
+                plan, message = plan._replace(admitted=()), message._replace(admits=(), pages=(), extends=())
             self.unread.append(Step(plan, message, outcome))
-            if len(outcomes) > 1:
-                plan, message = plan._replace(admitted=()), message._replace(chunks=(), admits=(), pages=(), extends=())
+        for sequence in plan.decoding:
+            sequence.in_flight += (len(outcomes) - 1) * sequence.max_step  # the plan counts one of the steps
         if self.is_late:
             self.last = self.unread[-1]
         return len(outcomes)
@@ -73,4 +128,49 @@ class Pipeline:
     def drain(self) -> None:
         """Wait for every outcome, and drop it."""
         while self.unread:
-            self.unread.popleft().read()
+            _ = self.unread.popleft().output
+
+
+def message_of(
+    plan: StepPlan, choice: StepChoice | None, pages: Iterable[tuple[int, int, int]], with_trees: bool
+) -> StepInput:
+    """The plan as a StepInput, with the changed entries of page tables. choice: None if no sequence is adaptive."""
+    chosen = {} if choice is None else choice.decodes
+    return StepInput(
+        decodes=tuple(chosen.get(sequence) or _decode(sequence) for sequence in plan.decoding),
+        chunks=plan.chunks,
+        admits=tuple(_admit(sequence) for sequence in plan.admitted),
+        pages=tuple(Pages(slot, index, (page,)) for slot, index, page in pages),
+        extends=plan.extends,
+        row_costs=() if choice is None else choice.row_costs,
+        with_trees=with_trees,
+    )
+
+
+def _decode(sequence: Sequence) -> Decode:
+    drafting, proposal = sequence.request.drafting, None
+    if not sequence.may_draft:
+        return Decode(sequence.slot, NoDraft())
+    if sequence.proposer is not None:
+        proposal = sequence.proposer.propose(sequence.tokens, drafting.max_nodes - 1)
+        if len(proposal.tokens) >= drafting.max_nodes or proposal.depth > drafting.max_depth:
+            raise ValueError(
+                f"drafter={drafting.name!r}: proposed {len(proposal.tokens)} tokens, {proposal.depth} deep; its "
+                f"max_nodes={drafting.max_nodes} and max_depth={drafting.max_depth} reserve room for less"
+            )
+    return Decode(sequence.slot, drafting, proposal)
+
+
+def _admit(sequence: Sequence) -> Admit:
+    return Admit(
+        slot=sequence.slot,
+        tokens=tuple(sequence.tokens),
+        num_prompt=sequence.num_prompt,
+        sampling=sequence.request.sampling,
+        end_token_ids=sequence.eos_token_ids,
+        bad_words=sequence.bad_words,
+        num_hit=sequence.num_hit,
+        drafts=sequence.drafts,
+        first_draft_key=sequence.first_draft_key,
+        num_prompt_logprobs=len(sequence.prompt_logprobs),
+    )

@@ -10,12 +10,12 @@ that computes it, so preemption does not change the text.
 from __future__ import annotations
 
 import heapq
-import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
 
+from aquiline.backends.base import Chunk, Extend
 from aquiline.engine.sequence import MARGIN, Request, Sequence
 from aquiline.errors import OutOfPages
 from aquiline.kv.pool import PagePool
@@ -25,53 +25,40 @@ MIN_CHUNK = 16
 """Prompt rows of a step in which decoding sequences alone fill the row budget: prompts must not starve."""
 
 MOST_CHUNK_S = 0.1
-"""Seconds that a step with prompt rows takes, about, beyond a step of the decoding sequences alone: whoever reads along
-must not notice somebody else's prompt."""
-
-
-@dataclass(frozen=True)
-class PlannedChunk:
-    """Tokens [start, end) of a sequence, whose keys this step computes.
-
-    is_last: the sequence decodes after this chunk. draws: the chunk's last row draws the first output token. If the
-    prefix cache holds the whole prompt, its last row runs again, because that row draws the first output token."""
-
-    sequence: Sequence
-    slot: int
-    start: int
-    end: int
-    is_last: bool
-    draws: bool
+"""About how many seconds prompt rows may add to a step of decoding sequences: a reader of a stream must not notice the
+prompts of others."""
 
 
 class StepPlan(NamedTuple):
-    """One step. admitted: sequences that were given a slot since the last plan; decoding and chunks: in slot order;
-    num_prefilling: slots whose prompt was not fully computed before this step; num_empty: slots without a sequence."""
+    """One step. admitted: sequences that were given a slot since the last plan; decoding: those that decode, in slot
+    order; chunks: pieces of prompts, in slot order, and prefilling: the sequence of each; num_chunk_rows: rows of all
+    chunks; extends: the draft keys that published pages still lack; num_prefilling: slots whose prompt was not fully
+    computed before this step; num_empty: slots without a sequence."""
 
-    admitted: tuple[Sequence, ...]
-    decoding: tuple[Sequence, ...]
-    chunks: tuple[PlannedChunk, ...]
-    num_prefilling: int
-    num_empty: int
-
-    @property
-    def num_chunk_rows(self) -> int:
-        """Rows of the chunks."""
-        return sum(c.end - c.start for c in self.chunks)
+    admitted: tuple[Sequence, ...] = ()
+    decoding: tuple[Sequence, ...] = ()
+    prefilling: tuple[Sequence, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    num_chunk_rows: int = 0
+    extends: tuple[Extend, ...] = ()
+    num_prefilling: int = 0
+    num_empty: int = 0
 
 
 class Scheduler:
-    """Owns the waiting queue, the slots and, through the pool, the pages."""
+    """Owns the waiting queue, the slots and, through the pool, the pages.
+
+    extends: by slot, the draft keys that published pages still lack; the next plan has the backend write them."""
 
     def __init__(self, pool: PagePool, prefix: PrefixCache | None, num_slots: int, row_budget: int) -> None:
         self.pool, self.prefix, self.row_budget = pool, prefix, row_budget
         self.running: list[Sequence | None] = [None] * num_slots
         self.admitted: list[Sequence] = []  # since the last plan
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
-        self.due: dict[Sequence, float] = {}  # time.monotonic at which sequences with a deadline must end
+        self.extends: dict[int, Extend] = {}
         self.num_preemptions = 0
         self.chunk_rows = row_budget  # prompt rows at most of a step in which others decode
-        self._row_s = deque[float](maxlen=3)  # of the last steps with chunks: one that was disturbed is no rule
+        self._row_s = deque[float](maxlen=3)  # of the last steps with chunks; the median ignores a disturbed one
         self.capacity = min(pool.num_pages, pool.pages_per_slot) * pool.page_size  # KV indices of one sequence at most
 
     @property
@@ -91,17 +78,8 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that passed `check`."""
-        self._wait(sequence)
-        if sequence.request.deadline_s is not None:
-            self.due[sequence] = sequence.request.arrival + sequence.request.deadline_s
-
-    def overdue(self) -> list[Sequence]:
-        """Sequences whose deadline has passed."""
-        if not self.due:
-            return []
-        now = time.monotonic()
-        return [sequence for sequence, due in self.due.items() if due <= now]
+        """Queue a sequence that passed `check`, or one that was preempted."""
+        heapq.heappush(self.waiting, (*sequence.urgency, sequence))
 
     def next_plan(self) -> StepPlan | None:
         """Reserve pages for the running sequences, admit waiting ones that fit, and plan a step. None if no sequence
@@ -111,18 +89,22 @@ class Scheduler:
         active = [s for s in self.running if s is not None]
         if not active:
             return None
-        decoding = tuple(s for s in active if not s.is_prefilling)
-        prefilling = [s for s in active if s.is_prefilling]
-        chunks = self._chunks(prefilling, decoding) if prefilling else ()
-        admitted, self.admitted = tuple(self.admitted), []
-        plan = StepPlan(admitted, decoding, chunks, len(prefilling), len(self.running) - len(active))
+        decoding, unfilled = list[Sequence](), list[Sequence]()
+        for sequence in active:
+            (unfilled if sequence.is_prefilling else decoding).append(sequence)
+        prefilling, chunks = self._chunks(unfilled, decoding) if unfilled else ((), ())
+        plan = StepPlan(
+            tuple(self.admitted), tuple(decoding), prefilling, chunks, sum(c.end - c.start for c in chunks),
+            tuple(self.extends.values()), len(unfilled), len(self.running) - len(active),
+        )  # fmt: skip
+        self.admitted, self.extends = [], {}
         for sequence in decoding:
             sequence.in_flight += sequence.max_step
             # Even if all drafts that are in flight are right, the step after this one must find room to draft nothing.
             sequence.may_draft = len(sequence.tokens) + sequence.in_flight + sequence.lookahead <= self.capacity
-        for chunk in plan.chunks:
-            chunk.sequence.num_planned = chunk.end
-            chunk.sequence.in_flight += chunk.draws
+        for sequence, chunk in zip(prefilling, chunks, strict=True):
+            sequence.num_planned = chunk.end
+            sequence.in_flight += chunk.draws
         return plan
 
     def find_pages_ahead(self, plan: StepPlan, num_steps: int) -> bool:
@@ -136,32 +118,33 @@ class Scheduler:
             return False
         return True
 
-    def repeated(self, plan: StepPlan, num_steps: int) -> None:
-        """The plan ran so often: its outcomes will be read one by one."""
-        for sequence in plan.decoding:
-            sequence.in_flight += (num_steps - 1) * sequence.max_step
-
     def learn_pace(self, num_rows: int, seconds: float, decode_s: float) -> None:
-        """Learn how long a row takes from a step with chunks; decode_s: what a step without chunks takes. Chunks beside
-        decoding sequences are then cut to MOST_CHUNK_S, whatever the machine and the model."""
+        """Learn how long a row takes from a step with chunks; decode_s: the time of a step without chunks. Chunks
+        beside decoding sequences are then cut to MOST_CHUNK_S, whatever the machine and the model."""
         if num_rows >= MIN_CHUNK:
             self._row_s.append(seconds / num_rows)
             self.chunk_rows = max(MIN_CHUNK, int((MOST_CHUNK_S + decode_s) / median(self._row_s)))
 
     def remove(self, sequence: Sequence) -> None:
         """Free the slot and pages of a sequence, or take it out of the queue."""
-        self.due.pop(sequence, None)
         if sequence.slot >= 0:
             self._vacate(sequence)
         else:
             self.waiting = [entry for entry in self.waiting if entry[2] is not sequence]
             heapq.heapify(self.waiting)
 
+    def settle(self, sequences: Iterable[Sequence]) -> None:
+        """The outcome of a step was committed to these sequences: publish their pages, and remove those that ended."""
+        for sequence in sequences:
+            self._publish(sequence)
+            if sequence.finish_reason is not None:  # published first: its pages may go to another sequence at once
+                self.remove(sequence)
+
     def _make_room(self) -> bool:
         """Reserve pages for the next step of every decoding sequence, the most urgent first. Returns whether no
         sequence had to be preempted."""
         gave_way = False
-        grows = [s for s in self.running if s is not None and not s.is_prefilling and self._grows(s)]
+        grows = [s for s in self.running if s is not None and self._grows(s) and not s.is_prefilling]
         for sequence in sorted(grows, key=lambda s: s.urgency):
             while sequence.slot >= 0:
                 try:
@@ -219,7 +202,7 @@ class Scheduler:
         sequence.num_hit = sequence.draft_end = len(nodes) * pool.page_size
         sequence.prefill_end, sequence.in_flight = end, 0
         sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
-        # Pages published without draft keys cannot be drafted from. The first usable draft key is behind the last such
+        # Pages published without draft keys cannot be drafted from. The first usable draft key is after the last such
         # page: it pairs the first feature there with the token after it, so it stands one index further.
         num_undrafted = max((i + 1 for i, node in enumerate(nodes) if not node.has_draft), default=0)
         first_feature = min(num_undrafted * pool.page_size, sequence.num_cached) if num_undrafted else 0
@@ -229,25 +212,54 @@ class Scheduler:
             sequence.counters.num_prefix_hits += sequence.num_hit
         return True
 
-    def _chunks(self, prefilling: list[Sequence], decoding: tuple[Sequence, ...]) -> tuple[PlannedChunk, ...]:
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence drafts, a page is
+        offered only when its draft keys are written, or will be written before another sequence can read them."""
+        size, end, slot = self.pool.page_size, sequence.num_cached, sequence.slot
+        if not sequence.is_published or end // size <= len(sequence.nodes) or slot < 0:
+            return
+        assert self.prefix is not None
+        if sequence.drafts and sequence.draft_end // size < end // size:
+            if sequence.finish_reason is None:
+                end = sequence.draft_end  # its next drafting step writes them
+                if sequence.num_cached - end >= size:  # it does not draft at present
+                    self.extends[slot] = Extend(slot, sequence.num_cached // size * size)
+            else:
+                self.extends[slot] = Extend(slot, end // size * size)
+        for index in range(len(sequence.nodes), end // size):
+            parent = sequence.nodes[-1] if sequence.nodes else None
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            space = sequence.request.cache_salt
+            has_draft = sequence.drafts and sequence.first_draft_key <= max(1, index * size)
+            node = self.prefix.publish(space, slot, parent, index, tokens, sequence.drafts, has_draft)
+            if node is None:
+                sequence.is_published = False
+                return
+            sequence.nodes.append(node)
+
+    def _chunks(
+        self, unfilled: list[Sequence], decoding: list[Sequence]
+    ) -> tuple[tuple[Sequence, ...], tuple[Chunk, ...]]:
+        """The pieces of prompts that this step computes, in slot order, and the sequence of each."""
         num_decode_rows = sum(s.num_rows for s in decoding)
         budget = max(self.row_budget - num_decode_rows, min(self.row_budget, MIN_CHUNK))
         if decoding:
             budget = min(budget, self.chunk_rows)
-        chunks = []
-        for sequence in sorted(prefilling, key=lambda s: s.urgency):
+        chunks = dict[Sequence, Chunk]()
+        for sequence in sorted(unfilled, key=lambda s: s.urgency):
             end = min(sequence.prefill_end, sequence.num_planned + budget)
             is_last = end == sequence.prefill_end
             draws = is_last and end == len(sequence.tokens)
-            chunks.append(PlannedChunk(sequence, sequence.slot, sequence.num_planned, end, is_last, draws))
+            chunks[sequence] = Chunk(sequence.slot, sequence.num_planned, end, is_last, draws)
             budget -= end - sequence.num_planned
             if budget == 0:
                 break
-        return tuple(sorted(chunks, key=lambda c: c.slot))
+        prefilling = sorted(chunks, key=lambda s: s.slot)
+        return tuple(prefilling), tuple(chunks[s] for s in prefilling)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._vacate(sequence)
-        self._wait(sequence)
+        self.add(sequence)
         sequence.num_preempted += 1
         self.num_preemptions += 1
 
@@ -257,6 +269,3 @@ class Scheduler:
             self.admitted.remove(sequence)
         self.running[sequence.slot] = None
         sequence.slot, sequence.nodes = -1, []
-
-    def _wait(self, sequence: Sequence) -> None:
-        heapq.heappush(self.waiting, (*sequence.urgency, sequence))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from aquiline.backends.base import Chunk, Decode, Decoded, Prefilled
 from aquiline.config import SamplingParams
 from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
@@ -17,11 +18,12 @@ from aquiline.text.detokenizer import Detokenizer
 from aquiline.types import FinishReason, Source, TokenLogprobs
 
 MARGIN = 2
-"""KV indices behind its longest text that a sequence must be able to have, however it drafts: of a step that drafts
-nothing, and of one more that was issued before the last outcome was read. Where pages end, nothing is drafted."""
+"""Number of KV indices that every sequence must have room for after its longest text: one for a step that drafts
+nothing, and one for a step that was issued before the last outcome was read. Without room for drafts nothing is
+drafted."""
 
 MAX_DEADLINE_S = 1e9
-"""Thirty years; a longer deadline, an arrival as long after the machine's start, NaN and infinity are taken for
+"""Thirty years. A longer deadline, an arrival so long after the machine's start, NaN and infinity are refused as
 mistakes."""
 
 
@@ -90,7 +92,7 @@ class Request:
     @cached_property
     def reach(self) -> int:
         """KV indices that the sequence uses at most where there are pages for them. A step issued before the last
-        outcome was read may start behind the last token, hence one step more than max_tokens_total."""
+        outcome was read may start after the last token, hence one step more than max_tokens_total."""
         return self.max_tokens_total + self.drafting.max_depth + 1 + self.drafting.lookahead
 
 
@@ -107,7 +109,8 @@ class TokenDelta(NamedTuple):
     drafter: by whom; text: the text that became final.
 
     logprobs: one per token id, where asked for. error: why finish_reason is "error". num_drafted: tokens that the step
-    drafted for the request; num_confirmed: how many of these the target confirmed, those behind its end included."""
+    drafted for the request; num_confirmed: how many of these the target confirmed, also of those after the text's
+    end."""
 
     request_id: int | str
     token_ids: list[int]
@@ -153,7 +156,7 @@ class Sequence:
     first_draft_key: int = 1  # no KV index below it has a draft key that may be read
     draft_end: int = 0  # KV indices first_draft_key .. draft_end - 1 have their draft keys
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
-    is_published: bool = True  # whether further pages may be published behind `nodes`
+    is_published: bool = True  # whether further pages may be published after `nodes`
     sources: list[Source] = field(default_factory=list)  # who wrote each output token
     pieces: list[str] = field(default_factory=list)  # the text of each delta
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -164,27 +167,24 @@ class Sequence:
     counters: Counters = field(default_factory=Counters)
     first_token_s: float = 0.0  # time.monotonic of the first token and of the end
     ended_s: float = 0.0
-    lookahead: int = field(init=False)  # the request's drafting's; read in every step
+    may_draft: bool = True  # in the step that was planned last: near the end of all pages there is no room for drafts
+    num_rows: int = field(init=False)  # rows that its last step verified; the next step is expected to have as many
+    # Of the request and its drafting, which never change:
+    num_prompt: int = field(init=False)  # prompt tokens
+    urgency: tuple[int, int] = field(init=False)  # a lower one is admitted earlier and preempted later
+    drafts: bool = field(init=False)  # whether the draft model may ever run for it
+    lookahead: int = field(init=False)
     max_step: int = field(init=False)  # tokens that a step adds at most
     is_adaptive: bool = field(init=False)
-    is_repeatable: bool = field(init=False)  # its steps may follow one another without the host reading its tokens
-    num_rows: int = field(init=False)  # that its last step verified; the next one is expected to take as many
-    may_draft: bool = True  # in the step that was planned last: near the end of all pages there is no room for drafts
+    is_repeatable: bool = field(init=False)  # whether steps may be repeated before the host reads its tokens
 
     def __post_init__(self) -> None:
-        drafting = self.request.drafting
-        self.lookahead, self.max_step, self.is_adaptive = (
-            drafting.lookahead,
-            drafting.max_depth + 1,
-            drafting.is_adaptive,
-        )
-        self.is_repeatable = not self.request.sampling.stop and (self.is_adaptive or self.proposer is None)
-        self.num_rows = 1 if drafting.is_adaptive else drafting.max_nodes
-
-    @property
-    def num_prompt(self) -> int:
-        """Prompt tokens."""
-        return len(self.request.prompt_ids)
+        request, drafting = self.request, self.request.drafting
+        self.num_prompt, self.urgency = len(request.prompt_ids), (request.priority, self.order)
+        self.drafts, self.lookahead = drafting.needs_draft_model, drafting.lookahead
+        self.max_step, self.is_adaptive = drafting.max_depth + 1, drafting.is_adaptive
+        self.is_repeatable = not request.sampling.stop and (self.is_adaptive or self.proposer is None)
+        self.num_rows = 1 if self.is_adaptive else drafting.max_nodes
 
     @property
     def output_ids(self) -> list[int]:
@@ -201,18 +201,57 @@ class Sequence:
         """Whether tokens of the prefill are still to be planned."""
         return self.num_planned < self.prefill_end
 
-    @property
-    def drafts(self) -> bool:
-        """Whether the draft model may ever run for it."""
-        return self.request.drafting.needs_draft_model
+    def commit_decode(self, decode: Decode, decoded: Decoded) -> TokenDelta | None:
+        """Append what a decode step decided. None for a sequence that ended after the step was issued: it ignores the
+        step's tokens."""
+        self.in_flight -= self.max_step
+        if self.finish_reason is not None:
+            return None
+        num_accepted = len(decoded.kept) - 1
+        delta = self._append_or_fail(decoded.kept, num_accepted, decoded.logprobs, drafter_of(decode, decoded))
+        num_kept = len(delta.token_ids)
+        self.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
+        if self.slot == decode.slot:
+            self.num_cached += num_kept
+            self.draft_end = decoded.draft_end
+            self.num_rows = 1 + decoded.num_drafted
+        return delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted)
 
-    @property
-    def urgency(self) -> tuple[int, int]:
-        """Sort key: a lower one is admitted earlier and preempted later."""
-        return (self.request.priority, self.order)
+    def commit_chunk(self, chunk: Chunk, prefilled: Prefilled) -> TokenDelta | None:
+        """Note that a chunk's keys are written, and append the token that it drew. None if it drew none, and for a
+        sequence that has ended."""
+        self.in_flight -= chunk.draws
+        if self.finish_reason is not None:
+            return None
+        self.prompt_logprobs += prefilled.prompt_logprobs
+        if self.slot == chunk.slot:
+            self.num_cached = chunk.end
+            self.draft_end = prefilled.draft_end
+        if prefilled.first_token is None:
+            return None
+        delta = self._append_or_fail([prefilled.first_token], 0, prefilled.logprobs)
+        self.counters.num_prefilled += len(delta.token_ids)
+        return delta
 
-    def append(
+    def _append_or_fail(
         self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source = "draft"
+    ) -> TokenDelta:
+        """Append a step's tokens. A last token of -1 says that the target's logits are not numbers. The sequence then
+        ends with an error, unless the tokens before the last one already end it."""
+        if token_ids[-1] >= 0:
+            return self._append(token_ids, num_accepted, logprobs, drafter)
+        delta = self._append(token_ids[:-1], num_accepted, logprobs, drafter)
+        if delta.finish_reason is not None:
+            return delta
+        sampling, cause = self.request.sampling, "check the checkpoint's weights and dtype"
+        if sampling.logit_bias or sampling.bad_words or sampling.min_tokens:
+            cause += ", and whether logit_bias, bad_words and min_tokens leave any token"
+        where = f"request {self.request.id}: the target's logits at position {len(self.tokens)}"
+        end = self.end("error", f"{where} are NaN or have no finite value; {cause}")
+        return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)
+
+    def _append(
+        self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source
     ) -> TokenDelta:
         """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop. Returns what was added."""
         room = self.request.max_tokens_total - len(self.tokens)
@@ -245,3 +284,12 @@ class Sequence:
         text = self.detokenizer.finish()
         self.pieces.append(text)
         return TokenDelta(self.request.id, [], 0, text, reason, None, error)
+
+
+def drafter_of(decode: Decode, decoded: Decoded) -> Source:
+    """Who drafted the accepted tokens. Where the draft model and the host drafted in one tree: the host, if all of them
+    are its own too."""
+    if decode.proposal is None:
+        return "draft"
+    accepted = tuple(decoded.kept[:-1])
+    return "lookup" if decode.cut is None or accepted == decode.proposal.tokens[: len(accepted)] else "draft"

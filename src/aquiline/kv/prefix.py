@@ -58,8 +58,7 @@ class PrefixCache:
         drafts: bool,
         has_draft: bool,
     ) -> Node | None:
-        """Offer the slot's page number `index`, which holds `tokens` after those of `parent` (None: no page), to a
-        space.
+        """Offer a slot's page to a space: its page `index`, with `tokens` after those of `parent` (None: no page).
 
         drafts: the slot will read draft keys in that page. has_draft: the page holds all its draft keys. Returns the
         page's node. If the tree already has a page for these tokens, the slot takes the tree's page and drops its own.

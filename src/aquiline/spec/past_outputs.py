@@ -64,7 +64,7 @@ class PastOutputs:
 
     def space(self, salt: str | None) -> PastSpace:
         """The outputs that requests with this cache_salt see."""
-        # 64 bits of SHA-256: no request meets another salt's text by chance, and nobody can look for a salt that does.
+        # 64 bits of SHA-256: no request meets another salt's text by chance, and no such salt can be computed.
         named = b"" if salt is None else b"=" + salt.encode("utf-8", "surrogatepass")
         return PastSpace(self, int.from_bytes(sha256(named).digest()[:8], "big", signed=True))
 
@@ -154,9 +154,9 @@ class PastMatch:
             end, length, count = place
             is_hit = False
             if length:
-                foretold = outputs.token(end + 1)
-                is_hit = foretold == tokens[i]
-                if foretold != SEPARATOR:
+                predicted = outputs.token(end + 1)
+                is_hit = predicted == tokens[i]
+                if predicted != SEPARATOR:
                     outputs.events.add(length, count, is_hit)
             if is_hit and outputs.token(end + 2) != SEPARATOR:
                 place = PastPlace(end + 1, length + 1, count)

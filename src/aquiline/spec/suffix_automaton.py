@@ -113,12 +113,12 @@ class SuffixAutomaton:
 
     def _tell(self, events: Events, state: int, token: int) -> None:
         """Count the token after the match, which is `state` or a suffix of it."""
-        foretold = self.text[self.end[state] + 1]
-        if foretold == SEPARATOR:
+        predicted = self.text[self.end[state] + 1]
+        if predicted == SEPARATOR:
             state = self.match()
-            foretold = self.text[self.end[state] + 1]
+            predicted = self.text[self.end[state] + 1]
         if state:
-            events.add(self.length[state], self.count[state], foretold == token)
+            events.add(self.length[state], self.count[state], predicted == token)
 
     def _split(self, whole: int, state: int, token: int) -> int:
         """Split a state. Of the substrings of `whole`, those that are `state` or its suffixes followed by `token` stand

@@ -26,8 +26,14 @@ from typing import Any
 from aquiline.checks import is_unicode, parse_json
 
 _GZIP = b"\x1f\x8b"
-_USER_ROLES = ("user", "human")
-_MODEL_ROLES = ("assistant", "gpt", "chatgpt", "model", "bard", "bing")
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "model": "assistant", "system": "system", "developer": "developer", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+"""Names of roles in public data sets, and what chat templates call them."""
+_USER_ROLES = tuple(name for name, role in ROLES.items() if role == "user")
+_MODEL_ROLES = (*(name for name, role in ROLES.items() if role == "assistant"), "bard", "bing")
+"""Roles whose messages are the turns of a question, and roles of answers, which are left out."""
 
 
 @dataclass(frozen=True)

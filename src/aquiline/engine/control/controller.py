@@ -17,14 +17,14 @@ from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from aquiline.backends.base import Decode, Decoded, StepOutput
+from aquiline.backends.base import Decode, Decoded
 from aquiline.config import MAX_CHAIN
 from aquiline.engine.control.acceptance import NUM_POOLS, POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, pool_number
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import MIN_NODE_TOKENS, DraftingPlan, Planner, StepLoad, Terms, best_copies
+from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
-from aquiline.engine.step import Step
 from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
@@ -92,17 +92,12 @@ class Controller:
         self._expected_ms = 0.0  # of the last step whose times were learnt
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
 
-    @property
-    def row_costs(self) -> tuple[float, ...]:
-        """The cost of the nodes of a step: see StepInput."""
-        return self._plan.row_costs
-
-    def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
-        """How each adaptive sequence that decodes in this step drafts."""
+    def choose(self, plan: StepPlan) -> StepChoice | None:
+        """How each adaptive sequence that decodes in this step drafts. None if there is none."""
         began = time.perf_counter()
         mine = tuple([s for s in plan.decoding if s.is_adaptive and s.may_draft])
         if not mine:
-            return {}
+            return None
         self._num_steps += 1
         self._plan_age += 1
         if self._plan_age >= REPLAN_STEPS or mine != self._planned or self._with_chunks != bool(plan.chunks):
@@ -115,9 +110,9 @@ class Controller:
             self._probe(mine, chosen)
         self.ledger.num_chosen += 1
         self.ledger.choosing_ms += (time.perf_counter() - began) * 1e3
-        return chosen
+        return StepChoice(chosen, self._plan.row_costs, self.most_steps(chosen))
 
-    def most_repeats(self, chosen: dict[Sequence, Decode]) -> int:
+    def most_steps(self, chosen: dict[Sequence, Decode]) -> int:
         """The number of steps for which the choice may stand: until a plan is due, and until a sequence must search for
         a match. A copy or a probe holds for one step."""
         most = REPLAN_STEPS - self._plan_age
@@ -128,17 +123,18 @@ class Controller:
                 most = min(most, self._states[sequence].search_period)
         return max(1, most)
 
-    def repeated(self, chosen: dict[Sequence, Decode], num_steps: int) -> None:
+    def repeated(self, choice: StepChoice, num_steps: int) -> None:
         """The choice held for num_steps steps."""
         more = num_steps - 1
         self._num_steps += more
         self._plan_age += more
         self._probe_ms += more * PROBE_TIME_SHARE * self._expected_ms
-        for sequence in chosen:
+        for sequence in choice.decodes:
             self._states[sequence].num_uncopied += more
 
-    def learn(self, step: Step, output: StepOutput) -> None:
+    def learn(self, step: Step) -> None:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
+        output = step.output
         self._steps_untimed += 1
         has_adaptive, is_timed = False, self._steps_untimed >= TIMING_STEPS
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
@@ -157,7 +153,7 @@ class Controller:
         if has_adaptive and is_timed:
             self._steps_untimed = 0
             if is_learnt:
-                self._learn_time(step, output)
+                self._learn_time(step)
 
     def end_step(self, seconds: float) -> None:
         """The engine's step took so long in all. Of steps that were computed together, the first has the host's
@@ -273,7 +269,8 @@ class Controller:
             chosen[sequence] = Decode(sequence.slot, chain_of(sequence), cut=UNVERIFIED)
             self._probe_ms -= cost
 
-    def _learn_time(self, step: Step, output: StepOutput) -> None:
+    def _learn_time(self, step: Step) -> None:
+        output = step.output
         keys = [len(s.tokens) for s in step.plan.decoding]
         self._expected_ms, measured_ms = self.costs.learn_step(step.message, output, keys)
         if measured_ms is not None:

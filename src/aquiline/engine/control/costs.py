@@ -149,9 +149,9 @@ class StepCosts:
         """The time that this number of keys adds to the passes of the draft that read them."""
         return self.draft_factor * self.table.draft_key_ms * keys
 
-    def row(self, rows: int, more: int, keys: float = 0.0) -> float:
-        """One more verified row beside about `rows`, as the mean over the next `more`. keys: keys of its sequence."""
-        return (self.verify(rows + more) - self.verify(rows)) / more + self.row_keys(keys)
+    def row(self, rows: int, more: int) -> float:
+        """One more verified row beside about `rows`, as the mean over the next `more`, keys apart."""
+        return (self.verify(rows + more) - self.verify(rows)) / more
 
     def further_rows(self, rows: int, most: int) -> list[float]:
         """What 0 to `most` verified rows cost beside `rows` others, keys apart."""
