@@ -8,16 +8,44 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import sys
+from collections import Counter
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from aquiline.checks import parse_json
-from aquiline.regenerate.regenerated import Tally
-from aquiline.writing import write_whole, writing
+from aquiline.writing import resume_lines, write_whole, writing
+
+
+@dataclass
+class Tally:
+    """Sums over conversations: answers, their tokens (stop tokens included) and how they ended."""
+
+    num_conversations: int = 0
+    num_answers: int = 0
+    num_answer_tokens: int = 0
+    num_tokens: int = 0  # prompts and templates included
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count one row of the output."""
+        self.num_conversations += 1
+        self.num_answers += len(row["finish_reasons"])
+        self.num_answer_tokens += sum(row["loss_mask"])
+        self.num_tokens += len(row["token_ids"])
+        self.finish_reasons.update(row["finish_reasons"])
+
+    @property
+    def mean_answer_tokens(self) -> float:
+        """Mean tokens of an answer; 0 without answers."""
+        return self.num_answer_tokens / self.num_answers if self.num_answers else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """The sums as JSON."""
+        return vars(self) | {"mean_answer_tokens": round(self.mean_answer_tokens, 1)}
 
 
 def check_settings(path: Path, settings: dict[str, Any], are_all: bool = False) -> None:
@@ -75,10 +103,9 @@ class AnswerFile:
             write_whole(self.meta, json.dumps(self.settings, indent=2) + "\n", "No answer is lost")
             return
         check_settings(self.path, self.settings, are_all=True)
-        num_whole = self._read()
-        if num_whole < num_bytes:
+        resume_lines(self.path, self._take_row)
+        if self.path.stat().st_size < num_bytes:
             print(f"aquiline: {self.path}: the last row was cut and is dropped; it is written again", file=sys.stderr)
-            os.truncate(self.path, num_whole)
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns. Raises OSError if the disk is full."""
@@ -92,26 +119,19 @@ class AnswerFile:
         self.total.add(row)
         self.by_temperature.setdefault(row["temperature"], Tally()).add(row)
 
-    def _read(self) -> int:
-        """Read the whole rows. Returns how many bytes they take."""
-        num_whole = 0
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    row = parse_json(line)
-                    is_new = row["id"] not in self.ids
-                    self._count(row)
-                except (ValueError, KeyError, TypeError):
-                    is_new = False
-                if not is_new:
-                    raise ValueError(
-                        f"out={str(self.path)!r}: line {number} is no row of this command, or the second of its id; "
-                        "choose another --out"
-                    )
-                num_whole += len(line)
-        return num_whole
+    def _take_row(self, index: int, line: bytes) -> None:
+        """Count a row of an earlier run. Raises ValueError for a line that is no such row."""
+        try:
+            row = parse_json(line)
+            is_new = row["id"] not in self.ids
+            self._count(row)
+        except (ValueError, KeyError, TypeError):
+            is_new = False
+        if not is_new:
+            raise ValueError(
+                f"out={str(self.path)!r}: line {index + 1} is no row of this command, or the second of its id; choose "
+                "another --out"
+            )
 
     def __enter__(self) -> Self:
         return self

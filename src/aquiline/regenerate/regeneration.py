@@ -22,11 +22,11 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
+from aquiline.metrics import RunSummary
 from aquiline.models.fingerprint import fingerprint
-from aquiline.regenerate.answer_file import AnswerFile
+from aquiline.regenerate.answer_file import AnswerFile, Tally
 from aquiline.regenerate.answering import Conversation
 from aquiline.regenerate.regenerate_config import RegenerateConfig
-from aquiline.regenerate.regenerated import Regenerated
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.text.questions import read_rows
 
@@ -37,10 +37,81 @@ NUM_REPORTED = 50
 """At most this many rows without an answer are named; further ones are only counted."""
 
 
+@dataclass(frozen=True)
+class Regenerated:
+    """The outcome of every row of the data: num_done + num_failed + num_skipped = num_rows.
+
+    num_done: rows in the output; num_resumed of them are from earlier runs. num_failed: broken rows, and rows whose
+    logits are not numbers. skipped, by reason: rows that were not asked for or do not fit. num_shortened: rows that are
+    done but lack their last turns. reasons: "FILE line N: why" for rows of this run that lack an answer, up to
+    NUM_REPORTED. total and by_temperature: sums over the whole output. answer_tokens, seconds and summary: of this run
+    only."""
+
+    num_rows: int
+    num_done: int
+    num_resumed: int
+    num_failed: int
+    skipped: dict[str, int]
+    num_shortened: int
+    reasons: list[str]
+    total: Tally
+    by_temperature: dict[float, Tally]
+    answer_tokens: int
+    seconds: float
+    summary: RunSummary
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows that were not asked for or do not fit."""
+        return sum(self.skipped.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Answer tokens per second of the run. Prompt tokens are not counted, the time for them is."""
+        return self.answer_tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures as JSON."""
+        own = (
+            "num_rows",
+            "num_done",
+            "num_failed",
+            "num_skipped",
+            "num_resumed",
+            "num_shortened",
+            "skipped",
+            "reasons",
+        )
+        return {name: getattr(self, name) for name in own} | {
+            "output": self.total.as_dict(),
+            "by_temperature": {f"{t:g}": tally.as_dict() for t, tally in sorted(self.by_temperature.items())},
+            "answer_tokens": self.answer_tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "metrics": self.summary.as_dict(),
+        }
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
+        lines = [
+            f"{self.num_rows} rows = {self.num_done} done ({self.num_resumed} by earlier runs) + {self.num_failed} "
+            f"failed + {self.num_skipped} skipped{why and f' ({why})'}",
+            f"{self.answer_tokens} answer tokens in {self.seconds:.1f} s: {self.tokens_per_s:.0f} tok/s; "
+            f"{self.summary.slots_line}",
+        ]
+        for temperature, tally in sorted(self.by_temperature.items()):
+            ends = ", ".join(f"{count} {reason}" for reason, count in tally.finish_reasons.most_common())
+            lines.append(
+                f"temperature {temperature:g}: {tally.num_conversations} conversations, {tally.num_answers} answers of "
+                f"{tally.mean_answer_tokens:.0f} tokens on average ({ends})"
+            )
+        return "\n".join(lines)
+
+
 def asked_settings(config: RegenerateConfig, target: Path, template_options: dict[str, Any] | None) -> dict[str, Any]:
-    """What a row of the output depends on beside its number, as far as it is known before the target is loaded. The
-    draft is not among these settings, so a run may be continued with a newer draft: only the field `rejected` depends
-    on it."""
+    """The settings that decide a row of the output beside its number, as far as they are known before the target is
+    loaded. The draft is not among them, so a run may be continued with a newer draft: only the field `rejected`
+    depends on the draft."""
     return {
         "target_fingerprint": fingerprint(target),
         "template_options": template_options or {},
@@ -54,14 +125,14 @@ def asked_settings(config: RegenerateConfig, target: Path, template_options: dic
 
 @dataclass(eq=False)
 class Regeneration:
-    """One run. target: the checkpoint that `llm` runs; the output's settings store its fingerprint.
+    """One run. asked: the settings of the output that `asked_settings` gave for this config.
 
     Raises ValueError, and changes nothing, if the data holds no row or the output belongs to other settings."""
 
     llm: LLM
     template: ChatTemplate
-    target: Path
     config: RegenerateConfig
+    asked: dict[str, Any]
     is_shown: bool = False  # progress on stderr
     failed: set[int] = field(default_factory=set, init=False)
     skipped: Counter[str] = field(default_factory=Counter, init=False)
@@ -71,15 +142,14 @@ class Regeneration:
     num_shortened: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.llm.models.tokenizer is None:
-            raise ValueError(f"target={str(self.target)!r}: has no tokenizer.json, and prompts are text; add one")
-        self.tokenizer = self.llm.models.tokenizer
+        models = self.llm.models
+        if models.tokenizer is None:
+            raise ValueError(f"target={str(models.checkpoint)!r}: has no tokenizer.json, and prompts are text; add one")
+        self.tokenizer = models.tokenizer
         self.rows = [row for path in self.config.data for row in read_rows(path)]
         known = {row for path in self.config.skip_ids for row in _ids(path)}
-        models = self.llm.models
         ran = {"dtype": models.storage, "arithmetic": models.arithmetic, "path": models.pair.name}
-        settings = asked_settings(self.config, self.target, self.template.options)
-        self.out = AnswerFile(self.config.out, settings | ran | {"max_context": self.llm.engine.max_context})
+        self.out = AnswerFile(self.config.out, self.asked | ran | {"max_context": self.llm.engine.max_context})
         self.todo = self._select(known)
         num_done = len(self.out.ids)
         self.bar = RequestProgress(num_done + len(self.todo), self.llm.engine, self.is_shown, num_done)

@@ -17,7 +17,7 @@ from aquiline.models.model_config import ModelConfig
 from aquiline.train.full_attention import StepKeys, full_attention
 
 CHUNK = 128
-"""Queries of one chunk. Keys behind the last position of a chunk are not multiplied at all."""
+"""Queries of one chunk. Keys after the last position of a chunk are not multiplied at all."""
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,11 @@ class World:
         dist.destroy_process_group()
 
 
+def alone() -> World:
+    """A single process outside torchrun."""
+    return World(device="cuda" if torch.cuda.is_available() else "cpu")
+
+
 def join(parallel: str | None) -> World:
     """The world that torchrun made, or a single process. `parallel` None means ddp under torchrun.
 
@@ -118,7 +123,7 @@ def join(parallel: str | None) -> World:
                 f"parallel={parallel!r}: needs several processes; start them with "
                 "`torchrun --nproc-per-node N --no-python aquiline train ...`, or drop the option"
             )
-        return World(device="cuda" if torch.cuda.is_available() else "cpu")
+        return alone()
     device, backend = "cpu", "gloo"
     if torch.cuda.is_available():
         device, backend = f"cuda:{os.environ.get('LOCAL_RANK', '0')}", "nccl"

@@ -1,4 +1,4 @@
-"""What a run will need: memory, arithmetic by stage and disk from shapes alone; time from steps that were measured.
+"""The needs of a run: memory, arithmetic by stage and disk from shapes alone; time from steps that were measured.
 
 Memory counts what is held all the time and what one step keeps for its backward pass, but not the short-lived buffers
 of single operations. Without measured steps there is only a bound on speed: matrix products alone, at the rate of one
@@ -20,14 +20,15 @@ from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
 from aquiline.models.counting import draft_shape, read_shape
 from aquiline.models.shape import AttentionShape, Dense, DraftShape, LayerShape, ModelShape, MoE
 from aquiline.train.attention import CHUNK
-from aquiline.train.distributed import World
-from aquiline.train.head_loss import CHUNK_BYTES
+from aquiline.train.distributed import World, alone
+from aquiline.train.features import bytes_per_token
+from aquiline.train.losses import CHUNK_BYTES
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
+from aquiline.train.start import DEFAULT_SIZE
 from aquiline.train.teacher import has_bfloat16
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import num_rows
-from aquiline.train.vocabulary import DEFAULT_SIZE
 
 RATE_SECONDS = 1.0
 RATE_ROWS = 2048
@@ -48,42 +49,40 @@ class ProductRate:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What a run will need. memory: bytes on one rank, by purpose. flops: floating-point operations of one trained
-    token, by stage. checkpoint_bytes: of one checkpoint. features_bytes: of one token in the feature cache. tokens: of
-    the budget, None if the budget is in minutes or epochs."""
+    """The needs of a run. memory_bytes: on one rank, by purpose. flops_per_token: floating-point operations by stage.
+    tokens: of the budget, None if the budget is in minutes or epochs. checkpoint_bytes: of one checkpoint.
+    features_bytes_per_token: in the feature cache."""
 
-    memory: dict[str, int]
-    flops: dict[str, float]
-    checkpoint_bytes: int
-    features_bytes: int
+    memory_bytes: dict[str, int]
+    flops_per_token: dict[str, float]
     tokens: int | None
+    checkpoint_bytes: int
+    features_bytes_per_token: int
     num_ranks: int
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "memory_bytes": self.memory, "flops_per_token": self.flops, "tokens": self.tokens,
-            "checkpoint_bytes": self.checkpoint_bytes, "features_bytes_per_token": self.features_bytes,
-        }  # fmt: skip
+        return {name: value for name, value in vars(self).items() if name != "num_ranks"}
 
     def lines(self, keep: int, free: int) -> list[str]:
         """The estimate in words. free: bytes of free memory; keep: how many checkpoints are kept."""
-        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory.items())
-        total = sum(self.memory.values())
+        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory_bytes.items())
+        total = sum(self.memory_bytes.values())
         fits = "" if total <= free else ": IT WILL NOT FIT; lower batch_size, context or draft_vocab_size"
-        whole = sum(self.flops.values())
-        stages = ", ".join(f"{name} {100 * f / whole:.0f} %" for name, f in self.flops.items())
+        whole = sum(self.flops_per_token.values())
+        stages = ", ".join(f"{name} {100 * f / whole:.0f} %" for name, f in self.flops_per_token.items())
         ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        cache_bytes = 1e6 * self.features_bytes_per_token
         return [
             f"memory{ranks}: {_bytes(total)} of {_bytes(free)} free ({parts}){fits}",
             f"arithmetic: {whole / 1e9:.3g} GFLOP a token ({stages})",
             f"disk: {_bytes(self.checkpoint_bytes)} a checkpoint, {keep + 1} at a time; with --features "
-            f"{_bytes(1e6 * self.features_bytes)} a million tokens, which spares a document's next epochs the target",
+            f"{_bytes(cache_bytes)} a million tokens, which spares a document's next epochs the target",
         ]
 
     def bound(self, rate: ProductRate) -> float:
         """Tokens per second of all ranks together that no run exceeds: all products at that rate, and nothing else."""
-        return self.num_ranks * rate.flops / sum(self.flops.values())
+        return self.num_ranks * rate.flops / sum(self.flops_per_token.values())
 
     def bound_line(self, rate: ProductRate) -> str:
         """The bound in words."""
@@ -96,18 +95,20 @@ class RunEstimate:
         )
 
 
-def measured_line(pace: Pace, num_steps: int) -> str:
-    """What steps took, in words."""
-    speed = pace.tokens / pace.seconds
-    return f"time: {speed:,.0f} tokens/s, {pace.seconds:.1f} s a step, measured over the first {num_steps} steps here"
+def measured_line(pace: Pace) -> str:
+    """The pace of the first steps, in words."""
+    return (
+        f"time: {pace.tokens_per_s:,.0f} tokens/s, {pace.step_s:.1f} s a step, measured over the first "
+        f"{pace.num_steps} steps here"
+    )
 
 
 def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
-    """So many steps to come, in words. before: tokens that a new draft has been trained on, None for an earlier
-    draft that goes on."""
-    tokens = round(num_steps * pace.tokens)
+    """The steps to come, in words. before: tokens that a new draft has been trained on, None for an earlier draft that
+    goes on."""
+    tokens = round(num_steps * pace.step_tokens)
     plan = (
-        f"plan: {num_steps:,} steps to go, {tokens:,} tokens, {_duration(num_steps * pace.seconds)}, looks not counted"
+        f"plan: {num_steps:,} steps to go, {tokens:,} tokens, {_duration(num_steps * pace.step_s)}, looks not counted"
     )
     if before is None or before + tokens >= FEW_TOKENS:
         return plan
@@ -117,24 +118,15 @@ def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A run of num_steps steps, at the pace of num_measured of them."""
-
-    pace: Pace
-    num_measured: int
-    num_steps: int
-
-
 def estimate(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
     """The estimate for a run of these settings on a target of this shape."""
     draft = trained_shape(config, target)
     return RunEstimate(
-        memory=_memory(config, target, draft, world),
-        flops=_flops(config, target, draft),
-        checkpoint_bytes=draft.num_parameters * (4 * _copies(config) - 4 + 2),
-        features_bytes=2 * (draft.fc.k + target.body.hidden_size) + 8,
+        memory_bytes=_memory(config, target, draft, world),
+        flops_per_token=_flops(config, target, draft),
         tokens=_tokens(config),
+        checkpoint_bytes=draft.num_parameters * (4 * _copies(config) - 4 + 2),
+        features_bytes_per_token=bytes_per_token(draft.fc.k, target.body.hidden_size),
         num_ranks=world.size,
     )
 
@@ -153,8 +145,8 @@ def _copies(config: TrainConfig) -> int:
 
 def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> dict[str, int]:
     H, V, on_cpu = target.body.hidden_size, target.vocab_size, world.device == "cpu"
-    weights = round(target.stored_bytes(target.precision)) * (2 if on_cpu else 1)  # on a CPU, as loaded and packed
-    kv = round(target.body.kv_bytes_per_token(target.precision))
+    weights = round(target.stored_bytes) * (2 if on_cpu else 1)  # on a CPU, as loaded and packed
+    kv = round(target.body.kv_bytes_per_token)
     slots = (-(-max(2048, config.context) // PAGE_SIZE) + MAX_DOCUMENTS) * PAGE_SIZE if on_cpu else 0
     split = world.size if world.parallel == "fsdp" else 1
     copies = 4 * draft.num_parameters * _copies(config) // split
@@ -166,7 +158,8 @@ def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: W
 
 
 def step_bytes(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> int:
-    """What a step keeps: its batches, what the passes save for their backward, and the head's gradients and chunks.
+    """Bytes that a step keeps: its batches, tensors that the passes save for their backward, the head's gradients and
+    chunks.
 
     A row of a pass saves 13 vectors of H around norms and residual, queries, keys, values and outputs of attention,
     four of the MLP's width, and, in `fused` attention, the probabilities of the keys it sees."""
@@ -231,7 +224,7 @@ def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> ModelShap
 
 
 def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None], world: World) -> RunEstimate:
-    """Say line by line what a run needs, time left out."""
+    """Say line by line how much memory, arithmetic and disk a run needs."""
     told = estimate(config, shape, world)
     for line in told.lines(config.keep, free_memory(world.device)):
         say(line)
@@ -239,18 +232,18 @@ def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None],
 
 
 def dry_run(
-    config: TrainConfig, shape: ModelShape, say: Callable[[str], None], measure: Callable[[], Planned] | None
+    config: TrainConfig, shape: ModelShape, say: Callable[[str], None], measure: Callable[[], tuple[Pace, int]] | None
 ) -> dict[str, Any]:
-    """Say line by line what a run would need, and return it as JSON. measure: takes some steps of it; None where there
-    is nothing to train on, which leaves a bound."""
-    world = World(device="cuda" if torch.cuda.is_available() else "cpu")
+    """Say line by line what a run would need, and return it as JSON. measure: takes some steps of the run and returns
+    their pace and the steps of the whole run; None where there is nothing to train on, which leaves a bound."""
+    world = alone()
     told = announce(config, shape, say, world)
     record = {"target": str(config.target), **told.record()}
     if measure is not None:
-        planned = measure()
-        say(measured_line(planned.pace, planned.num_measured))
-        say(plan_line(planned.pace, planned.num_steps, None if config.init else 0))
-        return record | {"tokens_per_s": planned.pace.tokens / planned.pace.seconds, "steps": planned.num_steps}
+        pace, num_steps = measure()
+        say(measured_line(pace))
+        say(plan_line(pace, num_steps, None if config.init else 0))
+        return record | {"tokens_per_s": pace.tokens_per_s, "steps": num_steps}
     rate = measure_rate(world.device, shape.body.hidden_size, RATE_SECONDS)
     say(told.bound_line(rate))
     return record | {
@@ -260,7 +253,7 @@ def dry_run(
 
 
 def measure_rate(device: str, width: int, seconds: float) -> ProductRate:
-    """The best rate of [2048, width] x [width, 4 width] products within so many seconds, in the dtype of training."""
+    """The best rate of [2048, width] x [width, 4 width] products within `seconds`, in the dtype of training."""
     kind = torch.device(device).type
     width = min(width, CPU_WIDTH if kind == "cpu" else width)
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from aquiline.models.model_config import ModelConfig
 from aquiline.train.teacher import View
 from aquiline.types import Int32
 
@@ -30,23 +28,15 @@ SHARD_TOKENS = 16384
 """A shard is written once this many positions wait; a killed run loses the views that waited."""
 
 
-def bytes_per_token(config: ModelConfig, num_capture: int) -> int:
-    """Bytes on disk of one position: features and last hidden state in bfloat16, log-sum-exp and best token."""
-    return 2 * (num_capture + 1) * config.hidden_size + 8
+def bytes_per_token(width: int, hidden_size: int) -> int:
+    """Bytes on disk of one position: features of `width` numbers and last hidden state in bfloat16, log-sum-exp and
+    best token."""
+    return 2 * (width + hidden_size) + 8
 
 
 def document_key(tokens: Int32) -> str:
     """The name of a document in a cache: 128 bits of the hash of its token ids."""
     return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()[:32]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Positions [start, start + length) of a shard."""
-
-    shard: Any
-    start: int
-    length: int
 
 
 class FeatureCache:
@@ -56,7 +46,7 @@ class FeatureCache:
 
     def __init__(self, directory: Path, identity: dict[str, str]) -> None:
         self.directory, self.identity = directory, identity
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[Any, slice]] = {}  # a shard and positions of it
         self._waiting: dict[str, View] = {}
         directory.mkdir(parents=True, exist_ok=True)
         for file in sorted(directory.glob("*.safetensors")):
@@ -74,29 +64,25 @@ class FeatureCache:
         """A document's view. Raises KeyError if it is not there."""
         if key in self._waiting:
             return self._waiting[key]
-        place = self._places[key]
-        stop = place.start + place.length
-        return View(
-            *(place.shard.get_slice(name)[place.start : stop] for name in ("features", "hidden", "lse", "best"))
-        )
+        shard, place = self._places[key]
+        return View(*(shard.get_slice(name)[place] for name in View._fields))
 
     def add(self, key: str, view: View) -> None:
         """Keep a view; it reaches the disk with the next full shard or `flush`."""
         self._waiting[key] = view
-        if sum(len(v.lse) for v in self._waiting.values()) >= SHARD_TOKENS:
+        if sum(len(view.lse) for view in self._waiting.values()) >= SHARD_TOKENS:
             self.flush()
 
     def flush(self) -> None:
         """Write the waiting views as one shard. Raises OSError if the disk is full; earlier shards stay whole."""
         if not self._waiting:
             return
-        keys, views = list(self._waiting), list(self._waiting.values())
-        tensors = {
-            name: torch.cat([getattr(view, name) for view in views]) for name in ("features", "hidden", "lse", "best")
-        }
+        columns = zip(*self._waiting.values(), strict=True)
+        tensors = {name: torch.cat(list(column)) for name, column in zip(View._fields, columns, strict=True)}
         documents = {key: len(view.lse) for key, view in self._waiting.items()}
         metadata = {"identity": json.dumps(self.identity), "documents": json.dumps(documents)}
-        file = self.directory / f"{keys[0]}.safetensors"
+        name = hashlib.sha256(metadata["documents"].encode()).hexdigest()[:32]  # ranks share some documents, not all
+        file = self.directory / f"{name}.safetensors"
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         try:
             save_file(tensors, temporary, metadata=metadata)
@@ -126,12 +112,13 @@ class FeatureCache:
             raise ValueError(f"features={self.directory}: made with another target ({told}); name another folder")
         start = 0
         for key, length in json.loads(metadata["documents"]).items():
-            self._places[key] = _Place(shard, start, length)
+            self._places[key] = (shard, slice(start, start + length))
             start += length
 
 
 class Views:
-    """The target's views of documents: from the cache if it has them, else computed by `score` and added to it."""
+    """The target's views of documents: from the cache if it has them, else computed by `score` and added to it. The
+    end of a run must `close` them, so that every view reaches the disk."""
 
     def __init__(self, score: Callable[[Sequence[Int32]], list[View]], cache: FeatureCache | None) -> None:
         self.score, self.cache = score, cache
@@ -140,9 +127,7 @@ class Views:
     def of(self, documents: Sequence[Int32]) -> list[View]:
         """Views of documents, in their order."""
         keys = [document_key(tokens) for tokens in documents]
-        found: dict[str, View] = {}
-        if self.cache is not None:
-            found = {key: self.cache.get(key) for key in keys if key in self.cache}
+        found = {key: self.cache.get(key) for key in keys if key in self.cache} if self.cache is not None else {}
         missing = {key: tokens for key, tokens in zip(keys, documents, strict=True) if key not in found}
         if missing:
             self.num_computed += sum(map(len, missing.values()))
@@ -151,3 +136,12 @@ class Views:
                 if self.cache is not None:
                     self.cache.add(key, view)
         return [found[key] for key in keys]
+
+    def close(self) -> None:
+        """Write the views that the cache has not written yet. If the disk is full they are lost with a warning, since
+        the run that computed them is over."""
+        try:
+            if self.cache is not None:
+                self.cache.flush()
+        except OSError as error:
+            logger.warning("%s", error)

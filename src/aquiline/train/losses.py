@@ -1,4 +1,5 @@
-"""Losses between a draft's distribution and the target's, with their gradients, one value per row.
+"""Losses between a draft's distribution and the target's, with their gradients, one value per row; and the loss of a
+draft's head, a few rows at a time.
 
 p is the target's distribution over the whole vocabulary, q the draft's over the draft vocabulary. A draft can never
 match the tokens outside its vocabulary. There are three acceptance rates:
@@ -8,13 +9,17 @@ match the tokens outside its vocabulary. There are three acceptance rates:
                  noise, which is what this engine accepts (Daliri, Musco, Suresh, arXiv 2408.07978)
     best guess   whether the two argmaxes are the same: what is accepted at temperature 0
 
-A gradient is formed beside its loss, without autograd, so that a chunk of logits never leaves the cache.
+The logits of a training step would take more memory than everything else together, and most of a step's time goes
+into them. So each chunk of rows goes forward, gets its loss and its gradient, formed without autograd, and goes
+backward at once; only the gradients of the rows and of the head are kept. The target's logits of a position are
+computed once for all passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +27,11 @@ from torch import Tensor
 LK_RATE = 3.0
 """KL's weight in `lk-mix` is exp(-3 overlap): KL while p and q hardly meet, then the overlap itself (2602.23881)."""
 TINY = 1e-30
+CHUNK_BYTES = 32 << 20
+"""Size of one chunk's float32 logits. A matrix product reorders the head once per call, so a chunk has many rows."""
+BLOCK_BYTES = 4 << 20
+"""Size of one block's float32 logits on a CPU, a small share of the last-level cache: a loss is formed in blocks of few
+rows, whose logits, probabilities and gradients stay in the cache. On a GPU a block is a chunk."""
 
 
 class LossRows(NamedTuple):
@@ -32,6 +42,12 @@ class LossRows(NamedTuple):
     logits: Tensor
     p: Tensor
     inside: Tensor
+
+
+def rows_of(logits: Tensor, target_logits: Tensor, lse: Tensor) -> LossRows:
+    """Rows for a loss from both models' logits over the draft vocabulary [n, Vd]."""
+    p, inside = softmax_with_sum(target_logits)
+    return LossRows(logits, p, (inside - lse).exp_().clamp_max_(1.0))
 
 
 class Graded(NamedTuple):
@@ -73,7 +89,7 @@ def agreement(rows: LossRows) -> Graded:
     """How often target and draft draw the same token with shared noise, and its gradient.
 
     Sort the tokens by falling r = p / q. Then the sum over j splits at i: before i a cumulative sum of p, with p's mass
-    outside the draft vocabulary, and behind i the rest of q. So a row takes one sort."""
+    outside the draft vocabulary, and after i the rest of q. So a row takes one sort."""
     q, p = torch.softmax(rows.logits, -1), rows.p * rows.inside[:, None]
     order = (p / q.clamp_min(TINY)).argsort(-1, descending=True)
     ps, qs = p.gather(-1, order), q.gather(-1, order)
@@ -93,10 +109,7 @@ def lk(rows: LossRows) -> Graded:
 
 def lk_mix(rows: LossRows) -> Graded:
     """w KL + (1 - w)(1 - overlap) with w = exp(-3 overlap), held constant in the gradient."""
-    divergence, accepted = kl(rows), overlap(rows)
-    w = (-LK_RATE * accepted.value).exp()
-    grad = divergence.grad.mul_(w[:, None]).addcmul_(accepted.grad, (w - 1)[:, None])
-    return Graded(w * divergence.value + (1 - w) * (1 - accepted.value), grad)
+    return _mixed(kl(rows), overlap(rows))
 
 
 def agree(rows: LossRows) -> Graded:
@@ -106,7 +119,10 @@ def agree(rows: LossRows) -> Graded:
 
 def agree_mix(rows: LossRows) -> Graded:
     """w KL + (1 - w)(1 - agreement) with w = exp(-3 agreement), held constant in the gradient."""
-    divergence, accepted = kl(rows), agreement(rows)
+    return _mixed(kl(rows), agreement(rows))
+
+
+def _mixed(divergence: Graded, accepted: Graded) -> Graded:
     w = (-LK_RATE * accepted.value).exp()
     grad = divergence.grad.mul_(w[:, None]).addcmul_(accepted.grad, (w - 1)[:, None])
     return Graded(w * divergence.value + (1 - w) * (1 - accepted.value), grad)
@@ -127,7 +143,8 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 TAKES_ALL_ROWS = frozenset({"agree", "agree-mix"})
-"""Losses that know what the target has outside the draft vocabulary; others skip rows whose best token is there."""
+"""Losses that count the target's probability outside the draft vocabulary. With other losses a row does not count if
+its best token is outside."""
 
 
 def matched_given(rows: LossRows, drawn: Tensor) -> Tensor:
@@ -140,3 +157,112 @@ def matched_given(rows: LossRows, drawn: Tensor) -> Tensor:
     own_p, own_q = p.gather(-1, at), q.gather(-1, at)
     total = torch.maximum(p, q * (own_p / own_q.clamp_min(TINY))).sum(-1) + (1 - rows.inside)
     return torch.where(drawn >= 0, 1 / total.clamp_min(1.0), 0.0)
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """What the frozen target computed over a batch of tokens [B, T]. features float32 [B, T, C * H]; in_vocab bool
+    [B, T]: whether its best token is in the draft vocabulary. Its distributions at the B * T positions, one after the
+    other: hidden [B * T, H] times head [Vd, H] are the logits over the draft vocabulary, lse float32 [B * T] the
+    log-sum-exp over the whole vocabulary."""
+
+    features: Tensor
+    hidden: Tensor
+    lse: Tensor
+    head: Tensor
+    in_vocab: Tensor
+
+    def logits(self, at: Tensor, dtype: torch.dtype) -> Tensor:
+        """float32 [m, Vd] at the given positions."""
+        return (self.hidden[at].to(dtype) @ self.head.to(dtype).T).float()
+
+
+class HeadLoss(NamedTuple):
+    """total: the weighted sum of losses, differentiable. values [R]: the loss of each row. correct [R]: whether the
+    row's best guess is the target's; all False if that is not measured."""
+
+    total: Tensor
+    values: Tensor
+    correct: Tensor
+
+
+class _Settings(NamedTuple):
+    loss: Loss
+    dtype: torch.dtype
+    measure: bool
+
+
+def head_loss(
+    a: Tensor, head: Tensor, target: TargetBatch, at: Tensor, weight: Tensor, loss: Loss, *, measure: bool
+) -> HeadLoss:
+    """Sum of weight[i] * loss_i over normed rows a [R, H]. Loss i compares the logits a[i] @ head.T with the target's
+    at position at[i].
+
+    head [Vd, H]; at int64 [R], ascending. measure: whether best guesses are compared. Differentiable in a and head
+    only. Computes in autocast's dtype if autocast is on, else in a's dtype."""
+    kind = a.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
+    with torch.autocast(kind, enabled=False):
+        return HeadLoss(*_HeadLoss.apply(a, head, target, at, weight, _Settings(loss, dtype, measure)))  # type: ignore[no-untyped-call]
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        head: Tensor,
+        target: TargetBatch,
+        at: Tensor,
+        weight: Tensor,
+        settings: _Settings,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = settings.dtype
+        rows, kernel = a.to(dtype), head.to(dtype)
+        grad_a, grad_head = torch.empty_like(rows), torch.zeros_like(kernel, dtype=torch.float32)
+        values = torch.empty(len(a), device=a.device)
+        correct = torch.zeros(len(a), dtype=torch.bool, device=a.device)
+        size = max(16, CHUNK_BYTES // (4 * len(head)))
+        for start in range(0, len(a), size):
+            part = slice(start, start + size)
+            logits = rows[part] @ kernel.T
+            values[part], correct[part] = _grade(logits, target, at[part], settings)
+            weighed = weight[part, None]
+            grad_a[part] = (logits @ kernel).mul_(weighed)
+            weighed_rows = (rows[part] * weighed).to(dtype)
+            if dtype == torch.float32:
+                grad_head.addmm_(logits.T, weighed_rows)
+            else:
+                grad_head += logits.T @ weighed_rows
+        ctx.save_for_backward(grad_a, grad_head)
+        ctx.dtypes = (a.dtype, head.dtype)
+        ctx.mark_non_differentiable(values, correct)
+        return (values * weight).sum(), values, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_a, grad_head = ctx.saved_tensors
+        return (grad_a * grad).to(ctx.dtypes[0]), (grad_head * grad).to(ctx.dtypes[1]), None, None, None, None
+
+
+def _grade(logits: Tensor, target: TargetBatch, at: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+    """Losses of rows [n], and whether each row's best guess is the target's (False if that is not measured). Overwrites
+    `logits` [n, Vd] with their gradients."""
+    loss, dtype, measure = settings
+    places, which = torch.unique_consecutive(at, return_inverse=True)
+    told = target.logits(places, dtype)
+    size = max(1, BLOCK_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(logits)
+    values = torch.empty(len(logits), device=logits.device)
+    correct = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    for start in range(0, len(logits), size):
+        block = slice(start, start + size)
+        own, mine = which[block], logits[block].float()
+        seen = slice(int(own[0]), int(own[-1]) + 1)  # `at` ascends, so the positions of a block are adjacent
+        own = own - seen.start
+        if measure:
+            correct[block] = mine.argmax(-1) == told[seen].argmax(-1)[own]
+        rows = rows_of(mine, told[seen], target.lse[places[seen]])
+        is_whole = len(rows.p) == len(own)
+        graded = loss(rows if is_whole else LossRows(mine, rows.p[own], rows.inside[own]))
+        values[block], logits[block] = graded.value, graded.grad
+    return values, correct

@@ -7,37 +7,39 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.config import Environment
 from aquiline.engine.model import Loading, load_models
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import read_draft_config
-from aquiline.models.eagle import DraftHead
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
-from aquiline.models.formats import head_rows
 from aquiline.models.model_config import ModelConfig, default_capture
-from aquiline.train.batches import Assembler
-from aquiline.train.checkpoint import Checkpoint
-from aquiline.train.continued import for_long_contexts, loaded_head, reach_of, shape_of
+from aquiline.train.batches import Assembler, Batches, documents_of
+from aquiline.train.checkpoint import Checkpoint, corpus_digest, settings_of
 from aquiline.train.distributed import World
-from aquiline.train.documents import Corpus, TokenIds, token_ids
+from aquiline.train.documents import Corpus, row_reader
 from aquiline.train.features import FeatureCache, Views
-from aquiline.train.optimizer import default_lr
-from aquiline.train.packing import Batches
-from aquiline.train.readers import check_paths, load_split
-from aquiline.train.resume import corpus_digest, settings_of
+from aquiline.train.readers import Split, check_paths, load_split
 from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
-from aquiline.train.start import StateSample, fit, new_head
+from aquiline.train.start import (
+    choose_vocabulary,
+    fit,
+    for_long_contexts,
+    loaded_head,
+    new_head,
+    reach_of,
+    shape_of,
+)
 from aquiline.train.teacher import Teacher, View, feature_scale
 from aquiline.train.train_config import TrainConfig
-from aquiline.train.vocabulary import choose_vocabulary
+from aquiline.train.weights import default_lr
 from aquiline.types import Int32, Int64
 
 SAMPLE_TOKENS = 16384
@@ -55,7 +57,6 @@ class Prepared:
     assembler: Assembler
     batches: Batches
     held_out_corpus: Corpus
-    device: str
     settings: dict[str, Any]
 
     def held_out(self, config: TrainConfig) -> HeldOut:
@@ -99,38 +100,46 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     stored = {} if start is None else start.state["settings"]
     capture = tuple(config.capture or stored.get("capture") or _default_capture(config, geometry))
     teacher = Teacher(path, capture, device, max(2048, config.context))
-    ids = token_ids(path, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids)
-    split = load_split(config.data, config.held_out, ids, config.loss_on)
+    reader = row_reader(path, geometry.vocab_size, geometry.bos_token_id, geometry.eos_token_ids, config.loss_on)
+    split = load_split(config.data, config.held_out, reader)
     rows = config.batch_size * config.accumulate
     batches = Batches(split.train, config.context, rows, config.ttt_steps, config.seed)
-    say(
-        f"{split.train.num_documents} documents, {split.train.num_longer(config.context)} of them longer than "
-        f"{config.context} tokens and cut; {len(split.train.tokens)} tokens, {split.train.mask.mean():.0%} counted; "
-        f"{batches.steps_in_first_epoch} steps an epoch; held out {split.held_out.num_documents} documents"
-    )
-    if split.rejects.counts:
-        say(f"not used: {split.rejects}")
-    _check_replay(config, split.train, say)
+    _say_data(config, split, batches, say)
     digest = target_digest(teacher)
     views = Views(teacher.views, _cache(config, teacher, digest))
-    head, scale = _begin(config, start, _DraftSource(teacher, split.train, ids), partial(_sample, batches, views), say)
+    if start is not None:
+        head, scale = loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
+    else:
+        head, scale = _begin(config, teacher, batches, views, reader.special, say)
+    head = for_long_contexts(head, config)
     world.copy_from_first([scale, head.d2t, *(p for p in head.parameters() if p.requires_grad)])
     head = head.to(device)
-    assembler = Assembler(views, scale, head_rows(head.d2t.cpu()), teacher.head, device)
+    assembler = Assembler(
+        views, scale, head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device)).cpu(), teacher.head, device
+    )
     derived = {
         "lr": config.lr or default_lr(geometry.hidden_size), "target": digest, "capture": capture,
         "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_of(head),
         **reach_of(head),
     }  # fmt: skip
     settings = settings_of(config, derived)
-    return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, device, settings)
+    return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, settings)
 
 
-def _check_replay(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> None:
-    """Say how many tokens are replayed. Raises ValueError if a replay is asked for and no token can be replayed."""
-    num = int((corpus.rejected & corpus.mask).sum())
+def _say_data(config: TrainConfig, split: Split, batches: Batches, say: Callable[[str], None]) -> None:
+    """Say what the data holds, what of it is not used, and how many tokens are replayed. Raises ValueError if a replay
+    is asked for and no token can be replayed."""
+    corpus = split.train
+    say(
+        f"{corpus.num_documents} documents, {corpus.num_longer(config.context)} of them longer than "
+        f"{config.context} tokens and cut; {len(corpus.tokens)} tokens, {corpus.mask.mean():.0%} counted; "
+        f"{batches.steps_in_first_epoch} steps an epoch; held out {split.held_out.num_documents} documents"
+    )
+    if split.rejects.counts:
+        say(f"not used: {split.rejects}")
     if config.replay == 1:
         return
+    num = int((corpus.rejected & corpus.mask).sum())
     if not num:
         raise ValueError(
             f"replay={config.replay:g}: no row of the data says which tokens a draft missed; write rows that do with "
@@ -157,7 +166,9 @@ def prompts_of(corpus: Corpus, number: int, longest: int) -> list[Int32]:
 
 
 def target_digest(teacher: Teacher) -> str:
-    """A hash that tells targets apart, fine-tuned ones too: of some rows of the output matrix and of every layer."""
+    """A hash that tells targets apart by their weights, fine-tuned ones too: of some rows of the output matrix and of
+    every layer. Checkpoints and feature caches store it. The same weights have the same digest whatever file they come
+    from; `models.fingerprint` hashes files instead."""
     digest = hashlib.sha256()
     for matrix in (teacher.decoder.head, *(p for n, p in teacher.decoder.layers.named_parameters() if p.ndim == 2)):
         rows = matrix[:: max(1, len(matrix) // 16)]
@@ -166,7 +177,7 @@ def target_digest(teacher: Teacher) -> str:
 
 
 def _default_capture(config: TrainConfig, target: ModelConfig) -> tuple[int, ...]:
-    """The captured layers: those that the draft named by --init reads; EAGLE-3's default for a new draft."""
+    """The layers that the draft of --init reads; for a new draft EAGLE-3's default."""
     if config.init is None:
         return default_capture(target.num_layers)
     return read_draft_config(config.init, target, norm_feedback=config.norm_feedback).capture
@@ -179,77 +190,50 @@ def _cache(config: TrainConfig, teacher: Teacher, digest: str) -> FeatureCache |
     return FeatureCache(config.features, {"target": digest, "layers": layers, "path": teacher.path})
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    documents: list[Int32]
-    views: list[View]
-
-
-def _sample(batches: Batches, views: Views) -> _Sampled:
-    documents: list[Int32] = []
-    step = 0
-    while sum(map(len, documents)) < SAMPLE_TOKENS and step < batches.steps_in_first_epoch:
-        pieces = [p for row in batches.at(step) for p in row]
-        documents += [batches.corpus.tokens[p.start : p.start + p.length] for p in pieces]
-        step += 1
-    return _Sampled(documents, views.of(documents))
-
-
-@dataclass(frozen=True)
-class _DraftSource:
-    """What a new draft is made from."""
-
-    teacher: Teacher
-    corpus: Corpus
-    ids: TokenIds
-
-
 def _begin(
     config: TrainConfig,
-    start: Checkpoint | None,
-    source: _DraftSource,
-    sample: Callable[[], _Sampled],
+    teacher: Teacher,
+    batches: Batches,
+    views: Views,
+    special: tuple[int, ...],
     say: Callable[[str], None],
 ) -> tuple[DraftHead, Tensor]:
-    """The draft to train and the scale of its features. The draft is a resumed one, that of --init, or a new one. The
-    scale brings the target's features to unit size, which the draft expects."""
-    teacher = source.teacher
-    if start is not None:
-        head = for_long_contexts(loaded_head(start.folder, teacher.decoder, config), config)
-        return head, start.state["scale"]
-    sampled = sample()
-    scale = feature_scale(sampled.views, len(teacher.capture))
-    if config.init is None:
-        return for_long_contexts(_new_head(config, source, sampled, scale, say), config), scale
-    head = for_long_contexts(loaded_head(config.init, teacher.decoder, config), config)
-    if head.config.norm_before_fc or head.config.fc_norm:
-        scale = torch.ones_like(scale)  # the head norms its input itself
-    head.fc.data /= scale  # a saved draft takes raw features
-    return head, scale
+    """The draft of a new run, that of --init or a new one, and the scale of its features. The scale brings the target's
+    features to unit size, which the draft expects.
 
-
-def _new_head(
-    config: TrainConfig, source: _DraftSource, sampled: _Sampled, scale: Tensor, say: Callable[[str], None]
-) -> DraftHead:
-    """A new draft with a vocabulary chosen from the data. The vocabulary is never changed later, because each row of
-    the head belongs to one token of it."""
-    target = source.teacher.decoder
-    counts = _counts(source.corpus, sampled.views, len(source.teacher.head))
-    vocabulary = choose_vocabulary(counts, source.ids.special, config.draft_vocab_size)
+    The vocabulary of a new draft is chosen from the data. It is never changed later, because each row of the head
+    belongs to one token of it."""
+    documents = _sampled(batches)
+    seen = views.of(documents)
+    scale = feature_scale(seen, len(teacher.capture))
+    if config.init is not None:
+        head = loaded_head(config.init, teacher.decoder, config)
+        if head.config.norm_before_fc or head.config.fc_norm:
+            scale = torch.ones_like(scale)  # the head norms its input itself
+        head.fc.data /= scale  # a saved draft takes raw features
+        return head, scale
+    counts = _counts(batches.corpus, seen, len(teacher.head))
+    vocabulary = choose_vocabulary(counts, special, config.draft_vocab_size)
     say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
     head = new_head(
-        target,
-        torch.from_numpy(vocabulary.ids).to(target.embed.device),
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        teacher.decoder, torch.from_numpy(vocabulary.ids).to(teacher.decoder.embed.device),
+        intermediate_size=config.intermediate_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
         seed=config.seed,
-    )
-    pairs = zip(sampled.documents, sampled.views, strict=True)
-    fit(head, (StateSample(torch.from_numpy(t).long(), v.features.float() * scale, v.hidden.float()) for t, v in pairs))
-    return head
+    )  # fmt: skip
+    fit(head, documents, seen, scale)
+    return head, scale
+
+
+def _sampled(batches: Batches) -> list[Int32]:
+    """Documents of the first steps, about SAMPLE_TOKENS in all."""
+    documents: list[Int32] = []
+    step = 0
+    while sum(map(len, documents)) < SAMPLE_TOKENS and step < batches.steps_in_first_epoch:
+        documents += documents_of(batches.corpus, batches.at(step))
+        step += 1
+    return documents
 
 
 def _counts(corpus: Corpus, views: list[View], vocab_size: int) -> Int64:

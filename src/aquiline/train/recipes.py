@@ -23,7 +23,7 @@ from aquiline.train.train_config import TrainConfig
 
 NOT_IN_RECIPES = ("target", "data", "out", "held_out", "init", "norm_feedback", "resume", "may_differ")
 """Fields of TrainConfig that belong to a run, not to a recipe."""
-_PATHS, _TUPLES = ("features",), ("capture", "log")
+_PATHS = ("features",)
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,7 @@ def read_recipe(name: str) -> Recipe:
     _refuse_unknown(name, "train.", settings, known)
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"recipe={name}: config must be fields with values")
-    settings = {
-        key: Path(value)
-        if key in _PATHS and isinstance(value, str)
-        else tuple(value)
-        if key in _TUPLES and isinstance(value, list)
-        else value
-        for key, value in settings.items()
-    }
+    settings = {key: _field_value(key, value) for key, value in settings.items()}
     try:
         shape = shape_of_fields(config, Path("config")) if config else None
     except (CheckpointError, ValueError) as error:
@@ -95,6 +88,13 @@ def configure(given: Mapping[str, Any], recipe: Recipe | None, *, is_dry: bool =
         hint = "" if recipe else "; or name a --recipe"
         raise ValueError(f"{' and '.join(missing)}: must be given{hint}")
     return TrainConfig(**settings)
+
+
+def _field_value(name: str, value: Any) -> Any:
+    """The value of a field: YAML has neither paths nor tuples."""
+    if name in _PATHS and isinstance(value, str):
+        return Path(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _refuse_unknown(name: str, prefix: str, section: Any, known: list[str]) -> None:

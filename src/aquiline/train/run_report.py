@@ -1,11 +1,16 @@
-"""What a run shows and keeps: a progress bar or log lines, OUT/train.jsonl, figures for trackers, OUT/train.png."""
+"""Reports of a run: a progress bar or log lines, OUT/train.jsonl, OUT/train.png, figures for trackers.
+
+Trackers are TensorBoard and Weights & Biases, both optional packages.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from aquiline.train import schedule
-from aquiline.train.curves import draw_curves, read_log
-from aquiline.train.run_figures import StepFigures
+from aquiline.train.run_figures import StepFigures, draw_curves, read_log
+from aquiline.train.schedule import RunProgress
 from aquiline.train.simulated_tau import DraftJudgement
-from aquiline.train.trackers import flat_figures, open_trackers
 from aquiline.writing import writing
 
 KEPT = "Checkpoints stay; with room on the disk go on with --resume"
@@ -37,8 +40,8 @@ class StepReport:
     tokens_per_s: float
 
     def record(self) -> dict[str, Any]:
-        """As one line of train.jsonl."""
-        own = {name: value for name, value in vars(self).items() if name != "figures"}
+        """The figures as a line of train.jsonl has them."""
+        own = {name: value for name, value in vars(self).items() if name not in ("step", "figures")}
         f = self.figures
         return own | {
             "loss": f.total, "losses": f.losses, "accuracy": f.accuracy, "conditional": f.conditional,
@@ -46,26 +49,70 @@ class StepReport:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Tracker:
+    """Where figures are sent. log: takes a step and its figures; steps ascend. close: writes the rest of them."""
+
+    log: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
+
+
+def _tensorboard(out: Path, after_step: int | None) -> Tracker:
+    """Event files under OUT/tensorboard; a resumed run drops what was logged beyond `after_step`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge = None if after_step is None else after_step + 1
+    writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=purge)
+
+    def log(step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            writer.add_scalar(name, value, step)
+
+    return Tracker(log, writer.close)
+
+
+def _wandb(out: Path, after_step: int | None) -> Tracker:
+    """A run in the project "aquiline", with files under OUT/wandb. All commands that train into one OUT form a group.
+
+    WANDB_MODE=offline keeps the run on this machine."""
+    import wandb
+
+    group = out.resolve().name
+    name = group if after_step is None else f"{group} after {after_step}"
+    run: Any = wandb.init(project="aquiline", dir=str(out), group=group, name=name)
+    return Tracker(lambda step, figures: run.log(dict(figures), step=step), run.finish)
+
+
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
+
+
+def open_trackers(names: tuple[str, ...], out: Path, after_step: int | None) -> list[Tracker]:
+    """The trackers of a run. Raises ValueError naming the package that is not installed."""
+    trackers = []
+    for name in names:
+        try:
+            trackers.append(TRACKERS[name](out, after_step))
+        except ImportError as error:
+            raise ValueError(f"log={name!r}: {error}; install it with `pip install 'aquiline[log]'`") from None
+    return trackers
+
+
+def flat_figures(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
+    """The known numbers of a log record with names under `prefix/`. Entry k of a list, from 1, is named NAME/k."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        figures = {f"{name}/{k}": v for k, v in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+        flat |= {f"{prefix}/{n}": float(v) for n, v in figures.items() if v is not None}
+    return flat
+
+
 class Silent:
     """The reporter of ranks that are not the first: says and writes nothing."""
 
-    def say(self, text: str) -> None:
-        """Nothing."""
+    def _nothing(self, *_: object) -> None:
+        """Do nothing."""
 
-    def step(self, r: StepReport) -> None:
-        """Nothing."""
-
-    def stage(self, text: str) -> None:
-        """Nothing."""
-
-    def advance(self, done: float) -> None:
-        """Nothing."""
-
-    def judged(self, step: int, seconds: float, tokens: int, j: DraftJudgement, best_step: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+    say = stage = advance = step = judged = close = _nothing
 
 
 class Reporter:
@@ -78,7 +125,7 @@ class Reporter:
     ) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.trackers = open_trackers(log, out, after_step)
-        self.out, self.quiet = out, quiet
+        self.out = out
         self.console = Console(stderr=True, quiet=quiet)
         path = out / "train.jsonl"
         kept = [] if after_step is None else [r for r in read_log(path) if r["step"] <= after_step]
@@ -91,7 +138,7 @@ class Reporter:
             self.say(f"{out / 'train.png'} will not be drawn: needs matplotlib; pip install 'aquiline[train]'")
         columns = [BarColumn(24), TextColumn("{task.fields[share]}{task.fields[text]}")]
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
-        self.task = self.bar.add_task("train", total=None, share="", text="")  # moves to and fro until the first step
+        self.task = self.bar.add_task("train", total=None, share="", text="")  # without a total it moves to and fro
         if self.console.is_terminal and not quiet:
             self.bar.start()
 
@@ -111,11 +158,9 @@ class Reporter:
 
     def step(self, r: StepReport) -> None:
         """Log and show a training step."""
-        record = r.record()
-        self._write({"kind": "step", **record})
-        self._track(r.step, flat_figures("train", _finite(record)))
-        accuracy = "/".join(f"{100 * a:.0f}" for a in r.figures.accuracy)
-        text = f"step {r.step} loss {r.figures.total:.3f} acc {accuracy}% expected tau {r.figures.expected_tau:.2f} "
+        self._log("step", {"step": r.step}, r.record())
+        f = r.figures
+        text = f"step {r.step} loss {f.total:.3f} acc {_percent(f.accuracy)} expected tau {f.expected_tau:.2f} "
         text += "" if math.isnan(self.tau) else f"(simulated {self.tau:.2f}) "
         text += f"{r.tokens_per_s:.0f} tok/s"
         self.bar.update(self.task, text=text)
@@ -123,16 +168,14 @@ class Reporter:
             self.say(f"{100 * r.done:5.1f}%  {text}  ETA {self._eta(r.done)}")
 
     def judged(self, step: int, seconds: float, tokens: int, j: DraftJudgement, best_step: int) -> None:
-        """Log and show a judgement on held-out text. best_step: whose draft stands in OUT now."""
+        """Log and show a judgement on held-out text. best_step: the step whose draft is in OUT now."""
         self.tau = j.tau
-        self._write({"kind": "eval", "step": step, "seconds": seconds, "tokens": tokens, **judgement_dict(j)})
-        self._track(step, flat_figures("held_out", judgement_dict(j)))
-        accuracy = "/".join(f"{100 * a:.0f}" for a in j.accuracy)
+        self._log("eval", {"step": step, "seconds": seconds, "tokens": tokens}, j.as_dict())
         best = ", best so far, saved" if step == best_step else f"; step {best_step} is better and stays"
         best = ", the start, saved" if step == best_step == 0 else best
         self.say(
-            f"step {step}: held-out loss {j.loss:.3f}, accuracy {accuracy}%, simulated tau {j.tau:.3f} greedy, "
-            f"{j.tau_sampled:.3f} at temperature {j.temperature:g}{best}"
+            f"step {step}: held-out loss {j.loss:.3f}, accuracy {_percent(j.accuracy)}, simulated tau {j.tau:.3f} "
+            f"greedy, {j.tau_sampled:.3f} at temperature {j.temperature:g}{best}"
         )
 
     def close(self) -> None:
@@ -154,21 +197,23 @@ class Reporter:
         gained = done - self.done_at_start
         if gained <= 0:
             return "-:--"
-        minutes, seconds = divmod(round((time.perf_counter() - self.started) * (1 - done) / gained), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+        return str(timedelta(seconds=round((time.perf_counter() - self.started) * (1 - done) / gained)))
 
-    def _track(self, step: int, figures: dict[str, float]) -> None:
+    def _log(self, kind: str, place: dict[str, Any], record: dict[str, Any]) -> None:
+        """Write a record that belongs to a place of the run, and send its figures to the trackers."""
+        figures = _finite(record)
+        self._write({"kind": kind, **place, **figures})
         for tracker in self.trackers:
-            tracker.log(step, figures)
+            tracker.log(place["step"], flat_figures("train" if kind == "step" else "held_out", figures))
 
     def _write(self, record: dict[str, Any]) -> None:
         with writing(self.out / "train.jsonl", KEPT):
-            self.log.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            self.log.write(json.dumps(record, allow_nan=False) + "\n")
             self.log.flush()
 
 
 def _finite(value: Any) -> Any:
-    """A record with None in the place of NaN and infinities, which JSON cannot express."""
+    """A record with None instead of NaN and infinities, which JSON cannot express."""
     if isinstance(value, dict):
         return {name: _finite(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
@@ -176,22 +221,16 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def verdict(out: Path, p: schedule.RunProgress) -> str:
-    """What OUT holds at the end of a run."""
+def _percent(accuracy: tuple[float, ...]) -> str:
+    """Accuracies by pass, in one word."""
+    return "/".join(f"{100 * a:.0f}" for a in accuracy) + "%"
+
+
+def verdict(out: Path, p: RunProgress) -> str:
+    """A sentence on the draft that OUT holds at the end of a run."""
     if p.step == 0:
         return f"{out} holds the draft of the start: the budget was used up before the first step; raise it"
     if p.best_step == 0 and p.start_score:
         return f"{out} holds the draft of the start, mean simulated tau {p.start_score:.3f}: no look found a better one"
     start = f", the start's was {p.start_score:.3f}" if p.start_score else ""
     return f"{out} holds the draft of step {p.best_step}, mean simulated tau {p.best_score:.3f}{start}"
-
-
-def judgement_dict(j: DraftJudgement) -> dict[str, Any]:
-    """A judgement as JSON."""
-    return {
-        "held_out_loss": j.loss,
-        "accuracy": list(j.accuracy),
-        "simulated_tau": j.tau,
-        "simulated_tau_sampled": j.tau_sampled,
-        "temperature": j.temperature,
-    }

@@ -1,6 +1,6 @@
 """A run's progress and end: budgets in steps, tokens, epochs and minutes, the time that a judgement takes, and signals.
 
-The learning rate follows the share of the budget that is used (optimizer.py), so everything but a budget in minutes
+The learning rate follows the share of the budget that is used (weights.py), so everything but a budget in minutes
 repeats exactly.
 """
 
@@ -36,12 +36,34 @@ class RunProgress:
     prepared_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pace:
-    """What a step takes and has on average: seconds, and tokens that are not padding."""
+    """The steps of one command so far: how many, their seconds, and their tokens that are not padding."""
 
-    seconds: float
-    tokens: float
+    num_steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        self.seconds += seconds
+        self.tokens += tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of steps; 0 before the first one."""
+        return self.tokens / max(1e-9, self.seconds)
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.seconds / self.num_steps
+
+    @property
+    def step_tokens(self) -> float:
+        """Mean tokens of a step."""
+        return self.tokens / self.num_steps
 
 
 class Clock:
@@ -78,29 +100,24 @@ class Budget:
         self.epoch_steps = max(1, round(epochs * steps_per_epoch)) if epochs else None
 
     def share(self, progress: RunProgress, look_s: float) -> float:
-        """Share of the budget used; 1 or more ends the run. A budget in minutes begins with the first step, ends so
-        many minutes after the command began, and leaves `look_s` seconds for the last judgement."""
-        shares = [0.0]
-        for used, budget in (
-            (progress.step, self.steps),
-            (progress.tokens, self.tokens),
-            (progress.step, self.epoch_steps),
-        ):
-            shares.append(used / budget if budget else 0.0)
-        if self.minutes:
-            stepping = 60 * self.minutes - look_s - progress.prepared_s
-            shares.append((progress.seconds - progress.prepared_s) / stepping if stepping > 0 else 1.0)
-        return max(shares)
+        """Share of the budget used; 1 or more ends the run. look_s: seconds that are left for the last judgement."""
+        parts = self._parts(progress, look_s)
+        return max(used / whole if whole > 0 else 1.0 for used, whole in parts if whole is not None)
 
     def steps_left(self, progress: RunProgress, look_s: float, pace: Pace) -> int:
         """Steps until the budget is used up at a measured pace."""
-        left = [
-            self.steps and self.steps - progress.step,
-            self.tokens and (self.tokens - progress.tokens) / pace.tokens,
-            self.epoch_steps and self.epoch_steps - progress.step,
-            self.minutes and (60 * self.minutes - look_s - progress.seconds) / pace.seconds,
-        ]
-        return max(0, math.ceil(min(steps for steps in left if steps is not None)))
+        parts, of_a_step = self._parts(progress, look_s), (1, pace.step_tokens, 1, pace.step_s)
+        pairs = zip(parts, of_a_step, strict=True)
+        return max(0, math.ceil(min((whole - used) / step for (used, whole), step in pairs if whole is not None)))
+
+    def _parts(self, progress: RunProgress, look_s: float) -> list[tuple[float, float | None]]:
+        """The used part and the whole of each budget: steps, tokens, epochs and minutes. The whole is None if there is
+        no such budget. A budget in minutes begins with the first step and ends `minutes` after the command began."""
+        stepping_s = self.minutes and 60 * self.minutes - look_s - progress.prepared_s
+        return [
+            (progress.step, self.steps), (progress.tokens, self.tokens), (progress.step, self.epoch_steps),
+            (progress.seconds - progress.prepared_s, stepping_s),
+        ]  # fmt: skip
 
 
 class StopRequest:
@@ -120,7 +137,8 @@ class StopRequest:
         self.is_made = True
         for each in self.before:
             signal.signal(each, signal.SIG_DFL)
-        # Not by print, which may be what was interrupted. A bar hides the cursor, and the next signal ends it unasked.
+        # Not print: the signal may have interrupted a print. The bar hides the cursor, and a second signal would leave
+        # it hidden.
         os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\n{self.answer}\n".encode())
 
     def __exit__(

@@ -12,19 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
-from aquiline.models.eagle import DraftHead
 from aquiline.spec.drafting import NoDraft
 from aquiline.train.batches import Assembler, Batch
-from aquiline.train.head_loss import rows_of
-from aquiline.train.losses import matched_given, soft_cross_entropy
+from aquiline.train.losses import matched_given, rows_of, soft_cross_entropy
+from aquiline.train.run_figures import mean_of_known
 from aquiline.train.ttt import passes
 from aquiline.types import Float64, Int32
 
@@ -91,25 +92,15 @@ class DraftJudgement:
     def score(self) -> float:
         """The checkpoint with the highest score is the best: the mean of both taus, or the one that there are texts
         for."""
-        known = [tau for tau in (self.tau, self.tau_sampled) if not math.isnan(tau)]
-        return sum(known) / len(known) if known else 0.0
+        mean = mean_of_known((self.tau, self.tau_sampled))
+        return 0.0 if math.isnan(mean) else mean
 
-
-@dataclass
-class _Sums:
-    """Sums over the texts of one kind, greedy or sampled."""
-
-    cycles: float = 0.0
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A group of texts with the target's views of them. tempered [B * T]: the log-sum-exp of the target's logits /
-    temperature, with the temperature of each text, 1 for greedy texts."""
-
-    batch: Batch
-    tempered: Tensor
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON."""
+        return {
+            "held_out_loss": self.loss, "accuracy": list(self.accuracy), "simulated_tau": self.tau,
+            "simulated_tau_sampled": self.tau_sampled, "temperature": self.temperature,
+        }  # fmt: skip
 
 
 class HeldOut:
@@ -119,37 +110,37 @@ class HeldOut:
         self.assembler, self.num_steps = assembler, num_steps
         by_length = sorted(texts, key=lambda text: len(text.tokens))
         self.groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
-        self.seen: list[_Seen] = []  # one per group, filled by the first judgement
+        self.seen: list[tuple[Batch, Tensor]] = []  # what _look gives, one per group; filled by the first judgement
 
     @torch.no_grad()
     def judge(self, head: DraftHead) -> DraftJudgement:
         """Judge the draft with its present weights."""
-        sums: dict[bool, _Sums] = {False: _Sums(), True: _Sums()}
-        loss = right = counts = torch.zeros(self.num_steps)
         if not self.seen:
             self.seen = [self._look(group) for group in self.groups]
-        for group, seen in zip(self.groups, self.seen, strict=True):
-            match, told = self._matches(head, group, seen.batch, seen.tempered)
-            loss, right, counts = loss + told[0], right + told[1], counts + told[2]
+        sums = torch.zeros(3, self.num_steps)
+        cycles, tokens = {False: 0.0, True: 0.0}, {False: 0, True: 0}
+        for group, (batch, tempered) in zip(self.groups, self.seen, strict=True):
+            match, told = self._matches(head, group, batch, tempered)
+            sums += told
             for text, of_text in zip(group, match, strict=True):
-                s = sums[text.temperature > 0]
-                s.cycles += expected_cycles(of_text)
-                s.tokens += len(of_text)
-        tau = {kind: s.tokens / s.cycles if s.cycles else float("nan") for kind, s in sums.items()}
+                cycles[text.temperature > 0] += expected_cycles(of_text)
+                tokens[text.temperature > 0] += len(of_text)
+        tau = {is_sampled: tokens[is_sampled] / num if num else math.nan for is_sampled, num in cycles.items()}
+        loss, right, counts = sums
         accuracy = tuple((right / counts.clamp_min(1)).tolist())
         return DraftJudgement(float(loss.sum() / counts.sum().clamp_min(1)), accuracy, tau[False], tau[True])
 
     def _matches(
         self, head: DraftHead, group: Sequence[JudgedText], batch: Batch, tempered: Tensor
-    ) -> tuple[list[Float64], list[Tensor]]:
-        """Per text, match [n, S] of the rows behind its prompt, as expected_cycles takes it. And three sums per pass
-        [S]: losses, right best guesses, counted rows."""
+    ) -> tuple[list[Float64], Tensor]:
+        """Per text, match [n, S] of the rows after its prompt, as expected_cycles takes it. And three sums per pass
+        [3, S]: losses, right best guesses, counted rows."""
         T, S = batch.tokens.tokens.shape[1], self.num_steps
         ids = head.target_ids(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
         draft_id = torch.full((head.config.model.vocab_size,), -1, device=ids.device)
         draft_id[ids] = torch.arange(len(ids), device=ids.device)
         match = torch.zeros(len(group), T + S, S)
-        told = [torch.zeros(S) for _ in range(3)]
+        told = torch.zeros(3, S)
         for step, (rows, a) in enumerate(passes(head, batch.tokens, batch.target.features, S)):
             for b, text in enumerate(group):
                 own = rows[text.num_prompt - 1 : len(text.tokens) - 2 - step]
@@ -157,12 +148,12 @@ class HeldOut:
                     continue
                 at = b * T + own + 1 + step
                 drawn = draft_id[batch.tokens.tokens[b, own + 2 + step]]
-                target, lse = batch.target.rows.logits(at, torch.float32), batch.target.rows.lse[at]
+                target, lse = batch.target.logits(at, torch.float32), batch.target.lse[at]
                 mine = head.logits(a[b, own])
                 best = batch.target.in_vocab.flatten()[at]
-                told[0][step] += float(soft_cross_entropy(rows_of(mine, target, lse)).value[best].sum())
-                told[1][step] += float(((mine.argmax(-1) == target.argmax(-1)) & best).sum())
-                told[2][step] += float(best.sum())
+                told[0, step] += float(soft_cross_entropy(rows_of(mine, target, lse)).value[best].sum())
+                told[1, step] += float(((mine.argmax(-1) == target.argmax(-1)) & best).sum())
+                told[2, step] += float(best.sum())
                 if text.temperature > 0:
                     t = text.temperature
                     right = matched_given(rows_of(mine / t, target / t, tempered[at]), drawn)
@@ -172,14 +163,12 @@ class HeldOut:
         lengths = [(t.num_prompt - 1, len(t.tokens) - 2) for t in group]
         return [match[b, first:end].double().numpy() for b, (first, end) in enumerate(lengths)], told
 
-    def _look(self, group: Sequence[JudgedText]) -> _Seen:
+    def _look(self, group: Sequence[JudgedText]) -> tuple[Batch, Tensor]:
+        """The texts with the target's views of them, and the log-sum-exp [B * T] of the target's logits / temperature,
+        with the temperature of each text, 1 for greedy texts."""
         width = max(len(t.tokens) for t in group) + self.num_steps + 1
         batch = self.assembler.single([t.tokens for t in group], [t.num_prompt for t in group], width)
-        return _Seen(batch, self._tempered(group, batch))
-
-    def _tempered(self, group: Sequence[JudgedText], batch: Batch) -> Tensor:
-        whole, hidden = self.assembler.whole_head, batch.target.rows.hidden
+        whole, hidden = self.assembler.whole_head, batch.target.hidden
         temperatures = torch.tensor([text.temperature or 1.0 for text in group], device=hidden.device)
-        each = temperatures.repeat_interleave(batch.tokens.tokens.shape[1])
-        parts = zip(torch.split(hidden, 256), torch.split(each, 256), strict=True)
-        return torch.cat([torch.logsumexp(h.float() @ whole.T / t[:, None], -1) for h, t in parts])
+        parts = zip(torch.split(hidden, 256), torch.split(temperatures.repeat_interleave(width), 256), strict=True)
+        return batch, torch.cat([torch.logsumexp(h.float() @ whole.T / t[:, None], -1) for h, t in parts])

@@ -1,6 +1,7 @@
-"""How a new draft begins: as a linear model of the target's state, fitted to a few thousand positions.
+"""The draft that a run begins with: a new one, or one with earlier weights, of a resumed run or of any draft (--init).
 
-From random weights a draft needs hundreds of thousands of tokens to get as far as a least-squares fit gets in seconds:
+A new draft begins as a linear model of the target's state, fitted to a few thousand positions. From random weights a
+draft needs hundreds of thousands of tokens to get as far as a least-squares fit gets in seconds:
 
     g_j            = fc f_j                          the target's final state at token j, from its features
     a_j            = g_j + o v([norm e_j+1; norm g_j])    the final state at token j + 1, from g_j and that token
@@ -15,16 +16,24 @@ do. Later passes read a in the place of g; both stand for the target's final sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from aquiline.models.decoder import Decoder, DecoderLayer
-from aquiline.models.eagle import DraftHead
-from aquiline.models.model_config import DraftConfig
+from aquiline.backends.torch.decoder import Decoder, DecoderLayer
+from aquiline.backends.torch.eagle import DraftHead, load_draft
+from aquiline.models.model_config import DraftConfig, RopeConfig
+from aquiline.train.teacher import View
+from aquiline.train.train_config import TrainConfig, yarn_of
+from aquiline.types import Int32, Int64
 
+DEFAULT_SIZE = 32000
+"""Tokens of a draft vocabulary at most, if the settings do not say."""
 NOISE = 0.02
 RIDGE = 1e-2
 """Ridge penalty as a share of the inputs' mean square: keeps a fit to few positions from following their noise."""
@@ -37,6 +46,32 @@ MOST_BLUR = 0.2
 """Root-mean-square error of the constant direction at most. Scores are about 30, so an error of 0.1 moves them by 3."""
 SELF_GAP = 5.0
 """A position's own score minus its neighbour's; at 5 its share of the attention is above 0.99."""
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens that get a row of the draft's head: target ids [Vd], strictly ascending, and the share of the counts
+    that they cover."""
+
+    ids: Int64
+    coverage: float
+
+
+def choose_vocabulary(counts: Int64, special: tuple[int, ...], size: int | None) -> DraftVocabulary:
+    """Every special token, then the most frequent of the rest, ties to the lowest id. Source: FR-Spec, arXiv
+    2502.14856.
+
+    Raises ValueError if `size` cannot hold the special tokens or exceeds the target's vocabulary."""
+    size = min(len(counts), DEFAULT_SIZE) if size is None else size
+    if not len(special) < size <= len(counts):
+        raise ValueError(
+            f"draft_vocab_size={size}: must exceed the {len(special)} special tokens and not {len(counts)}, the "
+            "target's vocabulary"
+        )
+    ranked = counts.astype(np.int64).copy()
+    ranked[list(special)] = np.iinfo(np.int64).max
+    ids = np.sort(np.argsort(-ranked, kind="stable")[:size])
+    return DraftVocabulary(ids, float(counts[ids].sum() / max(1, counts.sum())))
 
 
 def new_head(
@@ -92,26 +127,17 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> No
     head.layer.down.zero_()
 
 
-@dataclass(frozen=True)
-class StateSample:
-    """Consecutive positions of one document: tokens int64 [n]; features float32 [n, C * H] of unit size; hidden
-    float32 [n, H], the target's last hidden state after its final norm."""
-
-    tokens: Tensor
-    features: Tensor
-    hidden: Tensor
-
-
 @torch.no_grad()
-def fit(head: DraftHead, samples: Iterable[StateSample]) -> None:
-    """Set fc and the attention of a new head by least squares over the samples, in place."""
-    samples = list(samples)
-    states = [sample.hidden / head.norm for sample in samples]
-    head.fc.copy_(_solve(torch.cat([s.features for s in samples]), torch.cat(states)))
+def fit(head: DraftHead, documents: Sequence[Int32], views: Sequence[View], scale: Tensor) -> None:
+    """Set fc and the attention of a new head by least squares over the target's views of documents, in place. scale
+    [C * H]: brings features to unit size."""
+    samples = [view.features.float() * scale for view in views]
+    states = [view.hidden.float() / head.norm for view in views]
+    head.fc.copy_(_solve(torch.cat(samples), torch.cat(states)))
     inputs, wanted = [], []
-    for sample, state in zip(samples, states, strict=True):
-        g = sample.features[:-1] @ head.fc.T
-        embedded = head.layer.norm(head.embed[sample.tokens[1:]], head.layer.input_norm)
+    for tokens, features, state in zip(documents, samples, states, strict=True):
+        g = features[:-1] @ head.fc.T
+        embedded = head.layer.norm(head.embed[torch.from_numpy(tokens[1:]).long()], head.layer.input_norm)
         inputs.append(torch.cat((embedded, head.layer.norm(g, head.hidden_norm)), -1))
         wanted.append(state[1:] - g)
     _attend_to_self(head, torch.cat(inputs), torch.cat(wanted))
@@ -156,3 +182,61 @@ def _attend_to_self(head: DraftHead, x: Tensor, y: Tensor) -> None:
             q[(h * group + member) * Dh : (h * group + member + 1) * Dh] = to_self
             columns = slice((h * group + member) * Dh, (h * group + member + 1) * Dh)
             head.layer.o[:, columns] = out[:, rows] / group
+
+
+def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead:
+    """The draft in folder `source` in float32, with its own vocabulary and shape: its weights fit no other.
+
+    Raises ValueError if the config asks for another shape."""
+    head = load_draft(source, target, dtype="float32", capture=target.capture, norm_feedback=config.norm_feedback)
+    for name, has in shape_of(head).items():
+        asked = getattr(config, name)
+        if asked is not None and asked != has:
+            raise ValueError(f"{name}={asked}: the draft at {source} has {has}; drop the option")
+    if head.embed is target.embed:  # a parameter of two modules would be saved and counted twice
+        head.embed = nn.Parameter(target.embed.detach().clone(), requires_grad=False)
+    if 0 < head.config.model.window(0) < config.ttt_steps and config.draft_window is None:
+        raise ValueError(
+            f"ttt_steps={config.ttt_steps}: exceeds the window of {head.config.model.window(0)} of {source}"
+        )
+    return head.train()
+
+
+def shape_of(head: DraftHead) -> dict[str, int]:
+    """The settings of a draft's shape, which its weights fix, as this head has them."""
+    model = head.config.model
+    return {
+        "draft_vocab_size": head.config.draft_vocab_size, "intermediate_size": model.intermediate_size,
+        "num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads,
+    }  # fmt: skip
+
+
+def reach_of(head: DraftHead) -> dict[str, Any]:
+    """The settings that decide how far a head can attend, window and rotary embedding, as checkpoints store them."""
+    model = head.config.model
+    return {"draft_window": model.window(0), "rope_scaling": asdict(model.rope)}
+
+
+def for_long_contexts(head: DraftHead, config: TrainConfig) -> DraftHead:
+    """The head with the window and rotary embedding that the config asks for, its weights the same.
+
+    YaRN (arXiv 2309.00071) stretches the rotary embedding, whatever scaling it had, from the positions that the draft
+    was trained for; training on long rows then makes the head fit it. A window keeps a draft at the distances it was
+    trained on, however long the context."""
+    model = head.config.model
+    if config.draft_window is not None:
+        model = replace(model, windows=(config.draft_window,) if config.draft_window else ())
+    if config.rope_scaling is not None:
+        yarn = yarn_of(config.rope_scaling)
+        assert yarn is not None, config.rope_scaling
+        built_for = model.rope.parameters.get("original_max_position_embeddings", model.max_positions)
+        original = yarn.original or int(built_for if model.rope.kind == "yarn" else model.max_positions)
+        parameters = {"factor": yarn.factor, "original_max_position_embeddings": float(original)}
+        reached = max(model.max_positions, round(yarn.factor * original))
+        model = replace(model, rope=RopeConfig(model.rope.theta, "yarn", parameters), max_positions=reached)
+    if model == head.config.model:
+        return head
+    changed = DraftHead(replace(head.config, model=model))
+    changed.load_state_dict(head.state_dict(), assign=True)
+    changed.embed.requires_grad_(False)
+    return changed.train()

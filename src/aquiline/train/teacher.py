@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from aquiline.backends.base import HEAD_ROWS
+from aquiline.backends.torch import reference as ops
+from aquiline.backends.torch.decoder import load_target
 from aquiline.config import Environment
-from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading, from_weights
 from aquiline.engine.score import MAX_DOCUMENTS, Scorer
-from aquiline.models.load import load_target
-from aquiline.ops import reference as ops
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.train.attention import PackedAttention
 from aquiline.types import Int32
@@ -45,8 +45,7 @@ def autocast(device: str) -> contextlib.AbstractContextManager[object]:
     return torch.autocast(device.partition(":")[0], torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """What the target computes at each of n positions of one document.
 
     features bfloat16 [n, C * H]: the captured layers' outputs; hidden bfloat16 [n, H]: the last layer's output after
@@ -71,7 +70,9 @@ class Teacher:
         self._scorer: Scorer | None = None
         environment = Environment.read()
         if device == "cpu":
-            self.models = from_modules(self.decoder, None, load_tokenizer(path), Loading("bfloat16"), environment)
+            self.models = from_weights(
+                self.decoder.weights(), None, load_tokenizer(path), Loading("bfloat16"), environment
+            )
         if self.models is not None and self.models.pair.is_exact:
             self._scorer = Scorer(self.models, max_tokens)
         else:
@@ -100,8 +101,7 @@ class Teacher:
         lse = (normed.float() * self.head[best]).sum(-1) - best_logprob
         whole = View(features.bfloat16(), normed, lse, best.int())
         lengths = [len(tokens) for tokens in documents]
-        parts = [torch.split(getattr(whole, name).cpu(), lengths) for name in ("features", "hidden", "lse", "best")]
-        return [View(*columns) for columns in zip(*parts, strict=True)]
+        return list(map(View, *(torch.split(values.cpu(), lengths) for values in whole)))
 
     def _forward(self, documents: list[Int32]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of all documents' positions: the residual stream [n, H], the features [n, C * H], the most probable next

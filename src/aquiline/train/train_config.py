@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from aquiline.settings import about, setting
 
 LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
 """The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
+OPTIMIZER_NAMES = ("adamw", "muon")
 PARALLEL_NAMES = ("ddp", "fsdp")
 ATTENTION_NAMES = ("fused", "sdpa", "eager", "flex")
 LOG_NAMES = ("tensorboard", "wandb")
@@ -127,52 +129,43 @@ class TrainConfig:
             raise ValueError("; ".join(problems))
 
     def _problems(self) -> list[str]:
-        checks = self._ranges() + self._choices()
-        budgets = {"steps": self.steps, "tokens": self.tokens, "minutes": self.minutes, "epochs": self.epochs}
-        checks += [(v is None or v > 0, f"{name}={v}: must be above 0") for name, v in budgets.items()]
-        if self.draft_window:
-            told = f"draft_window={self.draft_window}: must be at least ttt_steps = {self.ttt_steps}, or 0 for none"
-            checks.append((self.draft_window >= self.ttt_steps, told))
-        if self.rope_scaling is not None:
-            told = f"rope_scaling={self.rope_scaling!r}: must be yarn:FACTOR, or yarn:FACTOR:ORIGINAL positions"
-            checks.append((yarn_of(self.rope_scaling) is not None, told))
+        checks = [*self._ranges(), *self._choices()]
+        checks += [
+            (bool(self.data), "data: name at least one file or folder"),
+            (
+                self.rope_scaling is None or yarn_of(self.rope_scaling) is not None,
+                f"rope_scaling={self.rope_scaling!r}: must be yarn:FACTOR, or yarn:FACTOR:ORIGINAL positions",
+            ),
+            (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
+            (self.norm_feedback is None or bool(self.init), "norm_feedback: says how to read --init; name that draft"),
+            (self.resume or not self.may_differ, "may_differ: says what a resumed run changes; add --resume"),
+        ]
         return [text for ok, text in checks if not ok]
 
     def _ranges(self) -> list[tuple[bool, str]]:
-        """Whether each number is in its range and each switch has what it needs, and what to say if not."""
-        least = self.ttt_steps + 3
-        return [
-            (bool(self.data), "data: name at least one file or folder"),
-            (1 <= self.ttt_steps <= 16, f"ttt_steps={self.ttt_steps}: must be 1 to 16"),
-            (self.context >= least, f"context={self.context}: must be at least ttt_steps + 3 = {least}"),
-            (self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1"),
-            (0 < self.late_share <= 1, f"late_share={self.late_share}: must be above 0 and at most 1"),
-            (self.loss in LOSS_NAMES, f"loss={self.loss!r}: must be one of {', '.join(LOSS_NAMES)}"),
-            (self.loss_on in LOSS_ON, f"loss_on={self.loss_on!r}: must be one of {', '.join(LOSS_ON)}"),
-            (1 <= self.replay < math.inf, f"replay={self.replay}: must be at least 1, which is no replay"),
-            (self.optimizer in ("adamw", "muon"), f"optimizer={self.optimizer!r}: must be adamw or muon"),
-            (self.lr is None or self.lr > 0, f"lr={self.lr}: must be above 0"),
-            (0 < self.decay <= 1, f"decay={self.decay}: must be above 0 and at most 1"),
-            (0 <= self.warmup < 1, f"warmup={self.warmup}: must be in [0, 1)"),
-            (self.clip > 0, f"clip={self.clip}: must be above 0"),
-            (self.weight_decay >= 0, f"weight_decay={self.weight_decay}: must be at least 0"),
-            (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
-            (self.norm_feedback is None or bool(self.init), "norm_feedback: says how to read --init; name that draft"),
-            (self.log_every >= 1 and self.eval_every >= 1, "log_every and eval_every must be at least 1"),
-            (0 <= self.ema < 1, f"ema={self.ema}: must be in [0, 1)"),
-            (self.eval_tokens >= 2, f"eval_tokens={self.eval_tokens}: must be at least 2"),
-            (self.eval_rows >= 1, f"eval_rows={self.eval_rows}: must be at least 1"),
-            (self.accumulate >= 1, f"accumulate={self.accumulate}: must be at least 1"),
-            (self.keep >= 1, f"keep={self.keep}: must be at least 1"),
-            (self.save_every_minutes > 0, f"save_every_minutes={self.save_every_minutes}: must be above 0"),
-            (self.resume or not self.may_differ, "may_differ: says what a resumed run changes; add --resume"),
+        """Whether each number is in its range, and what to say if not. None is a number that is left open."""
+        least, passes = self.ttt_steps + 3, self.ttt_steps
+        ranges: list[tuple[str, Callable[[float], bool], str]] = [
+            ("ttt_steps", lambda v: 1 <= v <= 16, "1 to 16"),
+            ("context", lambda v: v >= least, f"at least ttt_steps + 3 = {least}"),
+            ("batch_size accumulate log_every eval_every eval_rows keep", lambda v: v >= 1, "at least 1"),
+            ("lr clip save_every_minutes steps tokens minutes epochs", lambda v: v > 0, "above 0"),
+            ("late_share decay", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+            ("warmup ema", lambda v: 0 <= v < 1, "in [0, 1)"),
+            ("weight_decay", lambda v: v >= 0, "at least 0"),
+            ("eval_tokens", lambda v: v >= 2, "at least 2"),
+            ("replay", lambda v: v >= 1, "at least 1, which is no replay"),
+            ("draft_window", lambda v: v == 0 or v >= passes, f"at least ttt_steps = {passes}, or 0 for none"),
         ]
+        given = [(name, getattr(self, name), fits, told) for names, fits, told in ranges for name in names.split()]
+        return [(value is None or fits(value), f"{name}={value}: must be {told}") for name, value, fits, told in given]
 
     def _choices(self) -> list[tuple[bool, str]]:
-        """Whether each name that may be left out is one of those there are, and what to say if not."""
+        """Whether each name is one of those there are, and what to say if not. None is a name that is left open."""
         chosen = [
-            ("parallel", self.parallel, PARALLEL_NAMES), ("attention", self.attention, ATTENTION_NAMES),
-            ("draft_dtype", self.draft_dtype, STORAGES),
+            ("loss", self.loss, LOSS_NAMES), ("loss_on", self.loss_on, LOSS_ON),
+            ("optimizer", self.optimizer, OPTIMIZER_NAMES), ("parallel", self.parallel, PARALLEL_NAMES),
+            ("attention", self.attention, ATTENTION_NAMES), ("draft_dtype", self.draft_dtype, STORAGES),
             *(("log", name, LOG_NAMES) for name in self.log),
         ]  # fmt: skip
         return [
@@ -190,7 +183,7 @@ class Yarn:
 
 
 def yarn_of(text: str) -> Yarn | None:
-    """What rope_scaling says; None if it says nothing that is known."""
+    """The stretch that a value of rope_scaling names; None if the value has another form."""
     kind, *numbers = text.split(":")
     try:
         factor, *original = float(numbers[0]), *map(int, numbers[1:2])

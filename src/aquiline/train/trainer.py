@@ -11,31 +11,29 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from aquiline.backends.torch.eagle import DraftHead, save_head
 from aquiline.errors import NumericalError
-from aquiline.models.eagle import DraftHead
-from aquiline.models.formats import save_draft
-from aquiline.train.checkpoint import Checkpoint, Checkpoints
-from aquiline.train.distributed import World, join
-from aquiline.train.estimate import Planned, announce, measured_line, plan_line, target_shape
+from aquiline.train.checkpoint import Checkpoint, Checkpoints, check_settings
+from aquiline.train.distributed import World, alone, join
+from aquiline.train.estimate import announce, measured_line, plan_line, target_shape
 from aquiline.train.full_attention import check_attention
 from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
-from aquiline.train.optimizer import set_rate
 from aquiline.train.prepare import prepare
-from aquiline.train.resume import check_settings
 from aquiline.train.run_figures import StepFigures, combine, mean_of
-from aquiline.train.run_report import Reporter, Silent, StepReport, judgement_dict, verdict
+from aquiline.train.run_report import Reporter, Silent, StepReport, verdict
 from aquiline.train.schedule import Budget, Clock, Pace, RunProgress, StopRequest
 from aquiline.train.simulated_tau import DraftJudgement, HeldOut
 from aquiline.train.teacher import autocast
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import Objective, num_rows, plan
-from aquiline.train.weights import Weights
+from aquiline.train.weights import Weights, set_rate
 
 MAX_BAD_STEPS = 10
 MEASURED_STEPS = 5
@@ -67,7 +65,7 @@ class Trainer:
         self.budget = Budget(config, self.run.batches.steps_in_first_epoch)
         self.held_out: HeldOut | None = None
         self.progress = RunProgress()
-        self.stepping_s, self.stepped_tokens, self.num_stepped = 0.0, 0, 0
+        self.pace = Pace()
         self.stop = StopRequest(STOPPING)
         self.unlogged: list[StepFigures] = []
         self.is_new = start is None
@@ -82,7 +80,7 @@ class Trainer:
         if self.is_new:
             last, looked_at = self._look(), p.step
             p.prepared_s = p.seconds
-        with self.stop:
+        with self.stop, closing(self.run.assembler.views):
             while self.done() < 1 and not self.is_stopped:
                 self._step()
                 if self._is_look_due():
@@ -98,15 +96,11 @@ class Trainer:
         self.reporter.say(verdict(self.config.out, p))
         return {
             "draft": str(self.config.out), "steps": p.step, "tokens": p.tokens, "seconds": self.clock.seconds(),
-            "tokens_per_s": self.stepped_tokens / max(1e-9, self.stepping_s), "is_stopped": is_cut,
+            "tokens_per_s": self.pace.tokens_per_s, "is_stopped": is_cut,
             "best_step": p.best_step, "best_tau": p.best_score, "start_tau": p.start_score or None,
             "draft_vocab_size": self.run.head.config.draft_vocab_size,
-            "parameters": sum(x.numel() for x in self.weights.trained), **(judgement_dict(last) if last else {}),
+            "parameters": sum(x.numel() for x in self.weights.trained), **(last.as_dict() if last else {}),
         }  # fmt: skip
-
-    def pace(self) -> Pace:
-        """The mean of the steps of this command so far."""
-        return Pace(self.stepping_s / self.num_stepped, self.stepped_tokens / self.num_stepped)
 
     def done(self) -> float:
         """Share of the budget used; the same on every rank."""
@@ -140,25 +134,23 @@ class Trainer:
         self.weights.clear()
         p.step += 1
         p.tokens += figures.tokens
-        self.stepped_tokens += figures.tokens
-        self.stepping_s += time.perf_counter() - start
-        self.num_stepped += 1
+        self.pace.add(time.perf_counter() - start, figures.tokens)
         self._agree_on_time()
         self.reporter.advance(min(1.0, self.done()))
-        if self.num_stepped == PACE_STEPS and self.done() < 1:
+        if self.pace.num_steps == PACE_STEPS and self.done() < 1:
             self._say_pace()
         if is_logged:
-            speed = self.stepped_tokens / self.stepping_s
             lr = rate * self.run.settings["lr"]
             mean, self.unlogged = mean_of(self.unlogged), []
-            self.reporter.step(StepReport(p.step, min(1.0, self.done()), mean, norm, lr, p.tokens, speed))
+            self.reporter.step(
+                StepReport(p.step, min(1.0, self.done()), mean, norm, lr, p.tokens, self.pace.tokens_per_s)
+            )
 
     def _say_pace(self) -> None:
-        pace = self.pace()
-        num_left = self.budget.steps_left(self.progress, self.look_s, pace)
-        self.reporter.say(measured_line(pace, self.num_stepped))
+        num_left = self.budget.steps_left(self.progress, self.look_s, self.pace)
+        self.reporter.say(measured_line(self.pace))
         is_fresh = self.is_new and self.config.init is None
-        self.reporter.say(plan_line(pace, num_left, self.progress.tokens if is_fresh else None))
+        self.reporter.say(plan_line(self.pace, num_left, self.progress.tokens if is_fresh else None))
 
     def _gradients(self, *, measure: bool = True) -> tuple[StepFigures, float]:
         """Compute and clip the gradients of one step. The loss is a weighted mean over the counted rows of all batches
@@ -182,7 +174,7 @@ class Trainer:
             return None
         generator = torch.Generator().manual_seed(c.seed * 1_000_003 + self.progress.step)
         chosen = torch.randperm(rows, generator=generator)[: max(1, round(c.late_share * rows))]
-        return chosen.sort().values.to(self.run.device)
+        return chosen.sort().values.to(self.world.device)
 
     def _is_sound(self, loss: float, norm: float) -> bool:
         """Whether loss and gradient norm are finite; otherwise the step is skipped. Raises NumericalError after
@@ -208,7 +200,7 @@ class Trainer:
         began, served = self.clock.seconds(), self.weights.served()
         if self.world.is_first:
             assert self.held_out is not None
-            with autocast(self.run.device):
+            with autocast(self.world.device):
                 judgement = self.held_out.judge(self.weights.as_stored(served))
             if judgement.score > p.best_score:
                 p.best_score, p.best_step = judgement.score, p.step
@@ -234,7 +226,7 @@ class Trainer:
         served.fc.data = served.fc.data * scale
         served = served.to(torch.bfloat16).cpu()
         folder = self.checkpoints.save(
-            p.step, lambda place: save_draft(served, place, target=self.run.teacher.decoder), state
+            p.step, lambda place: save_head(served, place, target=self.run.teacher.decoder), state
         )
         self.clock.save_done()
         return folder
@@ -252,15 +244,13 @@ class Trainer:
             self.checkpoints.publish(start.folder)
 
 
-def measure(config: TrainConfig) -> Planned:
-    """Some steps of a run, in this process alone, and how many it would have. Writes nothing. Raises what `train`
-    raises for settings and data that cannot work."""
-    world = World(device="cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(replace(config, features=None), world, None, Silent(), Clock())
+def measure(config: TrainConfig) -> tuple[Pace, int]:
+    """The pace of some steps of a run, in this process alone, and how many steps the run would have. Writes nothing.
+    Raises what `train` raises for settings and data that cannot work."""
+    trainer = Trainer(replace(config, features=None), alone(), None, Silent(), Clock())
     for _ in range(PACE_STEPS):
         trainer._step()
-    pace = trainer.pace()
-    return Planned(pace, PACE_STEPS, trainer.budget.steps_left(RunProgress(), 0.0, pace))
+    return trainer.pace, trainer.budget.steps_left(RunProgress(), 0.0, trainer.pace)
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.models.eagle import DraftHead
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.train.attention import TTTAttention
-from aquiline.train.head_loss import HeadLoss, TargetRows, head_loss
-from aquiline.train.losses import Loss
+from aquiline.train.losses import HeadLoss, Loss, TargetBatch, head_loss
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,6 @@ class TokenBatch:
     def num_tokens(self) -> int:
         """Positions that are not padding."""
         return int((self.document >= 0).sum())
-
-
-@dataclass(frozen=True)
-class TargetBatch:
-    """What the frozen target computed over a TokenBatch. features float32 [B, T, C * H]; rows: its distributions at the
-    B * T positions, one after the other; in_vocab bool [B, T]: whether its best token is in the draft vocabulary."""
-
-    features: Tensor
-    rows: TargetRows
-    in_vocab: Tensor
 
 
 @dataclass(frozen=True)
@@ -79,8 +68,8 @@ class PassRows:
 class TTTResult:
     """The training loss and its figures. total: the loss, differentiable. Per pass: losses, the mean loss; accuracy,
     the share of rows whose best guess is the target's; conditional, that share among rows whose guesses in all earlier
-    passes were right; NaN where no row counts. counted: the rows behind losses and accuracy; alive: those behind
-    conditional."""
+    passes were right; NaN where no row counts. counted: the rows that losses and accuracy are means of; alive: the
+    rows that conditional is a mean of."""
 
     total: Tensor
     losses: tuple[float, ...]
@@ -182,7 +171,7 @@ def ttt_loss(
     weight = torch.cat(weights)[order]
     taken: Tensor = _Taken.apply(torch.cat(outputs), torch.cat(chosen)[order])  # type: ignore[no-untyped-call]
     normed = head.layer.norm(taken, head.norm)
-    scored = head_loss(normed, head.head, target.rows, at, weight, objective.loss, measure=measure)
+    scored = head_loss(normed, head.head, target, at, weight, objective.loss, measure=measure)
     return _result(scored, order, planned, measure)
 
 
