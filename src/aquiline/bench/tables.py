@@ -1,14 +1,17 @@
-"""A table of figures, rendered as Markdown for files and for a terminal by rich. Every command that prints figures
-makes this value; `page.html` of the report renders the same value as HTML.
+"""A table of figures, rendered as Markdown for files, by rich for a terminal, and as HTML for the report. Every command
+that prints figures makes this value.
 
 The first column names the row and stands at the left; all others stand at the right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -21,7 +24,8 @@ NO_FIGURE = "-"
 class Table:
     """Rows of cells under named columns.
 
-    facts: a line that holds for all rows; notes: lines below the table; marked: numbers of the rows to show in red."""
+    facts: a line that holds for all rows; notes: lines below the table; marked: numbers of the rows to show in red;
+    headings: titles of groups of rows, by the number of the group's first row."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -29,20 +33,29 @@ class Table:
     facts: str = ""
     notes: Sequence[str] = ()
     marked: frozenset[int] = frozenset()
+    headings: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), (self.columns, self.rows)
 
-    def without_empty_columns(self) -> Table:
-        """The table without the columns that have no figure in any row."""
-        used = [i for i in range(len(self.columns)) if any(row[i] != NO_FIGURE for row in self.rows)]
-        rows = [[row[i] for i in used] for row in self.rows]
-        return Table([self.columns[i] for i in used], rows, self.title, self.facts, self.notes, self.marked)
+    @classmethod
+    def of_cells(cls, lines: Sequence[Mapping[str, str]], **about: Any) -> Table:
+        """The table of lines whose cells have the names of their columns. A column without a figure is left out."""
+        columns = [
+            name for name in dict.fromkeys(chain.from_iterable(lines))
+            if any(line.get(name, NO_FIGURE) != NO_FIGURE for line in lines)
+        ]  # fmt: skip
+        return cls(columns, [[line.get(name, NO_FIGURE) for name in columns] for line in lines], **about)
 
     def markdown(self) -> str:
         """The table as Markdown: title, facts, grid, notes. Bars and line ends in cells cannot break it."""
         rule = ["---", *["---:"] * (len(self.columns) - 1)]
-        grid = [f"| {' | '.join(map(escape, line))} |" for line in (self.columns, rule, *self.rows)]
+        lines: list[Sequence[str]] = [self.columns, rule]
+        for number, row in enumerate(self.rows):
+            if number in self.headings:
+                lines.append([f"**{self.headings[number]}**", *[""] * (len(self.columns) - 1)])
+            lines.append(row)
+        grid = [f"| {' | '.join(map(escape, line))} |" for line in lines]
         notes = "\n".join(f"- {escape(note)}" for note in self.notes)
         title = f"### {escape(self.title)}" if self.title else ""
         return "\n\n".join(part for part in (title, escape(self.facts), "\n".join(grid), notes) if part) + "\n"
@@ -57,8 +70,30 @@ class Table:
         for place, column in enumerate(self.columns):
             grid.add_column(column, justify="right" if place else "left")
         for number, row in enumerate(self.rows):
+            if number in self.headings:
+                grid.add_section()
+                grid.add_row(Text(self.headings[number], style="bold"))
             grid.add_row(*map(Text, row), style="red" if number in self.marked else None)
         return grid
+
+    def html(self) -> Markup:
+        """The grid as an HTML table; titles, facts and notes stand elsewhere on a page. Every text is escaped."""
+        head = Markup("").join(Markup('<th scope="col">{}</th>').format(column) for column in self.columns)
+        lines = [Markup("<thead><tr>{}</tr></thead>").format(head)]
+        for number, (name, *cells) in enumerate(self.rows):
+            if number == 0 or number in self.headings:
+                lines.append(Markup("<tbody>"))  # which ends the one before
+            if number in self.headings:
+                heading = Markup('<tr><th scope="rowgroup" colspan="{}">{}</th></tr>')
+                lines.append(heading.format(len(self.columns), self.headings[number]))
+            figures = Markup("").join(Markup("<td>{}</td>").format(cell) for cell in cells)
+            lines.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(name, figures))
+        return Markup("<table>\n{}\n</table>").format(Markup("\n").join(lines))
+
+
+def percent(share: float | None) -> str:
+    """A share as a cell."""
+    return NO_FIGURE if share is None else f"{share:.0%}"
 
 
 def escape(text: str) -> str:

@@ -3,8 +3,8 @@
 Files are taken in the order of the sha256 of their path, never by a result. One file in twenty (hash 0 mod 20) was held
 out from the training of the bundled pair (examples/demo_pair/prepare.py).
 
-The demo's rule: the first `count` files of at least MIN_FILE_TOKENS tokens, of the held-out standard library or of a
-package that was not trained on; the prompt is the run of whole lines that ends at the file's middle line and fills at
+The demo's rule: the first NUM_PROMPTS files of at least MIN_FILE_TOKENS tokens, of the held-out standard library or of
+a package that was not trained on; the prompt is the run of whole lines that ends at the file's middle line and fills at
 most PROMPT_TOKENS tokens.
 """
 
@@ -20,9 +20,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from aquiline.checks import parse_json
-from aquiline.metrics import repeated_share
 
-PROMPT_TOKENS = 300
+PROMPT_TOKENS, NUM_PROMPTS = 300, 8
 MIN_FILE_TOKENS = 1000
 HELD_OUT = 20  # one file in this many
 TEXT_SUFFIXES = (".py", ".txt", ".md")
@@ -38,18 +37,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """A prompt of an exact number of tokens: a window of real text. source: the first file of the window.
+    """A prompt of an exact number of tokens: a window of real text. is_held_out: no token of it comes from a file that
+    the bundled pair may have been trained on."""
 
-    is_held_out: no token of it comes from a file that the bundled pair may have been trained on."""
-
-    source: str
     token_ids: list[int]
     is_held_out: bool
-
-    @property
-    def repeated_share(self) -> float:
-        """Share of 8-grams that stand earlier in the prompt; reported, since repetition flatters drafters."""
-        return repeated_share(self.token_ids)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -65,20 +57,22 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def stdlib_prompts(tokenizer: Tokenizer, count: int = 8) -> list[Prompt]:
-    """Prompts from the held-out files of this interpreter's standard library, without its tests."""
-    return _pick(tokenizer, (file for file in _stdlib() if file.is_held_out), count)
-
-
-def package_prompts(name: str, tokenizer: Tokenizer, count: int = 8) -> list[Prompt]:
-    """Prompts from an installed package. Raises ValueError if it is not installed or too small."""
-    files = _package(name)
-    if files is None:
-        raise ValueError(f"package={name!r}: not installed as a package here; pip install it or name another")
-    prompts = _pick(tokenizer, files, count)
-    if len(prompts) < count:
-        raise ValueError(f"package={name!r}: only {len(prompts)} files of {MIN_FILE_TOKENS} tokens, {count} needed")
-    return prompts
+def excerpts(tokenizer: Tokenizer, package: str | None = None) -> list[Prompt]:
+    """The demo's prompts: NUM_PROMPTS of an installed package, or of the held-out files of this interpreter's standard
+    library. Raises ValueError if the package is not installed or too small."""
+    files = _package(package) if package is not None else [file for file in _stdlib() if file.is_held_out]
+    if not files:
+        raise ValueError(f"package={package!r}: not installed as a package here; pip install it or name another")
+    prompts: list[Prompt] = []
+    for file in sorted(files, key=lambda file: file.digest):
+        text = file.read()
+        if text is not None and len(tokenizer.encode(text).ids) >= MIN_FILE_TOKENS:
+            prompts.append(Prompt(file.name, _middle(tokenizer, text)))
+        if len(prompts) == NUM_PROMPTS:
+            return prompts
+    raise ValueError(
+        f"package={package!r}: only {len(prompts)} files of {MIN_FILE_TOKENS} tokens, {NUM_PROMPTS} needed"
+    )
 
 
 def text_prompts(
@@ -104,7 +98,7 @@ def text_prompts(
     for window in _windows(_files(text_source), tokenizer, length):
         if tuple(window.token_ids) not in seen:
             seen.add(tuple(window.token_ids))
-            prompts.append(TokenPrompt(window.source, before + window.token_ids, window.is_held_out))
+            prompts.append(TokenPrompt(before + window.token_ids, window.is_held_out))
         if len(prompts) == count:
             return prompts
     raise ValueError(
@@ -114,25 +108,22 @@ def text_prompts(
 
 
 def _windows(files: Iterable[_File], tokenizer: Tokenizer, length: int) -> Iterator[TokenPrompt]:
-    """Cut the files' tokens, end to end, into windows of `length`. Tokens behind the last window are not used."""
+    """Cut the files' tokens, end to end, into windows of `length`. Tokens after the last window are not used."""
     stream: list[int] = []
-    source = ""
     for file in sorted(files, key=lambda file: (not file.is_held_out, file.digest)):
         text = file.read()
         if text is None:
             continue
-        source = source if stream else file.name
         stream += tokenizer.encode(text, add_special_tokens=False).ids
         end = len(stream) - len(stream) % length
         for start in range(0, end, length):
             # Held-out files come first: if the window's last file is held out, so are all files of the window.
-            yield TokenPrompt(source, stream[start : start + length], file.is_held_out)
-            source = file.name
+            yield TokenPrompt(stream[start : start + length], file.is_held_out)
         del stream[:end]
 
 
 def _tokens_before(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens the tokenizer puts before a text (BOS), without those it puts behind one."""
+    """The special tokens the tokenizer puts before a text (BOS), without those after a text."""
     encoding = tokenizer.encode("a")
     first = encoding.special_tokens_mask.index(0)
     ids: list[int] = encoding.ids[:first]
@@ -177,7 +168,7 @@ def _files(text_source: str | Path | None) -> list[_File]:
         found = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         return [_File(p, p.relative_to(path).as_posix(), is_own=True) for p in found]
     files = _package(str(text_source))
-    if files is None:
+    if not files:
         raise ValueError(f"text_source={str(text_source)!r}: neither a file or folder nor an installed package")
     return files
 
@@ -189,27 +180,16 @@ def _stdlib() -> list[_File]:
     return [file for file in files if not apart & set(file.name.split("/"))]
 
 
-def _package(name: str) -> list[_File] | None:
-    """The Python files of an installed package; None if there is none of that name."""
+def _package(name: str) -> list[_File]:
+    """The Python files of an installed package; none if no package has that name."""
     try:
-        drafting = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a parent that is missing, a name that cannot be one
-        drafting = None
-    if drafting is None or not drafting.submodule_search_locations:
-        return None
-    root = Path(next(iter(drafting.submodule_search_locations))).resolve()
+        return []
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    root = Path(next(iter(spec.submodule_search_locations))).resolve()
     return [_File(path, path.relative_to(root.parent).as_posix()) for path in root.rglob("*.py")]
-
-
-def _pick(tokenizer: Tokenizer, files: Iterable[_File], count: int) -> list[Prompt]:
-    prompts: list[Prompt] = []
-    for file in sorted(files, key=lambda file: file.digest):
-        if len(prompts) == count:
-            break
-        text = file.read()
-        if text is not None and len(tokenizer.encode(text).ids) >= MIN_FILE_TOKENS:
-            prompts.append(Prompt(file.name, _middle(tokenizer, text)))
-    return prompts
 
 
 def _middle(tokenizer: Tokenizer, text: str) -> str:

@@ -1,4 +1,5 @@
-"""Answers as EAGLE's evaluation writes them: one JSON row per question, which its own speed.py can read.
+"""Answers of an evaluation with their times, and as EAGLE's evaluation writes them: one JSON row per question, which
+its own speed.py can read.
 
 *Source*: SafeAILab/EAGLE@12c417d, eagle/evaluation/gen_ea_answer_llama3chat.py, and @2320d52, speed.py.
 """
@@ -10,39 +11,65 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from aquiline.metrics import Counters, repeated_share
 from aquiline.text.questions import Question
 from aquiline.writing import writing
 
-KEPT = "Rows before it are whole"
+
+@dataclass(frozen=True)
+class AnsweredText:
+    """The answer to one turn, the same at every setting. question: its place among the questions."""
+
+    temperature: float
+    length: int
+    question: int
+    turn: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+    @cached_property
+    def repeated_share(self) -> float:
+        """The share of 8-grams that stood earlier in the text."""
+        return repeated_share(self.token_ids)
 
 
 @dataclass(frozen=True)
-class TurnAnswer:
-    """The model's answer to one turn. text: without the stop token; num_tokens: with it; num_steps: decode steps;
-    seconds: the wall time of the whole answer, its prompt included, as in EAGLE's `wall_time`."""
+class TurnRun:
+    """One setting writing one text once, by the wall clock: prefill_ms to its first token, decode_ms from there on,
+    total_ms to its end. Of texts that were written together, prefill_ms and decode_ms are equal shares of the time to
+    the first token of any of them, and of the time from there on."""
 
-    text: str
-    num_tokens: int
-    num_steps: int
-    seconds: float
+    text: AnsweredText
+    setting: str
+    repeat: int
+    prefill_ms: float
+    decode_ms: float
+    total_ms: float
+    counters: Counters
 
 
-def answer_row(question: Question, choices: Sequence[Sequence[TurnAnswer]], model_id: str) -> dict[str, object]:
-    """One row of an answer file. A choice is one sampled conversation: its answers turn by turn.
+@dataclass(frozen=True)
+class Unfit:
+    """A turn that was not run because prompt and length do not fit; the turns after it were not run either."""
+
+    question: int
+    turn: int
+    length: int
+    temperature: float
+    reason: str
+
+
+def answer_row(question: Question, choices: Sequence[Sequence[TurnRun]], model_id: str) -> dict[str, object]:
+    """One row of an answer file. A choice is one sampled conversation: its runs turn by turn.
 
     `idxs` is the index of a turn's last target forward, counted from the prompt's, which is 0; so it is the number of
-    decode steps. `category` stands in Spec-Bench's rows, not in EAGLE's. Raises ValueError unless every choice answers
-    every turn."""
-    for index, turns in enumerate(choices):
-        if len(turns) != len(question.turns):
-            raise ValueError(
-                f"choices[{index}]: {len(turns)} answers to question {question.id!r}, which has {len(question.turns)} "
-                "turns; answer each of them"
-            )
+    decode steps. `new_tokens` counts the stop token, which `turns` leave out. `wall_time` includes the prompt.
+    `category` stands in Spec-Bench's rows, not in EAGLE's."""
     return {
         "question_id": question.id,
         "category": question.category,
@@ -51,38 +78,29 @@ def answer_row(question: Question, choices: Sequence[Sequence[TurnAnswer]], mode
         "choices": [
             {
                 "index": index,
-                "turns": [turn.text for turn in turns],
-                "idxs": [turn.num_steps for turn in turns],
-                "new_tokens": [turn.num_tokens for turn in turns],
-                "wall_time": [turn.seconds for turn in turns],
+                "turns": [run.text.text for run in runs],
+                "idxs": [run.counters.num_steps for run in runs],
+                "new_tokens": [len(run.text.token_ids) for run in runs],
+                "wall_time": [run.total_ms / 1e3 for run in runs],
             }
-            for index, turns in enumerate(choices)
+            for index, runs in enumerate(choices)
         ],
         "tstamp": time.time(),
     }
 
 
 class EagleAnswers:
-    """A new answer file. A row is written as soon as it is added, so that a run cut short keeps its rows.
-
-    Use it in a with statement. Replaces an older file of that path."""
+    """A new answer file, in place of an older one. A row is written as soon as it is added, so that a run cut short
+    keeps its rows."""
 
     def __init__(self, path: Path, model_id: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("", encoding="utf-8")
         self.path, self.model_id = path, model_id
-        self._file = path.open("w", encoding="utf-8")
 
-    def add(self, question: Question, *choices: Sequence[TurnAnswer]) -> None:
+    def add(self, question: Question, *choices: Sequence[TurnRun]) -> None:
         """Write one question's row; see `answer_row`."""
-        with writing(self.path, KEPT):
-            self._file.write(json.dumps(answer_row(question, choices, self.model_id)) + "\n")
-            self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with writing(self.path, KEPT):
-            self._file.close()
+        assert all(len(runs) == len(question.turns) for runs in choices), (question, choices)
+        row = json.dumps(answer_row(question, choices, self.model_id)) + "\n"
+        with writing(self.path, "Rows before it are whole"), self.path.open("a", encoding="utf-8") as file:
+            file.write(row)

@@ -34,19 +34,24 @@ from importlib.metadata import version
 from pathlib import Path
 
 from aquiline import __version__
-from aquiline.bench.data.sources import SOURCES
-from aquiline.bench.eval.eval_plan import Evaluated, TeacherForced, TurnRun, Unfit
-from aquiline.bench.eval.figures import Figures, SpeedupRatio, Tables, best, real_tau, suspicion, verdict
+from aquiline.bench.data.datasets import SOURCES
+from aquiline.bench.eval.answers import TurnRun, Unfit
+from aquiline.bench.eval.figures import Evaluated, Figures, best, suspicion, times, verdict
+from aquiline.bench.eval.guesses import TeacherForced
 from aquiline.bench.results.result import ModelFacts, commit
-from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.engine.llm import LLM
-from aquiline.metrics import repeated_share
-from aquiline.models.known_pairs import PAIRS
+from aquiline.models.known_pairs import PAIRS, checkpoints
 from aquiline.writing import write_whole
 
 SCHEMA = "aquiline.eval/1"
 LIBRARIES = ("numpy", "tokenizers", "jinja2")
+STATED = (
+    "temperature", "length", "category", "setting", "num_questions", "num_texts", "num_tokens", "seconds_per_text",
+    "decode_tokens_per_s", "repeated_share", "tau", "target_calls_per_token", "acceptance_rate", "per_position",
+    "fraction_ge2", "speedup", "speedup_with_prefill",
+)  # fmt: skip
+"""The figures of a setting in eval.json's tables."""
 SHOWN_PLACES = 5
 SHOWN_MISSES = 10
 """How many places of a draft the tables show, and how many turns that did not fit the notes name; eval.json has all."""
@@ -62,7 +67,7 @@ READING = """\
 
 @dataclass(frozen=True)
 class EvalFacts:
-    """What an evaluation ran on, in names that mean something on other machines: no paths."""
+    """The models, questions and system of an evaluation, in names that mean something on other machines: no paths."""
 
     model: ModelFacts
     dataset: str
@@ -92,53 +97,12 @@ def name_of(dataset: str | Path) -> str:
 
 def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
     """The facts about a pair of models that results state."""
-    name, draft_name = ModelSource(target, draft).names
+    name, draft_name = checkpoints(target, draft).names
     models = llm.models
     return ModelFacts(
         target=name, draft=draft_name, dtype=models.storage, arithmetic=models.arithmetic,
         random_weights=False, simulated_tau=None, weight_bytes=models.weight_bytes,
     )  # fmt: skip
-
-
-def as_document(found: Evaluated, derived: Tables, facts: EvalFacts) -> dict[str, object]:
-    """The JSON of an evaluation; the module's docstring is its schema."""
-    plan = found.plan
-    settings = {name: drafting.as_dict() for name, drafting in plan.settings.items()}
-    return {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "versions": {"aquiline": __version__} | {name: version(name) for name in LIBRARIES},
-        "system": facts.system,
-        "model": asdict(facts.model),
-        "data": {
-            "dataset": facts.dataset,
-            "num_questions": len(found.questions),
-            "categories": Counter(question.category for question in found.questions),
-            "sample_seed": facts.sample_seed,
-            "chat_template": facts.has_template,
-            "prompts_sha256": found.prompts_sha256,
-        },
-        "plan": {
-            name: getattr(plan, name) for name in ("lengths", "temperatures", "repeats", "batch", "seed", "ignore_eos")
-        } | {"settings": settings},
-        "rows": [_row(found, run) for run in found.runs],
-        "tables": {
-            "by_length": [_figures(f) for group in derived.by_length for f in group],
-            "by_category": [_figures(f) for group in derived.by_category for f in group],
-            "overall": [_figures(f) for f in derived.overall],
-        },
-        "adaptive": found.choices.as_dict(),
-        "best": [_best(group) for group in groups(derived)],
-        "teacher_forced": [
-            {name: getattr(t, name) for name in ("temperature", "length", "repeated_share")}
-            | asdict(t.accuracy)
-            | {"real_tau": real_tau(found, t)}
-            for t in found.teacher_forced
-        ],
-        "task_accuracy": [asdict(score) for score in derived.task_accuracy],
-        "unfit": [_unfit(found, miss) for miss in found.unfit],
-    }  # fmt: skip
 
 
 def _row(found: Evaluated, run: TurnRun) -> dict[str, object]:
@@ -149,24 +113,14 @@ def _row(found: Evaluated, run: TurnRun) -> dict[str, object]:
         "temperature": text.temperature, "length": text.length, "question": text.question, "turn": text.turn,
         "repeat": run.repeat, "setting": run.setting, "question_id": question.id, "category": question.category,
         "num_prompt_tokens": len(text.prompt_ids), "num_tokens": len(text.token_ids),
-        "finish_reason": text.finish_reason, "repeated_share": repeated_share(text.token_ids),
+        "finish_reason": text.finish_reason, "repeated_share": text.repeated_share,
         "prefill_ms": run.prefill_ms, "decode_ms": run.decode_ms, "total_ms": run.total_ms,
     } | {name: counters[name] for name in (*counted, "accepted_at")}  # fmt: skip
 
 
 def _figures(f: Figures) -> dict[str, object]:
-    names = ("temperature", "length", "category", "setting", "num_questions", "num_texts", "num_tokens")
-    acceptance = f.counters.as_dict()
-    counted = ("tau", "target_calls_per_token", "acceptance_rate", "per_position", "fraction_ge2")
-    return (
-        {name: getattr(f, name) for name in (*names, "seconds_per_text", "decode_tokens_per_s", "repeated_share")}
-        | {name: acceptance[name] for name in counted}
-        | {"speedup": _ratio(f.speedup), "speedup_with_prefill": _ratio(f.speedup_with_prefill)}
-    )
-
-
-def _ratio(ratio: SpeedupRatio | None) -> dict[str, float | None] | None:
-    return None if ratio is None else asdict(ratio)
+    stated = asdict(f) | f.counters.as_dict()
+    return {name: stated[name] for name in STATED}
 
 
 def _best(group: list[Figures]) -> dict[str, object]:
@@ -175,8 +129,8 @@ def _best(group: list[Figures]) -> dict[str, object]:
         "temperature": group[0].temperature,
         "length": group[0].length,
         "setting": None if winner is None else winner.setting,
-        "speedup": None if winner is None else _ratio(winner.speedup),
-        "is_faster": winner is not None and winner.speedup is not None and winner.speedup.is_above_one,
+        "speedup": None if winner is None else asdict(winner)["speedup"],
+        "is_faster": winner is not None and winner.is_faster,
     }
 
 
@@ -195,19 +149,14 @@ def cells(f: Figures) -> dict[str, str]:
         "setting": f.setting,
         "s/text": f"{f.seconds_per_text:.2f}",
         "tok/s": f"{f.decode_tokens_per_s:.0f}",
-        "speedup [95 %]": str(f.speedup or NO_FIGURE),
-        "with prefill": str(f.speedup_with_prefill or NO_FIGURE),
+        "speedup [95 %]": times(f.speedup),
+        "with prefill": times(f.speedup_with_prefill),
         "tau": f"{counters.tau:.2f}",
         "calls/token": f"{1 / counters.tau:.2f}" if counters.tau else NO_FIGURE,
         "accepted": f"{counters.acceptance_rate:.0%}" if drafts else NO_FIGURE,
         "by position": " ".join(places[:SHOWN_PLACES]) + more if drafts else NO_FIGURE,
         "repeated": f"{f.repeated_share:.0%}",
     }
-
-
-def groups(derived: Tables) -> list[list[Figures]]:
-    """The groups by length, and the group of all runs if there are several lengths or temperatures."""
-    return [*derived.by_length, derived.overall] if len(derived.by_length) > 1 else derived.by_length
 
 
 def title(group: list[Figures]) -> str:
@@ -218,61 +167,104 @@ def title(group: list[Figures]) -> str:
     return f"{f.category + ', ' if f.category else ''}{length}{temperature}, {f.num_questions} questions"
 
 
-def teacher_table(found: Evaluated, taught: TeacherForced) -> Table:
-    """The draft's accuracy along the target's own text, with a column for each place in the chain."""
-    a = taught.accuracy
+@dataclass(frozen=True)
+class EvalReport:
+    """An evaluation with its figures, and what it ran on."""
 
-    def row(name: str, values: list[float | None], form: str) -> list[str]:
-        return [name, *(NO_FIGURE if value is None else format(value, form) for value in values)]
+    found: Evaluated
+    facts: EvalFacts
 
-    rows = [
-        row("accuracy", a.marginal, ".1%"),
-        row("accuracy after right guesses", a.conditional, ".1%"),
-        row("simulated tau of a chain this long", a.simulated_tau, ".3f"),
-        row("real tau of that chain", real_tau(found, taught), ".3f"),
-    ]
-    title = (
-        f"the draft along the target's own text, {taught.length} new tokens, temperature {taught.temperature:g}, "
-        f"{taught.repeated_share:.0%} repeated"
-    )
-    return Table(["place in the chain", *(str(place + 1) for place in range(len(a.marginal)))], rows, title)
+    def document(self) -> dict[str, object]:
+        """The JSON of an evaluation; the module's docstring is its schema."""
+        found, facts = self.found, self.facts
+        return {
+            "schema": SCHEMA,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "versions": {"aquiline": __version__} | {name: version(name) for name in LIBRARIES},
+            "system": facts.system,
+            "model": asdict(facts.model),
+            "data": {
+                "dataset": facts.dataset,
+                "num_questions": len(found.questions),
+                "categories": Counter(question.category for question in found.questions),
+                "sample_seed": facts.sample_seed,
+                "chat_template": facts.has_template,
+                "prompts_sha256": found.prompts_sha256,
+            },
+            "plan": found.plan.as_dict(),
+            "rows": [_row(found, run) for run in found.runs],
+            "tables": {
+                "by_length": [_figures(f) for group in found.by_length for f in group],
+                "by_category": [_figures(f) for group in found.by_category for f in group],
+                "overall": [_figures(f) for f in found.overall],
+            },
+            "adaptive": found.choices.as_dict(),
+            "best": [_best(group) for group in found.groups],
+            "teacher_forced": [
+                {name: getattr(t, name) for name in ("temperature", "length", "repeated_share")}
+                | asdict(t.accuracy)
+                | {"real_tau": found.real_tau(t)}
+                for t in found.teacher_forced
+            ],
+            "task_accuracy": [asdict(score) for score in found.task_accuracy],
+            "unfit": [_unfit(found, miss) for miss in found.unfit],
+        }  # fmt: skip
 
+    def teacher_table(self, taught: TeacherForced) -> Table:
+        """The draft's accuracy along the target's own text, with a column for each place in the chain."""
+        a = taught.accuracy
 
-def notes(found: Evaluated, derived: Tables) -> list[str]:
-    """Lines that belong beside the tables: best settings, a draft at chance, task accuracy, turns that did not fit."""
-    lines = [f"{title(group)}: {verdict(group)}" for group in groups(derived)]
-    doubt = suspicion(found)
-    lines += [f"warning: {doubt}"] if doubt else []
-    lines += [
-        f"GSM8K accuracy, {s.length} new tokens, temperature {s.temperature:g}: {s.num_correct}/{s.num_questions} = "
-        f"{s.num_correct / s.num_questions:.1%} ({s.num_cut} answers were cut by the length)"
-        for s in derived.task_accuracy
-    ]
-    if found.unfit:
-        lines.append(f"{len(found.unfit)} conversations were cut short or left out, because they do not fit:")
-        lines += [
-            f"  question {found.questions[m.question].id!r}, turn {m.turn + 1}, {m.length} new tokens, temperature "
-            f"{m.temperature:g}: {m.reason}"
-            for m in found.unfit[:SHOWN_MISSES]
+        def row(name: str, values: list[float | None], form: str) -> list[str]:
+            return [name, *(NO_FIGURE if value is None else format(value, form) for value in values)]
+
+        rows = [
+            row("accuracy", a.marginal, ".1%"),
+            row("accuracy after right guesses", a.conditional, ".1%"),
+            row("simulated tau of a chain this long", a.simulated_tau, ".3f"),
+            row("real tau of that chain", self.found.real_tau(taught), ".3f"),
         ]
-        if len(found.unfit) > SHOWN_MISSES:
-            lines.append(f"  and {len(found.unfit) - SHOWN_MISSES} more")
-    return lines
+        title = (
+            f"the draft along the target's own text, {taught.length} new tokens, temperature {taught.temperature:g}, "
+            f"{taught.repeated_share:.0%} repeated"
+        )
+        return Table(["place in the chain", *(str(place + 1) for place in range(len(a.marginal)))], rows, title)
 
+    def notes(self) -> list[str]:
+        """Lines beside the tables: best settings, a draft at chance, task accuracy, turns that did not fit."""
+        found = self.found
+        lines = [f"{title(group)}: {verdict(group)}" for group in found.groups]
+        doubt = suspicion(found)
+        lines += [f"warning: {doubt}"] if doubt else []
+        lines += [
+            f"GSM8K accuracy, {s.length} new tokens, temperature {s.temperature:g}: {s.num_correct}/{s.num_questions} "
+            f"= {s.num_correct / s.num_questions:.1%} ({s.num_cut} answers were cut by the length)"
+            for s in found.task_accuracy
+        ]
+        if found.unfit:
+            lines.append(f"{len(found.unfit)} conversations were cut short or left out, because they do not fit:")
+            lines += [
+                f"  question {found.questions[m.question].id!r}, turn {m.turn + 1}, {m.length} new tokens, temperature "
+                f"{m.temperature:g}: {m.reason}"
+                for m in found.unfit[:SHOWN_MISSES]
+            ]
+            if len(found.unfit) > SHOWN_MISSES:
+                lines.append(f"  and {len(found.unfit) - SHOWN_MISSES} more")
+        return lines
 
-def as_markdown(found: Evaluated, derived: Tables, facts: EvalFacts) -> str:
-    """The evaluation as a Markdown page."""
-    parts = [f"# {facts.dataset}: {len(found.questions)} questions\n", f"{facts}.\n", READING]
-    for group in [*groups(derived), *derived.by_category]:
-        table = Table(list(cells(group[0])), [list(cells(f).values()) for f in group], title(group))
-        parts += [table.markdown(), f"Here {verdict(group)}.\n"]
-    parts += [teacher_table(found, taught).markdown() for taught in found.teacher_forced]
-    lines = (f"- {line}" if line[0] != " " else f"  - {line.strip()}" for line in notes(found, derived))
-    return "\n".join([*parts, "### In short\n", *lines]) + "\n"
+    def markdown(self) -> str:
+        """The evaluation as a Markdown page."""
+        found, facts = self.found, self.facts
+        parts = [f"# {facts.dataset}: {len(found.questions)} questions\n", f"{facts}.\n", READING]
+        for group in [*found.groups, *found.by_category]:
+            table = Table.of_cells([cells(f) for f in group], title=title(group))
+            parts += [table.markdown(), f"Here {verdict(group)}.\n"]
+        parts += [self.teacher_table(taught).markdown() for taught in found.teacher_forced]
+        lines = (f"- {line}" if line[0] != " " else f"  - {line.strip()}" for line in self.notes())
+        return "\n".join([*parts, "### In short\n", *lines]) + "\n"
 
-
-def write_report(found: Evaluated, derived: Tables, facts: EvalFacts, folder: Path) -> None:
-    """Write eval.json and eval.md, each whole or not at all."""
-    document = json.dumps(as_document(found, derived, facts), indent=1)
-    for name, text in (("eval.json", f"{document}\n"), ("eval.md", as_markdown(found, derived, facts))):
-        write_whole(folder / name, text, "What was there before is whole")
+    def write(self, folder: Path) -> None:
+        """Write eval.json and eval.md, each whole or not at all."""
+        document = json.dumps(self.document(), indent=1)
+        for name, text in (("eval.json", f"{document}\n"), ("eval.md", self.markdown())):
+            write_whole(folder / name, text, "What was there before is whole")

@@ -1,30 +1,29 @@
 """The runs of `aquiline eval`: every setting on every question, turn by turn, at several lengths, on the same prompts.
 
-Owns the order of the runs and what is kept of them; figures.py computes figures, report.py writes files and tables. As
-many questions run together as the plan says, and nothing is cached between runs, so each run computes its prompts anew.
-Settings take turns at going first. Speculation is exact, so all settings must write the same tokens. That is checked,
-and the common answer enters the next turn.
+Owns the order of the runs; figures.py computes figures, eval_report.py writes files and tables. As many questions run
+together as the plan says. Nothing is cached between runs, so each run computes its prompts anew. Settings take turns at
+going first. Speculation is exact, so all settings must write the same tokens. That is checked, and the common answer
+enters the next turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import product, zip_longest
+from dataclasses import dataclass, field, replace
+from itertools import chain, product, zip_longest
 from pathlib import Path
 
-from aquiline.bench.eval.answers import EagleAnswers, TurnAnswer
-from aquiline.bench.eval.eval_plan import AnsweredText, EvalPlan, Evaluated, TeacherForced, TurnRun, Unfit
-from aquiline.bench.eval.guesses import ChainTeacher, Guesses, accuracy
-from aquiline.bench.results.clock import decode_s, spans_of
-from aquiline.bench.results.intervals import rotated
+from aquiline.bench.eval.answers import AnsweredText, EagleAnswers, TurnRun, Unfit
+from aquiline.bench.eval.eval_plan import EvalPlan
+from aquiline.bench.eval.figures import Evaluated
+from aquiline.bench.eval.guesses import ChainTeacher, Guesses, TeacherForced, accuracy
+from aquiline.bench.results.intervals import decode_s, rotated, spans_of
 from aquiline.bench.results.result import tokens_sha256
 from aquiline.bench.suite.suite_plan import BASELINE
 from aquiline.config import SamplingParams
-from aquiline.engine.llm import LLM, Output
+from aquiline.engine.llm import LLM
 from aquiline.errors import OutOfPages, ResultError
-from aquiline.metrics import mean, repeated_share
+from aquiline.metrics import mean
 from aquiline.text.chat_template import ChatTemplate, conversation
 from aquiline.text.questions import Question
 
@@ -65,7 +64,7 @@ class Evaluation:
 
     @property
     def num_tokens(self) -> int:
-        """The total of what on_progress is called with, for a progress bar."""
+        """The sum of the numbers that on_progress is called with, for a progress bar."""
         plan, turns = self.plan, sum(len(q.turns) for q in self.questions)
         taught = max(plan.lengths) * plan.teacher_forced
         return turns * len(plan.temperatures) * (sum(plan.lengths) * len(plan.settings) * plan.repeats + taught)
@@ -77,11 +76,10 @@ class Evaluation:
         self._warm_up(firsts)
         began = self.llm.engine.meter.mark()
         for temperature, length in product(plan.temperatures, plan.lengths):
-            with ExitStack() as stack:
-                files = self._answer_files(stack, temperature, length)
-                numbers = range(len(self.questions))
-                for first in numbers[:: plan.batch]:
-                    self._converse(numbers[first : first + plan.batch], temperature, length, files)
+            files = self._answer_files(temperature, length)
+            numbers = range(len(self.questions))
+            for first in numbers[:: plan.batch]:
+                self._converse(numbers[first : first + plan.batch], temperature, length, files)
         if not self.runs:
             raise ValueError(f"lengths={list(plan.lengths)}: no question fits; {self.unfit[0].reason}")
         taught = list(self._teach()) if plan.teacher_forced else []
@@ -95,40 +93,39 @@ class Evaluation:
         for drafting in self.plan.settings.values():
             self.llm.run([prompt], sampling, drafting=drafting)
 
-    def _answer_files(self, stack: ExitStack, temperature: float, length: int) -> dict[str, EagleAnswers]:
+    def _answer_files(self, temperature: float, length: int) -> dict[str, EagleAnswers]:
         if self.answers is None:
             return {}
         names = {setting: f"{setting}-{length}-t{temperature:g}" for setting in self.plan.settings}
         return {
-            setting: stack.enter_context(EagleAnswers(self.answers / f"{name}.jsonl", f"{self.model_id}-{name}"))
+            setting: EagleAnswers(self.answers / f"{name}.jsonl", f"{self.model_id}-{name}")
             for setting, name in names.items()
         }
 
     def _converse(self, group: Sequence[int], temperature: float, length: int, files: dict[str, EagleAnswers]) -> None:
         """Run the turns of questions together, those of each up to the first one that does not fit."""
-        told: dict[int, list[TurnRun]] = {question: [] for question in group}
-        said: dict[int, list[AnsweredText]] = {question: [] for question in group}
+        told: dict[int, list[list[TurnRun]]] = {question: [] for question in group}  # the runs of each turn
         for turn in range(max(len(self.questions[question].turns) for question in group)):
             asked = [
                 text
                 for question in group
-                if len(said[question]) == turn and turn < len(self.questions[question].turns)
-                if (text := self._asked(question, said[question], temperature, length)) is not None
+                if len(told[question]) == turn < len(self.questions[question].turns)
+                if (text := self._asked(question, told[question], temperature, length)) is not None
             ]
             for text, runs in zip(asked, self._answer(asked), strict=True):
-                said[text.question].append(runs[0].text)
-                told[text.question] += runs
-        for question, runs in told.items():
+                told[text.question].append(runs)
+        for question, turns in told.items():
+            runs = list(chain.from_iterable(turns))
             self.runs += runs
-            if len(said[question]) == len(self.questions[question].turns):
-                for setting, file in files.items():
-                    own = [run for run in runs if run.setting == setting]
-                    file.add(self.questions[question], *_choices(own, self.plan.repeats))
+            for setting, file in files.items() if len(turns) == len(self.questions[question].turns) else ():
+                own = [run for run in runs if run.setting == setting]
+                repeats = range(self.plan.repeats)
+                file.add(self.questions[question], *([r for r in own if r.repeat == repeat] for repeat in repeats))
 
-    def _asked(self, question: int, said: list[AnsweredText], temperature: float, length: int) -> AnsweredText | None:
-        """The next turn of a question, not answered yet; None if it does not fit."""
-        asked, turn = self.questions[question], len(said)
-        messages = conversation(asked.turns[: turn + 1], [text.text for text in said], asked.system)
+    def _asked(self, question: int, told: list[list[TurnRun]], temperature: float, length: int) -> AnsweredText | None:
+        """The next turn of a question, not answered yet; None if it does not fit. told: the runs of earlier turns."""
+        asked, turn = self.questions[question], len(told)
+        messages = conversation(asked.turns[: turn + 1], [runs[0].text.text for runs in told], asked.system)
         prompt = self.template.encode(messages)
         reason = self._misfit(prompt, length)
         if reason is None:
@@ -180,9 +177,11 @@ class Evaluation:
         shares = prefill_ms / len(asked), decode_ms / len(asked)
         for text, own, output in zip(asked, runs, outputs, strict=True):
             if own:
-                self._check_same(own[0].text, output.token_ids, f"{setting} and {own[0].setting}")
-            written = own[0].text if own else _written(text, output)
-            own.append(TurnRun(written, setting, repeat, *shares, output.total_ms, output.metrics))
+                text = own[0].text
+                self._check_same(text, output.token_ids, f"{setting} and {own[0].setting}")
+            else:
+                text = replace(text, token_ids=output.token_ids, text=output.text, finish_reason=output.finish_reason)
+            own.append(TurnRun(text, setting, repeat, *shares, output.total_ms, output.metrics))
             self.on_progress(text.length)
 
     def _check_same(self, text: AnsweredText, token_ids: list[int], who: str) -> None:
@@ -210,21 +209,5 @@ class Evaluation:
                 found.append(teacher.guess(text.prompt_ids, self._sampling(text), places))
                 self._check_same(text, found[-1].token_ids, "the teacher-forced run and the others")
                 self.on_progress(length)
-            repeated = mean([repeated_share(text.token_ids) for text in texts])
+            repeated = mean([text.repeated_share for text in texts])
             yield TeacherForced(temperature, length, repeated, accuracy(found, places))
-
-
-def _written(asked: AnsweredText, output: Output) -> AnsweredText:
-    return AnsweredText(
-        asked.temperature, asked.length, asked.question, asked.turn, asked.prompt_ids, output.token_ids, output.text,
-        output.finish_reason,
-    )  # fmt: skip
-
-
-def _choices(runs: list[TurnRun], repeats: int) -> list[list[TurnAnswer]]:
-    """One setting's answers, turn by turn, per repeat."""
-    answers = [
-        (run.repeat, TurnAnswer(run.text.text, len(run.text.token_ids), run.counters.num_steps, run.total_ms / 1e3))
-        for run in runs
-    ]
-    return [[answer for own, answer in answers if own == repeat] for repeat in range(repeats)]

@@ -11,49 +11,40 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.bench.eval.eval_plan import Evaluated, TeacherForced, TurnRun
-from aquiline.bench.eval.gsm8k import final_number, is_correct
+from aquiline.bench.eval.answers import AnsweredText, TurnRun, Unfit
+from aquiline.bench.eval.eval_plan import EvalPlan
+from aquiline.bench.eval.gsm8k import final_number
+from aquiline.bench.eval.guesses import TeacherForced
+from aquiline.bench.results.intervals import Estimate
 from aquiline.bench.suite.suite_plan import BASELINE
-from aquiline.metrics import Counters, mean, repeated_share
+from aquiline.bench.tables import NO_FIGURE
+from aquiline.ledger import Ledger
+from aquiline.metrics import Counters, mean
+from aquiline.text.questions import Question
 
 RESAMPLES = 2000
 BLOCK = 100
 """Resamples made at once, which bounds memory for large data sets."""
 GSM8K_MARK = "####"
-"""What precedes the number in a reference of GSM8K."""
+"""The mark before the number in a reference of GSM8K."""
 
 Times = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class SpeedupRatio:
-    """A ratio and its 95 % interval over questions; no interval for one question."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def is_above_one(self) -> bool:
-        """Whether the whole interval is above 1; without an interval, whether the value is."""
-        return (self.value if self.low is None else self.low) > 1
-
-    def __str__(self) -> str:
-        is_known = self.low is not None and self.high is not None and self.low < self.high
-        interval = f" [{self.low:.2f}, {self.high:.2f}]" if is_known else ""
-        return f"{self.value:.2f}x{interval}"
 
 
 @dataclass(frozen=True)
 class Figures:
     """One setting over a group of runs; temperature, length and category are None where the group has all of them.
 
-    speedup compares the time of decode steps; speedup_with_prefill includes the prompts. None if no decode step was
-    run, because every text ended at its first token."""
+    seconds_per_text: mean time of a text, prompt and output. decode_tokens_per_s: tokens that decode steps committed,
+    per second of decode steps. speedup compares the time of decode steps; speedup_with_prefill includes the prompts.
+    Their intervals are over questions, so one question has none. Both are None if no decode step was run, because every
+    text ended at its first token."""
 
     temperature: float | None
     length: int | None
@@ -62,22 +53,19 @@ class Figures:
     num_questions: int
     num_texts: int
     num_tokens: int
-    prefill_ms: float
-    decode_ms: float
+    seconds_per_text: float
+    decode_tokens_per_s: float
     counters: Counters
     repeated_share: float
-    speedup: SpeedupRatio | None
-    speedup_with_prefill: SpeedupRatio | None
+    speedup: Estimate | None
+    speedup_with_prefill: Estimate | None
 
     @property
-    def seconds_per_text(self) -> float:
-        """Mean time of one text, prompt and output."""
-        return (self.prefill_ms + self.decode_ms) / 1e3 / self.num_texts
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Tokens committed by decode steps per second of decode steps."""
-        return self.counters.num_committed / self.decode_ms * 1e3 if self.decode_ms else 0.0
+    def is_faster(self) -> bool:
+        """Whether the whole interval of the speedup is above 1; without an interval, whether the speedup is."""
+        if self.speedup is None:
+            return False
+        return (self.speedup.value if self.speedup.low is None else self.speedup.low) > 1
 
 
 @dataclass(frozen=True)
@@ -93,61 +81,107 @@ class TaskAccuracy:
 
 
 @dataclass(frozen=True)
-class Tables:
-    """by_length: one group per temperature and length; by_category: per temperature and category, if there are
-    several; overall: all runs. In every group the baseline stands first."""
+class Evaluated:
+    """All that was run, with the figures of its groups of runs. In every group the baseline stands first; groups
+    without a run are left out.
 
-    by_length: list[list[Figures]]
-    by_category: list[list[Figures]]
-    overall: list[Figures]
-    task_accuracy: list[TaskAccuracy]
+    choices: of adaptive drafting; prompts_sha256 identifies the token ids of all first turns."""
 
+    plan: EvalPlan
+    questions: list[Question]
+    runs: list[TurnRun]
+    unfit: list[Unfit]
+    teacher_forced: list[TeacherForced]
+    choices: Ledger
+    prompts_sha256: str
 
-def tables(found: Evaluated) -> Tables:
-    """Every figure of an evaluation. Groups without a run are left out."""
-    plan = found.plan
-    categories = list(dict.fromkeys(question.category for question in found.questions))
-    lengths = [figures(found, t, length) for t in plan.temperatures for length in plan.lengths]
-    split = [figures(found, t, None, c) for t in plan.temperatures for c in categories if len(categories) > 1]
-    scores = [_task_accuracy(found, t, length) for t in plan.temperatures for length in plan.lengths]
-    return Tables(
-        [group for group in lengths if group], [group for group in split if group], figures(found),
-        [score for score in scores if score is not None],
-    )  # fmt: skip
+    @cached_property
+    def by_length(self) -> list[list[Figures]]:
+        """A group for each temperature and length."""
+        groups = [self.group(t, length) for t, length in product(self.plan.temperatures, self.plan.lengths)]
+        return [group for group in groups if group]
 
+    @cached_property
+    def by_category(self) -> list[list[Figures]]:
+        """A group for each temperature and category, if there are several categories."""
+        categories = list(dict.fromkeys(question.category for question in self.questions))
+        groups = [self.group(t, None, c) for t, c in product(self.plan.temperatures, categories) if len(categories) > 1]
+        return [group for group in groups if group]
 
-def figures(
-    found: Evaluated, temperature: float | None = None, length: int | None = None, category: str | None = None
-) -> list[Figures]:
-    """The figures of every setting over the runs of one temperature, length and category, or of all."""
-    runs: dict[str, list[TurnRun]] = {}
-    for run in found.runs:
-        own = (run.text.temperature, run.text.length, found.questions[run.text.question].category)
+    @cached_property
+    def overall(self) -> list[Figures]:
+        """The group of all runs."""
+        return self.group()
+
+    @property
+    def groups(self) -> list[list[Figures]]:
+        """The groups by length, and the group of all runs if there are several lengths or temperatures."""
+        return [*self.by_length, self.overall] if len(self.by_length) > 1 else self.by_length
+
+    def group(
+        self, temperature: float | None = None, length: int | None = None, category: str | None = None
+    ) -> list[Figures]:
+        """The figures of every setting over the runs of one temperature, length and category, or of all."""
         wanted = (temperature, length, category)
-        if all(w is None or w == o for w, o in zip(wanted, own, strict=True)):
-            runs.setdefault(run.setting, []).append(run)
-    if not runs:
-        return []
-    base = runs[BASELINE]
-    repeated = mean([repeated_share(run.text.token_ids) for run in base])
-    group = []
-    for setting in found.plan.settings:
-        own_runs, counters = runs[setting], Counters()
-        for run in own_runs:
-            counters.merge(run.counters)
-        group.append(Figures(
-            temperature, length, category, setting,
-            num_questions=len({run.text.question for run in own_runs}),
-            num_texts=len(own_runs),
-            num_tokens=sum(len(run.text.token_ids) for run in own_runs),
-            prefill_ms=sum(run.prefill_ms for run in own_runs),
-            decode_ms=sum(run.decode_ms for run in own_runs),
-            counters=counters,
-            repeated_share=repeated,
-            speedup=ratio(_by_question(base), _by_question(own_runs)),
-            speedup_with_prefill=ratio(_by_question(base, True), _by_question(own_runs, True)),
-        ))  # fmt: skip
-    return group
+        runs: dict[str, list[TurnRun]] = {}
+        for run in self.runs:
+            own = (run.text.temperature, run.text.length, self.questions[run.text.question].category)
+            if all(w is None or w == o for w, o in zip(wanted, own, strict=True)):
+                runs.setdefault(run.setting, []).append(run)
+        names = self.plan.settings if runs else ()
+        return [_figures(wanted, name, runs[name], runs[BASELINE]) for name in names]
+
+    def real_tau(self, taught: TeacherForced) -> list[float | None]:
+        """For each place k from 1, the served tau of a chain of k on the texts that were judged; None if no chain of
+        that length ran."""
+        judged = (taught.temperature, taught.length)
+        served = {
+            f.setting: f.counters.tau for group in self.by_length for f in group if (f.temperature, f.length) == judged
+        }
+        return [served.get(self.plan.chains.get(k, "")) for k in range(1, len(taught.accuracy.marginal) + 1)]
+
+    @property
+    def task_accuracy(self) -> list[TaskAccuracy]:
+        """The accuracy of the baseline's answers. Empty unless every question has a reference in GSM8K's format."""
+        references = [question.reference or "" for question in self.questions]
+        expected = [final_number(reference) if GSM8K_MARK in reference else None for reference in references]
+        if None in expected:
+            return []
+        firsts: dict[tuple[float, int], list[AnsweredText]] = {}
+        for run in self.runs:
+            if (run.setting, run.repeat, run.text.turn) == (BASELINE, 0, 0):
+                firsts.setdefault((run.text.temperature, run.text.length), []).append(run.text)
+        return [
+            TaskAccuracy(
+                *asked,
+                num_correct=sum(final_number(text.text) == expected[text.question] for text in texts),
+                num_questions=len(texts), num_cut=sum(text.finish_reason == "length" for text in texts),
+            )
+            for asked, texts in firsts.items()
+        ]  # fmt: skip
+
+
+def _figures(
+    wanted: tuple[float | None, int | None, str | None], setting: str, runs: list[TurnRun], base: list[TurnRun]
+) -> Figures:
+    """The figures of one setting's runs. wanted: temperature, length and category of the group; base: the baseline's
+    runs of the same texts."""
+    counters = Counters()
+    for run in runs:
+        counters.merge(run.counters)
+    decode_ms = sum(run.decode_ms for run in runs)
+    return Figures(
+        *wanted, setting,
+        num_questions=len({run.text.question for run in runs}),
+        num_texts=len(runs),
+        num_tokens=sum(len(run.text.token_ids) for run in runs),
+        seconds_per_text=(sum(run.prefill_ms for run in runs) + decode_ms) / 1e3 / len(runs),
+        decode_tokens_per_s=counters.num_committed / decode_ms * 1e3 if decode_ms else 0.0,
+        counters=counters,
+        repeated_share=mean([run.text.repeated_share for run in runs]),
+        speedup=ratio(_by_question(base), _by_question(runs)),
+        speedup_with_prefill=ratio(_by_question(base, True), _by_question(runs, True)),
+    )  # fmt: skip
 
 
 def _by_question(runs: list[TurnRun], with_prefill: bool = False) -> Times:
@@ -158,14 +192,14 @@ def _by_question(runs: list[TurnRun], with_prefill: bool = False) -> Times:
     return np.array([sums[question] for question in sorted(sums)])
 
 
-def ratio(base: Times, own: Times) -> SpeedupRatio | None:
+def ratio(base: Times, own: Times) -> Estimate | None:
     """sum(base) / sum(own) of paired times [Q], one per question, with its bootstrap interval. None if either sum is
     0."""
     if not base.sum() or not own.sum():
         return None
     value = float(base.sum() / own.sum())
     if len(base) < 2:
-        return SpeedupRatio(value)
+        return Estimate(value)
     generator, shares = np.random.default_rng(0), np.full(len(base), 1 / len(base))
     ratios = []
     for _ in range(RESAMPLES // BLOCK):
@@ -173,15 +207,7 @@ def ratio(base: Times, own: Times) -> SpeedupRatio | None:
         times = counts @ own
         ratios += ((counts @ base)[times > 0] / times[times > 0]).tolist()
     low, high = np.quantile(ratios, (0.025, 0.975))
-    return SpeedupRatio(value, float(low), float(high))
-
-
-def real_tau(found: Evaluated, taught: TeacherForced) -> list[float | None]:
-    """For each place k from 1, the served tau of a chain of k on the texts that were judged; None if no chain of that
-    length ran."""
-    chains, places = found.plan.chains, range(1, len(taught.accuracy.marginal) + 1)
-    group = {f.setting: f.counters.tau for f in figures(found, taught.temperature, taught.length)}
-    return [group[chains[k]] if k in chains else None for k in places]
+    return Estimate(value, float(low), float(high))
 
 
 def best(group: list[Figures]) -> Figures | None:
@@ -190,15 +216,22 @@ def best(group: list[Figures]) -> Figures | None:
     return max(drafted, key=lambda pair: pair[0])[1] if drafted else None
 
 
+def times(speedup: Estimate | None) -> str:
+    """A speedup with its interval, unless the interval has no width; a dash for none."""
+    if speedup is None:
+        return NO_FIGURE
+    return f"{speedup.value:.2f}x" if speedup.low == speedup.high else speedup.times()
+
+
 def verdict(group: list[Figures]) -> str:
     """The best setting of a group in words; says so if none is faster than the baseline."""
     winner = best(group)
     if winner is None or winner.speedup is None:
         return "no decode step was run: every text ended at its first token"
     if winner.speedup.value <= 1:
-        return f"none is faster than the baseline; {winner.setting} comes nearest, {winner.speedup}"
-    doubt = "" if winner.speedup.is_above_one else ", but its interval reaches down to the baseline"
-    return f"best is {winner.setting}, {winner.speedup}{doubt}"
+        return f"none is faster than the baseline; {winner.setting} comes nearest, {times(winner.speedup)}"
+    doubt = "" if winner.is_faster else ", but its interval reaches down to the baseline"
+    return f"best is {winner.setting}, {times(winner.speedup)}{doubt}"
 
 
 def suspicion(found: Evaluated) -> str | None:
@@ -221,23 +254,3 @@ def suspicion(found: Evaluated) -> str | None:
         "than it was trained: try --capture and --norm-feedback, and compare rope_theta in its config.json (SpecForge "
         "before 2025-11 and SafeAILab train with 10000 whatever the field says); (3) it was trained for another target"
     )
-
-
-def _task_accuracy(found: Evaluated, temperature: float, length: int) -> TaskAccuracy | None:
-    """The accuracy of the baseline's answers. None unless every question has a reference in GSM8K's format."""
-    references = [question.reference or "" for question in found.questions]
-    if not all(GSM8K_MARK in reference and final_number(reference) is not None for reference in references):
-        return None
-    texts = [
-        run.text
-        for run in found.runs
-        if (run.setting, run.repeat, run.text.turn) == (BASELINE, 0, 0)
-        and (run.text.temperature, run.text.length) == (temperature, length)
-    ]
-    if not texts:
-        return None
-    return TaskAccuracy(
-        temperature, length,
-        num_correct=sum(is_correct(text.text, references[text.question]) for text in texts),
-        num_questions=len(texts), num_cut=sum(text.finish_reason == "length" for text in texts),
-    )  # fmt: skip

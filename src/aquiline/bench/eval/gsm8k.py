@@ -1,4 +1,4 @@
-"""GSM8K accuracy: the number that an answer states as its result, compared with the reference's.
+"""GSM8K: the number that an answer states as its result.
 
 Exact values (Fraction), so that 18, 18.00 and $18 are one number and 0.1 is not 0.1000001.
 """
@@ -6,7 +6,6 @@ Exact values (Fraction), so that 18, 18.00 and $18 are one number and 0.1 is not
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 
 _DIGITS = r"(?>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\.)\.\d+)"
@@ -42,18 +41,3 @@ def _value(match: re.Match[str]) -> Fraction:
     if match["over"]:
         value /= int(match["over"][1:])
     return -value if match["sign"] or match["minus"] else value
-
-
-def is_correct(answer: str, reference: str) -> bool:
-    """Whether an answer's number is the reference's. Raises ValueError if the reference holds none."""
-    expected = final_number(reference)
-    if expected is None:
-        raise ValueError(f"reference={reference[:40]!r}: holds no number; accuracy is for questions that end in one")
-    return final_number(answer) == expected
-
-
-def accuracy(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Share of answers whose number is their reference's. Raises ValueError without answers or with unequal counts."""
-    if not answers or len(answers) != len(references):
-        raise ValueError(f"answers: {len(answers)} for {len(references)} references; give one for each, at least one")
-    return sum(is_correct(a, r) for a, r in zip(answers, references, strict=True)) / len(answers)

@@ -96,23 +96,28 @@ class Accuracy:
     simulated_tau: list[float | None]
 
 
+@dataclass(frozen=True)
+class TeacherForced:
+    """The draft's accuracy along the texts of one temperature and length."""
+
+    temperature: float
+    length: int
+    repeated_share: float
+    accuracy: Accuracy
+
+
 def accuracy(texts: Sequence[Guesses], num_spec_tokens: int) -> Accuracy:
     """The accuracy of chains over all texts."""
-    guesses, right, leading, before = ([0] * num_spec_tokens for _ in range(4))
-    for text in texts:
-        for k in range(num_spec_tokens):
-            inside = text.right[: max(0, len(text.right) - k)]
-            guesses[k] += len(inside)
-            right[k] += int(inside[:, k].sum())
-            before[k] += int(inside[:, :k].all(axis=1).sum())
-            leading[k] += int(inside[:, : k + 1].all(axis=1).sum())
-    cycles = [[c for text in texts for c in text.cycles(k + 1)] for k in range(num_spec_tokens)]
-    return Accuracy(
-        num_guesses=guesses,
-        marginal=[_share(a, b) for a, b in zip(right, guesses, strict=True)],
-        conditional=[_share(a, b) for a, b in zip(leading, before, strict=True)],
-        simulated_tau=[_share(sum(c), len(c)) for c in cycles],
-    )
+    found = Accuracy([], [], [], [])
+    for k in range(num_spec_tokens):
+        inside = np.concatenate([text.right[: max(0, len(text.right) - k)] for text in texts])
+        is_led = inside[:, :k].all(axis=1)
+        cycles = [num for text in texts for num in text.cycles(k + 1)]
+        found.num_guesses.append(len(inside))
+        found.marginal.append(_share(int(inside[:, k].sum()), len(inside)))
+        found.conditional.append(_share(int(inside[is_led, k].sum()), int(is_led.sum())))
+        found.simulated_tau.append(_share(sum(cycles), len(cycles)))
+    return found
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -1,88 +1,110 @@
-"""Gates as data: read from YAML, checked, and overridden from the command line. Knows nothing of results' figures."""
+"""Gates as data: the figures that they may limit, the schema of their YAML, and limits from the command line."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from aquiline.bench.results import speedups
+from aquiline.bench.results.integrity import schema_problems
 from aquiline.bench.results.result import Result
+from aquiline.bench.results.speedups import Ratio
 from aquiline.models.known_pairs import PAIRS
 
 BUILT_IN = Path(__file__).with_name("gates.yaml")
-LEVELS = ("micro", "full")
-FIGURES = (
-    "speedup", "tau", "steps", "runs", "acceptance_rate", "tokens_per_s", "ttft_ms", "itl_ms", "peak_bytes",
-    "repeated_share", "percent_of_ideal", "spec_efficiency",
-)  # fmt: skip
+LEVELS = ["micro", "full"]
+FIGURES: dict[str, Callable[[Result, Ratio], float | None]] = {
+    "speedup": lambda result, ratio: ratio.value,
+    "tau": lambda result, ratio: result["eagle_speculation"]["mean_acceptance_length"],
+    "steps": lambda result, ratio: min(result["output"]["num_tokens"]) - 1,
+    "runs": lambda result, ratio: result["scenario"]["measurement_runs"],
+    "acceptance_rate": lambda result, ratio: result["eagle_speculation"]["mean_acceptance_rate"],
+    "tokens_per_s": lambda result, ratio: result["throughput_tokens_per_sec"]["median"],
+    "ttft_ms": lambda result, ratio: result["ttft_ms"]["median"],
+    "itl_ms": lambda result, ratio: result["itl_ms"]["median"],
+    "peak_bytes": lambda result, ratio: result["memory"]["peak_bytes"],
+    "repeated_share": lambda result, ratio: result["scenario"]["repeated_share"],
+    "percent_of_ideal": lambda result, ratio: result.get("roofline", {}).get("percent_of_ideal"),
+    "spec_efficiency": speedups.spec_efficiency,
+}
+"""What a limit may ask of a result and its speedup; None if it was not measured."""
 GAP = "max_tau_gap"
 """How far tau may be from another engine's."""
-REQUIRED = ("min_speedup", "min_tau", "min_steps")
-LIMITS = tuple(f"{side}_{figure}" for figure in FIGURES for side in ("min", "max")) + (GAP,)
 
 
-@dataclass(frozen=True)
-class Selector:
-    """Which results of its model a gate judges; None accepts any value of a field."""
+def object_of(fields: dict[str, Any], *required: str) -> dict[str, Any]:
+    """The JSON schema of an object with these fields and no others. Without names of required ones, all are."""
+    names = [*fields]
+    return {"type": "object", "properties": fields, "propertyNames": {"enum": names}, "required": [*required] or names}
 
-    profile: str
-    scenario: str | None = None
-    context_tokens: int | None = None
-    batch: int | None = None
-    temperature: float | None = None
-    setting: str | None = None
 
-    def takes(self, result: Result) -> bool:
-        """Whether a result is of this work and setting."""
-        s = result["scenario"]
-        theirs = {
-            "profile": s["profile"], "scenario": s["name"], "context_tokens": s["context_tokens"], "batch": s["batch"],
-            "temperature": s["temperature"], "setting": result["setting"]["name"],
-        }  # fmt: skip
-        return all(value is None or theirs[name] == value for name, value in asdict(self).items())
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value is not None)
+TEXT = {"type": "string", "pattern": r"\S"}
+COUNT = {"type": "integer", "minimum": 0}
+LIMIT = {"type": "number", "exclusiveMinimum": 0}
+SELECT = {
+    "profile": {"enum": ["cpu", "full"]}, "scenario": TEXT, "context_tokens": COUNT, "batch": COUNT,
+    "temperature": {"type": "number", "minimum": 0}, "setting": TEXT,
+}  # fmt: skip
+SIDES = {f"{side}_{figure}": LIMIT for figure in FIGURES for side in ("min", "max")}
+LIMITS = object_of(SIDES | {GAP: LIMIT}, "min_speedup", "min_tau", "min_steps")
+GATE = {
+    "name": TEXT,
+    "level": {"enum": LEVELS},
+    "model": TEXT,
+    "select": object_of(SELECT, "profile"),
+    "limits": LIMITS,
+}
+SCHEMA = object_of(GATE)
+"""The JSON schema of one gate."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Limits for the results of one model and piece of work. changed: limits that do not come from the file."""
+    """Limits for the results of one model and piece of work. select: the fields of SELECT that its results have;
+    changed: limits that do not come from the file."""
 
     name: str
     level: str
     model: str
-    select: Selector
+    select: dict[str, Any]
     limits: dict[str, float]
     changed: tuple[str, ...] = ()
 
     @property
     def group(self) -> tuple[str, str]:
         """Model and profile. Gates of one group are asked together."""
-        return self.model, self.select.profile
+        return self.model, self.select["profile"]
+
+    @property
+    def work(self) -> str:
+        """The selected work in words."""
+        return ", ".join(f"{name} {self.select[name]}" for name in SELECT if name in self.select)
 
     def is_of(self, result: Result) -> bool:
         """Whether a result is of this gate's model and profile. Owners of hub names do not count."""
         target: str = result["model"]["target"]
         profile: str = result["scenario"]["profile"]
-        return target.split("/")[-1] == self.model.split("/")[-1] and profile == self.select.profile
+        return target.split("/")[-1] == self.model.split("/")[-1] and profile == self.select["profile"]
+
+    def selects(self, result: Result) -> bool:
+        """Whether a result is of this gate's model, work and setting."""
+        s = result["scenario"]
+        stated = s | {"scenario": s["name"], "setting": result["setting"]["name"]}
+        return self.is_of(result) and all(stated[name] == value for name, value in self.select.items())
 
     @property
     def command(self) -> str:
         """A command that measures the gate's results, and perhaps others; the user puts in the draft's checkpoint."""
-        s = self.select
-        parts = [f"aquiline bench --out DIR --profile {s.profile}"]
-        parts += [f"--scenario {s.scenario}"] if s.scenario is not None else []
-        parts += [f"--temperature {s.temperature:g}"] if s.temperature is not None else []
-        length = (s.setting or "").partition("chain-")[2]
-        parts += [f"--num-spec-tokens {length}"] if length else []
-        own = "" if self.model in PAIRS else " --draft DRAFT"
-        parts += [f"--target {self.model}{own}"]
-        return " ".join([*parts, f"--micro-steps {self.limits['min_steps']:.0f}"])
+        select = self.select
+        options = [f"--{name} {select[name]}" for name in ("profile", "scenario", "temperature") if name in select]
+        length = select.get("setting", "").partition("chain-")[2]
+        options += [f"--num-spec-tokens {length}"] if length else []
+        options += [f"--target {self.model}", *([] if self.model in PAIRS else ["--draft DRAFT"])]
+        return " ".join(["aquiline bench --out DIR", *options, f"--micro-steps {self.limits['min_steps']:.0f}"])
 
 
 def read_gates(file: Path = BUILT_IN) -> list[Gate]:
@@ -94,98 +116,47 @@ def read_gates(file: Path = BUILT_IN) -> list[Gate]:
     entries = parsed.get("gates") if isinstance(parsed, dict) else None
     if not isinstance(entries, list) or not entries or list(parsed) != ["gates"]:
         raise ValueError(f"gates={str(file)!r}: needs one field, `gates`, a list of them")
-    try:
-        found = [_gate(entry) for entry in entries]
-    except ValueError as error:
-        raise ValueError(f"gates={str(file)!r}: {error}") from None
-    names = [gate.name for gate in found]
+    gates = []
+    for entry in entries:
+        name = entry.get("name", "a gate") if isinstance(entry, dict) else "a gate"
+        _refuse(f"gates={str(file)!r}: {name}", schema_problems(entry, SCHEMA, "its fields"))
+        limits = {limit: float(value) for limit, value in entry["limits"].items()}
+        gates.append(Gate(**entry | {"limits": limits}))
+    names = [gate.name for gate in gates]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"gates={str(file)!r}: name={', '.join(twice)}: stands twice")
-    opened = {gate.group for gate in found if gate.level == "micro"}
-    closed = [gate.name for gate in found if gate.group not in opened]
+    opened = {gate.group for gate in gates if gate.level == "micro"}
+    closed = [gate.name for gate in gates if gate.group not in opened]
     if closed:
         raise ValueError(f"gates={str(file)!r}: {closed[0]}: needs a micro gate of its model and profile to open it")
-    return found
+    return gates
 
 
-def override(gates: list[Gate], assignments: list[str]) -> list[Gate]:
+def override(gates: list[Gate], assignments: Iterable[str]) -> list[Gate]:
     """Gates with limits replaced by assignments NAME.LIMIT=VALUE. Raises ValueError for an assignment that is malformed
     or names no gate or limit."""
+    found = {gate.name: gate for gate in gates}
     for assignment in assignments:
         left, equals, value = assignment.partition("=")
         name, dot, limit = left.rpartition(".")
         if not (equals and dot):
             raise ValueError(f"set={assignment!r}: must be NAME.LIMIT=VALUE, such as {gates[0].name}.min_tau=2.5")
-        if name not in {gate.name for gate in gates}:
-            raise ValueError(f"set={assignment!r}: no gate {name!r}; there are {', '.join(g.name for g in gates)}")
+        if name not in found:
+            raise ValueError(f"set={assignment!r}: no gate {name!r}; there are {', '.join(found)}")
+        gate = found[name]
         try:
-            number = _limit(limit, float(value))
+            limits = gate.limits | {limit: float(value)}
         except ValueError as error:
             raise ValueError(f"set={assignment!r}: {error}") from None
-        gates = [
-            replace(gate, limits=gate.limits | {limit: number}, changed=(*gate.changed, limit))
-            if gate.name == name
-            else gate
-            for gate in gates
-        ]
-    return gates
+        _refuse(f"set={assignment!r}", schema_problems(limits, LIMITS, "limits"))
+        found[name] = replace(gate, limits=limits, changed=(*gate.changed, limit))
+    return list(found.values())
 
 
-def _gate(entry: object) -> Gate:
-    if not isinstance(entry, dict):
-        raise ValueError(f"gates: {entry!r} is no gate; give name, level, model, select and limits")
-    name = _text(entry, "name", "a gate")
-    known = ("name", "level", "model", "select", "limits")
-    _only(entry, known, name)
-    select, limits = entry.get("select"), entry.get("limits")
-    if entry.get("level") not in LEVELS:
-        raise ValueError(f"{name}: level={entry.get('level')!r}: must be one of {', '.join(LEVELS)}")
-    if not isinstance(select, dict) or not isinstance(limits, dict):
-        raise ValueError(f"{name}: select and limits must be given as fields with values")
-    missing = [limit for limit in REQUIRED if limit not in limits]
-    if missing:
-        raise ValueError(f"{name}: limits.{missing[0]} is missing; a gate needs {', '.join(REQUIRED)}")
-    try:
-        checked = {limit: _limit(limit, value) for limit, value in limits.items()}
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return Gate(name, entry["level"], _text(entry, "model", name), _selector(select, name), checked)
-
-
-def _selector(select: dict[Any, Any], gate: str) -> Selector:
-    _only(select, tuple(field.name for field in fields(Selector)), gate)
-    if select.get("profile") not in ("cpu", "full"):
-        raise ValueError(f"{gate}: select.profile={select.get('profile')!r}: must be cpu or full")
-    for name in ("scenario", "setting"):
-        if name in select:
-            _text(select, name, f"{gate}: select")
-    for name, kind in (("context_tokens", int), ("batch", int), ("temperature", (int, float))):
-        value = select.get(name, 1)
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise ValueError(f"{gate}: select.{name}={value!r}: must be a number, 0 or more; a count is whole")
-    return Selector(**select)
-
-
-def _limit(name: str, value: object) -> float:
-    if name not in LIMITS:
-        raise ValueError(f"limits.{name}: is no limit; there are {', '.join(LIMITS)}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"limits.{name}={value!r}: must be a number above 0, or nothing would be asked")
-    return float(value)
-
-
-def _text(entry: dict[Any, Any], field: str, where: str) -> str:
-    value = entry.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {field}={value!r}: must be a text that is not empty")
-    return value
-
-
-def _only(entry: dict[Any, Any], known: tuple[str, ...], where: str) -> None:
-    unknown = [str(field) for field in entry if field not in known]
-    if unknown:
-        raise ValueError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(known)}")
+def _refuse(where: str, reasons: list[str]) -> None:
+    if reasons:
+        raise ValueError(f"{where}: {'; '.join(reasons)}")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -1,31 +1,27 @@
-"""A comparison as a user names it: who takes part, and what everybody continues. Knows neither engines nor models."""
+"""A comparison as a user asks for it: who takes part, and what all continue. Knows neither engines nor models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from aquiline.bench.results.intervals import LEAST_RUNS
+from aquiline.config import SamplingParams
 from aquiline.settings import setting
+from aquiline.spec.drafting import Chain
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Who is compared: peers by name, () for all; on a target of random weights, or on a pair that is named apart."""
+    """The peers by name, () for all, and their work. Every setting also runs once to warm up."""
 
     peer: tuple[str, ...] = setting(
-        (), "transformers, openvino, llamacpp with options behind colons, or openai:URL#MODEL. Default: every setting "
+        (), "transformers, openvino, llamacpp with options after colons, or openai:URL#MODEL. Default: every setting "
         "of the three."
     )  # fmt: skip
     random_weights: str | None = setting(
         None, "llama-230m, llama-494m, llama-32m or a config.json: a target of random weights, and no draft."
     )
     bf16_arithmetic: bool = setting(False, "aquiline in bfloat16 arithmetic, too (AVX512_BF16).")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What everybody continues; one more run of every setting warms up."""
-
     num_spec_tokens: tuple[int, ...] = setting((3, 4, 5), "Chains of aquiline, and of peers with its draft.")
     prompt_tokens: int = setting(128, "Tokens of every prompt.")
     new_tokens: int = setting(128, "Tokens of every continuation, past EOS.")
@@ -40,6 +36,17 @@ class Workload:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("new_tokens", 2), ("repeats", 1), ("batch", 1)):
+        for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        for k in self.num_spec_tokens:
+            Chain(k)  # refuses lengths that no chain has
+        self.sampling(0)  # refuses temperatures that no request has
+
+    def sampling(self, round_number: int) -> list[SamplingParams]:
+        """How the prompts of a round are sampled."""
+        first = round_number * self.batch
+        return [
+            SamplingParams(max_tokens=self.new_tokens, temperature=self.temperature, seed=seed, ignore_eos=True)
+            for seed in range(first, first + self.batch)
+        ]

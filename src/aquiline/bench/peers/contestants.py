@@ -1,7 +1,7 @@
-"""The contestants of a comparison: aquiline at one setting and a peer at one setting, with the same methods; and a
-peer's runs as a result in our schema.
+"""The contestants of a comparison, aquiline at one setting and a peer at one setting, with the same methods.
 
-Figures that cannot be known outside an engine are 0: bytes of keys and values held, acceptance by position.
+A peer's runs become a result of our schema. Figures that only the engine itself could know are 0: bytes of keys and
+values held, acceptance by position.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from tokenizers import Tokenizer
-
 from aquiline.bench.peers.names import PeerSpec
-from aquiline.bench.peers.peer import Peer, PeerOutput, PeerRun
+from aquiline.bench.peers.peer import Peer, PeerOutput
 from aquiline.bench.results.integrity import SCHEMA
-from aquiline.bench.results.intervals import spread
+from aquiline.bench.results.intervals import decode_tokens_per_s, spread
 from aquiline.bench.results.result import ModelFacts, Result, Scenario, commit, describe, speculation, tokens_sha256
 from aquiline.blocks import PACKED, is_packed
 from aquiline.config import SamplingParams
-from aquiline.engine.llm import LLM
+from aquiline.engine.llm import LLM, Output
 from aquiline.engine.llm import Result as OwnRun
 from aquiline.engine.model import Loading, cpu_name, storage_of, stored_bytes
 from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
-from aquiline.models.load import load_target
+from aquiline.models.counting import shape_of
+from aquiline.models.load import read_model_config, read_target
 from aquiline.models.model_config import ModelConfig
 from aquiline.spec.drafting import Drafting
 
@@ -36,69 +36,62 @@ KV_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class StoredWeights:
-    """How weights are stored and multiplied, and their bytes."""
-
-    dtype: str
-    arithmetic: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class PeerModel:
-    """The model that peers run. target and draft: names for tables; num_weights: of the target. file: the weights of a
-    GGUF target as the file has them, which peers with dtype "packed" run; None for other targets."""
+    """The model that all settings run. target and draft: checkpoints as `resolve` finds them; names: theirs in results;
+    is_random: whether the weights are random."""
 
-    target: str
-    draft: str | None
-    config: ModelConfig
-    num_weights: int
-    is_random: bool
-    file: StoredWeights | None = None
+    target: Path
+    draft: Path | None
+    names: tuple[str, str | None]
+    is_random: bool = False
 
-    def facts(self, dtype: str, has_draft: bool) -> ModelFacts:
-        """The model of a peer with that dtype."""
-        weights = StoredWeights(dtype, dtype, int(self.num_weights * WEIGHT_BYTES.get(dtype, 0)))
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The target's geometry."""
+        return read_model_config(self.target)
+
+    def facts(self, dtype: str, arithmetic: str, num_bytes: int, has_draft: bool) -> ModelFacts:
+        """The model as a result states it."""
+        target, draft = self.names
+        return ModelFacts(target, draft if has_draft else None, dtype, arithmetic, self.is_random, None, num_bytes)
+
+    def facts_of_peer(self, dtype: str, has_draft: bool) -> ModelFacts:
+        """The model as a peer with that dtype runs it. Every engine here rounds inputs to int8 to multiply packed
+        blocks."""
         if dtype == PACKED:
-            assert self.file is not None, "a peer runs the packed weights of a target that has none"
-            weights = self.file
-        draft = self.draft if has_draft else None
-        return ModelFacts(
-            self.target, draft, weights.dtype, weights.arithmetic, self.is_random, None, weights.num_bytes
-        )
+            storage, num_bytes = self._file
+            return self.facts(storage, "int8" if is_packed(storage) else storage, num_bytes, has_draft)
+        num_bytes = int(shape_of(self.config).num_parameters * WEIGHT_BYTES.get(dtype, 0))
+        return self.facts(dtype, dtype, num_bytes, has_draft)
 
-
-def file_weights(target: Path) -> StoredWeights:
-    """The weights of a GGUF file. Every engine here rounds inputs to int8 to multiply packed blocks."""
-    decoder = load_target(target, dtype=PACKED)
-    dtype = storage_of(decoder, PACKED)
-    num_bytes = stored_bytes(decoder, None, Loading(dtype=PACKED).settled)
-    return StoredWeights(dtype, "int8" if is_packed(dtype) else dtype, num_bytes)
+    @cached_property
+    def _file(self) -> tuple[str, int]:
+        """How a GGUF file stores the target's weights, and their bytes."""
+        weights = read_target(self.target, dtype=PACKED)
+        return storage_of(weights, PACKED), stored_bytes(weights, None, Loading(dtype=PACKED).settled)
 
 
 class Own:
     """aquiline at one setting."""
 
-    def __init__(self, name: str, llm: LLM, spec: Drafting) -> None:
-        self.name, self.label, self.llm, self.spec = name, f"aquiline {name}", llm, spec
+    def __init__(self, name: str, llm: LLM, drafting: Drafting) -> None:
+        self.name, self.label, self.llm, self.drafting = name, f"aquiline {name}", llm, drafting
         self.runs: list[OwnRun] = []
 
     @property
-    def texts(self) -> list[PeerOutput]:
-        """The outputs of all runs, in a peer's form."""
-        outputs = [output for run in self.runs for output in run.outputs]
-        return [PeerOutput(len(o.token_ids), o.token_ids, [o.ttft_ms, o.total_ms]) for o in outputs]
+    def outputs(self) -> list[Output]:
+        """The outputs of all runs."""
+        return [output for run in self.runs for output in run.outputs]
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         """Run the prompts and keep the measurement."""
-        self.runs.append(self.llm.run(prompts, sampling, drafting=self.spec))
+        self.runs.append(self.llm.run(prompts, sampling, drafting=self.drafting))
 
     def result(self, scenario: Scenario, model: PeerModel) -> Result:
         """The result of the measured runs."""
-        models, draft = self.llm.models, model.draft if self.spec.is_speculative else None
-        dtype, arithmetic = (str(models.system()[name]) for name in ("dtype", "arithmetic"))
-        facts = ModelFacts(model.target, draft, dtype, arithmetic, model.is_random, None, models.weight_bytes)
-        return describe(scenario, self.name, self.spec, facts, self.llm, self.runs)
+        own = self.llm.models
+        facts = model.facts(own.storage, own.arithmetic, own.weight_bytes, self.drafting.is_speculative)
+        return describe(scenario, self.name, self.drafting, facts, self.llm, self.runs)
 
 
 class Other:
@@ -106,12 +99,12 @@ class Other:
 
     def __init__(self, spec: PeerSpec, peer: Peer) -> None:
         self.label, self.spec, self.peer = spec.label, spec, peer
-        self.runs: list[PeerRun] = []
+        self.runs: list[list[PeerOutput]] = []
 
     @property
-    def texts(self) -> list[PeerOutput]:
+    def outputs(self) -> list[PeerOutput]:
         """The outputs of all runs."""
-        return [output for run in self.runs for output in run.outputs]
+        return [output for run in self.runs for output in run]
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         """Run the prompts and keep the measurement."""
@@ -119,7 +112,7 @@ class Other:
 
     def result(self, scenario: Scenario, model: PeerModel) -> Result:
         """The result of the measured runs."""
-        spec, peer, first = self.spec, self.peer, self.runs[0].outputs
+        spec, peer, first = self.spec, self.peer, self.runs[0]
         kv_bytes = model.config.kv_values_per_token * KV_BYTES.get(peer.dtype, 0)
         machine = {} if spec.kind == "openai" else {"cpu": cpu_name(), "cores": os.cpu_count()}
         return {
@@ -131,7 +124,7 @@ class Other:
                 "num_spec_tokens": spec.num_spec_tokens,
             },
             "engine": spec.kind,
-            "model": asdict(model.facts(peer.dtype, spec.eagle is not None)),
+            "model": asdict(model.facts_of_peer(peer.dtype, spec.drafter == "eagle")),
             **_times(scenario, self.runs),
             "memory": {
                 "kv_bytes_per_token": kv_bytes,
@@ -139,10 +132,10 @@ class Other:
                 "peak_bytes": 0 if spec.is_served else peak_memory_bytes(),
             },
             "output": {
-                "num_tokens": [o.num_tokens for o in self.texts],
+                "num_tokens": [o.num_tokens for o in self.outputs],
                 "sha256": tokens_sha256(o.token_ids for o in first),
             },
-            "eagle_speculation": speculation(_counters(self.texts, scenario)),
+            "eagle_speculation": speculation(_counters(self.outputs, scenario)),
             "stage_ms": {},
             "system": machine | peer.system(),
             "commit": commit(),
@@ -150,20 +143,17 @@ class Other:
         }
 
 
-def _times(scenario: Scenario, runs: list[PeerRun]) -> dict[str, object]:
+def _times(scenario: Scenario, runs: list[list[PeerOutput]]) -> dict[str, object]:
     """The rates and times of a peer's runs, each with its spread."""
-    rates = [run.decode_tokens_per_s for run in runs]
-    last_first_ms = [max(o.ttft_ms for o in run.outputs) for run in runs]
-    between_ms = [median((o.total_ms - o.ttft_ms) / (o.num_tokens - 1) for o in run.outputs) for run in runs]
+    rates = [decode_tokens_per_s(run) for run in runs]
+    prompt_s = [max(o.first_ms for o in run) / 1e3 for run in runs]
     return {
         "throughput_tokens_per_sec": spread(rates),
-        "prefill_tokens_per_sec": spread([
-            len(run.outputs) * scenario.context_tokens / ms * 1e3 for run, ms in zip(runs, last_first_ms, strict=True)
-        ]),
+        "prefill_tokens_per_sec": spread([scenario.batch * scenario.context_tokens / s for s in prompt_s]),
         "latency_ms_per_token": spread([scenario.batch / rate * 1e3 for rate in rates]),
-        "ttft_ms": spread([median(o.ttft_ms for o in run.outputs) for run in runs]),
-        "itl_ms": spread(between_ms),
-    }  # fmt: skip
+        "ttft_ms": spread([median(o.first_ms for o in run) for run in runs]),
+        "itl_ms": spread([median((o.last_ms - o.first_ms) / (o.num_tokens - 1) for o in run) for run in runs]),
+    }
 
 
 def _counters(outputs: list[PeerOutput], scenario: Scenario) -> Counters:
@@ -178,17 +168,3 @@ def _counters(outputs: list[PeerOutput], scenario: Scenario) -> Counters:
         num_accepted_tokens=min(committed - steps, drafted),
         num_prompt_tokens=len(outputs) * scenario.context_tokens,
     )  # fmt: skip
-
-
-def agreement(output: PeerOutput, expected: list[int], tokenizer: Tokenizer | None) -> int | None:
-    """How many leading tokens are the expected ones. If a server returns no ids, its text is compared with the decoded
-    tokens; None if there is no text or no tokenizer."""
-    if output.token_ids:
-        pairs = zip(output.token_ids, expected, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output.token_ids), len(expected)))
-    if output.text is None or tokenizer is None:
-        return None
-    count = 0
-    while count < len(expected) and output.text.startswith(tokenizer.decode(expected[: count + 1])):
-        count += 1
-    return count

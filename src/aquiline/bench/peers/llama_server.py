@@ -10,7 +10,6 @@ process do not spend. This process's clock says when the answer came, the server
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import shutil
@@ -19,11 +18,13 @@ import subprocess
 import tempfile
 import time
 import weakref
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
+from urllib.error import HTTPError
 
 from aquiline.bench.peers.names import PeerSpec
-from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup, check_batch, conversion
+from aquiline.bench.peers.peer import PeerOutput, PeerSetup, conversion, request_json
 from aquiline.blocks import PACKED
 from aquiline.config import Environment
 
@@ -31,12 +32,11 @@ BINARY = "llama-server"
 BUILD = "python benchmarks/llama_server.py"
 """The command that builds a server."""
 HOST = "127.0.0.1"
-OK = 200
-START_S, ANSWER_S, STOP_S = 300.0, 600.0, 10.0
+START_S, STOP_S = 300.0, 10.0
 MOST_DRAFTED = 64
 """The most tokens that any setting proposes in a step."""
 SPARE_TOKENS = 8
-"""Context behind prompt, output and draft, since the server drafts nothing near the end of its context."""
+"""Context beyond prompt, output and draft, since the server drafts nothing near the end of its context."""
 _SHOWN_LINES = 4  # lines of the server's log in an error
 
 
@@ -65,22 +65,36 @@ def find_server(label: str) -> Path:
     return Path(found)
 
 
-class LlamaServerPeer:
-    """One running server. Keys and values are float32 beside float32 weights, else float16, as in `LlamaCppPeer`."""
+class LlamaSetting:
+    """How llama.cpp runs a GGUF file, in this process or in its server. Keys and values are float32 beside float32
+    weights, else float16, llama.cpp's default."""
 
     def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
-        draft = setup.draft_for(spec.label) if spec.eagle is not None else None
-        binary = find_server(spec.label)
         self.spec, self.dtype, self.threads = spec, dtype, setup.threads
+        self.file = target_file(spec, setup, dtype)
         self.kv_precision = "f32" if dtype == "float32" else "f16"
+        self.is_flash = "noflash" not in spec.flags
+
+    def system(self) -> dict[str, object]:
+        """Threads, and the settings that decide the speed."""
+        return {"threads": self.threads, "kv_precision": self.kv_precision, "flash_attention": self.is_flash}
+
+
+class LlamaServerPeer(LlamaSetting):
+    """One running server."""
+
+    def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
+        binary = find_server(spec.label)
+        super().__init__(spec, setup, dtype)
         self.port = _free_port()
+        self.address = f"http://{HOST}:{self.port}"
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
         self.drafting = drafting(spec, setup.threads, self.kv_precision)
         self.expected, self.reported = self.drafting[1] if self.drafting else "none", "nothing was run"
-        command = [str(binary), *self._arguments(target_file(spec, setup, dtype), setup)]
-        if draft is not None:
+        command = [str(binary), *self._arguments(setup.max_context)]
+        if spec.drafter == "eagle":
             gguf_file = conversion("gguf_file", f"peer={spec.label!r}")
-            command += ["--model-draft", str(gguf_file.draft_file(setup.target, draft, dtype))]
+            command += ["--model-draft", str(gguf_file.draft_file(setup.target, setup.draft, dtype))]
         try:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
         except OSError as error:
@@ -93,49 +107,47 @@ class LlamaServerPeer:
             self.close()
             raise
 
-    def _arguments(self, target: Path, setup: PeerSetup) -> list[str]:
-        threads, kv = str(setup.threads), self.kv_precision
+    def _arguments(self, max_context: int) -> list[str]:
+        threads, kv = str(self.threads), self.kv_precision
         return [
             "--host", HOST, "--port", str(self.port), "--offline", "--no-ui", "--verbosity", "2",
             "--parallel", "1", "--cache-ram", "0", "--no-cache-idle-slots", "--fit", "off",
-            "--model", str(target), "--ctx-size", str(setup.max_context + MOST_DRAFTED + SPARE_TOKENS),
+            "--model", str(self.file), "--ctx-size", str(max_context + MOST_DRAFTED + SPARE_TOKENS),
             "--threads", threads, "--threads-batch", threads, "--cache-type-k", kv, "--cache-type-v", kv,
-            "--flash-attn", "off" if "noflash" in self.spec.flags else "on", *self.drafting,
+            "--flash-attn", "on" if self.is_flash else "off", *self.drafting,
         ]  # fmt: skip
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[PeerOutput]:
         """Continue one prompt."""
-        check_batch(self.spec.label, prompts, 1)
+        (prompt,) = prompts
         draws = {"samplers": ["temperature"], "temperature": temperature}
         body = (draws if temperature > 0 else {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0}) | {
-            "prompt": prompts[0], "n_predict": new_tokens, "ignore_eos": True, "cache_prompt": False,
+            "prompt": prompt, "n_predict": new_tokens, "ignore_eos": True, "cache_prompt": False,
             "return_tokens": True,
         }  # fmt: skip
         began = time.perf_counter()
-        answer = self._request("POST", "/completion", json.dumps(body))
+        answer = self._request("/completion", body)
         total_ms = (time.perf_counter() - began) * 1e3
         token_ids, timings = answer["tokens"], answer["timings"]
-        if answer["tokens_evaluated"] != len(prompts[0]):
-            raise self._error(f"read {answer['tokens_evaluated']} prompt tokens, {len(prompts[0])} were sent")
+        if answer["tokens_evaluated"] != len(prompt):
+            raise self._error(f"read {answer['tokens_evaluated']} prompt tokens, {len(prompt)} were sent")
         if len(token_ids) != new_tokens:
             raise self._error(f"made {len(token_ids)} tokens, {new_tokens} were asked for")
         # The server lists its default "none" before the type it was told.
         self.reported = answer["generation_settings"]["speculative.types"].removeprefix("none,")
         if self.reported != self.expected:
             raise self._error(f"says that {self.reported!r} drafts; {self.expected!r} was asked for")
-        arrivals = [total_ms - timings["predicted_ms"], total_ms]  # predicted_ms begins at the first token
+        first_ms = total_ms - timings["predicted_ms"]  # predicted_ms begins at the first token
         # A step keeps its accepted drafts and one token more, and never drafts more than may still be kept.
         steps = new_tokens - 1 - timings.get("draft_n_accepted", 0)
         drafted = timings.get("draft_n", 0)
-        return PeerRun([PeerOutput(new_tokens, token_ids, arrivals, num_steps=steps, num_draft_tokens=drafted)])
+        return [PeerOutput(new_tokens, first_ms, total_ms, token_ids, steps, drafted)]
 
     def system(self) -> dict[str, object]:
-        """The server's version, its threads, and the settings that decide its speed."""
-        return {
-            "server": self._request("GET", "/props")["build_info"], "threads": self.threads,
-            "kv_precision": self.kv_precision, "flash_attention": "noflash" not in self.spec.flags,
-            "drafting": " ".join(self.drafting) or "none", "drafting_reported": self.reported,
-        }  # fmt: skip
+        """The settings, the server's version, and how it was asked to draft and says it did."""
+        build = self._request("/props")["build_info"]
+        drafting = " ".join(self.drafting) or "none"
+        return super().system() | {"server": build, "drafting": drafting, "drafting_reported": self.reported}
 
     def close(self) -> None:
         """End the process."""
@@ -147,39 +159,28 @@ class LlamaServerPeer:
             if self.process.poll() is not None:
                 raise self._error("ended before it was ready")
             try:
-                if self._ask("GET", "/health")[0] == OK:
+                with request_json(f"{self.address}/health"):
                     return
-            except (OSError, http.client.HTTPException):
-                pass  # it does not listen yet
-            time.sleep(0.1)
+            except (OSError, HTTPException):
+                time.sleep(0.1)  # it does not listen yet, or is loading
         raise self._error(f"was not ready after {START_S:.0f} s")
 
     def _check_speculative(self) -> None:
         """Raise ValueError if the server does not draft as it was told. A server that cannot draft runs on without
         drafts and states that for its slot."""
-        (slot,) = self._request("GET", "/slots")
+        (slot,) = self._request("/slots")
         if slot["speculative"] != bool(self.drafting):
             raise self._error(f"says speculative={slot['speculative']} of its slot; {self.expected!r} was asked for")
 
-    def _request(self, method: str, path: str, body: str | None = None) -> Any:
+    def _request(self, path: str, body: dict[str, object] | None = None) -> Any:
         """The JSON of the server's answer. Raises ValueError for a broken connection or an error status."""
         try:
-            status, said = self._ask(method, path, body)
-        except (OSError, http.client.HTTPException) as error:
+            with request_json(self.address + path, body) as response:
+                return json.load(response)
+        except HTTPError as error:
+            raise self._error(f"answered {error.code}: {error.read().decode(errors='replace')}") from None
+        except (OSError, HTTPException) as error:
             raise self._error(f"broke off its answer ({error!r})") from None
-        if status != OK:
-            raise self._error(f"answered {status}: {said.decode(errors='replace')}")
-        return json.loads(said)
-
-    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
-        """Status and body of the server's answer."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_S)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
 
     def _log(self) -> list[str]:
         """The lines that the server printed. pread leaves the file's position alone, at which the server writes."""
@@ -206,21 +207,21 @@ def target_file(spec: PeerSpec, setup: PeerSetup, dtype: str) -> Path:
 
 def drafting(spec: PeerSpec, threads: int, kv: str) -> list[str]:
     """The server's command-line options for a way to draft; none for plain decoding."""
-    if spec.eagle is not None:
+    match, length = str(spec.match), str(spec.num_spec_tokens)
+    if spec.drafter is None:
+        return []
+    if spec.drafter == "eagle":
         return [
-            "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(spec.eagle), "--threads-draft", str(threads),
+            "--spec-type", "draft-eagle3", "--spec-draft-n-max", length, "--threads-draft", str(threads),
             "--threads-batch-draft", str(threads), "--cache-type-k-draft", kv, "--cache-type-v-draft", kv,
         ]  # fmt: skip
-    if spec.ngram is None:
-        return []
-    kind, match, draft = spec.ngram.kind, spec.ngram.match, spec.ngram.draft
-    options = ["--spec-type", kind]
-    if match is None or draft is None:
+    options = ["--spec-type", spec.drafter]
+    if spec.match is None:
         return options
-    if kind == "ngram-mod":
-        return [*options, "--spec-ngram-mod-n-match", str(match), "--spec-ngram-mod-n-max", str(draft),
+    if spec.drafter == "ngram-mod":
+        return [*options, "--spec-ngram-mod-n-match", match, "--spec-ngram-mod-n-max", length,
                 "--spec-ngram-mod-n-min", "1"]  # fmt: skip
-    return [*options, f"--spec-{kind}-size-n", str(match), f"--spec-{kind}-size-m", str(draft)]
+    return [*options, f"--spec-{spec.drafter}-size-n", match, f"--spec-{spec.drafter}-size-m", length]
 
 
 def _free_port() -> int:

@@ -10,48 +10,42 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import llama_cpp
 import numpy as np
+from llama_cpp import _logger
 from numpy.typing import NDArray
 
-from aquiline.bench.peers.llama_server import LlamaServerPeer, target_file
+from aquiline.bench.peers.llama_server import LlamaServerPeer, LlamaSetting
 from aquiline.bench.peers.names import PeerSpec
-from aquiline.bench.peers.peer import Peer, PeerOutput, PeerRun, PeerSetup, check_batch, library, versions
+from aquiline.bench.peers.peer import Peer, PeerOutput, PeerSetup, versions
 
 MAX_ROWS = 512
 """The most rows of a forward of several prompts."""
-llama_cpp = library("llama_cpp")
 
 
 def open_peer(spec: PeerSpec, setup: PeerSetup) -> Peer:
     """Write the GGUF files if they are not there, and load them. The default is bfloat16, which llama.cpp has on every
     CPU.
 
-    Raises ValueError for eagle without a draft, and for a peer that needs the server if there is no server or if
-    several prompts run together."""
+    Raises ValueError for a peer that needs the server if there is no server."""
     dtype = spec.dtype or "bfloat16"
     if spec.is_served:
-        if setup.batch > 1:
-            raise ValueError(f"peer {spec.label}: the server runs one prompt at a time here; {setup.batch} given")
         return LlamaServerPeer(spec, setup, dtype)
     return LlamaCppPeer(spec, setup, dtype) if setup.batch == 1 else LlamaCppBatchPeer(spec, setup, dtype)
 
 
-class InProcess:
-    """The settings of a model in this process. Keys and values are float32 beside float32 weights, else float16,
-    llama.cpp's default."""
+class InProcess(LlamaSetting):
+    """A model in this process."""
 
-    def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
-        self.spec, self.dtype, self.threads, self.batch = spec, dtype, setup.threads, setup.batch
-        self.file = str(target_file(spec, setup, dtype))
-        self.kv_type = llama_cpp.GGML_TYPE_F32 if dtype == "float32" else llama_cpp.GGML_TYPE_F16
-        self.is_flash = "noflash" not in spec.flags
+    @property
+    def kv_type(self) -> int:
+        """The type of keys and values in llama.cpp's terms."""
+        return int(llama_cpp.GGML_TYPE_F32 if self.kv_precision == "f32" else llama_cpp.GGML_TYPE_F16)
 
     def system(self) -> dict[str, object]:
-        """Versions, threads, and the instructions llama.cpp was built for."""
-        return versions("llama-cpp-python") | {
-            "threads": self.threads, "features": llama_cpp.llama_print_system_info().decode().strip(),
-            "kv_precision": "f32" if self.dtype == "float32" else "f16", "flash_attention": self.is_flash,
-        }  # fmt: skip
+        """The settings, versions, and the instructions llama.cpp was built for."""
+        features = llama_cpp.llama_print_system_info().decode().strip()
+        return super().system() | versions("llama-cpp-python") | {"features": features}
 
 
 class LlamaCppPeer(InProcess):
@@ -60,20 +54,20 @@ class LlamaCppPeer(InProcess):
     def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
         super().__init__(spec, setup, dtype)
         self.model: Any = llama_cpp.Llama(
-            self.file, n_ctx=setup.max_context, n_batch=setup.max_context, n_threads=setup.threads,
+            str(self.file), n_ctx=setup.max_context, n_batch=setup.max_context, n_threads=setup.threads,
             n_threads_batch=setup.threads, type_k=self.kv_type, type_v=self.kv_type, flash_attn=self.is_flash,
             verbose=False,
         )  # fmt: skip
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[PeerOutput]:
         """Continue one prompt."""
-        check_batch(self.spec.label, prompts, 1)
+        (prompt,) = prompts
         self.model.reset()  # otherwise it would reuse the last prompt's keys and values
         token_ids: list[int] = []
         arrivals: list[float] = []
         began = time.perf_counter()
         stream = self.model.generate(
-            prompts[0], temp=temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, reset=True
+            prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, reset=True
         )
         for token in stream:
             arrivals.append((time.perf_counter() - began) * 1e3)
@@ -81,7 +75,7 @@ class LlamaCppPeer(InProcess):
             if len(token_ids) == new_tokens:
                 break
         stream.close()
-        return PeerRun([PeerOutput(len(token_ids), token_ids, arrivals, num_steps=new_tokens - 1)])
+        return [PeerOutput(len(token_ids), arrivals[0], arrivals[-1], token_ids, new_tokens - 1)]
 
     def close(self) -> None:
         """Free the model."""
@@ -93,9 +87,9 @@ class LlamaCppBatchPeer(InProcess):
 
     def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
         super().__init__(spec, setup, dtype)
-        library("llama_cpp._logger").set_verbose(False)  # otherwise llama.cpp prints every graph that it plans
+        _logger.set_verbose(False)  # otherwise llama.cpp prints every graph that it plans
         self.model: Any = llama_cpp.llama_model_load_from_file(
-            self.file.encode(), llama_cpp.llama_model_default_params()
+            str(self.file).encode(), llama_cpp.llama_model_default_params()
         )
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max = setup.max_context * setup.batch, setup.batch
@@ -107,9 +101,8 @@ class LlamaCppBatchPeer(InProcess):
         self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model)))
         self.rows: Any = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
-        """Continue up to setup.batch prompts of one length together."""
-        check_batch(self.spec.label, prompts, self.batch)
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[PeerOutput]:
+        """Continue prompts of one length together."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         noise = np.random.default_rng(0)
         began = time.perf_counter()
@@ -128,7 +121,7 @@ class LlamaCppBatchPeer(InProcess):
                 tokens.append(int(row.argmax()))
             rows = [(tokens[-1], len(prompts[0]) + step, sequence, True) for sequence, tokens in enumerate(drawn)]
             arrivals.append((time.perf_counter() - began) * 1e3)
-        return PeerRun([PeerOutput(len(tokens), tokens, arrivals, num_steps=new_tokens - 1) for tokens in drawn])
+        return [PeerOutput(len(tokens), arrivals[0], arrivals[-1], tokens, new_tokens - 1) for tokens in drawn]
 
     def _forward(self, rows: list[tuple[int, int, int, bool]]) -> Iterator[NDArray[Any]]:
         """Run rows (token, position, sequence, whether its logits are wanted); yield the wanted logits in order."""

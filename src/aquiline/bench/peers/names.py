@@ -1,31 +1,23 @@
 """Peers as they are named on the command line, `kind[:option]...`, and the peers that are compared if none is named.
 
-A new peer is a module of this package with `open_peer`, its name in KINDS, and its options here.
+A new peer is a module of this package with `open_peer`, and an entry of KINDS.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from aquiline.bench.peers.peer import Peer, PeerSetup, require
+from aquiline.bench.peers.peer import Peer, PeerSetup
 from aquiline.blocks import PACKED, is_packed
+from aquiline.config import MAX_CHAIN
 from aquiline.models.files import is_gguf
 
-KINDS = {
-    "transformers": ("transformers",),
-    "openvino": ("openvino", "openvino-genai"),
-    "llamacpp": ("llama-cpp-python",),
-    "openai": (),
-}
-"""Kinds of peers and the packages they need."""
-FLAGS = {"transformers": ("eager",), "openvino": ("sdpa", "samekv"), "llamacpp": ("noflash", "server")}
-"""Other ways to run a kind of peer. eager: transformers' plain attention. sdpa: OpenVINO without paged caches. samekv:
-OpenVINO with keys and values as precise as the arithmetic, instead of its default of 8 bits. noflash: llama.cpp without
-its fused attention. server: llama.cpp in its server, where all its drafting runs anyway."""
 QUANTISED = ("int8", "int4")
 """Weights that a peer rounds when it converts the target, and aquiline when it loads it."""
 DTYPES = {
@@ -33,14 +25,44 @@ DTYPES = {
     "int4": "int4", "q4_0": "int4", PACKED: PACKED,
 }  # fmt: skip
 """Storages of weights by the options that name them. packed: the target's GGUF file as it is."""
-QUANTISED_BY = {"openvino": ("int8",), "llamacpp": ("int8", "int4", PACKED)}
-"""The rounded weights that a kind of peer can run."""
-NUMBERED = {"lookup": (4, ("transformers", "openvino")), "eagle": (3, ("openvino", "llamacpp"))}
-"""Options with a count: its default, and the kinds that have the option. The count is how many tokens a step proposes,
-by prompt lookup or with the EAGLE-3 head."""
 NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
-"""llama.cpp's ways to draft from the text itself, as its server's --spec-type names them. The first four take sizes;
-ngram-cache, its lookup decoding, has fixed ones."""
+"""llama.cpp's ways to draft from the text itself, as its server's --spec-type names them."""
+SIZES = {"lookup": "K", "eagle": "K"} | dict.fromkeys(NGRAMS, "NxK") | {"ngram-cache": ""}
+"""The sizes that each way to draft takes: match N tokens, propose K. ngram-cache, lookup decoding, has fixed ones."""
+DEFAULT_LENGTHS = {"lookup": 4, "eagle": 3}
+MAX_NGRAM = 64
+
+
+@dataclass(frozen=True)
+class PeerKind:
+    """A kind of peer. packages: those it needs; rounded: the rounded weights that it can run; drafters: its ways to
+    draft; flags: other ways to run it; exact_flags: the flags with which it rounds least."""
+
+    packages: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    exact_flags: tuple[str, ...] = ()
+
+
+KINDS = {
+    "transformers": PeerKind(("transformers",), drafters=("lookup",), flags=("eager",)),
+    "openvino": PeerKind(
+        ("openvino", "openvino-genai"), ("int8",), ("lookup", "eagle"), ("sdpa", "samekv"), exact_flags=("samekv",)
+    ),
+    # llama.cpp's fused attention changes float32 logits by some thousandths, enough to decide a near tie.
+    "llamacpp": PeerKind(
+        ("llama-cpp-python",),
+        (*QUANTISED, PACKED),
+        ("eagle", *NGRAMS),
+        ("noflash", "server"),
+        exact_flags=("noflash",),
+    ),
+    "openai": PeerKind(),
+}
+"""Kinds of peers by name. Their flags: eager is transformers' plain attention; sdpa is OpenVINO without paged caches;
+samekv is OpenVINO with keys and values as precise as the arithmetic, instead of its default of 8 bits; noflash is
+llama.cpp without its fused attention; server is llama.cpp in its server, where all its drafting runs anyway."""
 
 _LLAMACPP = (
     "", ":noflash", ":server", ":eagle", ":eagle:noflash", ":ngram-simple", ":ngram-simple=3x8", ":ngram-map-k=3x8",
@@ -52,44 +74,30 @@ ALL_PEERS = (
     "openvino:eagle", "openvino:eagle:samekv",
     *(f"llamacpp{options}" for options in (*_LLAMACPP, ":int8", ":int8:noflash", ":int4", ":int4:noflash")),
 )  # fmt: skip
-"""The peers that are compared if none is named, each in its best dtype. Without a draft, eagle is left out; if prompts
-run together, the drafting of llama.cpp and transformers is left out."""
+"""The peers that are compared if none is named, each in its best dtype, except those that have an `obstacle`."""
 PACKED_PEERS = tuple(f"llamacpp:{PACKED}{options}" for options in _LLAMACPP)
 """The peers that are compared too if the target is a GGUF file whose blocks we run as they are."""
 
 
 @dataclass(frozen=True)
-class Ngram:
-    """llama.cpp's drafting from the text itself. kind: of NGRAMS; match: how many tokens must match; draft: how many
-    are proposed. None takes llama.cpp's defaults."""
-
-    kind: str
-    match: int | None = None
-    draft: int | None = None
-
-
-@dataclass(frozen=True)
 class PeerSpec:
-    """A peer as it was named on the command line. dtype: None for the best dtype that the CPU has. where: a server's
-    address, or a directory that already holds the converted target."""
+    """A peer as it was named on the command line. dtype: None for the best dtype that the CPU has. drafter: its way to
+    draft, of its kind's. num_spec_tokens: how many tokens a step proposes at most, match: how many tokens an n-gram
+    must match; both None for the engine's defaults. where: a server's address, or a directory that already holds the
+    converted target. label: the name in tables, without paths."""
 
     kind: str
     dtype: str | None = None
-    lookup: int | None = None
-    eagle: int | None = None
-    ngram: Ngram | None = None
+    drafter: str | None = None
+    num_spec_tokens: int | None = None
+    match: int | None = None
     flags: tuple[str, ...] = ()
     where: str | None = None
-    options: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def label(self) -> str:
-        """The name in tables."""
-        return " ".join((self.kind, *self.options)) if self.kind != "openai" else f"openai {self.where}"
+    label: str = field(default="", compare=False)
 
     @property
     def model(self) -> str:
-        """A name for the converted weights. Settings of one kind share them, and so share the check of outputs."""
+        """A name for the converted weights. All settings with these weights share one check of outputs."""
         if self.dtype == PACKED:
             return f"{self.kind} {PACKED}"
         return self.kind if self.where is None else f"{self.kind} {Path(self.where).name}"
@@ -97,22 +105,14 @@ class PeerSpec:
     @property
     def is_speculative(self) -> bool:
         """Whether the peer drafts. A server may draft without its name saying so."""
-        return self.lookup is not None or self.eagle is not None or self.ngram is not None
-
-    @property
-    def num_spec_tokens(self) -> int | None:
-        """Tokens that a step proposes at most; None if the name does not say."""
-        return self.lookup or self.eagle or (self.ngram.draft if self.ngram is not None else None)
+        return self.drafter is not None
 
     @property
     def plain(self) -> PeerSpec:
         """The setting whose outputs are checked: the same engine and model in float32, or on the packed file, without
-        drafts, with the attention that rounds least.
-
-        llama.cpp's fused attention changes float32 logits by some thousandths, enough to decide a near tie."""
-        flags = tuple(flag for flag in FLAGS.get(self.kind, ()) if flag in ("samekv", "noflash"))
+        drafts, with the flags with which it rounds least."""
         dtype = PACKED if self.dtype == PACKED else "float32"
-        return replace(self, dtype=dtype, lookup=None, eagle=None, ngram=None, flags=flags)
+        return PeerSpec(self.kind, dtype, flags=KINDS[self.kind].exact_flags, where=self.where, label=self.label)
 
     @property
     def is_served(self) -> bool:
@@ -127,14 +127,30 @@ class PeerSpec:
                 f"--target, or choose one of {', '.join(QUANTISED)}, bfloat16 and float32, which are converted"
             )
 
+    def obstacle(self, has_draft: bool, batch: int) -> str:
+        """Why the peer cannot run without a draft or with several prompts together; empty if it can."""
+        if self.drafter == "eagle" and not has_draft:
+            return "drafts with an EAGLE-3 head and none is given; pass --draft"
+        is_single = self.is_speculative if self.kind == "transformers" else self.kind == "llamacpp" and self.is_served
+        return f"runs one prompt at a time here; {batch} given" if batch > 1 and is_single else ""
+
     def open(self, setup: PeerSetup) -> Peer:
         """Load the model into the engine, after converting it if necessary.
 
         Raises ValueError naming the package to install, or the setting that this CPU, engine or target does not
         have."""
         self.check_target(setup.target)
-        for package in KINDS[self.kind]:
-            require(self.kind, package)
+        obstacle = self.obstacle(setup.draft is not None, setup.batch)
+        if obstacle:
+            raise ValueError(f"peer {self.label}: {obstacle}")
+        try:
+            for package in KINDS[self.kind].packages:
+                version(package)
+        except PackageNotFoundError as missing:
+            raise ValueError(
+                f"peer={self.kind!r}: needs the package {missing.name}, which is not installed; pip install "
+                f"{missing.name}, or 'aquiline[peers]' for all peers"
+            ) from None
         module = importlib.import_module(f"aquiline.bench.peers.{self.kind}")
         factory: Callable[[PeerSpec, PeerSetup], Peer] = module.open_peer
         return factory(self, setup)
@@ -147,8 +163,7 @@ def is_rounded(weights: str) -> bool:
 
 def parse_peer(text: str) -> PeerSpec:
     """A peer from its name: `openai:http://HOST:PORT/v1#MODEL`, or `transformers`, `openvino` or `llamacpp` with
-    options behind colons. Options are a dtype, a way to draft (NUMBERED, as in `lookup=K`; llama.cpp's NGRAMS, as in
-    `ngram-simple=NxK`, N tokens matched and K proposed), a way to run (FLAGS), and for openvino a directory.
+    options after colons: a dtype, a way to draft with or without its SIZES, flags, and for openvino a directory.
 
     Raises ValueError naming what is wrong and what is known."""
     kind, _, rest = text.partition(":")
@@ -158,18 +173,18 @@ def parse_peer(text: str) -> PeerSpec:
         address, _, model = rest.partition("#")
         if not address.startswith(("http://", "https://")) or not model:
             raise ValueError(f"peer={text!r}: must be openai:http://HOST:PORT/v1#MODEL")
-        return PeerSpec(kind, where=rest)
+        return PeerSpec(kind, where=rest, label=f"openai {rest}")
     options = [part for part in rest.split(":") if part]
-    fields: dict[str, Any] = {"options": tuple(Path(o).name if "/" in o else o for o in options)}
+    fields: dict[str, Any] = {}
     for option in options:
-        for name, value in _field(text, kind, option).items():
-            if name in fields and (name != "flags" or value in fields[name]):
-                raise ValueError(f"peer={text!r}: says {name} twice")
-            fields[name] = (*fields.get("flags", ()), value) if name == "flags" else value
-    drafting = [name for name in ("lookup", "eagle", "ngram") if name in fields]
-    if len(drafting) > 1:
-        raise ValueError(f"peer={text!r}: {' and '.join(drafting)} are two ways to draft; choose one")
-    return PeerSpec(kind, **fields)
+        found = _fields(text, kind, option)
+        twice = fields.keys() & found.keys()
+        if twice:
+            raise ValueError(f"peer={text!r}: says {min(twice)} twice; choose one")
+        fields |= found
+    flags = tuple(flag for flag in KINDS[kind].flags if fields.pop(flag, False))
+    label = " ".join((kind, *(Path(option).name if "/" in option else option for option in options)))
+    return PeerSpec(kind, **fields, flags=flags, label=label)
 
 
 def parse_peers(texts: Iterable[str], num_spec_tokens: Iterable[int]) -> tuple[PeerSpec, ...]:
@@ -177,46 +192,41 @@ def parse_peers(texts: Iterable[str], num_spec_tokens: Iterable[int]) -> tuple[P
     every engine with the draft chooses from the same lengths.
 
     Raises ValueError as parse_peer does."""
-    found = []
+    found: list[PeerSpec] = []
     for text in texts:
-        options = text.split(":")
-        is_swept = options[0] in KINDS and options[0] != "openai" and "eagle" in options
-        for k in num_spec_tokens if is_swept else (0,):
-            found.append(parse_peer(":".join(f"eagle={k}" if is_swept and o == "eagle" else o for o in options)))
+        spec = parse_peer(text)
+        is_swept = spec.drafter == "eagle" and "eagle" in text.split(":")
+        lengths = [re.sub(":eagle(?=:|$)", f":eagle={k}", text) for k in num_spec_tokens]
+        found += map(parse_peer, lengths) if is_swept else [spec]
     return tuple(dict.fromkeys(found))
 
 
-def _field(text: str, kind: str, option: str) -> dict[str, object]:
-    """The field of a PeerSpec that one option sets."""
+def _fields(text: str, kind: str, option: str) -> dict[str, object]:
+    """The fields of a PeerSpec that one option sets; a flag stands for itself."""
+    has = KINDS[kind]
     name, _, value = option.partition("=")
     if option in DTYPES:
-        if DTYPES[option] in (*QUANTISED, PACKED) and DTYPES[option] not in QUANTISED_BY.get(kind, ()):
-            raise ValueError(f"peer={text!r}: {kind} runs no {DTYPES[option]} weights here; choose float32 or bfloat16")
-        return {"dtype": DTYPES[option]}
-    if name in NUMBERED and kind in NUMBERED[name][1]:
-        count = int(value) if value.isdigit() else 0 if value else NUMBERED[name][0]
-        if not 1 <= count <= 16:
-            raise ValueError(f"peer={text!r}: {name} must be 1 to 16 tokens")
-        return {name: count}
-    if name in NGRAMS and kind == "llamacpp":
-        return {"ngram": _ngram(text, name, value)}
-    if option in FLAGS.get(kind, ()):
-        return {"flags": option}
+        dtype = DTYPES[option]
+        if dtype not in ("float32", "bfloat16", *has.rounded):
+            raise ValueError(f"peer={text!r}: {kind} runs no {dtype} weights here; choose float32 or bfloat16")
+        return {"dtype": dtype}
+    if name in has.drafters:
+        return {"drafter": name, "num_spec_tokens": DEFAULT_LENGTHS.get(name)} | _sizes(text, name, value)
+    if option in has.flags:
+        return {option: True}
     if kind == "openvino" and "/" in option:
         return {"where": option}
-    known = [*DTYPES, *(form for n in NUMBERED if kind in NUMBERED[n][1] for form in (n, f"{n}=K"))]
-    known += [f"{n}=NxK" for n in NGRAMS[:-1]] + [NGRAMS[-1]] if kind == "llamacpp" else []
-    known += ["DIR/"] if kind == "openvino" else []
-    raise ValueError(
-        f"peer={text!r}: unknown option {option!r}; {kind} has {', '.join([*known, *FLAGS.get(kind, ())])}"
-    )
+    known = [*DTYPES, *(f"{name}[={SIZES[name]}]" if SIZES[name] else name for name in has.drafters)]
+    known += ["DIR/", *has.flags] if kind == "openvino" else has.flags
+    raise ValueError(f"peer={text!r}: unknown option {option!r}; {kind} has {', '.join(known)}")
 
 
-def _ngram(text: str, name: str, sizes: str) -> Ngram:
-    """The Ngram of an option such as ngram-simple or ngram-simple=3x8."""
-    if not sizes:
-        return Ngram(name)
-    match, _, draft = sizes.partition("x")
-    if name == NGRAMS[-1] or not (match.isdigit() and draft.isdigit() and 1 <= int(match) <= 64 >= int(draft) >= 1):
-        raise ValueError(f"peer={text!r}: {name} takes {'no sizes' if name == NGRAMS[-1] else 'NxK, of 1 to 64 each'}")
-    return Ngram(name, int(match), int(draft))
+def _sizes(text: str, name: str, value: str) -> dict[str, object]:
+    """The sizes of a way to draft, as in lookup=4 or ngram-simple=3x8; empty for its defaults."""
+    if not value:
+        return {}
+    form, most = SIZES[name], MAX_NGRAM if name in NGRAMS else MAX_CHAIN
+    numbers = [int(part) if part.isdigit() else 0 for part in value.split("x")]
+    if not form or len(numbers) != len(form.split("x")) or min(numbers) < 1 or max(numbers) > most:
+        raise ValueError(f"peer={text!r}: {name} takes {f'{form}, of 1 to {most} each' if form else 'no sizes'}")
+    return dict(zip(("num_spec_tokens", "match"), reversed(numbers), strict=False))

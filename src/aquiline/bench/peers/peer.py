@@ -6,18 +6,24 @@ Each kind of peer is a module of this package and an optional dependency. Knows 
 from __future__ import annotations
 
 import importlib
+import json
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from http.client import HTTPResponse
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.request import ProxyHandler, Request, build_opener
 
-from aquiline.bench.results.clock import Span, decode_tokens_per_s
+from aquiline.bench.results.intervals import Span
 from aquiline.models.load import open_tensors
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 """The folder that holds the conversions. A source checkout has it, an installed wheel does not."""
+ANSWER_S = 600.0
+"""The most seconds that a server may stay silent."""
 
 
 @dataclass(frozen=True)
@@ -31,47 +37,17 @@ class PeerSetup:
     max_context: int
     batch: int = 1
 
-    def draft_for(self, label: str) -> Path:
-        """The draft that a peer needs. Raises ValueError if there is none."""
-        if self.draft is None:
-            raise ValueError(f"peer {label}: drafts with an EAGLE-3 head and none is given; pass --draft")
-        return self.draft
-
 
 @dataclass(frozen=True)
-class PeerOutput:
-    """One continued prompt. num_tokens: output tokens. token_ids: empty if a server does not return ids; `text` is then
-    its answer. arrivals_ms: the time from the request to each delivery of one token or more. num_steps: forwards after
-    the first; num_draft_tokens: tokens proposed to them; both 0 if they are not known."""
+class PeerOutput(Span):
+    """One continued prompt, timed from its request. token_ids: empty if a server does not return ids; `text` is then
+    its answer. num_steps: forwards after the first; num_draft_tokens: tokens proposed to them; both 0 if they are not
+    known."""
 
-    num_tokens: int
     token_ids: list[int]
-    arrivals_ms: list[float]
-    text: str | None = None
     num_steps: int = 0
     num_draft_tokens: int = 0
-
-    @property
-    def ttft_ms(self) -> float:
-        """Time to the first token."""
-        return self.arrivals_ms[0]
-
-    @property
-    def total_ms(self) -> float:
-        """Time to the last token."""
-        return self.arrivals_ms[-1]
-
-
-@dataclass(frozen=True)
-class PeerRun:
-    """Prompts that were continued together. outputs: in the order of the prompts."""
-
-    outputs: list[PeerOutput]
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Tokens after each prompt's first per second of decoding, by the wall clock."""
-        return decode_tokens_per_s([Span(o.num_tokens, o.ttft_ms, o.total_ms) for o in self.outputs])
+    text: str | None = None
 
 
 class Peer(Protocol):
@@ -80,9 +56,9 @@ class Peer(Protocol):
 
     dtype: str
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
-        """Continue prompts of one length together by exactly new_tokens each, past end tokens. Nothing is cached
-        between calls.
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[PeerOutput]:
+        """Continue prompts of one length together by exactly new_tokens each, past end tokens; at most as many prompts
+        as the peer was opened for. Nothing is cached between calls.
 
         Raises ValueError for settings that the engine does not have."""
 
@@ -93,27 +69,14 @@ class Peer(Protocol):
         """Free the model."""
 
 
-def check_batch(label: str, prompts: list[list[int]], batch: int) -> None:
-    """Raise ValueError for more prompts than a peer was opened for."""
-    if len(prompts) > batch:
-        room = "runs one prompt at a time" if batch == 1 else f"was opened for {batch} prompts"
-        raise ValueError(f"peer {label}: {room}, {len(prompts)} given")
+def request_json(url: str, body: Mapping[str, object] | None = None) -> HTTPResponse:
+    """Send a body as JSON by POST, or GET without one, past all proxies. The response may be streamed.
 
-
-def require(kind: str, package: str) -> None:
-    """Raise ValueError if a package that a kind of peer needs is not installed, saying how to get it."""
-    try:
-        version(package)
-    except PackageNotFoundError:
-        raise ValueError(
-            f"peer={kind!r}: needs the package {package}, which is not installed; pip install {package}, or "
-            "'aquiline[peers]' for all peers"
-        ) from None
-
-
-def library(module: str) -> Any:
-    """A module of an optional package, as Any, since type checkers may run without the package."""
-    return importlib.import_module(module)
+    Raises HTTPError for an error status, and OSError or HTTPException if there is no answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(url, data, {"Content-Type": "application/json"})
+    response: HTTPResponse = build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S)
+    return response
 
 
 def conversion(module: str, setting: str) -> Any:

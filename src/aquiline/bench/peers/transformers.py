@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from aquiline.bench.peers.names import PeerSpec
-from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup, versions
+from aquiline.bench.peers.peer import PeerOutput, PeerSetup, versions
 from aquiline.models.files import is_gguf
 
 
@@ -41,14 +41,12 @@ class TransformersPeer:
         # generate() would fall back to the checkpoint's generation_config, which must not end or change the text.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[PeerOutput]:
         """Continue prompts of one length."""
-        if self.spec.lookup is not None and len(prompts) > 1:
-            raise ValueError(f"peer {self.spec.label}: prompt lookup runs one prompt at a time; {len(prompts)} given")
         input_ids = torch.tensor(prompts)
         config = GenerationConfig(
-            max_new_tokens=new_tokens, pad_token_id=0, do_sample=temperature > 0,
-            prompt_lookup_num_tokens=self.spec.lookup, **({"temperature": temperature} if temperature > 0 else {}),
+            max_new_tokens=new_tokens, pad_token_id=0, prompt_lookup_num_tokens=self.spec.num_spec_tokens,
+            do_sample=temperature > 0, **({"temperature": temperature} if temperature > 0 else {}),
         )  # fmt: skip
         if temperature > 0:
             config.top_k = 0
@@ -62,11 +60,9 @@ class TransformersPeer:
                 )
         finally:
             torch.set_num_threads(previous)
-        num_steps = len(clock.arrivals_ms) - 1
-        return PeerRun([
-            PeerOutput(new_tokens, row.tolist(), clock.arrivals_ms, num_steps=num_steps)
-            for row in made[:, input_ids.shape[1] :]
-        ])  # fmt: skip
+        first_ms, last_ms, num_steps = clock.arrivals_ms[0], clock.arrivals_ms[-1], len(clock.arrivals_ms) - 1
+        rows = made[:, input_ids.shape[1] :].tolist()
+        return [PeerOutput(new_tokens, first_ms, last_ms, token_ids, num_steps) for token_ids in rows]
 
     def system(self) -> dict[str, object]:
         """Versions, threads and the attention in use."""

@@ -11,12 +11,73 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from aquiline.bench.peers.check import Checked
+from tokenizers import Tokenizer
+
 from aquiline.bench.peers.names import QUANTISED, is_rounded
+from aquiline.bench.peers.peer import PeerOutput
+from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import Estimate, estimate, paired
 from aquiline.bench.results.result import Result, is_speculative, write_result
 from aquiline.bench.tables import Table
 from aquiline.blocks import is_packed
+from aquiline.engine.llm import Output
+
+CHECK_TOKENS, CHECK_NEEDED = 16, 8
+"""Every prompt of a check is continued by CHECK_TOKENS tokens. A kind of peer is void unless at least the first
+CHECK_NEEDED of them are ours on every prompt."""
+PACKED_NEEDED = 12
+"""On packed blocks, at least PACKED_NEEDED of the CHECK_TOKENS tokens must be ours, at any place."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How many greedy tokens of a kind of peer are ours on each prompt. In float32 two engines write the same text of
+    one model for long, and leading tokens are counted. On packed blocks every engine rounds the inputs of its linears
+    in its own way, so near ties fall either way and the texts soon differ. There the peer continues each beginning of
+    our text by one token."""
+
+    counts: tuple[int, ...]
+    is_packed: bool = False
+
+    def __str__(self) -> str:
+        which = "tokens after our text" if self.is_packed else "first tokens in float32"
+        return f"{', '.join(map(str, self.counts))} of {CHECK_TOKENS} {which}"
+
+    @property
+    def problems(self) -> list[str]:
+        """Why a kind of peer is void; empty if it is not. One prompt with another text is enough, since it shows that
+        the peer computes another model."""
+        needed = PACKED_NEEDED if self.is_packed else CHECK_NEEDED
+        return [] if min(self.counts) >= needed else [f"it computes another model: only {self} are ours"]
+
+
+def agreement(output: Output | PeerOutput, expected: list[int], tokenizer: Tokenizer | None) -> int | None:
+    """How many leading tokens are the expected ones. If a server returns no ids, its text is compared with the decoded
+    tokens; None if there is no text or no tokenizer."""
+    if output.token_ids:
+        pairs = zip(output.token_ids, expected, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output.token_ids), len(expected)))
+    if output.text is None or tokenizer is None:
+        return None
+    count = 0
+    while count < len(expected) and output.text.startswith(tokenizer.decode(expected[: count + 1])):
+        count += 1
+    return count
+
+
+def void(result: Result, baseline: Result, checked: Checked | None, agreed: list[float]) -> str:
+    """Why a result may not be compared; empty if it may. checked: of its kind of peer; None for our own engine, and for
+    servers. agreed: how many of its leading tokens are the baseline's, for each prompt of which that is known."""
+    reasons = differences(result, baseline)
+    if result["engine"] == "aquiline":
+        alike = all(result["model"][name] == baseline["model"][name] for name in ("dtype", "arithmetic"))
+        return "; ".join(reasons) if alike else ""
+    if checked is not None:
+        return "; ".join(reasons + checked.problems)
+    reasons = [reason for reason in reasons if not reason.startswith("system.")]  # a server's machine is not known here
+    if agreed and min(agreed) < min(CHECK_NEEDED, result["scenario"]["new_tokens"]):
+        reasons.append(f"its text is not ours: on one prompt {min(agreed):.0f} tokens agree")
+    return "; ".join(reasons)
 
 
 @dataclass(frozen=True)

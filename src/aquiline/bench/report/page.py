@@ -1,59 +1,63 @@
 """Result files as one page of plots and tables that needs no network, no script and no library to be read.
 
-`sections` groups results, `panels` and `tables` choose what is shown, `charts` draws, page.html lays out. Jinja and
-ElementTree escape every string, since result files are not trusted.
+`sections` groups results, `report_tables` and `panels` choose what is shown, page.html lays out. Without matplotlib the
+page has no plots and says so. Jinja and markupsafe escape every string, since result files are not trusted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 
-from aquiline.bench.report.panels import (
-    Panel,
-    acceptance_panels,
-    calibration_panels,
-    speedup_panels,
-    stage_panels,
-    throughput_panels,
-)
-from aquiline.bench.report.report_tables import (
-    ReportTable,
-    acceptance_table,
-    choices_table,
-    facts,
-    latency_table,
-    speedup_table,
-    stage_table,
-    throughput_table,
-)
-from aquiline.bench.report.sections import Section, badges, sections
-from aquiline.bench.results.result import Result
+from aquiline.bench.plots import PALETTE, what_is_missing
+from aquiline.bench.report import panels, report_tables
+from aquiline.bench.report.report_tables import facts_table, figure_table
+from aquiline.bench.report.sections import ReportRow, Section, badges, sections
+from aquiline.bench.report.svg_panel import Panel
+from aquiline.bench.results.result import Result, is_speculative
 
 
 @dataclass(frozen=True)
 class PageGroup:
-    """Plots about one question, with a table of their figures."""
+    """Plots about one question, with a table of their figures. holds: whether a row has such figures; cells: of a row
+    of the table; draw: the plots of the rows."""
 
     title: str
     note: str
-    panels: list[Panel]
-    table: ReportTable
+    holds: Callable[[ReportRow], object]
+    cells: Callable[[ReportRow], dict[str, str]]
+    draw: Callable[[list[ReportRow]], list[Panel]]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A section as the page shows it. facts: the engines, and a row of facts for each name; remarks: what is not shown
-    and why; notes: about the ideals."""
-
-    section: Section
-    badges: list[str]
-    groups: list[PageGroup]
-    facts: tuple[list[str], list[tuple[str, list[str]]]]
-    remarks: list[str]
-    notes: list[str]
+GROUPS = (
+    PageGroup(
+        "Throughput by context and batch", "Decode tokens per second of all sequences together, without prefill.",
+        lambda row: True, report_tables.throughput, panels.throughput_panels,
+    ),
+    PageGroup(
+        "Speedup by num_spec_tokens", "Throughput over that of the same engine without a drafter.",
+        lambda row: is_speculative(row.result), report_tables.speedup, panels.speedup_panels,
+    ),
+    PageGroup(
+        "Acceptance by position", "Share of steps that kept the draft's token at that position.",
+        report_tables.has_acceptance, report_tables.acceptance, panels.acceptance_panels,
+    ),
+    PageGroup(
+        "Adaptive choices", "What each sequence drafted from at each step, and whether it came as foretold.",
+        lambda row: row.adaptive, report_tables.choices, panels.calibration_panels,
+    ),
+    PageGroup(
+        "Stage times", "Where a decode step goes.",
+        lambda row: row.stage_ms, report_tables.stages, panels.stage_panels,
+    ),
+    PageGroup(
+        "Latency and memory", "Time per token is of one sequence.",
+        lambda row: True, report_tables.latency, lambda rows: [],
+    ),
+)  # fmt: skip
 
 
 def write_report(results: dict[str, Result], out: Path) -> None:
@@ -73,39 +77,14 @@ def render(results: dict[str, Result]) -> str:
     )
     dates = sorted(result["date"] for result in results.values())
     commits = list(dict.fromkeys(result["commit"] for result in results.values()))
-    parts = [_part(section) for section in sections(results)]
     return environment.from_string(source).render(
-        parts=parts, num_results=len(results), first=dates[0], last=dates[-1], commits=commits
-    )
+        parts=[(section, _groups(section)) for section in sections(results)], missing=what_is_missing(),
+        palette=PALETTE, badges_of=badges, figure_table=figure_table, facts_table=facts_table,
+        num_results=len(results), first=dates[0], last=dates[-1], commits=commits,
+    )  # fmt: skip
 
 
-def _part(section: Section) -> Part:
-    remarks = [f"{row.file}: no speedup: {'; '.join(row.ratio.reasons)}" for row in section.rows if row.speedup is None]
-    remarks += [f"{name}: not shown, a newer run of the same is" for name in section.older]
-    notes = list(dict.fromkeys(note for row in section.rows for note in row.notes))
-    return Part(section, badges(section.rows), _groups(section), facts(section.rows), remarks, notes)
-
-
-def _groups(section: Section) -> list[PageGroup]:
-    rows, scenarios = section.rows, section.scenarios
-    found = [
-        PageGroup(
-            "Throughput by context and batch", "Decode tokens per second of all sequences together, without prefill.",
-            throughput_panels(rows, scenarios), throughput_table(scenarios),
-        ),
-        PageGroup(
-            "Speedup by num_spec_tokens", "Throughput over that of the same engine without a drafter.",
-            speedup_panels(rows), speedup_table(scenarios),
-        ),
-        PageGroup(
-            "Acceptance by position", "Share of steps that kept the draft's token at that position.",
-            acceptance_panels(scenarios), acceptance_table(scenarios),
-        ),
-        PageGroup(
-            "Adaptive choices", "What each sequence drafted from at each step, and whether it came as foretold.",
-            calibration_panels(scenarios), choices_table(scenarios),
-        ),
-        PageGroup("Stage times", "Where a decode step goes.", stage_panels(scenarios), stage_table(scenarios)),
-        PageGroup("Latency and memory", "Time per token is of one sequence.", [], latency_table(scenarios)),
-    ]  # fmt: skip
-    return [group for group in found if group.table.groups]
+def _groups(section: Section) -> list[tuple[PageGroup, list[ReportRow]]]:
+    """The groups that a section has figures for, with the rows that have them."""
+    chosen = [(group, [row for row in section.rows if group.holds(row)]) for group in GROUPS]
+    return [(group, rows) for group, rows in chosen if rows]

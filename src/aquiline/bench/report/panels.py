@@ -1,254 +1,225 @@
-"""A section's plots: which rows make which lines and bars."""
+"""The plots of a section: which rows make which lines and bars."""
 
 from __future__ import annotations
 
+import math
+import operator
+import textwrap
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from markupsafe import Markup
-
-from aquiline.bench.report.charts import (
-    Axes,
-    Bar,
-    ChartLine,
-    Point,
-    Segment,
-    Style,
-    block,
-    count,
-    draw_bars,
-    draw_lines,
-    figure,
-    swatch,
-    tick,
-)
-from aquiline.bench.report.sections import ReportRow, badges, number
+from aquiline.bench.plots import BASE, CARD, INK, LINE_COLORS, SHARES, draw_positions, look, name_positions
+from aquiline.bench.report.report_tables import figure
+from aquiline.bench.report.sections import ReportRow, by_scenario, count
+from aquiline.bench.report.svg_panel import CHARACTERS, Panel, draw_panels, plain
 
 BEYOND = 3.0
 """An ideal this many times above all measurements would flatten the plot; it is shown in the table only."""
+BAR = 0.42
+"""Inches that a bar with its label adds to a plot's height."""
+RATE = "tok/s: median and range"
 ACROSS = {"context_tokens": ("context", "context (tokens)"), "batch": ("batch", "batch (sequences)")}
 
-Scenarios = list[tuple[str, list[ReportRow]]]
-Legend = list[tuple[Markup, str]]
+Namer = Callable[[ReportRow], str]
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One plot with its title and legend. badges: what limits the meaning of its figures."""
-
-    title: str
-    badges: list[str]
-    svg: Markup
-    legend: Legend
-
-
-@dataclass(frozen=True)
-class Series:
-    """The rows of one line, sorted by x."""
-
-    name: str
-    style: Style
-    rows: list[ReportRow]
-
-
-@dataclass(frozen=True)
-class Over:
-    """What the lines of a plot show. x and y: of a row, y with its smallest and largest run. ideal: the name of its
-    ideal in the roofline. names: functions that name the line of a row, each more specific than the one before."""
+class LinePlot:
+    """The meaning of a plot's lines. x and y: of a row, y with the distances to its smallest and largest run. ideal:
+    the name of the roofline's ideal. names: functions that name the line of a row, each more specific than the one
+    before."""
 
     x: Callable[[ReportRow], int]
     y: Callable[[ReportRow], tuple[float, float, float]]
     ideal: str
-    axes: Axes
-    names: tuple[Callable[[ReportRow], str], ...]
+    names: tuple[Namer, ...]
+
+    def series(self, rows: list[ReportRow]) -> dict[str, list[ReportRow]]:
+        """Rows by the name of their line, sorted by x; the first names with which no line has two rows at one x."""
+        found: dict[str, list[ReportRow]] = {}
+        for name in self.names:
+            found = {}
+            for row in sorted(rows, key=self.x):
+                found.setdefault(name(row), []).append(row)
+            if all(len(set(map(self.x, members))) == len(members) for members in found.values()):
+                break
+        return found
 
 
-def throughput_panels(rows: list[ReportRow], scenarios: Scenarios) -> list[Panel]:
+def throughput_panels(rows: list[ReportRow]) -> list[Panel]:
     """Plots of throughput: over contexts for each batch, over batches for each context, and bars for every scenario."""
     trends = _trends(rows, "context_tokens", "batch") + _trends(rows, "batch", "context_tokens")
-    return trends + [_throughput_bars(*each) for each in scenarios]
+    return trends + draw_panels("Throughput", by_scenario(rows), _draw_throughput)
 
 
 def speedup_panels(rows: list[ReportRow]) -> list[Panel]:
     """Plots of speedup over the length of a chain: a plot for each batch, a line for each context."""
-    over = Over(
-        x=lambda row: row.num_spec_tokens or 0, y=lambda row: (row.speedup or 0.0,) * 3, ideal="ideal_speedup",
-        axes=Axes("num_spec_tokens", "speedup", reference=1.0),
-        names=(
-            lambda row: _join(f"context {count(row.context_tokens)}", row.variant),
-            lambda row: _join(row.scenario, row.variant),
-            lambda row: _join(row.scenario, row.label),
-        ),
-    )  # fmt: skip
-    chains = [row for row in rows if row.num_spec_tokens is not None and row.speedup is not None]
-    panels = []
-    for batch in sorted({row.batch for row in chains}):
-        panel = _lines(f"Speedup by num_spec_tokens, batch {batch}", [r for r in chains if r.batch == batch], over)
-        panels.append(Panel(panel.title, panel.badges, panel.svg, [*panel.legend, (tick("reference"), "no gain")]))
-    return panels
+    chains: defaultdict[int, list[ReportRow]] = defaultdict(list)
+    for row in rows:
+        if row.num_spec_tokens is not None and row.ratio.value is not None:
+            chains[row.result["scenario"]["batch"]].append(row)
+    batches = [(f"batch {batch}", group) for batch, group in sorted(chains.items())]
+    return draw_panels("Speedup by num_spec_tokens", batches, _draw_speedups)
 
 
-def acceptance_panels(scenarios: Scenarios) -> list[Panel]:
+def acceptance_panels(rows: list[ReportRow]) -> list[Panel]:
     """Plots of acceptance over positions in the draft: a plot for each scenario, a line for each setting."""
-    panels = []
-    for name, rows in scenarios:
-        lines = []
-        for row in rows:
-            shares = row.result["eagle_speculation"]["per_position"]
-            points = [
-                Point(position, share, share, share, f"{row.label}, position {position}: {share:.3f}")
-                for position, share in enumerate(map(number, shares), 1)
-                if share is not None
-            ]
-            lines += [ChartLine(row.label, row.style, tuple(points))] if points else []
-        if lines:
-            title = f"Acceptance by position, {name}"
-            svg = draw_lines(lines, Axes("position in the draft", "share of steps", top=1.0), title)
-            panels.append(Panel(title, badges(rows), svg, [(swatch(line.style), line.label) for line in lines]))
-    return panels
+    return draw_panels("Acceptance by position", by_scenario(rows), _draw_acceptance)
 
 
-def calibration_panels(scenarios: Scenarios) -> list[Panel]:
+def calibration_panels(rows: list[ReportRow]) -> list[Panel]:
     """Plots of adaptive drafting's foretold chances against what came: a plot for each scenario."""
-    panels = []
-    for name, rows in scenarios:
-        lines = []
-        for row in rows:
-            points = tuple(
-                Point(round(100 * part["foretold"]), part["right"], part["right"], part["right"],
-                      f"{row.label}, foretold {part['foretold']:.0%}: {part['right']:.0%} of {part['tokens']:,} tokens")
-                for part in row.adaptive.get("calibration", ())
-            )  # fmt: skip
-            lines += [ChartLine(row.label, row.style, points)] if points else []
-        if lines:
-            title = f"Foretold and true chances, {name}"
-            ends = tuple(Point(x, x / 100, x / 100, x / 100, "") for x in (0, 100))
-            equal = ChartLine("", Style.of(-1), ends, is_dashed=True)
-            svg = draw_lines([equal, *lines], Axes("foretold chance (%)", "share accepted", top=1.0), title)
-            legend = [(swatch(line.style), line.label) for line in lines]
-            legend.append((swatch(Style.of(-1), is_dashed=True), "as foretold"))
-            panels.append(Panel(title, badges(rows), svg, legend))
-    return panels
+    calibrated = [row for row in rows if row.adaptive.get("calibration")]
+    return draw_panels("Foretold and true chances", by_scenario(calibrated), _draw_calibration)
 
 
-def stage_panels(scenarios: Scenarios) -> list[Panel]:
+def stage_panels(rows: list[ReportRow]) -> list[Panel]:
     """Plots of stage times: a bar for each setting, divided into the stages of a decode step."""
-    panels = []
-    for name, rows in scenarios:
-        timed = [row for row in rows if row.stage_ms]
-        stages = list(dict.fromkeys(stage for row in timed for stage in row.stage_ms))
-        colors = {stage: Style.of(index).color for index, stage in enumerate(stages)}
-        bars = [
-            Bar(
-                row.label, f"{figure(sum(row.stage_ms.values()))} ms",
-                tuple(
-                    Segment(colors[stage], ms, f"{row.label}, {stage}: {figure(ms)} ms")
-                    for stage, ms in row.stage_ms.items()
-                ),
-            )
-            for row in timed
-        ]  # fmt: skip
-        if bars:
-            title = f"Stage times, {name}"
-            svg = draw_bars(bars, "ms per decode step", title)
-            panels.append(Panel(title, badges(timed), svg, [(block(colors[stage]), stage) for stage in stages]))
-    return panels
+    return draw_panels("Stage times", by_scenario(rows), _draw_stages)
 
 
 def _trends(rows: list[ReportRow], across: str, fixed: str) -> list[Panel]:
     """A plot for each value of `fixed` for which there are several values of `across`."""
     word, axis = ACROSS[across]
-    over = Over(
-        x=lambda row: int(row.result["scenario"][across]), y=_spread, ideal="ideal_tokens_per_s",
-        axes=Axes(axis, "tok/s", is_log=True),
+    plot = LinePlot(
+        lambda row: int(row.result["scenario"][across]), _spread, "ideal_tokens_per_s",
         names=(lambda row: row.label, lambda row: _join(row.label, row.scenario)),
     )  # fmt: skip
-    panels = []
+
+    def draw(axes: Any, rows: list[ReportRow]) -> None:
+        axes.set(xscale="log", xlabel=axis, ylabel=RATE)
+        _draw_lines(axes, rows, plot)
+
+    groups = []
     for value in sorted({row.result["scenario"][fixed] for row in rows}):
         chosen = [row for row in rows if row.result["scenario"][fixed] == value]
-        if len({over.x(row) for row in chosen}) > 1:
-            panels.append(_lines(f"Throughput by {word}, {ACROSS[fixed][0]} {count(value)}", chosen, over))
-    return panels
+        if len({plot.x(row) for row in chosen}) > 1:
+            groups.append((f"{ACROSS[fixed][0]} {count(value)}", chosen))
+    return draw_panels(f"Throughput by {word}", groups, draw)
 
 
-def _series(rows: list[ReportRow], over: Over) -> list[Series]:
-    """Rows grouped into named lines. A line of one setting has the setting's style; other lines take styles in turn."""
-    named = _named(rows, over.x, over.names)
-    are_settings = all(name == members[0].label for name, members in named)
-    return [
-        Series(name, members[0].style if are_settings else Style.of(index), sorted(members, key=over.x))
-        for index, (name, members) in enumerate(named)
-    ]
+def _draw_speedups(axes: Any, rows: list[ReportRow]) -> None:
+    plot = LinePlot(
+        lambda row: row.num_spec_tokens or 0, lambda row: (row.ratio.value or 0.0, 0.0, 0.0), "ideal_speedup",
+        names=(
+            lambda row: _join(f"context {count(row.result['scenario']['context_tokens'])}", row.variant),
+            lambda row: _join(row.scenario, row.variant),
+            lambda row: _join(row.scenario, row.label),
+        ),
+    )  # fmt: skip
+    axes.axhline(1, color=INK, linewidth=1, linestyle=":", label="no gain")
+    axes.set(xlabel="num_spec_tokens", ylabel="speedup")
+    _draw_lines(axes, rows, plot)
 
 
-def _named(
-    rows: list[ReportRow], x: Callable[[ReportRow], int], names: tuple[Callable[[ReportRow], str], ...]
-) -> list[tuple[str, list[ReportRow]]]:
-    """Rows grouped by the first of `names`; a group with two rows at one x is divided by the next name."""
-    by_name: defaultdict[str, list[ReportRow]] = defaultdict(list)
+def _draw_acceptance(axes: Any, rows: list[ReportRow]) -> None:
     for row in rows:
-        by_name[names[0](row)].append(row)
-    found = []
-    for name, members in by_name.items():
-        is_clear = len({x(row) for row in members}) == len(members)
-        found += [(name, members)] if is_clear or len(names) == 1 else _named(members, x, names[1:])
-    return found
+        shares = row.result["eagle_speculation"]["per_position"]
+        if shares:
+            draw_positions(axes, shares, label=row.label, **look(row.style))
+    name_positions(axes)
 
 
-def _lines(title: str, rows: list[ReportRow], over: Over) -> Panel:
-    measured, ideals = [], []
-    most = BEYOND * max(over.y(row)[2] for row in rows)
-    for series in _series(rows, over):
-        points = []
-        for row in series.rows:
-            y, low, high = over.y(row)
-            text = f"{series.name}, {over.axes.x} {over.x(row)}: {figure(y)} {over.axes.y}"
-            points.append(Point(over.x(row), y, low, high, text))
-        measured.append(ChartLine(series.name, series.style, tuple(points)))
-        bounds = [(over.x(row), row.roofline(over.ideal)) for row in series.rows]
-        ideal = tuple(Point(x, bound, bound, bound, "") for x, bound in bounds if bound and bound <= most)
-        ideals += [ChartLine(series.name, series.style, ideal, is_dashed=True)] if len(ideal) > 1 else []
-    legend = [(swatch(line.style), line.label) for line in measured]
-    if any(over.y(row)[1] < over.y(row)[2] for row in rows):
-        legend.append((tick("whisker"), "smallest to largest run"))
-    beyond = any((row.roofline(over.ideal) or 0.0) > most for row in rows)
-    legend += _ideal_legend(swatch(Style.of(-1), is_dashed=True), bool(ideals), beyond)
-    return Panel(title, badges(rows), draw_lines(ideals + measured, over.axes, title), legend)
-
-
-def _throughput_bars(name: str, rows: list[ReportRow]) -> Panel:
-    most = BEYOND * max(_spread(row)[2] for row in rows)
-    bars = []
+def _draw_calibration(axes: Any, rows: list[ReportRow]) -> None:
+    axes.plot((0, 100), (0, 1), color=BASE, linestyle="--", label="as foretold")
     for row in rows:
-        median, low, high = _spread(row)
-        ideal = row.roofline("ideal_tokens_per_s")
-        value = f"{figure(median)} tok/s" + (f", {row.ratio}" if row.speedup is not None else "")
-        text = f"{row.label}: {figure(median)} tok/s, {figure(low)} to {figure(high)}"
-        mark = ideal if ideal and ideal <= most else None
-        bars.append(Bar(row.label, value, (Segment(row.style.color, median, text),), (low, high), mark))
-    legend = [(block("base"), "median")]
-    if any(bar.whisker and bar.whisker[0] < bar.whisker[1] for bar in bars):
-        legend.append((tick("whisker"), "smallest to largest run"))
-    beyond = any((row.roofline("ideal_tokens_per_s") or 0.0) > most for row in rows)
-    legend += _ideal_legend(tick("mark"), any(bar.mark for bar in bars), beyond)
-    title = f"Throughput, {name}"
-    return Panel(title, badges(rows), draw_bars(bars, "tok/s", title), legend)
+        parts = row.adaptive["calibration"]
+        foretold = [100 * part["foretold"] for part in parts]
+        axes.plot(foretold, [part["right"] for part in parts], label=row.label, **look(row.style))
+    axes.set(xlabel="foretold chance (%)", ylabel="share accepted", ylim=SHARES)
 
 
-def _ideal_legend(icon: Markup, is_drawn: bool, is_beyond: bool) -> Legend:
-    """The legend's line about ideals, also about ideals beyond the scale of the plot."""
-    texts = {
-        (True, False): "roofline ideal",
-        (True, True): "roofline ideal, others beyond the scale",
-        (False, True): "roofline ideals are beyond the scale",
-    }
-    return [(icon, texts[is_drawn, is_beyond])] if is_drawn or is_beyond else []
+def _draw_stages(axes: Any, rows: list[ReportRow]) -> None:
+    starts = [0.0] * len(rows)
+    for index, stage in enumerate(dict.fromkeys(stage for row in rows for stage in row.stage_ms)):
+        lengths = [row.stage_ms.get(stage, 0.0) for row in rows]
+        _draw_bars(axes, lengths, left=starts, color=LINE_COLORS[index % len(LINE_COLORS)], label=stage)
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    _name_bars(axes, rows, [f"{figure(total)} ms" for total in starts])
+    axes.set_xlabel("ms per decode step")
+
+
+def _draw_lines(axes: Any, rows: list[ReportRow], plot: LinePlot) -> None:
+    """Draw a line for each series, with whiskers from the smallest to the largest run, and its ideal, dashed. A line of
+    one setting has the setting's style; other lines take styles in turn."""
+    series = plot.series(rows)
+    are_settings = all(name == members[0].label for name, members in series.items())
+    top = BEYOND * max(y + above for y, _, above in map(plot.y, rows))
+    num_ideals = 0
+    for index, (name, members) in enumerate(series.items()):
+        style = look(members[0].style if are_settings else index)
+        middles, *ends = zip(*map(plot.y, members), strict=True)
+        whiskers = ends if any(map(any, ends)) else None
+        axes.errorbar([plot.x(row) for row in members], middles, whiskers, label=name, capsize=3, **style)
+        ideals = [(plot.x(row), ideal) for row in members if 0 < (ideal := row.roofline.get(plot.ideal, 0.0)) <= top]
+        if len(ideals) > 1:
+            axes.plot(*zip(*ideals, strict=True), color=style["color"], linestyle="--", linewidth=1.2)
+            num_ideals += 1
+    is_beyond = any(row.roofline.get(plot.ideal, 0.0) > top for row in rows)
+    axes.plot([], [], color=BASE, linestyle="--", label=_about_ideals(num_ideals, is_beyond))
+    _mark_places(axes, sorted({plot.x(row) for row in rows}))
+    axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter("{x:,g}")
+
+
+def _mark_places(axes: Any, places: list[int]) -> None:
+    """Mark the x of each point; of labels that would touch, only the first stands."""
+    positions = axes.transData.transform([(place, 1) for place in places])[:, 0]
+    kept = [0]
+    for i in range(1, len(places)):
+        if positions[i] - positions[kept[-1]] >= (positions[-1] - positions[0]) / 10:
+            kept.append(i)
+    axes.set_xticks([places[i] for i in kept], [count(places[i]) for i in kept])
+    axes.minorticks_off()
+
+
+def _draw_throughput(axes: Any, rows: list[ReportRow]) -> None:
+    """Draw a bar for each setting, with the smallest and the largest run and the ideal."""
+    medians, below, above = zip(*map(_spread, rows), strict=True)
+    _draw_bars(axes, medians, color=[look(row.style)["color"] for row in rows])
+    axes.errorbar(medians, range(len(rows)), xerr=(below, above), linestyle="", color=INK, capsize=3)
+    top = BEYOND * max(map(operator.add, medians, above))
+    ideals = [row.roofline.get("ideal_tokens_per_s", 0.0) for row in rows]
+    drawn = [(ideal, place) for place, ideal in enumerate(ideals) if 0 < ideal <= top]
+    about = _about_ideals(len(drawn), max(ideals) > top)
+    axes.scatter(*zip(*drawn or [(math.nan, 0)], strict=True), marker="|", s=120, linewidths=2, color=INK, label=about)
+    ratios = ["" if row.ratio.value is None else str(row.ratio) for row in rows]
+    _name_bars(axes, rows, [_join(f"{figure(rate)} tok/s", ratio) for rate, ratio in zip(medians, ratios, strict=True)])
+    axes.set_xlabel(RATE)
+
+
+def _draw_bars(axes: Any, lengths: Sequence[float], **style: Any) -> None:
+    axes.barh(range(len(lengths)), lengths, height=0.4, edgecolor=CARD, **style)
+
+
+def _name_bars(axes: Any, rows: list[ReportRow], values: list[str]) -> None:
+    """Write label and value above each bar, the first at the top, and make room for that many bars."""
+    axes.figure.set_figheight(BAR * len(rows) + 0.4)
+    style = {"transform": axes.get_yaxis_transform(), "color": INK, "in_layout": False}
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        label = textwrap.shorten(plain(row.label), CHARACTERS - len(value), placeholder="…")
+        axes.text(0.01, place - 0.28, label, **style)
+        axes.text(1, place - 0.28, value, ha="right", **style)
+    axes.set(xlim=(0, None), ylim=(len(rows) - 0.6, -0.8), yticks=[])
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.spines["left"].set_visible(False)
+
+
+def _about_ideals(num_drawn: int, is_beyond: bool) -> str | None:
+    """The legend's line about ideals, also about ideals beyond the scale of the plot; None without ideals."""
+    if num_drawn:
+        return "roofline ideal, others beyond the scale" if is_beyond else "roofline ideal"
+    return "roofline ideals are beyond the scale" if is_beyond else None
 
 
 def _spread(row: ReportRow) -> tuple[float, float, float]:
-    spread = row.throughput
-    return spread["median"], spread["min"], spread["max"]
+    """Median throughput, with the distances to the smallest and the largest run; 0 where the file's rounding would make
+    them negative."""
+    spread = row.result["throughput_tokens_per_sec"]
+    median = spread["median"]
+    return median, max(0.0, median - spread["min"]), max(0.0, spread["max"] - median)
 
 
 def _join(*parts: str) -> str:

@@ -1,8 +1,8 @@
 """Which results are shown together: sections of comparable runs, series of one setting, and each result's baseline.
 
-A section is one machine, target and way to compute. Peers on the same machine, target and sampling are shown beside
-aquiline as series of their own; without a result of aquiline each peer has a section. `speedups.speedup` computes
-ratios.
+A section is one machine, target and way to compute, as `speedups.machine` and `speedups.model` state them. Peers on the
+same machine, target and sampling are shown beside aquiline as series of their own; without a result of aquiline each
+peer has a section. `speedups.speedup` computes ratios.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from aquiline.bench.report.charts import Style, count
 from aquiline.bench.results import speedups
 from aquiline.bench.results.result import Result, is_speculative
 from aquiline.spec.registry import DRAFTINGS
@@ -24,38 +23,18 @@ OWN = "aquiline"
 @dataclass(frozen=True)
 class ReportRow:
     """One result. label: the name of its series, the same in every scenario. variant: the part of the label that names
-    engine and draft. scenario: the title of its scenario. ratio: its speedup, or why there is none. against: the
-    baseline of that speedup."""
+    engine and draft. scenario: the title of its scenario. style: the number of its series' look, -1 for our baseline.
+    ratio: its speedup, or why there is none. over: of adaptive drafting, its throughput over that of each fixed setting
+    of the same scenario, by label."""
 
     file: str
     result: Result
     label: str
     variant: str
     scenario: str
-    style: Style
+    style: int
     ratio: speedups.Ratio
-    against: Result | None
-
-    @property
-    def speedup(self) -> float | None:
-        """Throughput over its own engine's without speculation on the same work, median of the rounds."""
-        return self.ratio.value
-
-    @property
-    def throughput(self) -> dict[str, float]:
-        """Decode tokens per second: the median of the runs with its interval, min and max."""
-        spread: dict[str, float] = self.result["throughput_tokens_per_sec"]
-        return spread
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of each prompt."""
-        return int(self.result["scenario"]["context_tokens"])
-
-    @property
-    def batch(self) -> int:
-        """Sequences that run together."""
-        return int(self.result["scenario"]["batch"])
+    over: dict[str, speedups.Ratio]
 
     @property
     def num_spec_tokens(self) -> int | None:
@@ -64,19 +43,8 @@ class ReportRow:
         return value
 
     @property
-    def speculation(self) -> dict[str, Any]:
-        """The acceptance figures."""
-        found: dict[str, Any] = self.result["eagle_speculation"]
-        return found
-
-    @property
-    def spec_efficiency(self) -> float | None:
-        """Measured speedup over the ideal one at the same tau."""
-        return speedups.spec_efficiency(self.result, self.ratio)
-
-    @property
     def adaptive(self) -> dict[str, Any]:
-        """What adaptive drafting chose; empty for other settings."""
+        """The choices of adaptive drafting; empty for other settings."""
         found: dict[str, Any] = self.result.get("adaptive", {})
         return found
 
@@ -86,30 +54,16 @@ class ReportRow:
         return {name: ms for name, value in self.result["stage_ms"].items() if (ms := number(value))}
 
     @property
-    def is_simulated(self) -> bool:
-        """Whether tau was set, not measured."""
-        return self.result["model"]["simulated_tau"] is not None
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes of the roofline: what limits the meaning of its figures."""
-        found = self.result.get("roofline", {}).get("notes")
-        return [str(note) for note in found] if isinstance(found, list) else []
-
-    @property
-    def bound(self) -> str | None:
-        """What bounds the ideal: memory or compute."""
-        found = self.result.get("roofline", {}).get("bound")
-        return found if isinstance(found, str) else None
-
-    def roofline(self, name: str) -> float | None:
-        """A figure of the roofline model, where the result has one."""
-        return number(self.result.get("roofline", {}).get(name))
+    def roofline(self) -> dict[str, Any]:
+        """The figures of the roofline model; empty where the result has none."""
+        found: dict[str, Any] = self.result.get("roofline", {})
+        return found
 
 
 @dataclass(frozen=True)
 class Section:
-    """Rows by scenario, shortest context and smallest batch first. older: files that a newer run replaces."""
+    """Rows by scenario, shortest context and smallest batch first. older: files that a newer run replaces, with their
+    dates."""
 
     title: str
     about: str
@@ -117,9 +71,21 @@ class Section:
     older: list[str]
 
     @property
-    def scenarios(self) -> list[tuple[str, list[ReportRow]]]:
-        """The rows of each scenario."""
-        return [(name, list(rows)) for name, rows in groupby(self.rows, key=lambda row: row.scenario)]
+    def notes(self) -> list[str]:
+        """The roofline's notes on its ideals, each once."""
+        return list(dict.fromkeys(note for row in self.rows for note in row.roofline.get("notes", ())))
+
+    @property
+    def remarks(self) -> list[str]:
+        """The speedups and files that are not shown, with the reason."""
+        ratios = [(row.file, row.ratio) for row in self.rows if row.ratio.value is None]
+        said = [f"{file}: no speedup: {'; '.join(ratio.reasons)}" for file, ratio in ratios]
+        return said + [f"{name}: not shown, a newer run of the same is" for name in self.older]
+
+
+def by_scenario(rows: list[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
+    """The rows of each scenario."""
+    return [(name, list(group)) for name, group in groupby(rows, key=lambda row: row.scenario)]
 
 
 def sections(results: dict[str, Result]) -> list[Section]:
@@ -127,7 +93,8 @@ def sections(results: dict[str, Result]) -> list[Section]:
     own: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], dict[str, Result]] = defaultdict(dict)
     peers: defaultdict[tuple[str, ...], dict[str, Result]] = defaultdict(dict)
     for file, result in results.items():
-        group = own[_work(result), _way(result)] if result["engine"] == OWN else peers[_work(result)]
+        way = speedups.model(result), speedups.machine(result)
+        group = own[_work(result), way] if result["engine"] == OWN else peers[_work(result)]
         group[file] = result
     found = [_section(group | peers.get(work, {})) for (work, _), group in sorted(own.items())]
     joined = {work for work, _ in own}
@@ -138,17 +105,22 @@ def sections(results: dict[str, Result]) -> list[Section]:
 
 
 def badges(rows: list[ReportRow]) -> list[str]:
-    """What limits the meaning of figures from these rows."""
+    """The facts about these rows that limit the meaning of their figures."""
     found = {
         "CPU profile": any(row.result["scenario"]["profile"] == "cpu" for row in rows),
         "random weights": any(row.result["model"]["random_weights"] for row in rows),
-        "simulated tau": any(row.is_simulated for row in rows),
+        "simulated tau": any(row.result["model"]["simulated_tau"] is not None for row in rows),
     }
     return [name for name, is_there in found.items() if is_there]
 
 
+def count(tokens: int) -> str:
+    """A number of tokens or sequences: 8K is 8192."""
+    return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
+
+
 def number(value: object) -> float | None:
-    """A figure to draw; None if it is no number, negative, or 1e15 or more. The parts of a result have no schema."""
+    """A figure to draw from a part of a result without a schema; None if it is no number, negative, or 1e15 or more."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
         return float(value)
     return None
@@ -163,12 +135,6 @@ def _work(result: Result) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _way(result: Result) -> tuple[str, ...]:
-    """How aquiline computes. A section holds results of one way only."""
-    model, system = result["model"], result["system"]
-    return model["dtype"], model["arithmetic"], str(system.get("path")), str(system.get("isa"))
-
-
 def _section(group: dict[str, Result]) -> Section:
     """One section: its rows in order. Of several results of one setting and scenario, only the newest has a row."""
     variants = {file: _variant(result, list(group.values())) for file, result in group.items()}
@@ -179,24 +145,35 @@ def _section(group: dict[str, Result]) -> Section:
     files = sorted(newest.values(), key=lambda file: (_place(group[file]), _rank(group[file], labels[file])))
     shown = {file: group[file] for file in files}
     styles, scenarios = _styles(group, labels), _scenarios(list(shown.values()))
-    rows = []
-    for file, result in shown.items():
-        label = labels[file]
-        ratio = speedups.speedup(result, shown)
-        against = shown[ratio.other] if ratio.value is not None and ratio.other is not None else None
-        rows.append(
-            ReportRow(file, result, label, variants[file], scenarios[_asked(result)], styles[label], ratio, against)
+    rows = [
+        ReportRow(
+            file, result, labels[file], variants[file], scenarios[_asked(result)], styles[labels[file]],
+            speedups.speedup(result, shown), _over(result, shown, labels),
         )
+        for file, result in shown.items()
+    ]  # fmt: skip
     older = [f"{file} ({group[file]['date']})" for file in group if file not in shown]
     return Section(_title(rows[0].result), _about(rows[0].result), rows, older)
 
 
-def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, Style]:
-    """The style of each label: neutral for our baseline, then the styles in turn."""
+def _over(result: Result, shown: dict[str, Result], labels: dict[str, str]) -> dict[str, speedups.Ratio]:
+    """The ratios of an adaptive setting to the fixed ones of its scenario, as far as they may be compared."""
+    if not result.get("adaptive"):
+        return {}
+    fixed = {file: other for file, other in shown.items() if other["engine"] == OWN and not other.get("adaptive")}
+    ratios = {
+        labels[file]: speedups.over_setting(result, other)
+        for file, other in fixed.items() if _asked(other) == _asked(result)
+    }  # fmt: skip
+    return {label: ratio for label, ratio in ratios.items() if ratio.value is not None}
+
+
+def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, int]:
+    """The style of each label: -1 for our baseline, then the styles in turn."""
     order = sorted(group, key=lambda file: _rank(group[file], labels[file]))
     plain = {labels[file] for file in order if not is_speculative(group[file]) and group[file]["engine"] == OWN}
     rest = dict.fromkeys(labels[file] for file in order if labels[file] not in plain)
-    return {label: Style.of(-1) for label in plain} | {label: Style.of(index) for index, label in enumerate(rest)}
+    return dict.fromkeys(plain, -1) | {label: index for index, label in enumerate(rest)}
 
 
 def _variant(result: Result, group: list[Result]) -> str:
@@ -255,16 +232,12 @@ def _place(result: Result) -> tuple[object, ...]:
 
 def _title(result: Result) -> str:
     """The title of a section: the machine and the target; and the engine if it is a peer."""
-    system = result["system"]
-    threads = f", {system['threads']} thread{'' if system['threads'] == 1 else 's'}" if "threads" in system else ""
     engine = "" if result["engine"] == OWN else f"{result['engine']}, "
-    return f"{system.get('cpu', 'unnamed CPU')}{threads}: {engine}{result['model']['target']}"
+    return f"{speedups.machine(result)}: {engine}{result['model']['target']}"
 
 
 def _about(result: Result) -> str:
-    """The line below a section's title: storage, arithmetic, code path and sampling."""
-    system, model, temperature = result["system"], result["model"], result["scenario"]["temperature"]
-    code = " ".join(str(system[name]) for name in ("path", "isa") if name in system)
+    """The line below a section's title: storage, arithmetic and sampling."""
+    model, temperature = result["model"], result["scenario"]["temperature"]
     sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    way = f"{model['dtype']} storage", f"{model['arithmetic']} arithmetic", code, sampling
-    return ", ".join(part for part in way if part)
+    return f"{model['dtype']} storage, {model['arithmetic']} arithmetic, {sampling}"

@@ -1,7 +1,7 @@
 """Every reason not to believe a result, and not to compare two results.
 
-Fields have the types of result.schema.json. Figures that a result states twice must agree. No number is NaN or
-infinite.
+The form of a result is result.schema.json's. The checks here are those that a schema cannot make: no number is NaN or
+infinite, and figures that a result states twice agree.
 """
 
 from __future__ import annotations
@@ -27,41 +27,47 @@ CLOSE = 1e-6
 
 SPREADS = ("throughput_tokens_per_sec", "prefill_tokens_per_sec", "latency_ms_per_token", "ttft_ms", "itl_ms")
 
+Claims = Iterator[tuple[bool, str]]
+"""Whether each condition holds, and the problem if it does not."""
+
 
 def problems(result: object) -> list[str]:
     """Why a result cannot be believed; empty if it can."""
-    found = [*_not_finite(result), *_not_by_schema(result)]
+    found = schema_problems(result, _schema(), "result")
     if found or not isinstance(result, dict):
         return found
-    own = _own(result) if result["engine"] == "aquiline" else ()
-    return [*_spreads(result), *_output(result), *own]
+    claims = [*_figures(result), *(_own(result) if result["engine"] == "aquiline" else ())]
+    return [problem for holds, problem in claims if not holds]
+
+
+def schema_problems(value: object, schema: dict[str, Any], name: str) -> list[str]:
+    """Where a value breaks a JSON schema or holds a number that is not finite. name: what to call the value itself."""
+    found = list(_not_finite(value))
+    for error in jsonschema.Draft202012Validator(schema).iter_errors(value):
+        where = ".".join(map(str, error.absolute_path)) or name
+        found.append(f"{where}: {'must not be empty' if error.validator == 'pattern' else error.message}")
+    return found
 
 
 def differences(result: Result, baseline: Result) -> list[str]:
     """Reasons why the ratio of two results means nothing; empty if it means something."""
-    found = []
+
+    def unequal(part: str, *names: str) -> list[str]:
+        pairs = {name: (result[part].get(name), baseline[part].get(name)) for name in names}
+        return [f"{part}.{name}: {a!r} against {b!r}" for name, (a, b) in pairs.items() if a != b]
+
     same_engine = result["engine"] == baseline["engine"]
-    same = ("name", "profile", "context_tokens", "batch", "new_tokens", "temperature", "seed", "prompts_sha256")
-    for name in same:
-        a, b = result["scenario"][name], baseline["scenario"][name]
-        if a != b:
-            found.append(f"scenario.{name}: {a!r} against {b!r}")
-    for name in ("target", "dtype", "arithmetic", "random_weights"):
-        a, b = result["model"][name], baseline["model"][name]
-        if a != b and same_engine:
-            found.append(f"model.{name}: {a!r} against {b!r}")
-    if result["output"]["num_tokens"] != baseline["output"]["num_tokens"]:
-        found.append(
-            f"output.num_tokens: {sum(result['output']['num_tokens'])} against {sum(baseline['output']['num_tokens'])}"
-        )
+    work = ("name", "profile", "context_tokens", "batch", "new_tokens", "temperature", "seed", "prompts_sha256")
+    found = unequal("scenario", *work)
+    if same_engine:
+        found += unequal("model", "target", "dtype", "arithmetic", "random_weights")
+    output, other = result["output"], baseline["output"]
+    if output["num_tokens"] != other["num_tokens"]:
+        found.append(f"output.num_tokens: {sum(output['num_tokens'])} against {sum(other['num_tokens'])}")
     exact = same_engine and result["engine"] == "aquiline" and result["model"]["simulated_tau"] is None
-    if exact and result["output"]["sha256"] != baseline["output"]["sha256"]:
+    if exact and output["sha256"] != other["sha256"]:
         found.append("output.sha256: the texts differ")
-    for name in ("cpu", "threads", *(("isa", "path") if same_engine else ())):
-        a, b = result["system"].get(name), baseline["system"].get(name)
-        if a != b:
-            found.append(f"system.{name}: {a!r} against {b!r}")
-    return found
+    return found + unequal("system", "cpu", "threads", *(("isa", "path") if same_engine else ()))
 
 
 def recomputed_tau(result: Result) -> float:
@@ -71,101 +77,75 @@ def recomputed_tau(result: Result) -> float:
     return committed / drafting["num_steps"] if drafting["num_steps"] else 0.0
 
 
-def _not_by_schema(result: object) -> Iterator[str]:
-    for error in jsonschema.Draft202012Validator(_schema()).iter_errors(result):
-        where = ".".join(str(part) for part in error.absolute_path) or "result"
-        yield f"{where}: {'must not be empty' if error.validator == 'pattern' else error.message}"
-
-
 def _not_finite(value: object, path: str = "") -> Iterator[str]:
     """Every NaN and infinity, at any depth. JSON does not have them, but Python's reader accepts them."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{path}: {value} is not a finite number"
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _not_finite(inner, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _not_finite(inner, f"{path}.{index}")
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in inside:
+        yield from _not_finite(inner, f"{path}.{name}" if path else str(name))
 
 
-def _spreads(result: Result) -> Iterator[str]:
+def _figures(result: Result) -> Claims:
+    """Claims about the figures of any engine."""
     for name in SPREADS:
-        values = result[name]["values"]
-        derived = spread(values)
-        if any(_differ(result[name][key], derived[key]) for key in ("median", "low", "high", "min", "max")):
-            yield f"{name}: median, low, high, min and max are not those of its values"
-    values, asked = result["throughput_tokens_per_sec"]["values"], result["scenario"]["measurement_runs"]
-    if min(values) <= 0:
-        yield "throughput_tokens_per_sec: is 0; nothing was measured"
-    if len(values) != asked:
-        yield f"throughput_tokens_per_sec: {len(values)} values, measurement_runs says {asked}"
+        derived = spread(result[name]["values"])
+        agrees = not any(_differ(result[name][key], derived[key]) for key in ("median", "low", "high", "min", "max"))
+        yield agrees, f"{name}: median, low, high, min and max are not those of its values"
+    scenario, rates = result["scenario"], result["throughput_tokens_per_sec"]["values"]
+    num_runs, most = scenario["measurement_runs"], scenario["new_tokens"]
+    yield min(rates) > 0, "throughput_tokens_per_sec: is 0; nothing was measured"
+    said = f"{len(rates)} values, measurement_runs says {num_runs}"
+    yield len(rates) == num_runs, f"throughput_tokens_per_sec: {said}"
+    num_tokens, asked = result["output"]["num_tokens"], scenario["batch"] * num_runs
+    said = f"{len(num_tokens)} outputs, batch * measurement_runs is {asked}"
+    yield len(num_tokens) == asked, f"output.num_tokens: {said}"
+    longest = max(num_tokens, default=0)
+    yield longest <= most, f"output.num_tokens: {longest} tokens, scenario.new_tokens is {most}"
 
 
-def _output(result: Result) -> Iterator[str]:
-    scenario, num_tokens = result["scenario"], result["output"]["num_tokens"]
-    asked = scenario["batch"] * scenario["measurement_runs"]
-    if len(num_tokens) != asked:
-        yield f"output.num_tokens: {len(num_tokens)} outputs, batch * measurement_runs is {asked}"
-    elif max(num_tokens) > scenario["new_tokens"]:
-        yield f"output.num_tokens: {max(num_tokens)} tokens, scenario.new_tokens is {scenario['new_tokens']}"
-
-
-def _own(result: Result) -> list[str]:
-    """Problems of our own results: facts that are missing, and figures that disagree. Other engines' figures are not
-    checked here, since each engine counts in its own way."""
-    system, batch, drafting = result["system"], result["scenario"]["batch"], result["eagle_speculation"]
-    found = [f"system.{name}: is missing" for name in ("cpu", "threads", "isa", "path") if name not in system]
-    latency, throughput = (result[name]["values"] for name in ("latency_ms_per_token", "throughput_tokens_per_sec"))
-    expected = [batch / value * 1e3 for value in throughput if value]
-    if len(latency) != len(expected) or any(map(_differ, latency, expected)):
-        found.append("latency_ms_per_token: is not scenario.batch over throughput_tokens_per_sec, run by run")
+def _own(result: Result) -> Claims:
+    """Claims about our own results. Other engines' figures are left alone, since each engine counts in its own way."""
+    drafting = result["eagle_speculation"]
+    for name in ("cpu", "threads", "isa", "path"):
+        yield name in result["system"], f"system.{name}: is missing"
+    latency, rates = (result[name]["values"] for name in ("latency_ms_per_token", "throughput_tokens_per_sec"))
+    expected = [result["scenario"]["batch"] / rate * 1e3 for rate in rates if rate]
+    agrees = len(latency) == len(expected) and not any(map(_differ, latency, expected))
+    yield agrees, "latency_ms_per_token: is not scenario.batch over throughput_tokens_per_sec, run by run"
     num_tokens, counted = sum(result["output"]["num_tokens"]), drafting["num_prefilled"] + drafting["num_committed"]
-    if num_tokens != counted:
-        found.append(f"output.num_tokens: {num_tokens} tokens, but num_prefilled + num_committed = {counted}")
-    tau = recomputed_tau(result)
-    if _differ(tau, drafting["mean_acceptance_length"]):
-        found.append(f"mean_acceptance_length: {drafting['mean_acceptance_length']}, the output lengths say {tau}")
-    return found + _counters(drafting, result["setting"])
+    said = f"{num_tokens} tokens, but num_prefilled + num_committed = {counted}"
+    yield num_tokens == counted, f"output.num_tokens: {said}"
+    stated, tau = drafting["mean_acceptance_length"], recomputed_tau(result)
+    yield not _differ(tau, stated), f"mean_acceptance_length: {stated}, the output lengths say {tau}"
+    yield from _counters(drafting, result["setting"])
 
 
-def _counters(drafting: Result, setting: Result) -> list[str]:
-    """Problems of the counters: a step commits its accepted drafts and one token of the target's, minus cut tokens."""
-    found = []
+def _counters(drafting: Result, setting: Result) -> Claims:
+    """Claims about the counters: a step commits its accepted drafts and one token of the target's, minus cut tokens."""
+    where, drafter = "eagle_speculation", setting["drafter"]
     steps, drafted, accepted = drafting["num_steps"], drafting["total_draft_tokens"], drafting["total_accepted_tokens"]
-    if not steps:
-        found.append("eagle_speculation.num_steps: is 0; nothing was decoded")
-    if drafting["num_committed"] + drafting["tokens_cut"] != accepted + steps:
-        found.append(
-            f"eagle_speculation: total_accepted_tokens {accepted} + num_steps {steps} are not num_committed "
-            f"{drafting['num_committed']} + tokens_cut {drafting['tokens_cut']}"
-        )
-    if setting["drafter"] == "none" and drafted:
-        found.append("eagle_speculation: drafts counted without a drafter")
-    if setting["drafter"] not in ("none", "adaptive") and not drafted:  # adaptive drafting may find that nothing pays
-        found.append(f"eagle_speculation.total_draft_tokens: is 0 with setting.drafter {setting['drafter']!r}")
-    if _differ(drafting["mean_acceptance_rate"], accepted / drafted if drafted else 0.0):
-        found.append(
-            f"eagle_speculation.mean_acceptance_rate: is {drafting['mean_acceptance_rate']}, total_accepted_tokens "
-            f"{accepted} of total_draft_tokens {drafted}"
-        )
-    if _differ(sum(drafting["per_position"]) * steps, accepted):
-        found.append(
-            f"eagle_speculation.per_position: in num_steps {steps} is not total_accepted_tokens {accepted} in all"
-        )
-    if drafting["num_drafts"] != (steps if drafted else 0):
-        found.append(
-            f"eagle_speculation.num_drafts: is {drafting['num_drafts']}, num_steps {steps} drafted {drafted} tokens"
-        )
-    if setting["drafter"] == "chain":
-        longest = setting.get("num_spec_tokens")
-        if longest is None:
-            found.append("setting.num_spec_tokens: is missing; a chain has a length")
-        elif len(drafting["per_position"]) > longest:
-            found.append(
-                f"setting.num_spec_tokens: is {longest}, accepted positions reach {len(drafting['per_position'])}"
-            )
-    return found
+    yield steps > 0, f"{where}.num_steps: is 0; nothing was decoded"
+    committed, cut = drafting["num_committed"], drafting["tokens_cut"]
+    sums = f"total_accepted_tokens {accepted} + num_steps {steps} are not num_committed {committed} + tokens_cut {cut}"
+    yield accepted + steps == committed + cut, f"{where}: {sums}"
+    yield not drafted or drafter != "none", f"{where}: drafts counted without a drafter"
+    may_draft_nothing = drafter in ("none", "adaptive")  # adaptive drafting may find that nothing pays
+    said = f"is 0 with setting.drafter {drafter!r}"
+    yield drafted > 0 or may_draft_nothing, f"{where}.total_draft_tokens: {said}"
+    rate = drafting["mean_acceptance_rate"]
+    said = f"is {rate}, total_accepted_tokens {accepted} of total_draft_tokens {drafted}"
+    yield not _differ(rate, accepted / drafted if drafted else 0.0), f"{where}.mean_acceptance_rate: {said}"
+    positions, num_drafts = drafting["per_position"], drafting["num_drafts"]
+    said = f"in num_steps {steps} is not total_accepted_tokens {accepted} in all"
+    yield not _differ(sum(positions) * steps, accepted), f"{where}.per_position: {said}"
+    said = f"is {num_drafts}, num_steps {steps} drafted {drafted} tokens"
+    yield num_drafts == (steps if drafted else 0), f"{where}.num_drafts: {said}"
+    if drafter == "chain":
+        length = setting.get("num_spec_tokens")
+        yield length is not None, "setting.num_spec_tokens: is missing; a chain has a length"
+        said = f"is {length}, accepted positions reach {len(positions)}"
+        yield length is None or len(positions) <= length, f"setting.num_spec_tokens: {said}"
 
 
 def _differ(a: float | None, b: float | None) -> bool:

@@ -1,4 +1,7 @@
-"""Medians with their intervals, and settings measured in rounds: how every published time is taken and stated.
+"""Spans of decoding, medians with intervals, and rounds of settings: how every published time is taken and stated.
+
+Decoding is timed by the wall clock, between the same two instants for every engine, ours included. The time inside our
+engine's steps would leave out the time between two steps, which other engines' figures contain.
 
 Times on a shared machine have outliers on one side, so one slow run decides a mean. The median is not affected, and its
 interval needs no assumption: for any distribution, the chance is known exactly that its median lies outside the k-th
@@ -12,7 +15,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from aquiline.engine.llm import Output
 
 COVERAGE = 0.95
 """The chance that an interval holds the median, at least."""
@@ -20,6 +26,33 @@ LEAST_RUNS = 6
 """The fewest runs with an interval: 1 - 2 / 2**6 is 97 %, 1 - 2 / 2**5 is only 94 %."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One sequence: its number of tokens, and when the first and the last of them came, in milliseconds since a moment
+    that all sequences of a run share."""
+
+    num_tokens: int
+    first_ms: float
+    last_ms: float
+
+
+def decode_s(spans: Sequence[Span]) -> float:
+    """Seconds from the first token of any sequence to the last. The time of prompts is left out if they ran together;
+    all time between two steps is included."""
+    return (max(span.last_ms for span in spans) - min(span.first_ms for span in spans)) / 1e3
+
+
+def decode_tokens_per_s(spans: Sequence[Span]) -> float:
+    """Tokens after each sequence's first, per second of decoding; 0 if there was no decoding."""
+    seconds = decode_s(spans)
+    return sum(span.num_tokens - 1 for span in spans) / seconds if seconds else 0.0
+
+
+def spans_of(outputs: Sequence[Output]) -> list[Span]:
+    """The spans of requests that were submitted together, as LLM.run does. Their arrivals differ by microseconds."""
+    return [Span(len(output.token_ids), output.ttft_ms, output.total_ms) for output in outputs]
 
 
 @dataclass(frozen=True)

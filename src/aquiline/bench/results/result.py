@@ -18,9 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
 from aquiline.bench.results.integrity import SCHEMA, problems
-from aquiline.bench.results.intervals import spread
+from aquiline.bench.results.intervals import decode_tokens_per_s, spans_of, spread
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError
@@ -85,10 +84,9 @@ def describe(
         counters.merge(run.summary.counters)
         choices = choices.plus(run.summary.choices)
     adaptive = choices.as_dict()
-    repeated = mean([repeated_share(o.token_ids) for o in runs[0].outputs])
     return {
         "schema": SCHEMA,
-        "scenario": asdict(scenario) | {"repeated_share": repeated},
+        "scenario": asdict(scenario) | {"repeated_share": mean([repeated_share(o.token_ids) for o in runs[0].outputs])},
         "setting": {
             "name": setting,
             "drafter": drafting.name,
@@ -180,15 +178,11 @@ def read_results(directory: Path) -> dict[str, Result]:
             found[file.name] = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             broken.append(f"{file.name}: not JSON ({error})")
-    _refuse(str(directory), broken + _all_problems(found))
+    broken += [f"{name}: {problem}" for name, result in found.items() for problem in problems(result)]
+    _refuse(str(directory), broken)
     if not found:
         raise ResultError(f"{directory}: holds no results; run `aquiline bench --out {directory}` first")
     return found
-
-
-def require(results: Mapping[str, Result]) -> None:
-    """Raises ResultError naming each result that cannot be believed and why."""
-    _refuse("results", _all_problems(results))
 
 
 def tokens_sha256(sequences: Iterable[list[int]]) -> str:
@@ -229,10 +223,6 @@ def _git(directory: Path, *arguments: str) -> str:
         return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
-
-
-def _all_problems(results: Mapping[str, Result]) -> list[str]:
-    return [f"{name}: {problem}" for name, result in results.items() for problem in problems(result)]
 
 
 def _refuse(where: str, reasons: list[str]) -> None:

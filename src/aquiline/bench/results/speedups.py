@@ -6,38 +6,23 @@ pair of results. This module applies them to all results, with further rules for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import Estimate, paired
 from aquiline.bench.results.result import Result, is_speculative
+from aquiline.bench.tables import NO_FIGURE
 
 NOISE = 0.03
 """A change must be larger than this to count, and larger than the spread of either run."""
-
-Rule = Callable[[Result, Result], list[str]]
-"""Reasons why the ratio of two results means nothing; empty if it means something."""
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """What the rows of one table share: the work, the model, the engine and the machine."""
-
-    scenario: str
-    profile: str
-    context_tokens: int
-    batch: int
-    temperature: float
-    model: str
-    engine: str
-    machine: str
 
 
 @dataclass(frozen=True)
 class Ratio:
     """The ratio of a result to another, or the reasons why there is none. other: the other result's file, or the file
-    of the most similar one.
+    of the most similar one. against: the other result; empty if there is no ratio.
 
     low, high: the interval of the value; only for results of the same rounds, and from six rounds on."""
 
@@ -46,6 +31,7 @@ class Ratio:
     reasons: tuple[str, ...] = ()
     low: float | None = None
     high: float | None = None
+    against: Result = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "none" if self.value is None else Estimate(self.value, self.low, self.high).times()
@@ -69,10 +55,9 @@ class Change:
 def machine(result: Result) -> str:
     """The machine of a result in words, as far as the result names it."""
     system = result["system"]
-    threads = f"{system['threads']} threads" if "threads" in system else None
-    path = f"{system['path']} path" if "path" in system else None
-    parts: list[str | None] = [system.get("cpu", "unnamed CPU"), threads, system.get("isa"), path]
-    return ", ".join(part for part in parts if part is not None)
+    words = {"threads": "{} threads", "isa": "{}", "path": "{} path"}
+    known = [form.format(system[name]) for name, form in words.items() if name in system]
+    return ", ".join([system.get("cpu", "unnamed CPU"), *known])
 
 
 def model(result: Result) -> str:
@@ -82,18 +67,19 @@ def model(result: Result) -> str:
     return f"{m['target']}, {m['dtype']} storage, {m['arithmetic']} arithmetic{weights}"
 
 
-def place(result: Result) -> Place:
-    """The table a result belongs to."""
+def tau(result: Result) -> str:
+    """The mean acceptance length of a result, marked if it was simulated; a dash for an engine that states none."""
+    counted, simulated = result["eagle_speculation"], result["model"]["simulated_tau"]
+    mark = "" if simulated is None else " simulated"
+    return f"{counted['mean_acceptance_length']:.2f}{mark}" if counted["num_steps"] else NO_FIGURE
+
+
+def work(result: Result) -> tuple[Any, ...]:
+    """The work of a result, with its model and engine: all that the rows of one table share besides the machine. Works
+    can be sorted."""
     s = result["scenario"]
-    return Place(
-        s["name"], s["profile"], s["context_tokens"], s["batch"], float(s["temperature"]), model(result),
-        result["engine"], machine(result),
-    )  # fmt: skip
-
-
-def identity(result: Result) -> tuple[str, str | None, float | None]:
-    """What tells the results of one place apart: the setting, the draft, and the simulated tau if there is one."""
-    return result["setting"]["name"], result["model"]["draft"], result["model"]["simulated_tau"]
+    asked = s["name"], s["profile"], s["context_tokens"], s["batch"], float(s["temperature"])
+    return (*asked, model(result), result["engine"])
 
 
 def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
@@ -106,12 +92,12 @@ def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
         and other["engine"] == result["engine"]
         and other["scenario"]["name"] == result["scenario"]["name"]
     }
-    return _over(result, same, "baseline", _commits, is_paired=True)
+    return _over(result, same, "baseline")
 
 
 def over_setting(result: Result, other: Result) -> Ratio:
     """Throughput over that of another setting of the same run: the median of the rounds' ratios."""
-    return _over(result, {other["setting"]["name"]: other}, "other setting", _commits, is_paired=True)
+    return _over(result, {other["setting"]["name"]: other}, "other setting")
 
 
 def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
@@ -126,11 +112,8 @@ def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
 
 def against_older(result: Result, older: Mapping[str, Result]) -> Ratio:
     """Median throughput / median throughput of the same setting in an older run on the same machine."""
-    same = {name: other for name, other in older.items() if _anywhere(other) == _anywhere(result)}
-    here = {name: other for name, other in same.items() if machine(other) == machine(result)}
-    if same and not here:
-        return Ratio(None, reasons=(f"the older result is of another machine: {machine(next(iter(same.values())))}",))
-    return _over(result, here, "older result", lambda a, b: [])
+    same = {name: other for name, other in older.items() if _setting(other) == _setting(result)}
+    return _over(result, same, "older result", is_same_run=False)
 
 
 def changes(result: Result, older: Result) -> list[Change]:
@@ -144,33 +127,38 @@ def changes(result: Result, older: Result) -> list[Change]:
 
 def vanished(results: Iterable[Result], older: Mapping[str, Result]) -> list[str]:
     """File names of older results whose work and setting have no result any more, on any machine."""
-    there = {_anywhere(result) for result in results}
-    return [name for name, result in older.items() if _anywhere(result) not in there]
+    there = {_setting(result) for result in results}
+    return [name for name, result in older.items() if _setting(result) not in there]
 
 
-def _anywhere(result: Result) -> tuple[object, ...]:
-    p = place(result)
-    return p.scenario, p.profile, p.context_tokens, p.batch, p.temperature, p.model, p.engine, identity(result)
+def _setting(result: Result) -> tuple[Any, ...]:
+    """The work and setting of a result, on whichever machine."""
+    m = result["model"]
+    return work(result), result["setting"]["name"], m["draft"], m["simulated_tau"]
 
 
-def _over(result: Result, others: Mapping[str, Result], what: str, more: Rule, is_paired: bool = False) -> Ratio:
+def _over(result: Result, others: Mapping[str, Result], what: str, is_same_run: bool = True) -> Ratio:
+    """Throughput over that of the one fitting result of several. is_same_run: rounds of the two are compared in
+    pairs; otherwise their medians are."""
     if not others:
         return Ratio(None, reasons=(f"there is no {what}",))
-    reasons = {name: [*differences(result, other), *more(result, other)] for name, other in others.items()}
+    reasons = {
+        name: differences(result, other) + (_other_run(result, other) if is_same_run else [])
+        for name, other in others.items()
+    }
     fit = [name for name, found in reasons.items() if not found]
     if len(fit) > 1:
         return Ratio(None, reasons=(f"{len(fit)} {what}s would do ({', '.join(fit)}); keep one",))
-    if fit:
-        own, other = (r["throughput_tokens_per_sec"] for r in (result, others[fit[0]]))
-        if not is_paired:
-            return Ratio(own["median"] / other["median"], fit[0])
-        found = paired(own["values"], other["values"])
-        return Ratio(found.value, fit[0], low=found.low, high=found.high)
-    nearest = min(reasons, key=lambda name: len(reasons[name]))
-    return Ratio(None, nearest, tuple(reasons[nearest]))
+    if not fit:
+        nearest = min(reasons, key=lambda name: len(reasons[name]))
+        return Ratio(None, nearest, tuple(reasons[nearest]))
+    against = others[fit[0]]
+    own, other = (r["throughput_tokens_per_sec"] for r in (result, against))
+    found = paired(own["values"], other["values"]) if is_same_run else Estimate(own["median"] / other["median"])
+    return Ratio(found.value, fit[0], (), found.low, found.high, against)
 
 
-def _commits(result: Result, other: Result) -> list[str]:
+def _other_run(result: Result, other: Result) -> list[str]:
     """Reasons why two results cannot be rounds of one run."""
     a, b = result["commit"], other["commit"]
     runs, others = (r["scenario"]["measurement_runs"] for r in (result, other))

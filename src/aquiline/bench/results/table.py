@@ -1,19 +1,22 @@
-"""Results as tables: one `Table` per scenario, model, engine and machine. Regressions against an older run are marked.
+"""Results as tables: one `Table` per work and machine with a row for each setting, and one short table of all works.
 
-Only comparable figures are compared; where a ratio is missing, a note below the table says why.
+Only comparable figures are compared; where a ratio is missing, a note below the table says why. Regressions against an
+older run are marked.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
-from aquiline.bench.results.result import Result, is_dirty, is_speculative, require
-from aquiline.bench.results.speedups import Change, Place, Ratio
-from aquiline.bench.tables import NO_FIGURE, Table, escape
+from aquiline.bench.results.result import Result, is_dirty, is_speculative, require_published
+from aquiline.bench.results.speedups import Change, Ratio
+from aquiline.bench.tables import NO_FIGURE, Table, escape, percent
+from aquiline.spec.drafting import Chain
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -26,112 +29,117 @@ LEGEND = (
     "repeated: share of 8-grams of the output that stood earlier in the same text; loops flatter every drafter. "
     "accepted: of all drafted tokens, and by position. KV: of the whole pool."
 )
+DEFAULT = Chain().num_spec_tokens
+SUMMARY = (
+    "scenario", "temperature", "baseline tok/s", f"chain K={DEFAULT}, tok/s", f"speedup of K={DEFAULT}", "tau",
+    "fastest of", "its speedup", "its tau", "% of ideal", "repeated",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ResultTables:
-    """All tables. ideal: notes about the column "% of ideal"; vanished: settings that only the older run has."""
+    """All tables. closing: the lines below them, about ideals, vanished settings and regressions; regressions: each
+    setting that is slower than in the older run, with the table it stands in."""
 
     tables: list[Table]
-    ideal: list[str]
-    vanished: list[str] = field(default_factory=list)
-    has_older: bool = False
+    closing: list[str]
+    regressions: list[str]
 
-    @property
-    def regressions(self) -> list[str]:
-        """Each setting that is slower than in the older run, with the table it stands in."""
-        return [f"{table.title}: {table.rows[number][0]}" for table in self.tables for number in sorted(table.marked)]
+    def markdown(self) -> str:
+        """The tables as Markdown."""
+        closing = "".join(f"- {escape(line)}\n" for line in self.closing)
+        return "\n".join([*(table.markdown() for table in self.tables), LEGEND + "\n", *filter(None, [closing])])
 
-    @property
-    def closing(self) -> list[str]:
-        """The lines below all tables: notes about ideals, vanished settings, regressions."""
-        found = [f"ideal: {note}" for note in self.ideal]
-        found += [f"gone since the older run: {name}" for name in self.vanished]
-        if self.has_older:
-            found.append(f"regressions: {len(self.regressions)}" + "".join(f"; {name}" for name in self.regressions))
-        return found
+    def console(self) -> Group:
+        """The tables for a rich console."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(*(table.console() for table in self.tables), Text("\n".join([LEGEND, *self.closing])))
 
 
 def report(results: Results, older: Results | None = None) -> ResultTables:
-    """Tables of results (by file name), compared with those of an older run if it is given.
-
-    Raises ResultError naming every result that cannot be believed."""
-    require(results)
-    require(older or {})
-    places: dict[Place, list[str]] = {}
-    for name, result in results.items():
-        places.setdefault(speedups.place(result), []).append(name)
-    tables = [_table(place, places[place], results, older) for place in sorted(places)]
-    ideal = [note for result in results.values() for note in result.get("roofline", {}).get("notes", [])]
-    found = ResultTables(tables, list(dict.fromkeys(ideal)))
+    """Tables of checked results (by file name), compared with those of an older run if it is given."""
+    groups = _by_table(results)
+    tables = [_table(groups[key], results, older) for key in sorted(groups)]
+    notes = [note for result in results.values() for note in result.get("roofline", {}).get("notes", [])]
+    closing = [f"ideal: {note}" for note in dict.fromkeys(notes)]
     if older is None:
-        return found
-    gone = [(older[name], name) for name in speedups.vanished(results.values(), older)]
-    said = [f"{_place_name(speedups.place(r))}: {r['setting']['name']} ({name})" for r, name in gone]
-    return replace(found, vanished=said, has_older=True)
+        return ResultTables(tables, closing, [])
+    for name in speedups.vanished(results.values(), older):
+        closing.append(f"gone since the older run: {_title(older[name])}: {older[name]['setting']['name']} ({name})")
+    regressions = [f"{table.title}: {table.rows[number][0]}" for table in tables for number in sorted(table.marked)]
+    closing.append("; ".join([f"regressions: {len(regressions)}", *regressions]))
+    return ResultTables(tables, closing, regressions)
 
 
-def markdown(results: Results, older: Results | None = None) -> str:
-    """The report as Markdown. Raises ResultError naming every result that cannot be believed."""
-    found = report(results, older)
-    closing = "".join(f"- {escape(line)}\n" for line in found.closing)
-    return "\n".join([*(table.markdown() for table in found.tables), LEGEND + "\n", *filter(None, [closing])])
+def summary(results: Results) -> str:
+    """One small table in Markdown, from checked results, as in docs/results.md: a row per scenario, the default chain
+    beside the fastest setting. A scenario without a comparable baseline has no row.
+
+    The fastest of several settings is chosen on the same runs that it is judged by, which flatters it. So the chain of
+    the default length is shown beside it, and its column says how many settings it was chosen from.
+
+    Raises ResultError naming results of uncommitted changes, since this table is for publishing."""
+    require_published(results)
+    rows = []
+    for group in _by_table(results).values():
+        ratios = [(r, speedups.speedup(r, results)) for r in group.values() if is_speculative(r)]
+        drafted = [(r, ratio) for r, ratio in ratios if ratio.value is not None]
+        if drafted:
+            rows.append(_summary_row(drafted))
+    rows.sort(key=lambda row: row[0])
+    return Table(SUMMARY, [cells for _, cells in rows]).markdown()
 
 
-def console(results: Results, older: Results | None = None) -> Group:
-    """The report for a rich console. Raises ResultError naming every result that cannot be believed."""
-    from rich.console import Group
-    from rich.text import Text
+def _by_table(results: Results) -> dict[tuple[Any, ...], dict[str, Result]]:
+    """The results of each table, by a key that orders the tables."""
+    groups: dict[tuple[Any, ...], dict[str, Result]] = defaultdict(dict)
+    for name, result in results.items():
+        groups[speedups.work(result), speedups.machine(result)][name] = result
+    return groups
 
-    found = report(results, older)
-    return Group(*(table.console() for table in found.tables), Text("\n".join([LEGEND, *found.closing])))
 
-
-def _table(place: Place, names: list[str], results: Results, older: Results | None) -> Table:
-    here = {name: results[name] for name in sorted(names, key=lambda n: (is_speculative(results[n]), n))}
+def _table(group: Results, results: Results, older: Results | None) -> Table:
+    here = dict(sorted(group.items(), key=lambda item: (is_speculative(item[1]), item[0])))
     labels = _labels(here)
-    ratios = {name: speedups.speedup(result, results) for name, result in here.items()}
-    cells = [{"setting": labels[name]} | _cells(result, ratios[name]) for name, result in here.items()]
-    notes = [
-        note for name in here if is_speculative(here[name]) for note in _note(f"{labels[name]}, speedup", ratios[name])
-    ]
-    marked = set()
-    for number, (name, result) in enumerate(here.items() if older is not None else ()):
-        past = speedups.against_older(result, older or {})
-        changes = _changes(result, past, older or {})
-        cells[number]["against older"] = _changed(changes) if changes else "not comparable"
-        notes += _note(f"{labels[name]}, older", past)
-        marked |= {number} if any(change.is_regression for change in changes) else set()
-    rows = [list(row.values()) for row in cells]
-    facts = _facts(place, list(here.values()))
-    return Table(list(cells[0]), rows, _place_name(place), facts, notes, frozenset(marked)).without_empty_columns()
-
-
-def _changes(result: Result, past: Ratio, older: Results) -> list[Change]:
-    """How a result differs from the older one that it may be compared with; empty if there is none."""
-    if past.value is None or past.other is None:
-        return []
-    return speedups.changes(result, older[past.other])
+    rows: list[dict[str, str]] = []
+    notes: list[str] = []
+    older_notes: list[str] = []
+    marked: set[int] = set()
+    for name, result in here.items():
+        ratio = speedups.speedup(result, results)
+        cells = {"setting": labels[name]} | _cells(result, ratio)
+        if is_speculative(result):
+            notes += _note(f"{labels[name]}, speedup", ratio)
+        if older is not None:
+            past = speedups.against_older(result, older)
+            changes = speedups.changes(result, past.against) if past.against else []
+            cells["against older"] = _changed(changes)
+            older_notes += _note(f"{labels[name]}, older", past)
+            if any(change.is_regression for change in changes):
+                marked.add(len(rows))
+        rows.append(cells)
+    facts, title = _facts(list(here.values())), _title(next(iter(here.values())))
+    return Table.of_cells(rows, title=title, facts=facts, notes=notes + older_notes, marked=frozenset(marked))
 
 
 def _cells(result: Result, ratio: Ratio) -> dict[str, str]:
     drafting, memory, roofline = result["eagle_speculation"], result["memory"], result.get("roofline", {})
     is_drafting = is_speculative(result)
-    is_simulated = result["model"]["simulated_tau"] is not None
-    efficiency = speedups.spec_efficiency(result, ratio)
     return {
-        "tok/s": _spread(result["throughput_tokens_per_sec"]),
+        "tok/s": _spread(result["throughput_tokens_per_sec"]["values"]),
         "speedup": str(ratio) if is_drafting else "baseline",
-        "tau": f"{drafting['mean_acceptance_length']:.2f}" + " (simulated)" * is_simulated,
-        "repeated": f"{result['scenario']['repeated_share']:.0%}",
-        "accepted": f"{drafting['mean_acceptance_rate']:.0%}" if is_drafting else NO_FIGURE,
+        "tau": speedups.tau(result),
+        "repeated": percent(result["scenario"]["repeated_share"]),
+        "accepted": percent(drafting["mean_acceptance_rate"] if is_drafting else None),
         "by position": " ".join(f"{share:.2f}" for share in drafting["per_position"]) or NO_FIGURE,
         "TTFT ms": f"{result['ttft_ms']['median']:.0f}",
         "ITL ms": f"{result['itl_ms']['median']:.2f}",
         "KV MB": f"{memory['kv_bytes'] / 1e6:.0f}",
         "peak MB": f"{memory['peak_bytes'] / 1e6:.0f}",
         "% of ideal": f"{roofline['percent_of_ideal']:.0f}" if "percent_of_ideal" in roofline else NO_FIGURE,
-        "spec efficiency": f"{efficiency:.0%}" if efficiency is not None else NO_FIGURE,
+        "spec efficiency": percent(speedups.spec_efficiency(result, ratio)),
     }
 
 
@@ -140,9 +148,8 @@ def _note(about: str, ratio: Ratio) -> list[str]:
     return [f"{about}{against}: {'; '.join(ratio.reasons)}"] if ratio.reasons else []
 
 
-def _spread(figure: Result) -> str:
-    found = estimate(figure["values"])
-    runs = len(figure["values"])
+def _spread(rates: list[float]) -> str:
+    found, runs = estimate(rates), len(rates)
     return found.whole() + ("" if found.is_sure else f" ({runs} runs)" if runs > 1 else " (one run)")
 
 
@@ -152,6 +159,8 @@ def _changed(changes: list[Change]) -> str:
         for change in changes
         if change.above_noise
     ]
+    if not changes:
+        return "not comparable"
     return "; ".join(said) or f"{changes[0].ratio:.2f}x, within the noise"
 
 
@@ -167,23 +176,48 @@ def _labels(results: Results) -> dict[str, str]:
     return {name: f"{label} ({name})" if labels.count(label) > 1 else label for name, label in named.items()}
 
 
-def _place_name(place: Place) -> str:
-    profile = " (CPU profile)" if place.profile == "cpu" else ""
-    work = f"{place.context_tokens} tokens x {place.batch}, temperature {place.temperature:g}{profile}"
-    return f"{place.scenario}: {work}; {place.model}; {place.engine}"
+def _title(result: Result) -> str:
+    """The title of the table that a result belongs to."""
+    s = result["scenario"]
+    profile = " (CPU profile)" if s["profile"] == "cpu" else ""
+    asked = f"{s['context_tokens']} tokens x {s['batch']}, temperature {s['temperature']:g}{profile}"
+    return f"{s['name']}: {asked}; {speedups.model(result)}; {result['engine']}"
 
 
-def _facts(place: Place, results: list[Result]) -> str:
+def _facts(results: list[Result]) -> str:
     commits = sorted({result["commit"] for result in results})
     drafts = sorted({result["model"]["draft"] for result in results if result["model"]["draft"] is not None})
     sources = sorted({result["scenario"]["prompts_source"] for result in results})
-    parts = [place.machine, f"draft {', '.join(drafts) or 'none'}", f"commit {', '.join(commits)}"]
+    parts = [speedups.machine(results[0]), f"draft {', '.join(drafts) or 'none'}", f"commit {', '.join(commits)}"]
     if any(result["model"]["random_weights"] for result in results):
         parts.append("RANDOM WEIGHTS: speed only, the text is noise")
     if any(result["model"]["simulated_tau"] is not None for result in results):
         parts.append("SIMULATED TAU: chosen, no acceptance was measured")
     if any(map(is_dirty, results)):
         parts.append("UNCOMMITTED CHANGES: nobody can measure this again; not to be published")
-    if place.profile == "cpu":
+    if results[0]["scenario"]["profile"] == "cpu":
         parts.append("CPU PROFILE: contexts that a CPU can run, not to be set beside the full profile's")
     return "; ".join([*parts, f"prompts: {', '.join(sources)}"])
+
+
+def _summary_row(drafted: list[tuple[Result, Ratio]]) -> tuple[tuple[Any, ...], list[str]]:
+    """A row's sort key and its cells: those of the default chain, then those of the fastest setting."""
+    best, ratio = max(drafted, key=lambda pair: pair[1].value or 0.0)
+    usual = next((_measured(*pair) for pair in drafted if pair[0]["setting"].get("num_spec_tokens") == DEFAULT), None)
+    s, simulated = best["scenario"], best["model"]["simulated_tau"]
+    name = f"{s['name']}, {s['context_tokens']} x {s['batch']}" + (", random weights" if simulated else "")
+    efficiency = speedups.spec_efficiency(best, ratio)
+    cells = [
+        name, f"{s['temperature']:g}", _rate(ratio.against),
+        *(usual or ["not run"] * 3), f"{len(drafted)}: {best['setting']['name']}", *_measured(best, ratio)[1:],
+        f"{efficiency:.0%}" if efficiency is not None else "not measured", f"{s['repeated_share']:.0%}",
+    ]  # fmt: skip
+    return (simulated is not None, s["batch"], s["context_tokens"], s["temperature"]), cells
+
+
+def _measured(result: Result, ratio: Ratio) -> list[str]:
+    return [_rate(result), str(ratio), speedups.tau(result)]
+
+
+def _rate(result: Result) -> str:
+    return estimate(result["throughput_tokens_per_sec"]["values"]).whole()

@@ -1,1 +1,1 @@
-"""What `aquiline bench`, `aquiline profile` and `aquiline demo` run."""
+"""The runs of `aquiline bench`, `aquiline profile` and `aquiline demo`."""

@@ -29,7 +29,6 @@ def _draw_rates(axes: Any, result: DemoResult) -> None:
     rates = [estimate(run.rates) for run in result.runs]
     named = {}
     for group, temperature in enumerate(TEMPERATURES):
-        baseline = result.baseline(temperature)
         runs = [(run, rate) for run, rate in zip(result.runs, rates, strict=True) if run.temperature == temperature]
         for place, (run, rate) in enumerate(runs):
             x = group * width + place
@@ -37,7 +36,7 @@ def _draw_rates(axes: Any, result: DemoResult) -> None:
             if rate.low is not None and rate.high is not None:
                 ends = [[rate.value - rate.low], [rate.high - rate.value]]
                 axes.errorbar(x, rate.value, yerr=ends, color="#1a202c", capsize=3, linewidth=1)
-            told = f"{run.speedup(baseline).value:.2f}x\ntau {run.counters.tau:.2f}"
+            told = f"{run.speedup.value:.2f}x\ntau {run.counters.tau:.2f}"
             axes.text(x, rate.high or rate.value, told, ha="center", va="bottom", fontsize=7)
             named[run.name] = bar
     middles = [group * width + (width - 2) / 2 for group in range(len(TEMPERATURES))]

@@ -7,21 +7,33 @@ it is not the best by chance; where a pair has no other prompts, it is the defau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from aquiline.bench.results.clock import decode_s, decode_tokens_per_s, spans_of
-from aquiline.bench.results.intervals import Estimate, estimate, paired, rotated
+from aquiline.bench.data.datasets import load_questions
+from aquiline.bench.data.prompts import excerpts, read_prompts
+from aquiline.bench.results.intervals import (
+    Estimate,
+    decode_s,
+    decode_tokens_per_s,
+    estimate,
+    paired,
+    rotated,
+    spans_of,
+)
 from aquiline.bench.results.result import commit
 from aquiline.bench.theory.bounds import EXPECTED_CHAIN, Costs, expectation
 from aquiline.bench.theory.measure import last_level_cache
-from aquiline.bench.theory.roofline import StepRows, forward_cost
+from aquiline.bench.theory.roofline import forward_cost
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.metrics import Counters, RunSummary, mean, repeated_share
 from aquiline.models.counting import shape_of
+from aquiline.models.known_pairs import PAIRS
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
+from aquiline.text.chat_template import ChatTemplate, conversation
 
 NEW_TOKENS = 128
 SEED = 0
@@ -31,12 +43,12 @@ CHAINS = (1, 2, 3, 4)
 """Lengths that the fixed chain is chosen from."""
 
 NUM_OTHERS, OTHER_TOKENS = 6, 48
-"""Prompts that it is chosen on, and the tokens that each of them is continued by."""
+"""The number of prompts that it is chosen on, and the tokens that are generated for each of them."""
 
 
 @dataclass(frozen=True)
 class DemoPrompt:
-    """A prompt, what a reader would call it, and the question in it, if there is one."""
+    """A prompt, its name for a reader, and the question in it, if there is one."""
 
     source: str
     token_ids: list[int]
@@ -45,8 +57,8 @@ class DemoPrompt:
 
 @dataclass(frozen=True)
 class Demo:
-    """What is run. name: of the pair; others: prompts that the fixed chain is chosen on; end_ids: tokens that end an
-    answer, or None for texts that are written to their length."""
+    """The prompts and lengths of a demo. name: of the pair; others: prompts that the fixed chain is chosen on; end_ids:
+    tokens that end an answer, or None for texts that are written to their length."""
 
     name: str
     prompts: list[DemoPrompt]
@@ -69,17 +81,19 @@ class Demo:
 
 @dataclass(eq=False)
 class DemoRun:
-    """One setting at one temperature over all prompts."""
+    """One setting at one temperature over all prompts. baseline: the run without speculation at that temperature; None
+    for the baseline itself."""
 
     name: str
     drafting: Drafting
     temperature: float
+    baseline: DemoRun | None = None
     outputs: list[Output] = field(default_factory=list)
     summaries: list[RunSummary] = field(default_factory=list)
 
     @property
     def title(self) -> str:
-        """Its name with the size of what it drafts, where that is fixed."""
+        """Its name with the number of drafted tokens K or verified nodes N, where that is fixed."""
         if not self.drafting.is_speculative or self.drafting.is_adaptive:
             return self.name
         is_chain = self.drafting.max_nodes == self.drafting.max_depth + 1
@@ -100,18 +114,25 @@ class DemoRun:
 
     @property
     def rates_with_prefill(self) -> list[float]:
-        """The same with the time of the prompt."""
+        """Tokens per second of whole requests, the time of the prompt included."""
         return [len(output.token_ids) / output.total_ms * 1e3 for output in self.outputs]
 
-    def speedup(self, baseline: DemoRun) -> Estimate:
-        """Over the baseline on the same prompts."""
-        return paired(self.rates, baseline.rates)
+    @property
+    def speedup(self) -> Estimate:
+        """The speedup over the baseline on the same prompts."""
+        return paired(self.rates, (self.baseline or self).rates)
 
-    def as_dict(self, baseline: DemoRun) -> dict[str, object]:
-        """The demo's JSON row; speedups are against the baseline at the same temperature."""
+    @property
+    def is_identical(self) -> bool:
+        """Whether every token equals the baseline's."""
+        expected = (self.baseline or self).outputs
+        return [o.token_ids for o in self.outputs] == [o.token_ids for o in expected]
+
+    def as_dict(self) -> dict[str, object]:
+        """The demo's JSON row."""
         counters = self.counters.as_dict()
         picked = ("tau", "acceptance_rate", "per_position", "target_calls_per_token", "num_committed", "num_steps")
-        rate, speedup = estimate(self.rates), self.speedup(baseline)
+        rate, speedup = estimate(self.rates), self.speedup
         return {
             "name": self.name,
             "title": self.title,
@@ -122,7 +143,7 @@ class DemoRun:
             "tokens_per_s_interval": [rate.low, rate.high],
             "speedup": speedup.value,
             "speedup_interval": [speedup.low, speedup.high],
-            "speedup_with_prefill": paired(self.rates_with_prefill, baseline.rates_with_prefill).value,
+            "speedup_with_prefill": paired(self.rates_with_prefill, (self.baseline or self).rates_with_prefill).value,
         } | {key: counters[key] for key in picked}
 
 
@@ -135,26 +156,17 @@ class DemoResult:
     system: dict[str, object]
     costs: Costs
 
-    def baseline(self, temperature: float) -> DemoRun:
-        """The run without speculation at a temperature."""
-        return next(r for r in self.runs if r.temperature == temperature and not r.drafting.is_speculative)
-
-    def is_identical(self, run: DemoRun) -> bool:
-        """Whether a run's every token equals the baseline's."""
-        expected = self.baseline(run.temperature).outputs
-        return [o.token_ids for o in run.outputs] == [o.token_ids for o in expected]
-
     @property
     def identical(self) -> bool:
         """Whether speculation changed nothing anywhere."""
-        return all(self.is_identical(run) for run in self.runs)
+        return all(run.is_identical for run in self.runs)
 
     def as_dict(self) -> dict[str, object]:
         """The JSON of `aquiline demo --json`."""
         return {
             "pair": self.demo.name,
             "identical": self.identical,
-            "runs": [run.as_dict(self.baseline(run.temperature)) for run in self.runs],
+            "runs": [run.as_dict() for run in self.runs],
             "prompts": [prompt.source for prompt in self.demo.prompts],
             "chain_chosen_on": [prompt.source for prompt in self.demo.others],
             "expectation": expectation(self.costs),
@@ -163,26 +175,49 @@ class DemoResult:
         }
 
 
+def demo_of(name: str, template: ChatTemplate, package: str | None = None) -> Demo:
+    """The demo of a known pair, through its target's chat template. A chat model answers the pair's questions; the
+    prompts that its chain is chosen on are spread evenly over the pair's other questions. Any other model continues
+    held-out texts, or files of an installed package. Raises ValueError if that is not installed or too small."""
+    pair = PAIRS[name]
+    if template.has_template and package is None:
+        asked, others = _asked(template, pair.demo), _asked(template, pair.questions)
+        return Demo(name, asked, others[:: len(others) // NUM_OTHERS][:NUM_OTHERS], template.end_ids)
+    assert template.tokenizer is not None, "known pairs have tokenizers"
+    texts = read_prompts(pair.demo) if package is None else excerpts(template.tokenizer, package)
+    return Demo(name, [DemoPrompt(text.source, template.encode(conversation([text.text]))) for text in texts])
+
+
+def _asked(template: ChatTemplate, file: Path) -> list[DemoPrompt]:
+    """The first turns of the questions in a file."""
+    return [
+        DemoPrompt(str(question.id), template.encode(conversation(question.turns[:1])), question.turns[0])
+        for question in load_questions(file)
+    ]
+
+
 def run_demo(llm: LLM, demo: Demo, on_progress: Callable[[], None]) -> DemoResult:
     """Run every setting at every temperature on every prompt, alternating settings, after one warm-up each."""
     tree = Dynamic()
     for drafting in (NoDraft(), Adaptive(), Chain(), tree):
         llm.run([demo.prompts[0].token_ids], SamplingParams(max_tokens=16, ignore_eos=True), drafting=drafting)
-    runs = []
+    runs = list[DemoRun]()
     for temperature in TEMPERATURES:
         chain = _fastest_chain(llm, demo, temperature, on_progress) if demo.others else Chain()
-        specs = (NoDraft(), Adaptive(), chain, tree)
-        runs += [DemoRun(name, drafting, temperature) for name, drafting in zip(NAMES, specs, strict=True)]
-    for prompt, run in _alternated(demo.prompts, runs):
-        result = llm.run([prompt.token_ids], demo.sampling(run.temperature), drafting=run.drafting)
-        run.outputs.append(result.outputs[0])
-        run.summaries.append(result.summary)
-        on_progress()
+        baseline = DemoRun(NAMES[0], NoDraft(), temperature)
+        drafts = zip(NAMES[1:], (Adaptive(), chain, tree), strict=True)
+        runs += [baseline, *(DemoRun(name, drafting, temperature, baseline) for name, drafting in drafts)]
+    for index, prompt in enumerate(demo.prompts):
+        for run in rotated(runs, index):
+            result = llm.run([prompt.token_ids], demo.sampling(run.temperature), drafting=run.drafting)
+            run.outputs.append(result.outputs[0])
+            run.summaries.append(result.summary)
+            on_progress()
     return DemoResult(demo, runs, llm.models.system(), measured_costs(llm))
 
 
 def measured_costs(llm: LLM) -> Costs:
-    """What a chain costs on this machine: the table that adaptive drafting goes by, corrected by the steps that ran."""
+    """The costs of a chain on this machine: those that adaptive drafting goes by, corrected by the steps that ran."""
     llm.engine.prepare_choosing()
     assert llm.engine.controller is not None
     costs, passes = llm.engine.controller.costs, (1,) * EXPECTED_CHAIN
@@ -190,7 +225,7 @@ def measured_costs(llm: LLM) -> Costs:
     shape = shape_of(llm.models.target_config, llm.models.storage)
     drafting = costs.draft_ms(passes) if llm.models.draft_config is not None else None
     return Costs(
-        forward_cost(shape.body, shape.precision, StepRows(1, 0)).weight_bytes, last_level_cache(), rows / one,
+        forward_cost(shape.body, batch=1, context=0).weight_bytes, last_level_cache(), rows / one,
         None if drafting is None else (rows + drafting) / one,
     )  # fmt: skip
 
@@ -205,9 +240,3 @@ def _fastest_chain(llm: LLM, demo: Demo, temperature: float, on_progress: Callab
             seconds[chain] += decode_s(spans_of([output]))
             on_progress()
     return min(seconds, key=lambda chain: seconds[chain])
-
-
-def _alternated(prompts: list[DemoPrompt], runs: list[DemoRun]) -> Iterator[tuple[DemoPrompt, DemoRun]]:
-    for index, prompt in enumerate(prompts):
-        for run in rotated(runs, index):
-            yield prompt, run

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from aquiline.bench.suite.suite_plan import RandomWeights
-from aquiline.blocks import BLOCK_TYPES, PACKED
+from aquiline.blocks import BLOCK_TYPES, PACKED, Array
 from aquiline.config import Environment, PairConfig
-from aquiline.engine.model import LoadedModels, Loading, for_checkpoint, from_modules, load_models
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
-from aquiline.models.known_pairs import PairCheckpoints, checkpoints
-from aquiline.models.load import read_model_config, resolve
+from aquiline.engine.model import LoadedModels, Loading, ResolvedPair, from_weights
+from aquiline.models.files import Entry
+from aquiline.models.formats import draft_entries, draft_weights
+from aquiline.models.known_pairs import checkpoints
+from aquiline.models.load import read_model_config, target_entries, target_weights
 from aquiline.models.model_config import DraftConfig, ModelConfig, RopeConfig, default_capture
-from aquiline.types import storage_dtype
+from aquiline.models.parameters import Parameters
 
 RANDOM = ModelConfig(
     family="llama", vocab_size=8192, hidden_size=512, intermediate_size=1408, num_layers=4, num_heads=8, num_kv_heads=4,
@@ -28,13 +30,10 @@ SIMULATED_TAU = 2.5
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the models of a suite come from: checkpoints, or random weights of a config with a fixed tau."""
+    """Where the models of a suite come from: the checkpoints of a pair, or random weights of a config, stored as the
+    pair is, with a fixed tau."""
 
-    target: str | None = None
-    draft: str | None = None
-    dtype: str = "auto"
-    draft_dtype: str = "auto"
-    arithmetic: str = "auto"
+    pair: PairConfig = field(default_factory=PairConfig)
     random_config: ModelConfig | None = None
     simulated_tau: float | None = None
 
@@ -45,59 +44,77 @@ class ModelSource:
             c = self.random_config
             shape = f"{c.num_layers}x{c.hidden_size}, heads {c.num_heads}/{c.num_kv_heads}, MLP {c.intermediate_size}"
             return f"random {c.family} {shape}, vocabulary {c.vocab_size}", "random EAGLE-3 head"
-        return self._named.names
+        return checkpoints(self.pair.target, self.pair.draft).names
 
     def load(self) -> LoadedModels:
         """Load or make the models."""
         if self.random_config is not None:
             return random_models(self.random_config, self._how)
-        return load_models(self._named.target, self._named.draft, self._how, Environment.read())
+        return ResolvedPair.of(self.pair).load()
 
     def stores(self, dtype: object) -> bool:
-        """Whether a result's dtype is what these models are stored as."""
+        """Whether a result's dtype is the one that these models are stored in."""
         if self.random_config is not None:
-            return dtype == self._how.settled.dtype
-        expected = for_checkpoint(self._how, resolve(self._named.target), Environment.read()).dtype
+            return dtype == self._how.dtype
+        expected = ResolvedPair.of(self.pair).how.dtype
         return str(dtype).partition("+")[0].upper() in BLOCK_TYPES if expected == PACKED else dtype == expected
 
     @property
-    def _named(self) -> PairCheckpoints:
-        return checkpoints(self.target, self.draft)
-
-    @property
     def _how(self) -> Loading:
-        return Loading(self.dtype, self.arithmetic, draft_dtype=self.draft_dtype)
+        return Loading(self.pair.dtype, self.pair.arithmetic, draft_dtype=self.pair.draft_dtype).settled
 
 
 def sources_of(pair: PairConfig, random: RandomWeights) -> tuple[ModelSource, ModelSource]:
     """The models of scenarios, and those of scenarios that need random weights."""
-    plain = ModelSource(pair.target, pair.draft, pair.dtype, pair.draft_dtype, pair.arithmetic)
     if random.random_weights is None:
-        small = replace(plain, target=None, draft=None, random_config=RANDOM, simulated_tau=SIMULATED_TAU)
-        return plain, small
-    tau = random.simulate_tau or SIMULATED_TAU
-    own = replace(plain, random_config=random_config(random.random_weights), simulated_tau=tau)
+        return ModelSource(pair), ModelSource(pair, RANDOM, SIMULATED_TAU)
+    own = ModelSource(pair, random_config(random.random_weights), random.simulate_tau or SIMULATED_TAU)
     return own, own
 
 
+class RandomTensors:
+    """The tensors of a weight map, made when they are read: norms of ones, all else normal numbers of deviation 0.02
+    that follow from the tensor's name."""
+
+    path = Path("random weights")
+    readable: tuple[str, ...] = ("F32",)
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._shapes = {entry.source: entry.shape for entry in entries}
+
+    @property
+    def names(self) -> list[str]:  # noqa: D102
+        return sorted(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:  # noqa: D102
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:  # noqa: D102
+        return "F32"
+
+    def get(self, name: str) -> Array:  # noqa: D102
+        if "norm" in name:
+            return np.ones(self._shapes[name], np.float32)
+        generator = np.random.default_rng(zlib.crc32(name.encode()))
+        return np.float32(0.02) * generator.standard_normal(self._shapes[name], np.float32)
+
+
 def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
-    """A target with random weights and a draft head of its width, by a fixed seed."""
-    L = config.num_layers
+    """A target with random weights and a draft head of its width, always the same."""
+    L, dtype = config.num_layers, how.dtype
     capture = default_capture(L) if L >= 7 else tuple(sorted({0, L // 2, L - 1}))
     head = DraftConfig(
         model=replace(config, num_layers=1), draft_vocab_size=min(config.vocab_size, 32_000),
         target_hidden_size=config.hidden_size, capture=capture,
     )  # fmt: skip
-    decoder, draft = Decoder(config, capture=capture), DraftHead(head)
-    generator = torch.Generator().manual_seed(0)
-    for module in (decoder, draft):
-        for name, weight in module.named_parameters():
-            scale = (
-                torch.ones(weight.shape) if "norm" in name else 0.02 * torch.randn(weight.shape, generator=generator)
-            )
-            weight.data = scale.to(storage_dtype(how.settled.dtype))
-    draft.d2t.zero_()
-    return from_modules(decoder, draft, None, how, Environment.read())
+    of_target, of_draft = target_entries(config), draft_entries(head, "midlayer", embed=False, head=True)
+    target = target_weights(config, Parameters(RandomTensors(of_target), of_target, dtype), capture)
+    own = Parameters(RandomTensors(of_draft), of_draft, dtype)
+    draft = draft_weights(head, own, target.embed, own.matrix("head"), np.zeros(head.draft_vocab_size, np.int64))
+    return from_weights(target, draft, None, how, Environment.read())
 
 
 def random_config(path: str) -> ModelConfig:

@@ -1,9 +1,9 @@
-"""A backend whose drafts are right as often as a benchmark asks: for random weights, whose speed depends on tau and not
-on the text.
+"""A backend whose drafts are right as often as a benchmark asks. It serves random weights: their speed depends on tau
+alone, not on the text.
 
 The draft model drafts as usual. Then its tokens are replaced by the text that plain decoding wrote, up to a planned
-length and a wrong token, and the target verifies the result by its own law. So drafts, verification and draws cost what
-they cost, and the text is plain decoding's. Every result with a simulated tau must say so.
+length and a wrong token, and the target verifies the result as it always does. So drafts, verification and draws take
+their real time, and the text is plain decoding's. Every result with a simulated tau must say so.
 """
 
 from __future__ import annotations
@@ -38,12 +38,8 @@ class SimulatedBackend:
         self.inner, self.vocab_size = inner, vocab_size
         self.texts: dict[tuple[int, ...], list[int]] = {}
         self.slots: dict[int, SlotText] = {}
-        self.start(tau)
-
-    def start(self, tau: float) -> None:
-        """Begin a run with this tau."""
         self.tau = tau
-        self.owed = 0.0  # accepted tokens that rounding still owes
+        self.owed = 0.0  # accepted tokens that rounding still owes; a run begins with none
 
     def planned(self, drafting: Chain) -> int:
         """How many drafts one slot accepts in its next step."""
@@ -53,7 +49,7 @@ class SimulatedBackend:
         return accepted
 
     def step(self, step: StepInput) -> Pending:
-        """Draft, replace what was drafted, verify."""
+        """Draft, replace the drafted tokens, verify."""
         return self.verify(step, self.draft(step))
 
     def repeat(self, step: StepInput, most: int) -> Sequence[Pending]:

@@ -1,6 +1,6 @@
 """Where a step's time goes: a table of stages with their share of the cycle, and a Chrome trace with named ranges.
 
-The ranges are the meter's laps. A native call tells what its parts took, laid out in the trace in the order they run;
+The ranges are the meter's laps. A native call reports the time of its parts; the trace shows them in their order;
 the torch path does not.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from aquiline.config import EngineConfig, SamplingParams
+from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels
 from aquiline.metrics import Lap, RunSummary
 from aquiline.spec.drafting import Drafting
 from aquiline.writing import write_whole
@@ -33,7 +32,7 @@ PARTS = {
         "BASE_LM_HEAD": "target_head", "EAGLE_ACCEPT": "draws",
     },
 }  # fmt: skip
-"""What the native backend tells of a range: its parts, in order, and their names in metrics.PARTS."""
+"""The parts of a range that the native backend times, in order, with their names in metrics.PARTS."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """A profiled run: the table, the ranges, and what ran."""
+    """A profiled run: the table, the ranges, the run's own figures, and the way to draft."""
 
     rows: list[StageRow]
     laps: list[Lap]
     summary: RunSummary
     drafting: Drafting
-    system: dict[str, object] = field(default_factory=dict)
+    system: dict[str, object]
 
     def as_dict(self) -> dict[str, object]:
         """The JSON of `aquiline profile --json`."""
@@ -82,16 +81,13 @@ class Profile:
         write_whole(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "Nothing is left of it")
 
 
-def profile(
-    models: LoadedModels, config: EngineConfig, drafting: Drafting, prompts: list[list[int]], sampling: SamplingParams
-) -> Profile:
+def profile(llm: LLM, drafting: Drafting, prompts: list[list[int]], sampling: SamplingParams) -> Profile:
     """Run prompts once to warm up and once measured; only steps that do nothing but decode count."""
-    llm = LLM.from_models(models, config, drafting)
-    llm.run(prompts, sampling)
+    llm.run(prompts, sampling, drafting=drafting)
     engine, meter = llm.engine, llm.engine.meter
     engine.backend.time_parts(True)
     for index, prompt in enumerate(prompts):
-        engine.add(llm.request(index, prompt, sampling))
+        engine.add(llm.request(index, prompt, sampling, drafting))
     while any(s.is_prefilling or not s.output_ids for s in engine.sequences.values()):
         engine.step()
     began, laps = meter.mark(), list[Lap]()
@@ -120,16 +116,14 @@ def _parts(step: list[Lap], seconds: dict[str, float]) -> list[Lap]:
 
 def _table(laps: list[Lap], num_steps: int) -> list[StageRow]:
     """Stages in the order of a step, each followed by its parts."""
-    seconds: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for lap in laps:
-        seconds[lap.stage] += lap.seconds
-        calls[lap.stage] += 1
-    total = sum(seconds[name] for name in RANGES.values())
+        seconds[lap.stage].append(lap.seconds)
+    total = sum(sum(seconds[name]) for name in RANGES.values())
     rows = []
     for stage in RANGES.values():
         for name in (stage, *PARTS.get(stage, {})):
-            if calls[name]:
-                share = seconds[name] / total
-                rows.append(StageRow(name, calls[name], 1e3 * seconds[name] / num_steps, share, name != stage))
+            if calls := len(seconds[name]):
+                took = sum(seconds[name])
+                rows.append(StageRow(name, calls, 1e3 * took / num_steps, took / total, is_part=name != stage))
     return rows

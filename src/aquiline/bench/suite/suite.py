@@ -1,8 +1,8 @@
-"""Runs scenarios: all settings behind the same prompts, their order rotated in every round, a result file each; what is
-there is not run again.
+"""Runs scenarios: all settings continue the same prompts, in an order that is rotated every round, and each setting
+has a result file. Results that are there are not measured again.
 
 A scenario prefills once: its prompts' pages stay in the prefix cache, draft keys included, and every setting's requests
-begin behind them. Decode and prefill are therefore timed apart.
+begin after them. Decode and prefill are therefore timed apart.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ from aquiline.bench.results.result import (
 )
 from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.bench.suite.simulated import SimulatedBackend
-from aquiline.bench.suite.suite_plan import Load, Plan
-from aquiline.bench.theory.ceilings import ceilings_of
-from aquiline.bench.theory.choice import LimitsChoice
-from aquiline.bench.theory.roofline import Roofline
+from aquiline.bench.suite.suite_plan import SEED, Load, Plan
+from aquiline.bench.theory.roofline import roofline_of
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
+from aquiline.engine.model import LoadedModels
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
-from aquiline.models.counting import draft_shape_of, shape_of
 from aquiline.models.known_pairs import BUNDLED_TARGET
-from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Drafting, NoDraft
 
 
 @dataclass
 class Progress:
-    """What a suite tells whoever watches: a scenario with its number of runs, then each run."""
+    """The progress of a suite, for a bar: a scenario with its number of runs, then each run. skipped: loads that cannot
+    run."""
 
     start: Callable[[str, int], None] = lambda name, runs: None
     advance: Callable[[], None] = lambda: None
@@ -74,14 +72,14 @@ class LoadRun:
 
     def __init__(self, plan: Plan, load: Load, source: ModelSource, temperature: float, out: Path) -> None:
         self.plan, self.load, self.source, self.temperature, self.out = plan, load, source, temperature, out
-        # A step writes up to its tree behind the context and the output.
+        # After the context and the output a step writes up to a whole tree.
         room = load.context + plan.micro_steps + 1
         page = EngineConfig().page_size
         pages = PagePool(1, page, 1, 1).pages_for(room + 64) * load.batch
         self.config = EngineConfig(max_batch=load.batch, max_context=room, num_pages=pages, row_budget=512)
 
     def file(self, setting: str) -> Path:
-        """Where a setting's result stands."""
+        """The file of a setting's result."""
         name = f"{self.plan.profile}-{self.load.name}-{self.load.context}x{self.load.batch}-t{self.temperature:g}"
         return self.out / f"{name}-{setting}.json"
 
@@ -91,32 +89,31 @@ class LoadRun:
         settings = plan.settings(self.source.random_config is not None)
         label = f"{self.load.name} {self.load.context} x {self.load.batch}, temperature {self.temperature:g}"
         progress.start(label, len(settings) * (plan.warmup_runs + plan.measurement_runs) + 1)
-        found = [self._read(name) for name in settings]
-        if all(found):
-            yield from (result for result in found if result is not None)
+        found = [result for result in map(self._read, settings) if result is not None]
+        if len(found) == len(settings):
+            yield from found
             return
         llm = LLM.from_models(self.source.load(), self.config, NoDraft())
-        prompts, scenario = self._prompts(llm.models.tokenizer)
+        prompts, scenario = self._prompts(llm.models)
         simulated = self._simulated(llm)
-        prefill = self._prefill(llm, prompts, settings[list(settings)[-1]])
+        # The prompts' pages, with the draft's keys: the last setting drafts.
+        first = SamplingParams(max_tokens=1, ignore_eos=True)
+        prefill = llm.run(prompts, first, drafting=settings[list(settings)[-1]])
         if simulated is not None:
-            self._decode(llm, prompts, NoDraft())  # whose texts the drafts are replaced by
+            self._decode(llm, prompts, NoDraft())  # its texts replace the drafts
         progress.advance()
         measured = self._measure(llm, prompts, settings, simulated, progress)
         progress.start("this machine's ceilings", 1)
-        ideal = self._roofline(llm)
+        ideal = roofline_of(llm.models)
         baseline: list[float] = []
         for name, drafting in settings.items():
             result = describe(scenario, name, drafting, self._model(llm, drafting), llm, measured[name], prefill)
             rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
             baseline = baseline or rates["values"]
-            speedup = paired(rates["values"], baseline).value
-            context = self.load.context + plan.micro_steps // 2
-            if not drafting.is_adaptive:  # whose steps have many shapes, and so no one ideal
-                result["roofline"] = ideal.report(drafting, tau, self.load.batch, context, rates["median"]) | {
-                    "spec_efficiency": ideal.spec_efficiency(speedup, drafting, tau, self.load.batch, context),
-                    "notes": ideal.notes(),
-                }
+            if not drafting.is_adaptive:  # steps of many shapes have no one ideal
+                cycle = ideal.cycle(drafting, tau, self.load.batch, self.load.context + plan.micro_steps // 2)
+                speedup = paired(rates["values"], baseline).value
+                result["roofline"] = ideal.report(cycle, rates["median"], speedup)
             write_result(result, self.file(name))
             yield result
 
@@ -129,22 +126,12 @@ class LoadRun:
         for number in range(self.plan.warmup_runs + self.plan.measurement_runs):
             for name in rotated(list(settings), number):
                 if simulated is not None:
-                    simulated.start(self._tau_of(settings[name]))
+                    simulated.owed = 0.0
                 run = self._decode(llm, prompts, settings[name])
                 if number >= self.plan.warmup_runs:
                     measured[name].append(run)
                 progress.advance()
         return measured
-
-    def _roofline(self, llm: LLM) -> Roofline:
-        """What this machine allows on these models; its ceilings are measured once and kept."""
-        models = llm.models
-        assert models.draft_config is not None, "the suite compares a draft with the baseline"
-        target = shape_of(models.target_config, models.storage)
-        ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
-        return Roofline(
-            target, draft_shape_of(models.draft_config, target), precision_of(models.storage, None), ceilings
-        )
 
     def _simulated(self, llm: LLM) -> SimulatedBackend | None:
         """The engine's backend, wrapped where random weights have no acceptance of their own."""
@@ -154,35 +141,24 @@ class LoadRun:
         llm.engine.backend = simulated
         return simulated
 
-    def _tau_of(self, drafting: Drafting) -> float:
-        """The simulated tau of a setting: no more than its chain can give."""
-        assert self.source.simulated_tau is not None
-        return min(self.source.simulated_tau, drafting.max_depth + 1)
-
-    def _prompts(self, tokenizer: Tokenizer | None) -> tuple[list[list[int]], Scenario]:
+    def _prompts(self, models: LoadedModels) -> tuple[list[list[int]], Scenario]:
         load, plan = self.load, self.plan
-        if tokenizer is None:
-            tokenizer = Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
+        tokenizer = models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
         found = text_prompts(load.context, load.batch, tokenizer, plan.text_source)
-        vocab = self.source.random_config.vocab_size if self.source.random_config is not None else None
-        prompts = [[t % vocab for t in p.token_ids] if vocab is not None else p.token_ids for p in found]
-        held_out = all(p.is_held_out for p in found)
+        prompts = [[token % models.vocab_size for token in prompt.token_ids] for prompt in found]
+        held_out = all(prompt.is_held_out for prompt in found)
         source = f"{plan.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
         return prompts, Scenario(
             name=load.name, profile=plan.profile, context_tokens=load.context, batch=load.batch,
-            new_tokens=plan.micro_steps + 1, temperature=self.temperature, seed=plan.seed,
+            new_tokens=plan.micro_steps + 1, temperature=self.temperature, seed=SEED,
             prompts_sha256=tokens_sha256(prompts), prompts_source=source, warmup_runs=plan.warmup_runs,
             measurement_runs=plan.measurement_runs,
         )  # fmt: skip
 
-    def _prefill(self, llm: LLM, prompts: list[list[int]], drafting: Drafting) -> Run:
-        """Compute the prompts' pages, the draft's keys included."""
-        return llm.run(prompts, SamplingParams(max_tokens=1, ignore_eos=True), drafting=drafting)
-
     def _decode(self, llm: LLM, prompts: list[list[int]], drafting: Drafting) -> Run:
         sampling = [
             SamplingParams(
-                max_tokens=self.plan.micro_steps + 1, temperature=self.temperature, seed=self.plan.seed + i,
+                max_tokens=self.plan.micro_steps + 1, temperature=self.temperature, seed=SEED + i,
                 ignore_eos=True,
             )
             for i in range(len(prompts))
@@ -194,30 +170,32 @@ class LoadRun:
 
     def _model(self, llm: LLM, drafting: Drafting) -> ModelFacts:
         target, draft = self.source.names
-        is_simulated = self.source.simulated_tau is not None and drafting.is_speculative
+        tau = self.source.simulated_tau if drafting.is_speculative else None
         return ModelFacts(
             target=target, draft=draft, dtype=llm.models.storage, arithmetic=llm.models.arithmetic,
             random_weights=self.source.random_config is not None,
-            simulated_tau=self._tau_of(drafting) if is_simulated else None, weight_bytes=llm.models.weight_bytes,
+            weight_bytes=llm.models.weight_bytes,
+            simulated_tau=None if tau is None else min(tau, drafting.max_depth + 1),  # no more than a chain can give
         )  # fmt: skip
 
     def _read(self, setting: str) -> Result | None:
         """A result that need not be measured again."""
-        file = self.file(setting)
-        if not file.exists():
-            return None
         try:
-            result: Result = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
+            result: Result = json.loads(self.file(setting).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
             return None
-        plan, scenario = self.plan, result.get("scenario", {})
+        plan, pair = self.plan, self.source.pair
+        scenario, model, system = (result.get(name, {}) for name in ("scenario", "model", "system"))
         wanted = {
-            "new_tokens": plan.micro_steps + 1, "seed": plan.seed, "warmup_runs": plan.warmup_runs,
+            "new_tokens": plan.micro_steps + 1, "seed": SEED, "warmup_runs": plan.warmup_runs,
             "measurement_runs": plan.measurement_runs,
         }  # fmt: skip
-        model, source = result.get("model", {}), self.source
-        is_ours = all(scenario.get(name) == value for name, value in wanted.items())
-        is_ours &= source.stores(model.get("dtype")) and source.arithmetic in ("auto", model.get("arithmetic"))
-        is_ours &= source.draft_dtype in ("auto", result.get("system", {}).get("draft_dtype"))
-        is_ours &= result.get("commit") == commit() and not problems(result)
+        is_ours = (
+            all(scenario.get(name) == value for name, value in wanted.items())
+            and self.source.stores(model.get("dtype"))
+            and pair.arithmetic in ("auto", model.get("arithmetic"))
+            and pair.draft_dtype in ("auto", system.get("draft_dtype"))
+            and result.get("commit") == commit()
+            and not problems(result)
+        )
         return result if is_ours and not is_dirty(result) else None  # changes differ under one name

@@ -1,4 +1,4 @@
-"""What the benchmark suite runs, as data: scenarios, their profiles, and how each is measured.
+"""The plan of the benchmark suite: scenarios, their profiles, and how each is measured.
 
 Knows no model, so that a command line can show it at once."""
 
@@ -13,11 +13,13 @@ from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 
 BASELINE = "baseline"
+SEED = 0
+"""The seed of every first prompt; the next prompts have the next seeds."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One scenario: batch sequences behind contexts of that many real tokens."""
+    """One scenario: `batch` sequences after contexts of that many real tokens."""
 
     name: str
     context: int
@@ -38,8 +40,8 @@ PROFILES = {"full": FULL, "cpu": CPU}
 
 
 @dataclass(frozen=True)
-class LoadChoice:
-    """Which scenarios of a profile are run."""
+class Plan:
+    """Which scenarios are run, and how. Every setting's output is as long as the baseline's micro_steps make it."""
 
     profile: str = setting("cpu", "cpu: contexts a CPU can run; full: 8K to 32K.")
     scenario: tuple[str, ...] = setting((), "Only these: baseline single batch large-context stress long.")
@@ -47,40 +49,7 @@ class LoadChoice:
         (), "These contexts, in tokens, with every batch; beside --scenario: only these of its own."
     )
     batches: tuple[int, ...] = setting((), "These batches, in the same way.")
-
-    @property
-    def loads(self) -> tuple[Load, ...]:
-        """The scenarios. Raises ValueError for a name that there is not, and where none is left."""
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile={self.profile!r}: must be one of {', '.join(PROFILES)}")
-        names, contexts, batches = list(self.scenario) or None, list(self.contexts) or None, list(self.batches) or None
-        loads = PROFILES[self.profile]
-        unknown = set(self.scenario) - {load.name for load in loads}
-        if unknown:
-            known = ", ".join(dict.fromkeys(load.name for load in loads))
-            raise ValueError(f"scenario={sorted(unknown)}: must be of {known}")
-        if not names and (contexts or batches):
-            return tuple(Load("custom", c, b) for c in contexts or (512,) for b in batches or (1,))
-        found = tuple(
-            load
-            for load in loads
-            if (not names or load.name in names)
-            and (not contexts or load.context in contexts)
-            and (not batches or load.batch in batches)
-        )
-        if not found:
-            raise ValueError(
-                f"scenario={names}: none has contexts={contexts}, batches={batches} in profile {self.profile!r}"
-            )
-        return found
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How scenarios are run. Every setting's output is as long as the baseline's micro_steps make it."""
-
-    loads: tuple[Load, ...]
-    profile: str
+    own_loads: tuple[Load, ...] = setting((), "Scenarios in the place of the profile's.", is_option=False)
     num_spec_tokens: tuple[int, ...] = setting((2, 3, 4, 5), "Chains to compare.")
     adaptive: bool = setting(True, "Compare adaptive drafting, too; not where tau is simulated.")
     temperatures: tuple[float, ...] = setting((0.0,), "One or several.", name="temperature")
@@ -89,13 +58,40 @@ class Plan:
     measurement_runs: int = setting(
         LEAST_RUNS, f"Runs of every setting that do; from {LEAST_RUNS} on medians have intervals."
     )
-    seed: int = 0
     text_source: str | None = setting(
         None, "Prompts from this file, folder or package. Default: standard library.", name="text"
     )
 
+    def __post_init__(self) -> None:
+        if self.profile not in PROFILES:
+            raise ValueError(f"profile={self.profile!r}: must be one of {', '.join(PROFILES)}")
+        known = dict.fromkeys(load.name for load in PROFILES[self.profile])
+        unknown = sorted(set(self.scenario) - set(known))
+        if unknown:
+            raise ValueError(f"scenario={unknown}: must be of {', '.join(known)}")
+        if not self.loads:
+            raise ValueError(
+                f"scenario={list(self.scenario)}: none has contexts={list(self.contexts) or None}, "
+                f"batches={list(self.batches) or None} in profile {self.profile!r}"
+            )
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """The scenarios that are run."""
+        if self.own_loads:
+            return self.own_loads
+        if not self.scenario and (self.contexts or self.batches):
+            return tuple(Load("custom", c, b) for c in self.contexts or (512,) for b in self.batches or (1,))
+        return tuple(
+            load
+            for load in PROFILES[self.profile]
+            if (not self.scenario or load.name in self.scenario)
+            and (not self.contexts or load.context in self.contexts)
+            and (not self.batches or load.batch in self.batches)
+        )
+
     def settings(self, is_simulated: bool) -> dict[str, Drafting]:
-        """What is compared: the baseline first."""
+        """The settings that are compared, the baseline first."""
         chains: dict[str, Drafting] = {f"chain-{k}": Chain(k) for k in self.num_spec_tokens}
         adaptive = {Adaptive.name: Adaptive()} if self.adaptive and not is_simulated else {}
         return {BASELINE: NoDraft()} | chains | adaptive

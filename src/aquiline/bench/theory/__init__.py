@@ -1,1 +1,1 @@
-"""What a device can do, and the least time that a step can take on it."""
+"""The most that a device can do, and the least time that a step can take on it."""

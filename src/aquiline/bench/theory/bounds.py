@@ -1,80 +1,106 @@
-"""The ideal table of `aquiline limits`: a roofline over contexts, batches, draft lengths and acceptance."""
+"""The ideal tables of `aquiline limits`: a roofline over contexts, batches, draft lengths and acceptance; and one line
+on whether speculation pays."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from aquiline.bench.theory.choice import Grid
-from aquiline.bench.theory.roofline import Ideal, Roofline
+from aquiline.bench.theory.choice import DEFAULT_CONTEXTS, EXAMPLE_TAU, Grid
+from aquiline.bench.theory.roofline import Roofline
+from aquiline.models.shape import DraftShape, ModelShape
 from aquiline.spec.drafting import Chain
 
-EXAMPLE_TAU = 2.5
 EXPECTED_CHAIN = 3
-"""The chain of which `expectation` says from when on it pays."""
+"""The chain for which `expectation` says from which tau on it pays."""
+
+Cell = dict[str, Any]
+"""The JSON of one context and batch; `memory_bytes` holds whole contexts."""
 
 
-@dataclass(frozen=True)
-class SpeculationBound:
-    """One chain at one tau; is_upper_bound: tau is the most the chain can commit."""
-
-    num_spec_tokens: int
-    tau: float
-    is_upper_bound: bool
-    tokens_per_s: float
-    speedup: float
-    draft_ms: float
-    verify_ms: float
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One context and batch. memory_bytes: weights, and keys and values of whole contexts; fits: whether the device has
-    that memory, None if its size is not known."""
-
-    context: int
-    batch: int
-    step: Ideal
-    tokens_per_s: float
-    memory_bytes: float
-    fits: bool | None
-    speculative: tuple[SpeculationBound, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """The cell as JSON."""
-        cost = self.step.cost
-        return {
-            "context": self.context,
-            "batch": self.batch,
-            "weight_bytes": cost.weight_bytes,
-            "kv_bytes": cost.kv_bytes,
-            "linear_flops": cost.linear_flops,
-            "attention_flops": cost.attention_flops,
-            "bound": self.step.bound,
-            "step_ms": self.step.seconds * 1e3,
-            "baseline_tokens_per_s": self.tokens_per_s,
-            "memory_bytes": self.memory_bytes,
-            "fits": self.fits,
-            "speculative": [vars(s) for s in self.speculative],
-        }
+def limits_of(roofline: Roofline, grid: Grid) -> dict[str, Any]:
+    """The JSON of `aquiline limits`: target, draft and device, and a cell for each context and batch; with speculation
+    if the roofline has a draft. A cell fits if the device has its memory_bytes, and None says that this is unknown."""
+    longest = roofline.target.max_positions
+    fitting = tuple(c for c in DEFAULT_CONTEXTS if longest is None or c <= longest)
+    contexts = grid.contexts or fitting or (longest or 1,)
+    models = _models(roofline)
+    cells = [_cell(roofline, grid, models, context, batch) for context in contexts for batch in grid.batches]
+    return models | {
+        "ceilings": roofline.ceilings.as_dict(),
+        "cells": cells,
+        "notes": [*roofline.notes(), *_grid_notes(roofline, cells)],
+        "expectation": expectation(costs_of(roofline, min(contexts))),
+    }
 
 
-def tabulate(roofline: Roofline, grid: Grid) -> list[Cell]:
-    """A cell for each context and batch; with speculation if the roofline has a draft."""
-    return [_cell(roofline, grid, context, batch) for context in grid.contexts for batch in grid.batches]
+def _models(roofline: Roofline) -> dict[str, Any]:
+    target, draft = roofline.target, roofline.draft
+    of_target = {"family": target.family, "num_active": target.num_active, "max_positions": target.max_positions}
+    of_target |= {"kv_dtype": target.body.precision.kv.name} | _sizes(target)
+    of_draft = draft and {
+        "is_assumed": bool(draft.assumptions), "draft_vocab_size": draft.body.head.n, **_sizes(draft)
+    }  # fmt: skip
+    return {"target": of_target, "draft": of_draft}
 
 
-def notes(roofline: Roofline, cells: list[Cell]) -> list[str]:
-    """Notes below the table: what limits the meaning of its figures."""
-    found, ceilings, longest = roofline.notes(), roofline.ceilings, roofline.target.max_positions
+def _sizes(model: ModelShape | DraftShape) -> dict[str, Any]:
+    return {
+        "num_parameters": model.num_parameters,
+        "dtype": model.body.precision.name,
+        "weight_bytes": model.stored_bytes,
+        "kv_bytes_per_token": model.body.kv_bytes_per_token,
+    }
+
+
+def _cell(roofline: Roofline, grid: Grid, models: dict[str, Any], context: int, batch: int) -> Cell:
+    step, has = roofline.step(batch, context), roofline.ceilings.memory_bytes
+    stored = [model for model in models.values() if model is not None]
+    memory = sum(model["weight_bytes"] + batch * context * model["kv_bytes_per_token"] for model in stored)
+    return {
+        "context": context,
+        "batch": batch,
+        **vars(step.cost),
+        "bound": step.bound,
+        "step_ms": step.seconds * 1e3,
+        "baseline_tokens_per_s": batch / step.seconds,
+        "memory_bytes": memory,
+        "fits": None if has is None else memory <= has,
+        "speculative": [
+            _speculation(roofline, chain, tau, context, batch)
+            for chain in (grid.chains if roofline.draft else ())
+            for tau in (grid.taus or dict.fromkeys((chain + 1, EXAMPLE_TAU)))
+            if tau <= chain + 1
+        ],
+    }
+
+
+def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> dict[str, object]:
+    """One chain at one tau; the tau of an upper bound is the most that the chain can commit."""
+    cycle = roofline.cycle(Chain(chain), tau, batch, context)
+    return {
+        "num_spec_tokens": chain,
+        "tau": tau,
+        "is_upper_bound": tau == chain + 1,
+        "tokens_per_s": cycle.tokens_per_s,
+        "speedup": cycle.speedup,
+        "draft_ms": cycle.draft.seconds * 1e3,
+        "verify_ms": cycle.verify.seconds * 1e3,
+    }
+
+
+def _grid_notes(roofline: Roofline, cells: list[Cell]) -> list[str]:
+    """The doubts about the table's figures, beside the notes of the roofline."""
+    found, ceilings, longest = list[str](), roofline.ceilings, roofline.target.max_positions
     if ceilings.bandwidth.source != ceilings.linear_flops.source:
         found.append(
             f"the bandwidth is {ceilings.bandwidth.source}, the FLOPs are {ceilings.linear_flops.source}: no device as "
             "a whole"
         )
-    too_long = sorted({cell.context for cell in cells if longest and cell.context > longest})
+    too_long = sorted({cell["context"] for cell in cells if longest and cell["context"] > longest})
     if too_long:
         found.append(f"context {', '.join(map(str, too_long))}: the model was built for {longest} positions")
-    too_big = [f"{cell.context} x {cell.batch}" for cell in cells if cell.fits is False]
+    too_big = [f"{cell['context']} x {cell['batch']}" for cell in cells if cell["fits"] is False]
     if too_big and ceilings.memory_bytes:
         found.append(
             f"context x batch {', '.join(too_big)}: more than the {ceilings.memory_bytes / 1e9:.0f} GB of the device"
@@ -84,11 +110,11 @@ def notes(roofline: Roofline, cells: list[Cell]) -> list[str]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What decides whether speculation pays.
+    """The costs that decide whether speculation pays.
 
-    weight_bytes: that a step reads. cache_bytes: of the last-level cache, None if it is not known. rows: a forward of
-    EXPECTED_CHAIN + 1 rows, in forwards of one. chain: the same with the drafting of such a chain; None without a
-    draft. is_ideal: computed at the device's best, not measured."""
+    weight_bytes: that a step reads. cache_bytes: of the last-level cache, None if it is not known. rows: the time of a
+    forward of EXPECTED_CHAIN + 1 rows, over that of a forward of one. chain: the same with the drafting of such a
+    chain; None without a draft. is_ideal: computed at the device's best, not measured."""
 
     weight_bytes: float
     cache_bytes: int | None
@@ -97,9 +123,20 @@ class Costs:
     is_ideal: bool = False
 
 
+def costs_of(roofline: Roofline, context: int) -> Costs:
+    """The least that a chain costs one sequence of that many cached tokens."""
+    one, drafting = roofline.step(1, context), Chain(EXPECTED_CHAIN)
+    return Costs(
+        one.cost.weight_bytes, roofline.ceilings.cache_bytes,
+        roofline.step(1, context, drafting.max_nodes).seconds / one.seconds,
+        None if roofline.draft is None else roofline.cycle(drafting, 1.0, 1, context).seconds / one.seconds,
+        is_ideal=True,
+    )  # fmt: skip
+
+
 def expectation(costs: Costs) -> str:
-    """What to expect of speculation, in one line: where the weights come from, what verified rows cost, and from which
-    tau on a chain pays."""
+    """One line on whether speculation pays: where the weights come from, the cost of verified rows, and the tau from
+    which on a chain pays."""
     weights, cache = f"{costs.weight_bytes / 1e6:.0f} MB of weights", costs.cache_bytes
     if cache is None:
         source = f"a step reads {weights}"
@@ -114,66 +151,3 @@ def expectation(costs: Costs) -> str:
     if costs.chain >= EXPECTED_CHAIN + 1:
         return f"{told}, and with its drafting a chain of {EXPECTED_CHAIN} costs {costs.chain:.2f}: it cannot pay"
     return f"{told}, and with its drafting a chain of {EXPECTED_CHAIN} pays from a tau of {bound}{costs.chain:.2f} on"
-
-
-def costs_of(roofline: Roofline, context: int) -> Costs:
-    """The least that a chain costs one sequence of so many cached tokens."""
-    one, drafting = roofline.step(1, context), Chain(EXPECTED_CHAIN)
-    return Costs(
-        one.cost.weight_bytes, roofline.ceilings.cache_bytes,
-        roofline.step(1, context, drafting.max_nodes).seconds / one.seconds,
-        None if roofline.draft is None else roofline.cycle(drafting, 1.0, 1, context).seconds / one.seconds,
-        is_ideal=True,
-    )  # fmt: skip
-
-
-def describe(roofline: Roofline) -> dict[str, object]:
-    """Target, draft and device as JSON."""
-    target, draft, precision = roofline.target, roofline.draft, roofline.draft_precision
-    return {
-        "target": {
-            "family": target.family,
-            "num_parameters": target.num_parameters,
-            "num_active": target.num_active,
-            "dtype": target.precision.name,
-            "kv_dtype": target.precision.kv.name,
-            "weight_bytes": target.stored_bytes(target.precision),
-            "kv_bytes_per_token": target.body.kv_bytes_per_token(target.precision),
-            "max_positions": target.max_positions,
-        },
-        "draft": draft
-        and {
-            "is_assumed": bool(draft.assumptions),
-            "num_parameters": draft.num_parameters,
-            "draft_vocab_size": draft.body.head.n,
-            "dtype": precision.name,
-            "weight_bytes": draft.stored_bytes(precision),
-            "kv_bytes_per_token": draft.body.kv_bytes_per_token(precision),
-        },
-        "ceilings": roofline.ceilings.as_dict(),
-    }
-
-
-def _cell(roofline: Roofline, grid: Grid, context: int, batch: int) -> Cell:
-    step, memory = roofline.step(batch, context), roofline.memory_bytes(batch, context)
-    has = roofline.ceilings.memory_bytes
-    speculative = [
-        _speculation(roofline, chain, tau, context, batch)
-        for chain in (grid.chains if roofline.draft else ())
-        for tau in (grid.taus or dict.fromkeys((chain + 1, EXAMPLE_TAU)))
-        if tau <= chain + 1
-    ]
-    return Cell(
-        context=context, batch=batch, step=step, tokens_per_s=batch / step.seconds, memory_bytes=memory,
-        fits=None if has is None else memory <= has, speculative=tuple(speculative),
-    )  # fmt: skip
-
-
-def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> SpeculationBound:
-    drafting = Chain(chain)
-    cycle = roofline.cycle(drafting, tau, batch, context)
-    return SpeculationBound(
-        num_spec_tokens=chain, tau=tau, is_upper_bound=tau == chain + 1, tokens_per_s=batch * tau / cycle.seconds,
-        speedup=roofline.speedup(drafting, tau, batch, context), draft_ms=cycle.draft.seconds * 1e3,
-        verify_ms=cycle.verify.seconds * 1e3,
-    )  # fmt: skip

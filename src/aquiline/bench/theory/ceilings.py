@@ -1,25 +1,19 @@
-"""The ceilings of the device that a user names. Those of this machine are measured once and kept in a cache file."""
+"""The most that a device can do, and the source of each figure: measured here, a datasheet, or given by the user.
+
+A figure always carries its source, so that measured and published figures are not mixed unnoticed. The figures of this
+machine are measured once (`measure.py`) and kept in a cache file.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import psutil
 
 from aquiline.bench.theory.choice import LimitsChoice
-from aquiline.bench.theory.device import (
-    GIGA,
-    TERA,
-    Ceilings,
-    Figure,
-    check_arithmetic,
-    datasheet_ceilings,
-    given_figure,
-)
 from aquiline.bench.theory.measure import (
     Machine,
     Measurement,
@@ -35,26 +29,90 @@ from aquiline.writing import write_whole
 
 logger = logging.getLogger(__name__)
 
+GIGA, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A rate in bytes or FLOPs per second, its source, and details of the source."""
+
+    per_s: float
+    source: Literal["measured", "datasheet", "given"]
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The ceilings of one device. bandwidth: bytes per second of pure reading; copy: bytes read and written per second.
+
+    arithmetic: what linears multiply in; cache_bytes: size of the last-level cache; memory_bytes: memory for weights
+    and caches together. None: not known."""
+
+    device: str
+    arithmetic: str | None
+    bandwidth: Figure
+    linear_flops: Figure
+    attention_flops: Figure
+    copy: Figure | None = None
+    cache_bytes: int | None = None
+    memory_bytes: int | None = None
+    remark: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """The ceilings as JSON; the remark stands among the notes."""
+        return {name: value for name, value in asdict(self).items() if name != "remark"}
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """Published figures of one card: GB/s; dense TFLOP/s, bfloat16 with float32 sums and float32 without tensor cores;
+    GB of memory; MB of last-level cache, None if the source does not name it."""
+
+    name: str
+    gb_per_s: float
+    bfloat16_tflops: float
+    float32_tflops: float | None
+    memory_gb: float
+    cache_mb: float | None
+    source: str
+
+
+DATASHEETS = {
+    "a100": Datasheet("NVIDIA A100 SXM 80 GB", 2039, 312, 19.5, 80, 40, "NVIDIA A100 80GB datasheet, A100 white paper"),
+    "h100": Datasheet("NVIDIA H100 SXM 80 GB", 3350, 989.4, 66.9, 80, 50, "NVIDIA H100 datasheet, H100 white paper"),
+    "h200": Datasheet("NVIDIA H200 SXM 141 GB", 4800, 989.4, 66.9, 141, 50, "NVIDIA H200 datasheet; cache as H100"),
+    "b200": Datasheet("NVIDIA B200 SXM 180 GB", 8000, 2250, None, 180, None, "NVIDIA DGX B200 datasheet, one of 8"),
+    "l4": Datasheet("NVIDIA L4 24 GB", 300, 121, 30.3, 24, None, "NVIDIA L4 datasheet"),
+    "l40s": Datasheet("NVIDIA L40S 48 GB", 864, 362, 91.6, 48, None, "NVIDIA L40S datasheet"),
+    "rtx3090": Datasheet("GeForce RTX 3090 24 GB", 936, 71, 35.6, 24, 6, "NVIDIA GA102 white paper"),
+    "rtx4090": Datasheet(
+        "GeForce RTX 4090 24 GB", 1008, 165.2, 82.6, 24, 72, "NVIDIA Ada GPU architecture white paper"
+    ),
+    "rtx5090": Datasheet("GeForce RTX 5090 32 GB", 1792, 209.5, 104.8, 32, 96, "NVIDIA RTX Blackwell white paper"),
+    "mi300x": Datasheet("AMD Instinct MI300X 192 GB", 5300, 1307.4, 163.4, 192, 256, "AMD Instinct MI300X datasheet"),
+}
+"""Peaks that no kernel reaches: on an H100 and an H200, copies reach 90 % of the bandwidth, GEMMs 80 % of the FLOPs."""
+
 
 def ceilings_of(choice: LimitsChoice, dtype: str, on_stage: OnStage) -> Ceilings:
     """The ceilings of the chosen device for weights stored as `dtype`. Measures only if a measured figure is needed.
 
-    Raises ValueError for an unknown device, an arithmetic that it does not have, and figures that are not positive."""
-    bandwidth = given_figure("bandwidth", choice.bandwidth, GIGA)
-    flops = given_figure("flops", choice.flops, TERA)
+    Raises ValueError for an unknown device and for an arithmetic that the device does not have."""
+    bandwidth = None if choice.bandwidth is None else Figure(choice.bandwidth * GIGA, "given")
+    flops = None if choice.flops is None else Figure(choice.flops * TERA, "given")
     if choice.device is None and bandwidth and flops:
         return Ceilings("given figures", choice.arithmetic, bandwidth, flops, flops)
     if choice.device not in (None, "cpu"):
         arithmetic = choice.arithmetic or ("float32" if dtype == "float32" else "bfloat16")
-        return datasheet_ceilings(str(choice.device), arithmetic, bandwidth, flops)
+        return _published(str(choice.device), arithmetic, bandwidth, flops)
     machine = this_machine()
-    arithmetic = choice.arithmetic or ("int8" if _runs_on_integers(dtype) and machine.isa != "torch" else "float32")
-    check_arithmetic(arithmetic)
-    known = (last_level_cache(), psutil.virtual_memory().total)
+    runs_on_integers = machine.isa != "torch" and (dtype in ("int8", "int4") or is_packed(dtype))
+    arithmetic = choice.arithmetic or ("int8" if runs_on_integers else "float32")
+    sizes = (last_level_cache(), psutil.virtual_memory().total)
     if bandwidth and flops:
-        return Ceilings(machine.key, arithmetic, bandwidth, flops, flops, None, *known)
+        return Ceilings(machine.key, arithmetic, bandwidth, flops, flops, None, *sizes)
     measured = measured_once(machine, on_stage, remeasure=choice.remeasure)
-    rate = {"float32": measured.float32, "bfloat16": measured.bfloat16, "int8": measured.int8}[arithmetic]
+    rate: Rate | None = getattr(measured, arithmetic)
     if rate is None:
         needs = "AVX512_BF16" if arithmetic == "bfloat16" else "the native library"
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks {needs}; use arithmetic='float32'")
@@ -63,79 +121,59 @@ def ceilings_of(choice: LimitsChoice, dtype: str, on_stage: OnStage) -> Ceilings
         Figure(r.per_s, "measured", f"{r.by}, {measured.date}") for r in (measured.read, measured.copy, rate, beside)
     )
     return Ceilings(
-        machine.key, arithmetic, bandwidth or read, flops or linears, flops or attention, copy, *known,
+        machine.key, arithmetic, bandwidth or read, flops or linears, flops or attention, copy, *sizes,
         remark=_remark(machine, measured),
     )  # fmt: skip
 
 
-def _runs_on_integers(dtype: str) -> bool:
-    """Whether the engine by itself multiplies weights of this storage in int8."""
-    return dtype in ("int8", "int4") or is_packed(dtype)
-
-
-def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = False) -> Measurement:
-    """This machine's figures, read from the cache file, or else measured and written there."""
-    file = cache_directory() / "ceilings.json"
-    entries = read_entries(file)
-    measured = None if remeasure else _found(entries.get(machine.key), machine)
-    if measured is None:
-        measured = measure_ceilings(machine, on_stage)
-        write_entries(file, entries | {machine.key: asdict(measured)})
-    return measured
-
-
-def read_entries(file: Path) -> dict[str, object]:
-    """The entries of the cache file by machine; empty if there is no file, and with a warning if it is broken."""
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        logger.warning("%s: broken (%s); measuring again", file, error)
-        return {}
-    if not isinstance(entries, dict):
-        logger.warning("%s: broken (a JSON %s); measuring again", file, type(entries).__name__)
-        return {}
-    return entries
-
-
-def write_entries(file: Path, entries: dict[str, object]) -> None:
-    """Write the cache file, whole or not at all; warns if it cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(entries, indent=1) + "\n", "It is as before")
-    except OSError as error:
-        logger.warning("%s: the measured ceilings cannot be kept (%s)", file, error)
-
-
-def _found(entry: object, machine: Machine) -> Measurement | None:
-    """An entry of the cache file as a Measurement; None if there is none, and with a warning if it is broken."""
-    if entry is None:
-        return None
-    try:
-        return _measurement(entry)
-    except (KeyError, TypeError, ValueError) as error:
-        logger.warning("the cached ceilings of %s are broken (%r); measuring again", machine.key, error)
-        return None
-
-
-def _measurement(entry: object) -> Measurement:
-    if not isinstance(entry, dict):
-        raise TypeError(f"a JSON {type(entry).__name__}")
-    load = entry["load"]
-    bfloat16, int8 = (None if entry[name] is None else _rate(entry[name]) for name in ("bfloat16", "int8"))
-    return Measurement(
-        date=str(entry["date"]), load=None if load is None else float(load),
-        **{name: _rate(entry[name]) for name in ("read", "copy", "float32")},
-        bfloat16=bfloat16, int8=int8,
+def _published(device: str, arithmetic: str, bandwidth: Figure | None, flops: Figure | None) -> Ceilings:
+    """A card's published figures; given figures replace them."""
+    sheet = DATASHEETS.get(device)
+    if sheet is None:
+        raise ValueError(
+            f"device={device!r}: must be cpu or one of {', '.join(DATASHEETS)}; for any other, give --bandwidth and "
+            "--flops"
+        )
+    if flops is None:
+        tflops = {"bfloat16": sheet.bfloat16_tflops, "float32": sheet.float32_tflops}.get(arithmetic)
+        if tflops is None:
+            raise ValueError(f"arithmetic={arithmetic!r}: no published figure for {device} is known here; give --flops")
+        flops = Figure(tflops * TERA, "datasheet", sheet.source)
+    return Ceilings(
+        device=sheet.name, arithmetic=arithmetic, linear_flops=flops, attention_flops=flops,
+        bandwidth=bandwidth or Figure(sheet.gb_per_s * GIGA, "datasheet", sheet.source),
+        memory_bytes=int(sheet.memory_gb * GIGA), cache_bytes=int(sheet.cache_mb * 2**20) if sheet.cache_mb else None,
     )  # fmt: skip
 
 
-def _rate(entry: dict[str, object]) -> Rate:
-    per_s = float(str(entry["per_s"]))
-    if not 0 < per_s < math.inf:
-        raise ValueError(f"per_s={per_s}")
-    return Rate(per_s, str(entry["by"]))
+def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = False) -> Measurement:
+    """This machine's figures, read from the cache file, or else measured and written there.
+
+    Warns if the file is broken, and measures again; warns if the file cannot be written."""
+    file = cache_directory() / "ceilings.json"
+    entries: dict[str, Any] = {}
+    try:
+        entries = dict(json.loads(file.read_text(encoding="utf-8")))
+        if machine.key in entries and not remeasure:
+            return _measurement(entries[machine.key])
+    except FileNotFoundError:
+        pass
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        logger.warning("%s: the ceilings of %s are broken (%r); measuring again", file, machine.key, error)
+    measured = measure_ceilings(machine, on_stage)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(entries | {machine.key: asdict(measured)}, indent=1) + "\n", "It is as before")
+    except OSError as error:
+        logger.warning("%s: the measured ceilings cannot be kept (%s)", file, error)
+    return measured
+
+
+def _measurement(entry: dict[str, Any]) -> Measurement:
+    """An entry of the cache file. Raises KeyError, TypeError or ValueError if it is broken."""
+    rates: dict[str, Any] = {name: Rate(**entry[name]) for name in ("read", "copy", "float32")}
+    rates |= {name: entry[name] and Rate(**entry[name]) for name in ("bfloat16", "int8")}
+    return Measurement(**entry | rates | {"load": entry["load"] and float(entry["load"])})
 
 
 def _remark(machine: Machine, measured: Measurement) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from dataclasses import dataclass
 
-from aquiline.settings import about, setting
+from aquiline.settings import setting
 from aquiline.spec.drafting import Chain
 
 DEVICE, STORAGE = "Device", "Storage"
 """Headings under which settings are listed."""
 
+ARITHMETICS = ("float32", "bfloat16", "int8")
+"""The arithmetics that linears may be multiplied in."""
+
 DEFAULT_CONTEXTS = (512, 2048, 8192)
+EXAMPLE_TAU = 2.5
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,20 @@ class LimitsChoice:
     flops: float | None = setting(None, "TFLOP/s, in the place of the device's.", DEVICE)
     remeasure: bool = setting(False, "Measure the CPU again.", DEVICE)
 
+    def __post_init__(self) -> None:
+        if self.arithmetic not in (None, *ARITHMETICS):
+            raise ValueError(f"arithmetic={self.arithmetic!r}: must be one of {', '.join(ARITHMETICS)}")
+        for name, value in (("bandwidth", self.bandwidth), ("flops", self.flops)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value:g}: must be a positive number")
+
 
 @dataclass(frozen=True)
 class Grid:
-    """What to tabulate. taus empty: every chain's upper bound, all drafts accepted, and limits.EXAMPLE_TAU."""
+    """What to tabulate. contexts empty: those of DEFAULT_CONTEXTS that the model was built for. taus empty: for every
+    chain its upper bound, at which all drafts are accepted, and EXAMPLE_TAU."""
 
-    contexts: tuple[int, ...] = field(
-        metadata=about("Cached tokens per sequence. Default: 512 2048 8192.", name="context")
-    )
+    contexts: tuple[int, ...] = setting((), "Cached tokens per sequence. Default: 512 2048 8192.", name="context")
     batches: tuple[int, ...] = setting((1, 4, 8), "Sequences.", name="batch")
     chains: tuple[int, ...] = setting((2, 3, 4, 5), "Chain lengths K.", name="num_spec_tokens")
     taus: tuple[float, ...] = setting(
@@ -70,8 +79,6 @@ class Grid:
             for value in values:
                 if value < 1:
                     raise ValueError(f"{name}={value}: must be at least 1")
-        if not self.chains:
-            return
         Chain(max(self.chains))
         Chain(min(self.chains))
         for tau in self.taus:
@@ -80,9 +87,3 @@ class Grid:
                     f"tau={tau:g}: must be between 1 and {max(self.chains) + 1}, the most the longest chain and its "
                     "bonus can commit; raise --num-spec-tokens or lower it"
                 )
-
-
-def grid_of(given: Mapping[str, Any], max_positions: int | None) -> Grid:
-    """The grid of what a user gives; its contexts by default those that the model was built for."""
-    fitting = tuple(c for c in DEFAULT_CONTEXTS if max_positions is None or c <= max_positions)
-    return Grid(**{"contexts": fitting or (max_positions or 1,), **given})

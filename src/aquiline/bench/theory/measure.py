@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -19,29 +19,35 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import torch
 
 from aquiline.backends.cpu import calls
 from aquiline.backends.cpu.native_pair import configure, missing_reason
 from aquiline.backends.cpu.native_weights import has_bf16_dot
+from aquiline.blocks import FLOATS
 from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
+from aquiline.ops.threads import usable_cores
+from aquiline.types import Float32
 
 SECONDS = 2.0
 """Seconds of measuring for each of read, copy and the two GEMMs."""
 STREAM_BYTES = 256 << 20
 NUM_PIECES = 16
 WIDTH, GEMM_ROWS, GEMM_CALLS = 1024, 96, 16
-Ways = Mapping[str, Sequence[Callable[[], object]]]
+Ways = dict[str, Sequence[Callable[[], object]]]
 OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The best rate per second, and the implementation that reached it."""
+    """The best rate per second, and the implementation that reached it. Raises ValueError unless it is positive."""
 
     per_s: float
     by: str
+
+    def __post_init__(self) -> None:
+        if not 0 < self.per_s < math.inf:
+            raise ValueError(f"per_s={self.per_s}")
 
 
 @dataclass(frozen=True)
@@ -81,39 +87,34 @@ def this_machine() -> Machine:
         configure(environment)
         system = calls.system()
         return Machine(cpu_name(), int(system["threads"]), str(system["isa"]))
-    return Machine(cpu_name(), torch.get_num_threads(), "torch")
+    return Machine(cpu_name(), usable_cores(), "torch")
 
 
 def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECONDS) -> Measurement:
     """Measure all five, `seconds` each; calls on_stage with the name of each before it starts."""
     is_native = machine.isa != "torch"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    with _torch_threads(machine.threads):
+    with ThreadPoolExecutor(machine.threads) as pool:
+        split = partial(_split, pool, machine.threads)
         on_stage("read-only stream")
         pieces = _pieces()
-        read = best_of(_readers(pieces, is_native), pieces[0].nbytes, seconds)
+        read = best_of(_readers(pieces, split, is_native), pieces[0].nbytes, seconds)
         on_stage("copy")
-        copiers = [partial(to.copy_, source) for source, to in zip(pieces[::2], pieces[1::2], strict=True)]
-        copy = best_of({"torch copy": copiers}, 2 * pieces[0].nbytes, seconds)
-        on_stage("float32 GEMM")
-        flops = 2 * GEMM_ROWS * WIDTH * WIDTH
-        float32 = best_of(_gemms(torch.float32, is_native), flops, seconds)
-        bfloat16 = None
-        if is_native and has_bf16_dot():
-            on_stage("bfloat16 GEMM")
-            bfloat16 = best_of(_gemms(torch.bfloat16, is_native), flops, seconds)
-        int8 = None
-        if is_native:
-            on_stage("int8 GEMM")
-            int8 = best_of(_integer_gemm(), flops, seconds)
-    return Measurement(datetime.now(UTC).date().isoformat(), load, read, copy, float32, bfloat16, int8)
+        copiers = [partial(split, np.copyto, to, source) for source, to in zip(pieces[::2], pieces[1::2], strict=True)]
+        copy = best_of({"numpy copy": copiers}, 2 * pieces[0].nbytes, seconds)
+    rates: dict[str, Rate] = {}
+    for arithmetic in _arithmetics(is_native):
+        on_stage(f"{arithmetic} GEMM")
+        rates[arithmetic] = best_of(_gemms(arithmetic, is_native), 2 * GEMM_ROWS * WIDTH * WIDTH, seconds)
+    today = datetime.now(UTC).date().isoformat()
+    return Measurement(today, load, read, copy, rates["float32"], rates.get("bfloat16"), rates.get("int8"))
 
 
 def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
     """The best rate of any call; each call processes `amount`. Measures for `seconds`, and up to four times as long
     while the rate still rises.
 
-    Each way makes all its calls before the next way's turn: the worker threads of torch and of the native library spin
+    Each way makes all its calls before the next way's turn: the worker threads of numpy and of the native library spin
     for a moment after a call and would slow the other's next call."""
     best = dict.fromkeys(ways, math.inf)
     deadline = time.perf_counter() + seconds
@@ -148,48 +149,39 @@ def last_level_cache() -> int | None:
     return sum(size for (level, _), size in found.items() if level == last) or None
 
 
-def _pieces() -> list[torch.Tensor]:
+def _pieces() -> list[Float32]:
     """Buffers that no cache holds together, small enough for calls of a fraction of a millisecond."""
     total = min(max(STREAM_BYTES, 4 * (last_level_cache() or 0)), psutil.virtual_memory().available // 4)
-    return [torch.ones(total // NUM_PIECES // 4 // WIDTH, WIDTH) for _ in range(NUM_PIECES)]
+    return [np.ones((total // NUM_PIECES // 4 // WIDTH, WIDTH), np.float32) for _ in range(NUM_PIECES)]
 
 
-def _readers(pieces: list[torch.Tensor], is_native: bool) -> Ways:
-    flat = [piece.view(-1) for piece in pieces]
-    ways: dict[str, Sequence[Callable[[], object]]] = {
-        "torch sum": [piece.sum for piece in flat],
-        "torch maximum": [piece.max for piece in flat],
-    }
+def _split(pool: ThreadPoolExecutor, num_threads: int, function: Callable[..., object], *arrays: Float32) -> None:
+    """Call a function of numpy on arrays, split by rows between threads; numpy itself runs on one."""
+    list(pool.map(function, *(np.array_split(array, num_threads) for array in arrays)))
+
+
+def _readers(pieces: list[Float32], split: Callable[..., None], is_native: bool) -> Ways:
+    ways: Ways = {"numpy maximum": [partial(split, np.max, piece) for piece in pieces]}
     if is_native:
         row = np.ones((1, WIDTH), np.float32)
         ways["native float32 linear of one row"] = [partial(calls.NativeLinear(piece), row) for piece in pieces]
     return ways
 
 
-def _gemms(dtype: torch.dtype, is_native: bool) -> Ways:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(WIDTH, WIDTH, generator=generator).to(dtype)
-    rows = torch.randn(GEMM_ROWS, WIDTH, generator=generator)
-    ways: dict[str, Sequence[Callable[[], object]]] = {
-        "torch linear": [partial(torch.mm, rows.to(dtype), weight.T)] * GEMM_CALLS
-    }
+def _arithmetics(is_native: bool) -> list[str]:
+    """The arithmetics of linears that this machine has."""
+    return ["float32"] + ["bfloat16"] * (is_native and has_bf16_dot()) + ["int8"] * is_native
+
+
+def _gemms(arithmetic: str, is_native: bool) -> Ways:
+    generator = np.random.default_rng(0)
+    weight = generator.standard_normal((WIDTH, WIDTH), np.float32)
+    rows = generator.standard_normal((GEMM_ROWS, WIDTH), np.float32)
+    ways: Ways = {}
+    if arithmetic == "float32":
+        ways["numpy matmul"] = [partial(np.matmul, rows, weight.T)] * GEMM_CALLS
     if is_native:
-        linear = calls.NativeLinear(weight, arithmetic=str(dtype).removeprefix("torch."))
-        ways[f"native linear of {GEMM_ROWS} rows"] = [partial(linear, rows.numpy())] * GEMM_CALLS
+        stored = weight if arithmetic == "int8" else weight.astype(FLOATS[arithmetic])
+        linear = calls.NativeLinear(stored, arithmetic=arithmetic, dtype="int8" if arithmetic == "int8" else None)
+        ways[f"native linear of {GEMM_ROWS} rows"] = [partial(linear, rows)] * GEMM_CALLS
     return ways
-
-
-def _integer_gemm() -> Ways:
-    weight, rows = torch.ones(WIDTH, WIDTH), np.ones((GEMM_ROWS, WIDTH), np.float32)
-    linear = calls.NativeLinear(weight, arithmetic="int8", dtype="int8")
-    return {f"native linear of {GEMM_ROWS} rows": [partial(linear, rows)] * GEMM_CALLS}
-
-
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -12,10 +12,16 @@ first processes the committed tokens (tau rows, after fc), then makes one pass p
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from aquiline.bench.theory.device import Ceilings
-from aquiline.models.shape import BodyShape, DraftShape, ModelShape, Precision
+from aquiline.bench.theory.ceilings import Ceilings, ceilings_of
+from aquiline.bench.theory.choice import LimitsChoice, StorageChoice
+from aquiline.bench.theory.measure import OnStage
+from aquiline.blocks import is_packed
+from aquiline.engine.model import LoadedModels
+from aquiline.models.counting import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
+from aquiline.models.known_pairs import checkpoints
+from aquiline.models.shape import BodyShape, DraftShape, ModelShape, precision_of
 from aquiline.spec.drafting import Drafting
 
 CACHE_SHARE = 0.1
@@ -71,36 +77,23 @@ class Ideal:
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
-@dataclass(frozen=True)
-class StepRows:
-    """The rows of one forward: `per_sequence` new tokens behind each of `batch` contexts of `context` tokens. num_head:
-    how many rows of each sequence go through the head; None for all."""
-
-    batch: int
-    context: float
-    per_sequence: float = 1
-    num_head: float | None = None
+def keys_read(context: float, rows: float, window: int) -> float:
+    """How many keys of one sequence its new rows see together in one layer. With a window of w, a row sees itself and
+    the w - 1 tokens before it."""
+    return min(context + rows, window + rows - 1) if window else context + rows
 
 
-def keys_read(rows: StepRows, window: int) -> float:
-    """How many keys of one sequence its rows see together in one layer. With a window of w, a row sees itself and the
-    w - 1 tokens before it."""
-    every = rows.context + rows.per_sequence
-    return min(every, window + rows.per_sequence - 1) if window else every
+def keys_seen(context: float, rows: float, window: int) -> float:
+    """The keys that each new row of one sequence sees in one layer, summed over its rows; the rows form a chain."""
+    growing = min(rows, max(0.0, window - context)) if window else rows
+    return growing * context + growing * (growing + 1) / 2 + (rows - growing) * window
 
 
-def keys_seen(rows: StepRows, window: int) -> float:
-    """The keys that each row of one sequence sees in one layer, summed over its rows; the rows form a chain."""
-    m, growing = rows.per_sequence, rows.per_sequence
-    if window:
-        growing = min(m, max(0.0, window - rows.context))
-    return growing * rows.context + growing * (growing + 1) / 2 + (m - growing) * window
-
-
-def forward_cost(body: BodyShape, precision: Precision, rows: StepRows) -> Cost:
-    """One forward of a target, or one pass of a draft without its fc."""
-    num_rows = rows.batch * rows.per_sequence
-    head_rows = num_rows if rows.num_head is None else rows.batch * rows.num_head
+def forward_cost(body: BodyShape, batch: int, context: float, rows: float = 1, num_head: float | None = None) -> Cost:
+    """One forward of a target, or one pass of a draft without its fc: `rows` new tokens after each of `batch` contexts
+    of `context` tokens. num_head: how many rows of each sequence go through the head; None for all."""
+    precision, num_rows = body.precision, batch * rows
+    head_rows = num_rows if num_head is None else batch * num_head
     cost = Cost(
         weight_bytes=precision.vector_bytes(body.num_vector + num_rows * body.hidden_size)
         + precision.head.num_bytes(body.head),
@@ -108,29 +101,40 @@ def forward_cost(body: BodyShape, precision: Precision, rows: StepRows) -> Cost:
     )
     for layer, times in Counter(body.layers).items():
         heads = layer.attention
-        each = Cost(
-            weight_bytes=layer.num_bytes(precision, layer.touched_experts(num_rows)),
-            kv_bytes=precision.kv_bytes(layer.kv_per_token) * rows.batch * keys_read(rows, heads.window),
-            linear_flops=2 * layer.multiply_adds * num_rows,
-            attention_flops=4 * heads.num_heads * heads.head_dim * rows.batch * keys_seen(rows, heads.window),
-        )
+        key_flops = 4 * heads.num_heads * heads.head_dim * batch
         cost += Cost(
-            times * each.weight_bytes, times * each.kv_bytes, times * each.linear_flops, times * each.attention_flops
+            weight_bytes=times * layer.num_bytes(precision, layer.touched_experts(num_rows)),
+            kv_bytes=times * precision.kv_bytes(layer.kv_per_token) * batch * keys_read(context, rows, heads.window),
+            linear_flops=times * 2 * layer.multiply_adds * num_rows,
+            attention_flops=times * key_flops * keys_seen(context, rows, heads.window),
         )
     return cost
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One step of speculation at its ideal."""
+    """One step of speculation at its ideal. plain: a step without speculation; tau: tokens committed per sequence."""
 
     draft: Ideal
     verify: Ideal
+    plain: Ideal
+    tau: float
+    batch: int
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole cycle."""
         return self.draft.seconds + self.verify.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Ideal tokens per second of all sequences together."""
+        return self.batch * self.tau / self.seconds
+
+    @property
+    def speedup(self) -> float:
+        """The ideal speedup at this tau: tau * (time of a step without speculation) / (time of a cycle)."""
+        return self.tau * self.plain.seconds / self.seconds
 
 
 @dataclass(frozen=True)
@@ -139,17 +143,16 @@ class Roofline:
 
     target: ModelShape
     draft: DraftShape | None
-    draft_precision: Precision
     ceilings: Ceilings
 
     def ideal(self, cost: Cost) -> Ideal:
         """The least time of one forward."""
         memory_s = compute_s = 0.0
         for num_bytes, flops, rate in (
-            (cost.weight_bytes, cost.linear_flops, self.ceilings.linear_flops.value),
-            (cost.kv_bytes, cost.attention_flops, self.ceilings.attention_flops.value),
+            (cost.weight_bytes, cost.linear_flops, self.ceilings.linear_flops.per_s),
+            (cost.kv_bytes, cost.attention_flops, self.ceilings.attention_flops.per_s),
         ):
-            moving_s, computing_s = num_bytes / self.ceilings.bandwidth.value, flops / rate
+            moving_s, computing_s = num_bytes / self.ceilings.bandwidth.per_s, flops / rate
             if moving_s >= computing_s:
                 memory_s += moving_s
             else:
@@ -158,78 +161,48 @@ class Roofline:
 
     def step(self, batch: int, context: int, num_rows: int = 1) -> Ideal:
         """The ideal of a target forward with num_rows rows per sequence; one row is a step without speculation."""
-        return self.ideal(forward_cost(self.target.body, self.target.precision, StepRows(batch, context, num_rows)))
+        return self.ideal(forward_cost(self.target.body, batch, context, num_rows))
 
     def cycle(self, drafting: Drafting, tau: float, batch: int, context: int) -> Cycle:
         """The ideal of drafting and verifying a tree of which tau tokens per sequence are committed.
 
         Raises ValueError for a tau that the tree cannot reach, or for a drafter without a draft."""
-        check_tau(tau, drafting)
-        verify = self.step(batch, context, drafting.max_nodes)
-        if not drafting.is_speculative:
-            return Cycle(Ideal(), verify)
+        most = drafting.max_depth + 1
+        if not 1 <= tau <= most:
+            raise ValueError(f"tau={tau:g}: must be between 1 and {most}, the most this draft can commit")
+        draft = self._drafted(drafting, tau, batch, context) if drafting.is_speculative else Ideal()
+        return Cycle(draft, self.step(batch, context, drafting.max_nodes), self.step(batch, context), tau, batch)
+
+    def _drafted(self, drafting: Drafting, tau: float, batch: int, context: int) -> Ideal:
+        """The passes of the draft: over the committed tokens with fc before it, then one for each further level."""
         if self.draft is None:
             raise ValueError(f"drafter={drafting.name!r}: no draft is named; name one, or use drafter='none'")
-        body, precision = self.draft.body, self.draft_precision
-        fusing = Cost(
-            precision.layers.num_bytes(self.draft.fc), linear_flops=2 * self.draft.fc.num_weights * batch * tau
-        )
-        draft = self.ideal(fusing + forward_cost(body, precision, StepRows(batch, context, tau, num_head=1)))
-        seen = context + tau
-        for num in drafting.draft_passes:
-            draft += self.ideal(forward_cost(body, precision, StepRows(batch, seen, num)))
-            seen += 1
-        return Cycle(draft, verify)
+        body, fc = self.draft.body, self.draft.fc
+        fusing = Cost(body.precision.layers.num_bytes(fc), linear_flops=2 * fc.num_weights * batch * tau)
+        drafted = self.ideal(fusing + forward_cost(body, batch, context, tau, num_head=1))
+        for level, num in enumerate(drafting.draft_passes):
+            drafted += self.ideal(forward_cost(body, batch, context + tau + level, num))
+        return drafted
 
-    def tokens_per_s(self, drafting: Drafting, tau: float, batch: int, context: int) -> float:
-        """Ideal tokens per second of all sequences together."""
-        return batch * tau / self.cycle(drafting, tau, batch, context).seconds
-
-    def speedup(self, drafting: Drafting, tau: float, batch: int, context: int) -> float:
-        """The ideal speedup at this tau: tau * (time of a step without speculation) / (time of a cycle)."""
-        return tau * self.step(batch, context).seconds / self.cycle(drafting, tau, batch, context).seconds
-
-    def spec_efficiency(
-        self, measured_speedup: float, drafting: Drafting, tau: float, batch: int, context: int
-    ) -> float:
-        """A measured speedup / the ideal speedup at the same tau; 1 means that the device allows no more."""
-        return measured_speedup / self.speedup(drafting, tau, batch, context)
-
-    def report(
-        self, drafting: Drafting, tau: float, batch: int, context: int, tokens_per_s: float
-    ) -> dict[str, object]:
-        """The `roofline` object of a result with a measured tokens_per_s."""
-        cycle = self.cycle(drafting, tau, batch, context)
-        total, best = cycle.draft + cycle.verify, self.tokens_per_s(drafting, tau, batch, context)
+    def report(self, cycle: Cycle, tokens_per_s: float, speedup: float) -> dict[str, object]:
+        """The `roofline` object of a result with a measured tokens_per_s and speedup. spec_efficiency: the speedup over
+        the ideal one at the same tau; 1 means that the device allows no more."""
+        total = cycle.draft + cycle.verify
         return {
             "bytes_per_step": total.cost.num_bytes,
             "flops_per_step": total.cost.flops,
             "bound": total.bound,
             "ideal_ms_per_step": total.seconds * 1e3,
-            "ideal_tokens_per_s": best,
-            "percent_of_ideal": 100 * tokens_per_s / best,
-            "ideal_speedup": self.speedup(drafting, tau, batch, context),
+            "ideal_tokens_per_s": cycle.tokens_per_s,
+            "percent_of_ideal": 100 * tokens_per_s / cycle.tokens_per_s,
+            "ideal_speedup": cycle.speedup,
             "ceilings": self.ceilings.as_dict(),
+            "spec_efficiency": speedup / cycle.speedup,
+            "notes": self.notes(),
         }
 
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Bytes of keys and values of one token, target and draft together."""
-        draft = self.draft.body.kv_bytes_per_token(self.draft_precision) if self.draft else 0.0
-        return self.target.body.kv_bytes_per_token(self.target.precision) + draft
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of the weights of target and draft as they are stored."""
-        draft = self.draft.stored_bytes(self.draft_precision) if self.draft else 0.0
-        return self.target.stored_bytes(self.target.precision) + draft
-
-    def memory_bytes(self, batch: int, context: int) -> float:
-        """Bytes of all weights, and of the keys and values of `batch` whole contexts."""
-        return self.weight_bytes + batch * context * self.kv_bytes_per_token
-
     def notes(self) -> list[str]:
-        """What limits the meaning of the figures: assumptions, and caches that lift the memory bound."""
+        """The doubts about the figures: assumptions, and caches that lift the memory bound."""
         found = [*self.target.assumptions, *(self.draft.assumptions if self.draft else ())]
         found += [self.ceilings.remark] if self.ceilings.remark else []
         if self.target.is_moe:
@@ -243,8 +216,8 @@ class Roofline:
                 f"{min(1.0, cache / step):.0%} of it: memory bandwidth does not bound what stays there, and a "
                 "measurement may pass 100 % of ideal"
             )
-        elif cache and self.draft and cache > CACHE_SHARE * self.draft.stored_bytes(self.draft_precision):
-            held = self.draft.stored_bytes(self.draft_precision)
+        elif cache and self.draft and cache > CACHE_SHARE * self.draft.stored_bytes:
+            held = self.draft.stored_bytes
             found.append(
                 f"the last-level cache holds {min(1.0, cache / held):.0%} of the draft's {held / 1e6:.0f} MB: its "
                 "passes after the first may beat the memory bound"
@@ -252,7 +225,25 @@ class Roofline:
         return found
 
 
-def check_tau(tau: float, drafting: Drafting) -> None:
-    """Raises ValueError for a tau that no run with this way to draft can have."""
-    if not 1 <= tau <= drafting.max_depth + 1:
-        raise ValueError(f"tau={tau:g}: must be between 1 and {drafting.max_depth + 1}, the most this draft can commit")
+def named_roofline(
+    model: str | None, draft: str | None, storage: StorageChoice, device: LimitsChoice, on_stage: OnStage
+) -> Roofline:
+    """The roofline of `model`, by default the default pair, on a device. draft "none": without; None: a known pair's
+    own, else a typical head. on_stage is told each stage of measuring. Raises ValueError as ceilings_of does."""
+    named = checkpoints(model, draft)
+    target = read_shape(named.target, storage.dtype, storage.kv_dtype)
+    layers, plain = target.body.precision.layers.name, target.body.precision.plain.name
+    precision = precision_of(storage.draft_dtype or ("int4" if is_packed(layers) else plain), storage.kv_dtype)
+    head = None
+    if named.draft != "none":
+        head = assumed_draft(target) if named.draft is None else read_draft_shape(named.draft, target)
+        head = replace(head, body=replace(head.body, precision=precision))
+    return Roofline(target, head, ceilings_of(device, layers, on_stage))
+
+
+def roofline_of(models: LoadedModels) -> Roofline:
+    """The roofline of loaded models on this machine. Its ceilings are measured once and kept."""
+    target = shape_of(models.target_config, models.storage)
+    draft = None if models.draft_config is None else draft_shape_of(models.draft_config, target)
+    ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
+    return Roofline(target, draft, ceilings)
