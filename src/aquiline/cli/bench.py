@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.suite.suite_plan import LoadChoice, Plan, RandomWeights
-from aquiline.cli.fields import Fields, Given, with_options
+from aquiline.bench.suite.suite_plan import Plan, RandomWeights
+from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import DefaultGroup, ListCommand, named, wide_console
 from aquiline.config import PairConfig
 
@@ -20,8 +20,7 @@ PAIR = Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic"))
 def bench(
     out: Annotated[Path, typer.Option(help="Directory of results, one JSON each; what is there is not run again.")],
     *,
-    choice: LoadChoice,
-    plan: Annotated[Given[Plan], Fields(without=("loads", "profile", "seed"))],
+    plan: Plan,
     pair: Annotated[PairConfig, PAIR],
     random: RandomWeights,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON list.")] = False,
@@ -45,11 +44,10 @@ def bench(
     from aquiline.bench.suite.suite import run_suite
     from aquiline.cli.show.results import line_of, shown_progress
 
-    chosen = Plan(choice.loads, choice.profile, **plan)
     source, random_source = sources_of(pair if random.random_weights is not None else named(pair), random)
     found = []
     with shown_progress() as (progress, console):
-        for result in run_suite(chosen, source, random_source, out, progress):
+        for result in run_suite(plan, source, random_source, out, progress):
             found.append(result)
             if not as_json:
                 console.print(line_of(result), soft_wrap=True)
@@ -80,24 +78,21 @@ def table(
       aquiline bench table results/ --older results-of-last-week/
     """
 
-    from aquiline.bench.results import table as tables
     from aquiline.bench.results.result import read_results
-    from aquiline.bench.results.summary import summary
+    from aquiline.bench.results.table import report, summary
 
     found, before = read_results(directory), read_results(older) if older is not None else None
+    tables = report(found, before)
     if short:
         print(summary(found), end="")
     elif markdown:
-        print(tables.markdown(found, before))
+        print(tables.markdown())
     else:
-        wide_console().print(tables.console(found, before))
-    if tables.report(found, before).regressions:
+        wide_console().print(tables.console())
+    if tables.regressions:
         raise typer.Exit(1)
 
 
-def register(app: typer.Typer) -> None:
-    """Add `bench` with its subcommand to the application."""
-    group = typer.Typer(cls=DefaultGroup, help="Measure scenarios (run, the default) and tabulate results (table).")
-    group.command("run", cls=ListCommand)(bench)
-    group.command("table", cls=ListCommand)(table)
-    app.add_typer(group, name="bench")
+commands = typer.Typer(cls=DefaultGroup, help="Measure scenarios (run, the default) and tabulate results (table).")
+commands.command("run", cls=ListCommand)(bench)
+commands.command("table", cls=ListCommand)(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from typing import Annotated
@@ -59,4 +60,4 @@ def chat(
     converse(session, drafting.is_speculative, as_json)
 
 
-chat.__doc__ = (chat.__doc__ or "") + EXAMPLES
+chat.__doc__ = f"{inspect.getdoc(chat)}\n{EXAMPLES}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from aquiline.bench.peers.contest import Contest, Workload
+from aquiline.bench.peers.contest import Contest
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, named, wide_console
 from aquiline.config import PairConfig
@@ -24,7 +24,6 @@ def compare(
     *,
     contest: Contest,
     pair: Annotated[PairConfig, Fields(only=("target", "draft"))],
-    work: Workload,
     out: Annotated[Path | None, typer.Option(help="Directory for one result JSON per setting.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -54,10 +53,10 @@ def compare(
     from aquiline.bench.peers import comparison
 
     check_place(out, is_folder=True)
-    plan = comparison.plan_of(contest, pair if contest.random_weights is not None else named(pair), work)
+    plan = comparison.plan_of(contest, pair if contest.random_weights is not None else named(pair))
     with Console(stderr=True, quiet=as_json).status("") as status:
         found = comparison.compare(plan, status.update)
-    _show(found, plan.title, plan.new_tokens, as_json)
+    _show(found, plan.title, contest.new_tokens, as_json)
     if out is not None:  # last: a disk that is full must not cost the figures
         found.write(out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,16 @@ from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, named
 from aquiline.config import EngineConfig, PairConfig
 from aquiline.writing import check_place
+
+EXAMPLES = """
+Examples:
+
+  aquiline demo
+
+  aquiline demo --bundled
+
+  aquiline demo --package networkx --json
+"""
 
 
 @with_options
@@ -34,17 +45,9 @@ def demo(
 
     Where its weights are not installed, the bundled pair runs on held-out code instead. Exits with 1 if speculation
     changed a token.
-
-    Examples:
-
-      aquiline demo
-
-      aquiline demo --bundled
-
-      aquiline demo --package networkx --json
     """
     from aquiline.bench.suite.demo_plot import plot_demo
-    from aquiline.bench.suite.demos import demo_of, package_demo
+    from aquiline.bench.suite.demo_run import demo_of
     from aquiline.cli.show.demo_tables import run_shown, show_demo
     from aquiline.engine.llm import LLM
     from aquiline.models.known_pairs import BUNDLED
@@ -53,8 +56,7 @@ def demo(
     pair = replace(pair, target=BUNDLED) if bundled or package is not None else named(pair)
     name = str(pair.target)
     llm = LLM.open(pair, EngineConfig(max_batch=1, prefix_cache=False))
-    template = llm.template()
-    found = demo_of(name, template) if package is None else package_demo(name, package, template)
+    found = demo_of(name, llm.template(), package)
     result = run_shown(llm, found, is_shown=not as_json)
     if as_json:
         print(json.dumps(result.as_dict()))
@@ -64,3 +66,6 @@ def demo(
         plot_demo(result, plot)
     if not result.identical:
         raise typer.Exit(1)
+
+
+demo.__doc__ = f"{inspect.getdoc(demo)}\n{EXAMPLES}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aquiline.bench.data.sample import Sample
-from aquiline.bench.eval.eval_plan import OUTPUT, EvalPlan, Search, check_pair
-from aquiline.cli.fields import Fields, Given, with_options
+from aquiline.bench.data.datasets import Sample
+from aquiline.bench.eval.eval_plan import OUTPUT, EvalPlan
+from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import named
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
 from aquiline.writing import check_place
+
+if TYPE_CHECKING:
+    from aquiline.bench.eval.eval_report import EvalReport
 
 EXAMPLES = """
 Examples:
@@ -39,8 +43,7 @@ OUT holds eval.json (every run, every figure), eval.md, eval.png, and answers/ i
 def evaluate(
     *,
     sample: Sample,
-    search: Search,
-    plan: Annotated[Given[EvalPlan], Fields(without=("settings",))],
+    plan: EvalPlan,
     pair: PairConfig,
     template: Annotated[ChatConfig, Fields(only=("template_options",))],
     engine: Annotated[EngineConfig, Fields(only=("max_context",))],
@@ -55,33 +58,38 @@ def evaluate(
     trees are a search; the best is named per length and overall.
     """
     from aquiline.bench.data.datasets import load_questions
-    from aquiline.bench.eval.eval_report import EvalFacts, as_document, model_facts, name_of, write_report
+    from aquiline.bench.eval.eval_report import EvalFacts, EvalReport, model_facts, name_of
     from aquiline.bench.eval.evaluate import Evaluation
-    from aquiline.bench.eval.figures import tables
-    from aquiline.cli.show.evaluation import plot_or_say_why, run_shown, show_evaluation
+    from aquiline.cli.show.evaluation import run_shown
     from aquiline.engine.llm import LLM
-    from aquiline.models.known_pairs import pair_of
+    from aquiline.models.known_pairs import checkpoints, pair_of
 
-    chosen = EvalPlan(search.settings, **plan)
     check_place(out, is_folder=True)
-    check_pair(pair)
+    if checkpoints(pair.target, pair.draft).draft is None:
+        raise ValueError(f"target={pair.target!r}, draft=None: name the draft too; only known pairs have their own")
     pair = named(pair)
     dataset = sample.dataset or pair_of(pair.target).questions
     questions = load_questions(dataset, sample.count, sample.sample_seed)
-    llm = LLM.open(pair, replace(engine, max_batch=chosen.batch, prefix_cache=False))
+    llm = LLM.open(pair, replace(engine, max_batch=plan.batch, prefix_cache=False))
     wrapped = llm.template(template.template_options)
     model = model_facts(llm, pair.target, pair.draft)
-    evaluation = Evaluation(llm, wrapped, questions, chosen, model.target, out / "answers" if out else None)
+    evaluation = Evaluation(llm, wrapped, questions, plan, model.target, out / "answers" if out else None)
     found = run_shown(evaluation, is_shown=not as_json)
-    derived = tables(found)
     facts = EvalFacts(model, name_of(dataset), sample.sample_seed, wrapped.has_template, llm.models.system())
+    _deliver(EvalReport(found, facts), out, as_json)
+
+
+def _deliver(report: EvalReport, out: Path | None, as_json: bool) -> None:
+    """Print the figures, and write them into `out`."""
+    from aquiline.cli.show.evaluation import plot_or_say_why, show_evaluation
+
     if as_json:
-        print(json.dumps(as_document(found, derived, facts)))
+        print(json.dumps(report.document()))
     else:
-        show_evaluation(found, derived, facts)
+        show_evaluation(report)
     if out is not None:  # last: a disk that is full must not cost the figures
-        write_report(found, derived, facts, out)
-        plot_or_say_why(found, derived, facts, out)
+        report.write(out)
+        plot_or_say_why(report, out)
 
 
-evaluate.__doc__ = (evaluate.__doc__ or "") + EXAMPLES
+evaluate.__doc__ = f"{inspect.getdoc(evaluate)}\n{EXAMPLES}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,7 +99,7 @@ def generate(
     show_continuation(llm, text, ids, sampling, expected, as_json)
 
 
-generate.__doc__ = (generate.__doc__ or "") + "\n\n" + EXAMPLES
+generate.__doc__ = f"{inspect.getdoc(generate)}\n{EXAMPLES}"
 
 
 def _check_together(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Annotated
 
 import typer
 
-from aquiline.bench.theory.choice import Grid, LimitsChoice, StorageChoice, grid_of
-from aquiline.cli.fields import Fields, Given, with_options
+from aquiline.bench.theory.choice import Grid, LimitsChoice, StorageChoice
+from aquiline.cli.fields import with_options
 from aquiline.cli.options import AsJson, tell
 
 EXAMPLES = """
@@ -37,37 +38,33 @@ def limits(
         typer.Option(help="EAGLE-3 draft, or none. Default: a known pair's own; for other models a typical head."),
     ] = None,
     *,
-    grid: Annotated[Given[Grid], Fields(is_partial=True)],
+    grid: Grid,
     storage: StorageChoice,
     device: LimitsChoice,
     as_json: AsJson = False,
 ) -> None:
     """Print what a decode step of a model must read and compute, and the tok/s that a device allows at best.
 
-    Options of several values take them in a row, behind MODEL: --context 512 2048.
+    Options of several values take them in a row, after MODEL: --context 512 2048.
     """
 
-    from aquiline.bench.theory.bounds import costs_of, describe, expectation, notes, tabulate
-    from aquiline.bench.theory.chosen import pair_of
+    from aquiline.bench.theory.bounds import limits_of
+    from aquiline.bench.theory.roofline import named_roofline
     from aquiline.cli.show.limit_tables import show_limits, shown_stages
     from aquiline.models.known_pairs import default_notice
 
     if model is None:
         tell(default_notice())
-    pair = pair_of(model, draft, storage)
-    tabulated = grid_of(grid, pair.target.max_positions)
     with shown_stages(is_shown=not as_json) as on_stage:
-        roofline = pair.roofline(device, on_stage)
-    cells = tabulate(roofline, tabulated)
-    remarks, expected = notes(roofline, cells), expectation(costs_of(roofline, min(tabulated.contexts)))
+        roofline = named_roofline(model, draft, storage, device, on_stage)
+    found = limits_of(roofline, grid)
     if as_json:
-        rows = {"cells": [cell.as_dict() for cell in cells], "notes": remarks, "expectation": expected}
-        print(json.dumps(describe(roofline) | rows))
+        print(json.dumps(found))
         return
-    show_limits(roofline, tabulated, cells)
-    print(f"Expect: {expected}")
-    for remark in remarks:
+    show_limits(found, grid, roofline.target.is_moe)
+    print(f"Expect: {found['expectation']}")
+    for remark in found["notes"]:
         print(f"note: {remark}")
 
 
-limits.__doc__ = f"{limits.__doc__}\n{EXAMPLES}"
+limits.__doc__ = f"{inspect.getdoc(limits)}\n{EXAMPLES}"

@@ -1,32 +1,51 @@
-"""The `aquiline` command. Commands parse, call and print; each imports what it needs when it runs."""
+"""The `aquiline` command. Commands parse, call and print; a command's module is imported when the command is asked for,
+and imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import typer
 
-from aquiline.cli import bench
-from aquiline.cli.chat import chat
-from aquiline.cli.compare import compare
-from aquiline.cli.demo import demo
-from aquiline.cli.eval import evaluate
-from aquiline.cli.gate import gate
-from aquiline.cli.generate import generate
-from aquiline.cli.limits import limits
 from aquiline.cli.options import ListCommand
-from aquiline.cli.profile import profile
-from aquiline.cli.regenerate import regenerate
-from aquiline.cli.report import report
-from aquiline.cli.serve import serve
-from aquiline.cli.train import train
 from aquiline.errors import AquilineError
+
+COMMANDS = {
+    "bench": "bench:commands", "chat": "chat:chat", "compare": "compare:compare", "demo": "demo:demo",
+    "eval": "eval:evaluate", "gate": "gate:gate", "generate": "generate:generate", "limits": "limits:limits",
+    "profile": "profile:profile", "regenerate": "regenerate:regenerate", "report": "report:report",
+    "serve": "serve:serve", "train": "train:train",
+}  # fmt: skip
+"""By name: the module in this package, and the function or group of commands in it."""
+
+
+@cache
+def command_of(name: str) -> Any:
+    """One of COMMANDS as click knows it; imports its module."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    offered = getattr(import_module(f"aquiline.cli.{module}"), attribute)
+    if not isinstance(offered, typer.Typer):
+        alone = typer.Typer(add_completion=False)
+        alone.command(name, cls=ListCommand)(offered)
+        offered = alone
+    command = typer.main.get_command(offered)
+    command.name = name
+    return command
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """Turns errors a user can mend into one line on stderr and exit code 2."""
+    """The commands, loaded by name. Turns errors a user can mend into one line on stderr and exit code 2."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name; None if there is none."""
+        return command_of(cmd_name) if cmd_name in COMMANDS else None
 
     def invoke(self, ctx: Any) -> object:
         """Run a command; ValueError, AquilineError and OSError carry their own explanation."""
@@ -41,18 +60,9 @@ class CommandGroup(typer.core.TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair.",
-)
-bench.register(app)
-COMMANDS: dict[str, Callable[..., None]] = {
-    "chat": chat, "compare": compare, "demo": demo, "eval": evaluate, "gate": gate, "generate": generate,
-    "limits": limits, "profile": profile, "regenerate": regenerate, "report": report, "serve": serve,
-    "train": train,
-}  # fmt: skip
-for name, command in COMMANDS.items():
-    app.command(name, cls=ListCommand)(command)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def aquiline() -> None:
+    """EAGLE-3 speculative decoding: the same text, faster. `aquiline demo` shows it on the bundled pair."""

@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,13 @@ from aquiline.cli.options import tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
 from aquiline.regenerate.regenerate_config import ROWS, RegenerateConfig
 
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object: counts, tokens, tokens per second, by temperature.")
+]
 SIZES = Fields(only=("max_batch", "max_context", "cache_fraction"), defaults={"max_batch": 16})
+
+if TYPE_CHECKING:
+    from aquiline.regenerate.regeneration import Regeneration
 
 EXAMPLES = """
 Examples:
@@ -52,9 +58,7 @@ def regenerate(
     engine: Annotated[EngineConfig, SIZES],
     template: Annotated[ChatConfig, Fields(only=("template_options",))],
     pair: Annotated[PairConfig, Fields(without=("target", "draft"))],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: counts, tokens, tokens per second, by temperature.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Answer prompts with the target itself, many at once: what a draft for it should train on.
 
@@ -70,18 +74,24 @@ def regenerate(
     from aquiline.spec.drafting import Chain
 
     config = regenerate_config(settings, in_order=in_order)
-    pair = replace(pair, target=target, draft=draft)
-    check_settings(config.out, asked_settings(config, resolve(target), template.template_options))
+    asked = asked_settings(config, resolve(target), template.template_options)
+    check_settings(config.out, asked)
     # Prompts share no more than a short system message: small pages hold it, pages of 64 tokens would not.
-    llm = LLM.open(pair, replace(engine, page_size=16), Chain() if draft is not None else None)
+    named, sizes = replace(pair, target=target, draft=draft), replace(engine, page_size=16)
+    llm = LLM.open(named, sizes, None if draft is None else Chain())
     wrapped = llm.template(template.template_options)
     tell(wrapped.notice)
-    run = Regeneration(llm, wrapped, resolve(target), config, is_shown=True)
-    print(llm.engine.memory, file=sys.stderr)
+    _finish(Regeneration(llm, wrapped, config, asked, is_shown=True), as_json)
+
+
+def _finish(run: Regeneration, as_json: bool) -> None:
+    """Answer the rows and print the summary."""
+    memory = run.llm.engine.memory
+    print(memory, file=sys.stderr)
     result = run.run()
     print(result, file=sys.stderr)
     if as_json:
-        print(json.dumps(result.as_dict() | {"memory": llm.engine.memory.as_dict(), "system": llm.models.system()}))
+        print(json.dumps(result.as_dict() | {"memory": memory.as_dict(), "system": run.llm.models.system()}))
     if result.num_failed:
         raise typer.Exit(1)
 

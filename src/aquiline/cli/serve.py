@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -71,4 +72,4 @@ def serve(
     run(open_service(pair, sizes, drafting, config, limits, template))
 
 
-serve.__doc__ = (serve.__doc__ or "") + EXAMPLES
+serve.__doc__ = f"{inspect.getdoc(serve)}\n{EXAMPLES}"

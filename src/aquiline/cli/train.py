@@ -5,6 +5,7 @@ An option that is not given has the recipe's value, else TrainConfig's own defau
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import sys
@@ -52,6 +53,25 @@ Several processes: `torchrun --nproc-per-node N --no-python aquiline train ...`;
 """
 
 
+def _result(settings: Given[TrainConfig], recipe: str | None, is_dry: bool, is_quiet: bool) -> dict[str, Any] | None:
+    """Train, or estimate a run that is dry. Returns None on ranks that are not the first."""
+    try:
+        from aquiline.train import estimate
+        from aquiline.train.recipes import configure, read_recipe
+        from aquiline.train.trainer import measure
+        from aquiline.train.trainer import train as run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"train: {error.name} is not installed; pip install 'aquiline[train]'") from None
+
+    found = read_recipe(recipe) if recipe else None
+    config = configure(settings, found, is_dry=is_dry)
+    if not is_dry:
+        return run(config, quiet=is_quiet)
+    say = (lambda text: None) if is_quiet else partial(print, file=sys.stderr)
+    steps = partial(measure, config) if "data" in settings else None
+    return estimate.dry_run(config, estimate.target_shape(config, found), say, steps)
+
+
 @with_options
 def train(
     *,
@@ -79,24 +99,11 @@ def train(
     Ends stdout with one JSON line: held-out loss, accuracy per step, simulated tau (tokens per step that serving the
     target's own held-out continuations would commit), tokens and seconds.
     """
-    from aquiline.train import estimate
-    from aquiline.train.recipes import configure, read_recipe
-    from aquiline.train.trainer import measure
-    from aquiline.train.trainer import train as run
-
-    found = read_recipe(recipe) if recipe else None
-    config = configure(settings, found, is_dry=dry_run)
-    if dry_run:
-        say = (lambda text: None) if json_only else partial(print, file=sys.stderr)
-        shape = estimate.target_shape(config, found)
-        steps = partial(measure, config) if "data" in settings else None
-        result: dict[str, Any] | None = estimate.dry_run(config, shape, say, steps)
-    else:
-        result = run(config, quiet=json_only)
-    if result is not None:  # under torchrun the first rank alone has one
+    result = _result(settings, recipe, dry_run, json_only)
+    if result is not None:
         typer.echo(json.dumps(result))
         if result.get("is_stopped"):
             raise typer.Exit(128 + signal.SIGINT)
 
 
-train.__doc__ = f"{train.__doc__}\n{EXAMPLES}"
+train.__doc__ = f"{inspect.getdoc(train)}\n{EXAMPLES}"

@@ -1,4 +1,4 @@
-"""What the demo measured, in the terminal: a table, and one answer that shows who wrote its tokens."""
+"""The demo's figures in the terminal: a table, and one answer whose tokens are coloured by their source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
         f"{demo.new_tokens} new tokens each" if demo.end_ids is None else f"answers of up to {demo.new_tokens} tokens"
     )
     title = f"{demo.name}: {len(demo.prompts)} held-out prompts, {length}"
-    console.print(Table(COLUMNS, [_row(run, result) for run in result.runs], title).console())
+    console.print(Table(COLUMNS, [_row(run) for run in result.runs], title).console())
     s = result.system
     console.print(
         f"{s['cpu']}, {s['threads']} threads, {s['path']} ({s['isa']}), {s['dtype']} storage, "
@@ -49,13 +49,12 @@ def show_demo(result: DemoResult, llm: LLM) -> None:
     _show_answer(console, next(run for run in reversed(result.runs) if run.drafting.is_adaptive), result, llm)
 
 
-def _row(run: DemoRun, result: DemoResult) -> list[str]:
+def _row(run: DemoRun) -> list[str]:
     """The cells of a setting, by COLUMNS."""
-    baseline = result.baseline(run.temperature)
-    row = run.as_dict(baseline)
-    identical = "yes" if result.is_identical(run) else "NO"
+    row = run.as_dict()
+    identical = "yes" if run.is_identical else "NO"
     return [
-        run.title, f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup(baseline).times(),
+        run.title, f"{run.temperature:g}", estimate(run.rates).whole(), run.speedup.times(),
         f"{row['tau']:.2f}", " ".join(f"{p:.2f}" for p in run.counters.per_position[:SHOWN]) or NO_FIGURE,
         f"{row['repeated_share']:.0%}", identical if run.drafting.is_speculative else NO_FIGURE,
     ]  # fmt: skip

@@ -7,15 +7,16 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from aquiline.bench.eval.eval_plan import Evaluated
 from aquiline.bench.eval.eval_plot import plot_evaluation
-from aquiline.bench.eval.eval_report import EvalFacts, cells, groups, notes, teacher_table
+from aquiline.bench.eval.eval_report import EvalReport, cells, title
 from aquiline.bench.eval.evaluate import Evaluation
-from aquiline.bench.eval.figures import Figures, Tables
+from aquiline.bench.eval.figures import Evaluated, Figures
+from aquiline.bench.tables import Table
 from aquiline.cli.options import wide_console
 
+SPEED = ("setting", "s/text", "tok/s", "", "speedup [95 %]", "with prefill")
+DRAFTS = ("setting", "tau", "calls/token", "accepted", "by position", "repeated")
 BAR = 10
 """Characters of the longest bar."""
 
@@ -31,53 +32,41 @@ def run_shown(evaluation: Evaluation, is_shown: bool) -> Evaluated:
         return evaluation.run()
 
 
-def plot_or_say_why(found: Evaluated, derived: Tables, facts: EvalFacts, out: Path) -> None:
+def plot_or_say_why(report: EvalReport, out: Path) -> None:
     """Write eval.png where matplotlib is."""
-    headline = f"{facts.dataset}, {len(found.questions)} questions: {facts}"
     try:
-        plot_evaluation(found, derived, headline, out / "eval.png")
+        plot_evaluation(report, out / "eval.png")
     except (ValueError, OSError) as error:
         print(f"aquiline: {out / 'eval.png'} was not written: {error}", file=sys.stderr)
 
 
-def show_evaluation(found: Evaluated, derived: Tables, facts: EvalFacts) -> None:
+def show_evaluation(report: EvalReport) -> None:
     """Print speed and acceptance by length and by category."""
     console = wide_console()
+    facts, found = report.facts, report.found
     console.print(f"{facts.dataset}: {len(found.questions)} questions; {facts}\n", soft_wrap=True)
-    for table in _tables(groups(derived), "length"):
-        console.print(table)
-    for table in _tables(derived.by_category, "category"):
-        console.print(table)
+    for groups in filter(None, (found.groups, found.by_category)):
+        for table in _tables(groups):
+            console.print(table.console())
     for taught in found.teacher_forced:
-        console.print(teacher_table(found, taught).console())
+        console.print(report.teacher_table(taught).console())
     console.print("repeated: share of 8-grams that stood earlier in the same text; loops flatter every drafter\n")
-    for line in notes(found, derived):
+    for line in report.notes():
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _tables(groups: list[list[Figures]], by: str) -> list[Table]:
-    """Speed and acceptance of groups, a section each."""
-    speed = ("setting", "s/text", "tok/s", "", "speedup [95 %]", "with prefill")
-    drafts = ("setting", "tau", "calls/token", "accepted", "by position", "repeated")
-    made = []
-    for columns in (speed, drafts) if groups else ():
-        table = Table("temp", by, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("setting", "", "by position") else "right")
-        for group in groups:
-            top = max(f.decode_tokens_per_s for f in group)
-            first = group[0]
-            where = [
-                "all" if first.temperature is None else f"{first.temperature:g}",
-                str((first.length if by == "length" else first.category) or "all"),
-            ]
-            for f in group:
-                row = cells(f) | {"": _bar(f.decode_tokens_per_s / top if top else 0.0)}
-                table.add_row(*where, *(row[column] for column in columns))
-                where = ["", ""]
-            table.add_section()
-        made.append(table)
-    return made
+def _tables(groups: list[list[Figures]]) -> list[Table]:
+    """Speed, with a bar for each setting, and acceptance: a table of each, with the groups under headings."""
+    headings: dict[int, str] = {}
+    lines: list[dict[str, str]] = []
+    for group in groups:
+        headings[len(lines)] = title(group)
+        top = max(f.decode_tokens_per_s for f in group)
+        lines += [cells(f) | {"": _bar(f.decode_tokens_per_s / top if top else 0.0)} for f in group]
+    return [
+        Table.of_cells([{name: line[name] for name in columns} for line in lines], headings=headings)
+        for columns in (SPEED, DRAFTS)
+    ]
 
 
 def _bar(share: float) -> str:

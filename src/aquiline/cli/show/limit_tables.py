@@ -1,17 +1,16 @@
-"""What a device allows a model, as tables."""
+"""The limits of a model on a device, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
 from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.bench.theory.bounds import Cell
-from aquiline.bench.theory.choice import Grid
-from aquiline.bench.theory.device import Figure
-from aquiline.bench.theory.roofline import Roofline
+from aquiline.bench.theory.choice import EXAMPLE_TAU, Grid
 from aquiline.cli.options import wide_console
 
 UPPER_BOUND = "K+1"
@@ -19,7 +18,7 @@ UPPER_BOUND = "K+1"
 
 @contextmanager
 def shown_stages(is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Who is told what is measured, on standard error."""
+    """The function that is told each stage of measuring; it shows the stage on standard error."""
     console = Console(stderr=True, quiet=not is_shown)
     status = console.status("")
 
@@ -35,20 +34,20 @@ def shown_stages(is_shown: bool) -> Iterator[Callable[[str], None]]:
         status.stop()
 
 
-def show_limits(roofline: Roofline, grid: Grid, cells: list[Cell]) -> None:
-    """Print what a step reads and computes, and the ideal speed of every chain."""
-    console = wide_console()
-    for line in _headlines(roofline):
+def show_limits(found: dict[str, Any], grid: Grid, is_moe: bool) -> None:
+    """Print the bytes and FLOPs of a step, and the ideal speed of every chain. found: the JSON of `limits_of`."""
+    console, cells = wide_console(), found["cells"]
+    for line in _headlines(found, is_moe):
         console.print(line, highlight=False, soft_wrap=True)
-    unit, name = (1e9, "GB") if any(cell.memory_bytes >= 1e9 for cell in cells) else (1e6, "MB")
+    unit, name = (1e9, "GB") if any(cell["memory_bytes"] >= 1e9 for cell in cells) else (1e6, "MB")
     columns = ("context", "batch", "weights", "KV", "GFLOP", "bound", "ms", "tok/s", "memory")
     rows = [_plain_step(cell, unit) for cell in cells]
     console.print(Table(columns, rows, f"one decode step without speculation, {name}").console())
-    if roofline.draft is None:
+    if found["draft"] is None:
         return
-    labels = [f"{tau:g}" for tau in grid.taus] or [UPPER_BOUND, "2.5"]
+    labels = [f"{tau:g}" for tau in grid.taus] or [UPPER_BOUND, f"{EXAMPLE_TAU:g}"]
     chains = [
-        [str(cell.context), str(cell.batch), label, *(_chain(cell, k, label) for k in grid.chains)]
+        [str(cell["context"]), str(cell["batch"]), label, *(_chain(cell, k, label) for k in grid.chains)]
         for cell in cells
         for label in labels
     ]
@@ -60,49 +59,51 @@ def show_limits(roofline: Roofline, grid: Grid, cells: list[Cell]) -> None:
 
 def _plain_step(cell: Cell, unit: float) -> list[str]:
     """The row of a decode step without speculation; bytes in `unit`."""
-    cost = cell.step.cost
+    flops = cell["linear_flops"] + cell["attention_flops"]
     return [
-        str(cell.context), str(cell.batch), _digits(cost.weight_bytes / unit), _digits(cost.kv_bytes / unit),
-        _digits(cost.flops / 1e9), cell.step.bound, _digits(cell.step.seconds * 1e3), _digits(cell.tokens_per_s),
-        _digits(cell.memory_bytes / unit) + ("!" if cell.fits is False else ""),
+        str(cell["context"]), str(cell["batch"]), _digits(cell["weight_bytes"] / unit),
+        _digits(cell["kv_bytes"] / unit), _digits(flops / 1e9), cell["bound"], _digits(cell["step_ms"]),
+        _digits(cell["baseline_tokens_per_s"]),
+        _digits(cell["memory_bytes"] / unit) + ("!" if cell["fits"] is False else ""),
     ]  # fmt: skip
 
 
 def _chain(cell: Cell, chain: int, label: str) -> str:
-    for s in cell.speculative:
-        if s.num_spec_tokens == chain and (s.is_upper_bound if label == UPPER_BOUND else f"{s.tau:g}" == label):
-            return f"{_digits(s.tokens_per_s)} {s.speedup:.2f}x"
+    for s in cell["speculative"]:
+        tau = UPPER_BOUND if label == UPPER_BOUND and s["is_upper_bound"] else f"{s['tau']:g}"
+        if (s["num_spec_tokens"], tau) == (chain, label):
+            return f"{_digits(s['tokens_per_s'])} {s['speedup']:.2f}x"
     return NO_FIGURE
 
 
-def _headlines(roofline: Roofline) -> list[str]:
-    target, draft, ceilings = roofline.target, roofline.draft, roofline.ceilings
-    active = f", {_si(target.num_active, '')} active" if target.is_moe else ""
-    precision = target.precision
-    lines = [
-        f"target: {target.family}, {_si(target.num_parameters, '')} parameters{active}, "
-        f"{_si(target.stored_bytes(precision), 'B')} as {precision.name}; "
-        f"KV {target.body.kv_bytes_per_token(precision):.0f} bytes per token as {precision.kv.name}"
-    ]
+def _headlines(found: dict[str, Any], is_moe: bool) -> list[str]:
+    target, draft, ceilings = found["target"], found["draft"], found["ceilings"]
+    active = f", {_si(target['num_active'], '')} active" if is_moe else ""
+    lines = [f"target: {target['family']}, {_model(target, active)} as {target['kv_dtype']}"]
     if draft is not None:
-        own = roofline.draft_precision
-        lines.append(
-            f"draft: {_si(draft.num_parameters, '')} parameters, {_si(draft.stored_bytes(own), 'B')} as {own.name}, "
-            f"vocabulary {draft.body.head.n}; KV {draft.body.kv_bytes_per_token(own):.0f} bytes per token"
-        )
-    in_arithmetic = f" in {ceilings.arithmetic}" if ceilings.arithmetic else ""
+        vocabulary = f", vocabulary {draft['draft_vocab_size']}"
+        lines.append(f"draft: {_model(draft, vocabulary=vocabulary)}")
+    in_arithmetic = f" in {ceilings['arithmetic']}" if ceilings["arithmetic"] else ""
     lines.append(
-        f"device: {ceilings.device}; reads {_rate(ceilings.bandwidth, 'B/s')}; "
-        f"linears{in_arithmetic} {_rate(ceilings.linear_flops, 'FLOP/s')}"
+        f"device: {ceilings['device']}; reads {_rate(ceilings['bandwidth'], 'B/s')}; "
+        f"linears{in_arithmetic} {_rate(ceilings['linear_flops'], 'FLOP/s')}"
     )
-    if ceilings.copy is not None:
-        lines[-1] += f"; copies {_rate(ceilings.copy, 'B/s')}"
+    if ceilings["copy"] is not None:
+        lines[-1] += f"; copies {_rate(ceilings['copy'], 'B/s')}"
     return lines
 
 
-def _rate(figure: Figure, unit: str) -> str:
-    detail = f": {figure.detail}" if figure.detail else ""
-    return f"{_si(figure.value, unit)} ({figure.source}{detail})"
+def _model(model: dict[str, Any], active: str = "", vocabulary: str = "") -> str:
+    """The size of a target or a draft."""
+    return (
+        f"{_si(model['num_parameters'], '')} parameters{active}, {_si(model['weight_bytes'], 'B')} as "
+        f"{model['dtype']}{vocabulary}; KV {model['kv_bytes_per_token']:.0f} bytes per token"
+    )
+
+
+def _rate(figure: dict[str, Any], unit: str) -> str:
+    detail = f": {figure['detail']}" if figure["detail"] else ""
+    return f"{_si(figure['per_s'], unit)} ({figure['source']}{detail})"
 
 
 def _digits(value: float) -> str:

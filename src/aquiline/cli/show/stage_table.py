@@ -1,4 +1,4 @@
-"""Where a step's time goes, and what adaptive drafting chose, as tables."""
+"""The time of a step by stage, and the choices of adaptive drafting, as tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aquiline.ledger import Ledger
 
 
 def show_profile(found: Profile, work: str) -> None:
-    """Print every range of the profile with its share of the cycle, and what was chosen."""
+    """Print every range of the profile with its share of the cycle, and the choices of adaptive drafting."""
     s = found.summary
     rows = [
         ["  " * row.is_part + row.name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}"]
@@ -27,7 +27,7 @@ def show_profile(found: Profile, work: str) -> None:
 
 
 def _show_choices(choices: Ledger, console: Console) -> None:
-    """Print what adaptive drafting chose, and whether it came as foretold."""
+    """Print the choices of adaptive drafting, and how well it predicted their time and acceptance."""
     total, rows = sum(choices.steps.values()), []
     for source, count in choices.steps.items():
         nodes = choices.nodes[source]
