@@ -1,5 +1,5 @@
 # make demo   a chat model, plain and with its draft  make test   the tests
-# make test-all  the rare tests too
+# make test-all  the rare tests too                          make light  a part of them where torch cannot be imported
 # make lint   format, lint, types, import layers      make bench  the benchmarks of this machine
 # make format  Python and C++ in the format that lint checks
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -8,7 +8,8 @@
 # make chaos  a minute of bad clients and killed engines on the server; ARGS='--minutes 60' for an hour
 # make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
 #
-# PYTHON picks the interpreter (3.11 or newer), TORCH the build of torch, VENV where everything is installed.
+# PYTHON picks the interpreter (3.11 or newer), VENV where everything is installed, TORCH the build of torch that the
+# tests and training use; nothing else needs torch.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -23,7 +24,9 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 CPP_TESTS := $(wildcard tests/native/*.cpp)
 
-.PHONY: demo test test-all format lint bench sanitize arm nightly chaos mutants clean
+LIGHT := tests/light tests/engine/test_golden.py tests/kv $(addprefix tests/serve/test_,http.py same_text.py openai_client.py engine_process.py)
+
+.PHONY: demo test test-all light format lint bench sanitize arm nightly chaos mutants clean
 
 # Without a network the weights cannot be fetched; the demo then says so and runs the bundled pair.
 demo: $(VENV)/run
@@ -35,6 +38,10 @@ test: $(VENV)/dev
 
 test-all: $(VENV)/dev
 	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and not gpu' $(ARGS)
+
+# tests/light/blocked/sitecustomize.py keeps torch from import, in the tests and in the processes that they start.
+light: $(VENV)/dev
+	PYTHONPATH=tests/light/blocked AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(LIGHT) $(ARGS)
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
@@ -76,19 +83,16 @@ chaos: $(VENV)/dev
 mutants: $(VENV)/dev
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)
 
-# torch comes first and by itself, so that its build is the one named above.
-$(VENV)/torch:
+$(VENV)/run: pyproject.toml setup.py $(CPP)
 	$(PYTHON) -c 'import sys; sys.exit("aquiline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	touch $@
-
-$(VENV)/run: $(VENV)/torch pyproject.toml setup.py $(CPP)
 	$(BIN)/python -m pip install --quiet --editable '.[serve]'
 	touch $@
 
+# torch comes first and by itself, so that its build is the one named above.
 $(VENV)/dev: $(VENV)/run
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable '.[serve,train,dev]'
 	touch $@
 

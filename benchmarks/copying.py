@@ -27,8 +27,7 @@ from turns import DOCUMENTS, chat
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.peers.peer import Peer, PeerSetup
-from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
-from aquiline.bench.results.intervals import paired, rotated
+from aquiline.bench.results.intervals import decode_tokens_per_s, paired, rotated, spans_of
 from aquiline.bench.results.result import commit
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
@@ -144,8 +143,8 @@ def main() -> None:
                         max_tokens=args.new_tokens, temperature=temperature, seed=number, ignore_eos=True
                     )
                     if name in peers:
-                        run = peers[name].generate([prompt], args.new_tokens, temperature)
-                        rate, token_ids = run.decode_tokens_per_s, run.outputs[0].token_ids
+                        found = peers[name].generate([prompt], args.new_tokens, temperature)
+                        rate, token_ids = decode_tokens_per_s(found), found[0].token_ids
                     else:
                         outputs = llm.run([prompt], sampling, drafting=SETTINGS[name]).outputs
                         rate, token_ids = decode_tokens_per_s(spans_of(outputs)), outputs[0].token_ids

@@ -22,12 +22,11 @@ import torch
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu.native_backend import CpuBackend
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.results.clock import decode_tokens_per_s, spans_of
-from aquiline.bench.results.intervals import rotated
-from aquiline.config import EngineConfig, Environment, SamplingParams
+from aquiline.bench.results.intervals import decode_tokens_per_s, rotated, spans_of
+from aquiline.bench.suite.scenarios import random_models
+from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
-from aquiline.models.decoder import Decoder
+from aquiline.engine.model import Loading
 from aquiline.models.known_pairs import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.spec.drafting import NoDraft
@@ -84,15 +83,12 @@ def read_bandwidth() -> float:
 
 def at_length(contexts: tuple[int, ...], repeats: int = 30) -> list[dict[str, float]]:
     """Median ms of one decode step of a random-weight target at each context, pages in one extent and scattered."""
-    decoder = Decoder(RANDOM_TARGET)
-    for weight in decoder.parameters():
-        weight.data = (torch.randn(weight.shape) * 0.02).to(torch.bfloat16)
-    models = from_modules(decoder, None, None, Loading("bfloat16"), Environment.read())
+    models = random_models(RANDOM_TARGET, Loading("bfloat16"))
     size, pages = 64, RANDOM_TARGET.max_positions // 64
     backend = models.pair.open(Sizes(1, pages, size, pages, 1))
     assert isinstance(backend, CpuBackend), "this benchmark is about the native library"
-    backend.kv.k.normal_()
-    backend.kv.v.normal_()
+    for keys in (backend.kv.k, backend.kv.v):
+        keys[:] = np.random.default_rng(1).standard_normal(keys.shape, np.float32)
     in_order, scattered = range(pages), np.random.default_rng(0).permutation(pages).tolist()
     bandwidth = read_bandwidth()
 

@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from aquiline.backends.torch.eagle import load_draft
 from aquiline.bench.data.datasets import load_questions
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.models.draft_config import read_draft_config
 from aquiline.models.files import resolve
-from aquiline.models.formats import head_rows, load_draft
+from aquiline.models.formats import head_rows
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.batches import Assembler

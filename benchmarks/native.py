@@ -18,19 +18,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType, quants
 
 from aquiline.backends.cpu import buffers, calls, native, native_weights
-from aquiline.blocks import BLOCK_TYPES, in_memory
+from aquiline.blocks import BLOCK_TYPES, FLOATS, Array, Parts, in_memory
+from aquiline.models.model_config import ModelConfig, RopeConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
 from aquiline.ops.quantise import QUANTISED
 from aquiline.types import (
     SAMPLING,
-    AttentionWeights,
-    DenseWeights,
     KVGroup,
-    LayerWeights,
-    ModelWeights,
     Rows,
     RowSampling,
     storage_dtype,
@@ -56,19 +53,19 @@ def quick_seconds(runs: Sequence[Callable[[], object]], budget_s: float = 0.4) -
 
 
 def read_bandwidth() -> float:
-    """GB/s of a float32 sum over 128 MB by torch, an estimate of the ceiling."""
-    data = torch.ones(32 << 20)
-    return data.numel() * 4 / quick_seconds([data.sum], 2.0) / 1e9
+    """GB/s of one row of float32 times 128 MB of weights, an estimate of the ceiling."""
+    linear = calls.NativeLinear(np.ones((32 << 10, 1 << 10), np.float32))
+    return linear.num_bytes / quick_seconds([partial(linear, np.ones((1, 1 << 10), np.float32))], 2.0) / 1e9
 
 
 def new_linear(n: int, k: int, dtype: str, arithmetic: str) -> calls.NativeLinear:
     """A linear of random weights: of floats, quantised, or a type of GGUF's blocks."""
-    weight = torch.randn(n, k)
+    weight = np.random.default_rng(0).standard_normal((n, k), np.float32)
     if dtype in BLOCK_TYPES:
-        blocks = torch.from_numpy(quants.quantize(weight.numpy(), GGMLQuantizationType[dtype]))
-        return calls.NativeLinear(in_memory(dtype, blocks), arithmetic=arithmetic)
+        blocks = quants.quantize(weight, GGMLQuantizationType[dtype])
+        return calls.NativeLinear(in_memory(blocks, dtype), arithmetic=arithmetic)
     quantised = dtype if dtype in QUANTISED else None
-    return calls.NativeLinear(weight.to(storage_dtype(dtype)), arithmetic=arithmetic, dtype=quantised)
+    return calls.NativeLinear(weight.astype(storage_dtype(dtype)), arithmetic=arithmetic, dtype=quantised)
 
 
 def bench_linear(n: int, k: int, dtype: str, arithmetic: str) -> dict[str, dict[str, float]]:
@@ -88,41 +85,38 @@ def bench_linear(n: int, k: int, dtype: str, arithmetic: str) -> dict[str, dict[
 
 def random_model(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelWeights:
     """A target of 64-wide heads with random bf16 weights."""
-    dim, generator = 64, torch.Generator().manual_seed(0)
+    dim, generator = 64, np.random.default_rng(0)
+    config = ModelConfig(
+        family="llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=dim, max_positions=1 << 17, rms_norm_eps=1e-6, rope=RopeConfig(),
+        tied_head=True,
+    )  # fmt: skip
 
-    def weight(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+    def weight(*shape: int) -> Parts:
+        values = generator.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        return (in_memory(values.astype(FLOATS["bfloat16"])),)
 
     def layer() -> LayerWeights:
         attention = AttentionWeights(weight((heads + 2 * kv_heads) * dim, hidden), weight(hidden, heads * dim))
         mlp = DenseWeights(weight(2 * ffn, hidden), weight(hidden, ffn))
-        return LayerWeights(attention, mlp, input_norm=torch.ones(hidden), post_norm=torch.ones(hidden))
+        return LayerWeights(attention, mlp, input_norm=ones, post_norm=ones)
 
-    embed = weight(vocab, hidden)
-    return ModelWeights(
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        intermediate_size=ffn,
-        rms_norm_eps=1e-6,
-        inv_freq=10000.0 ** (-torch.arange(0, dim, 2) / dim),
-        rope_scale=1.0,
-        embed=embed,
-        layers=tuple(layer() for _ in range(layers)),
-        final_norm=torch.ones(hidden),
-        head=embed,
-    )
+    embed, ones = weight(vocab, hidden), np.ones(hidden, np.float32)
+    return ModelWeights(config, embed, tuple(layer() for _ in range(layers)), ones, embed)
 
 
 def new_kv(weights: ModelWeights, length: int, page_size: int = 64) -> tuple[KVGroup, np.ndarray]:
     """Pages for one slot of `length` keys, filled with small random values, and its table."""
     pages = -(-length // page_size) + 1
-    layers, heads, dim = len(weights.layers), weights.num_kv_heads, weights.head_dim
-    v = torch.randn(pages, layers, heads, page_size, dim).bfloat16()
-    return KVGroup(v.clone().view(pages, layers, heads, page_size // 16, dim, 16), v), np.arange(pages, dtype=np.int32)[
-        None
-    ]
+    layers, heads, dim = len(weights.layers), weights.config.num_kv_heads, weights.config.head_dim
+    v = random_values(pages, layers, heads, page_size, dim)
+    keys = v.copy().reshape(pages, layers, heads, page_size // 16, dim, 16)
+    return KVGroup(keys, v), np.arange(pages, dtype=np.int32)[None]
+
+
+def random_values(*shape: int) -> Array:
+    """Normal numbers in bfloat16."""
+    return np.random.default_rng(1).standard_normal(shape, np.float32).astype(FLOATS["bfloat16"])
 
 
 def tree_rows(table: np.ndarray, num: int, context: int) -> Rows:
@@ -146,7 +140,7 @@ def bench_forward(
     kv, table = new_kv(weights, context + 64)
     runs = {}
     for num in row_counts:
-        rows, hidden = tree_rows(table, num, context), np.zeros((num, weights.hidden_size), np.float32)
+        rows, hidden = tree_rows(table, num, context), np.zeros((num, weights.config.hidden_size), np.float32)
         runs[num] = partial(model.forward, kv, rows, hidden)
     seconds: dict[int, list[float]] = {num: [] for num in row_counts}
     for _ in range(rounds):
@@ -187,8 +181,8 @@ def bench_attention(context: int, arithmetic: str) -> dict[str, dict[str, float]
 
     Layers are visited in turn so that the keys come from memory."""
     heads, kv_heads, dim, layers = 16, 8, 64, max(2, CACHE_BYTES // (2 * context * 8 * 64 * 2))
-    v = torch.randn(context // 64 + 2, layers, kv_heads, 64, dim).bfloat16()
-    kv = KVGroup(v.clone().view(-1, layers, kv_heads, 4, dim, 16), v)
+    v = random_values(context // 64 + 2, layers, kv_heads, 64, dim)
+    kv = KVGroup(v.copy().reshape(-1, layers, kv_heads, 4, dim, 16), v)
     table = np.arange(v.shape[0], dtype=np.int32)[None].copy()
     described = buffers.describe_kv(kv)
     num_bytes = 2 * context * kv_heads * dim * 2
@@ -239,7 +233,6 @@ def main() -> None:
     parser.add_argument("--isa", default=None)
     parser.add_argument("--quick", action="store_true", help="one shape of linear only")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     calls.set_threads(args.threads)
     calls.select_isa(args.isa)
     report: dict[str, object] = {"machine": platform.processor() or platform.machine(), **calls.system()}

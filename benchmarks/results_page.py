@@ -28,7 +28,7 @@ from conversions.converted import cached
 from restored import STORED, restore
 
 from aquiline.bench.results.result import DIRTY, commit, read_results
-from aquiline.bench.results.summary import summary
+from aquiline.bench.results.table import summary
 from aquiline.bench.tables import Table
 from aquiline.models.known_pairs import SMOLLM2, SMOLLM2_WEIGHTS
 

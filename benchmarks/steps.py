@@ -28,14 +28,10 @@ import torch
 from aquiline.backends.cpu import calls
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.bench.results.intervals import Estimate, estimate, rotated
-from aquiline.bench.theory.ceilings import ceilings_of
-from aquiline.bench.theory.choice import LimitsChoice
-from aquiline.bench.theory.roofline import Roofline
+from aquiline.bench.theory.roofline import roofline_of
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.models.counting import shape_of
 from aquiline.models.known_pairs import BUNDLED_PROMPTS
-from aquiline.models.shape import precision_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 CONTEXT, STEPS, WIDTH = 128, 24, 1024
@@ -66,7 +62,7 @@ class Stream:
             while not stages or engine.is_ahead:
                 engine.step()
                 assert engine.pipeline.last is not None
-                stages.append(engine.pipeline.last.read().seconds)
+                stages.append(engine.pipeline.last.output.seconds)
             seconds, num = time.perf_counter() - began, len(stages)
             num_done += num
             if num_done <= 2:
@@ -81,11 +77,7 @@ class Stream:
 
     def step_bytes(self) -> float:
         """What a plain step in the middle of such a run reads."""
-        models = self.llm.models
-        ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
-        shape = shape_of(models.target_config, models.storage)
-        roofline = Roofline(shape, None, precision_of(models.storage, None), ceilings)
-        return roofline.step(1, CONTEXT + STEPS // 2).cost.num_bytes
+        return roofline_of(self.llm.models).step(1, CONTEXT + STEPS // 2).cost.num_bytes
 
 
 class Reader:
@@ -95,7 +87,10 @@ class Reader:
         data = torch.ones(int(num_bytes) // 4 // WIDTH, WIDTH)
         row = np.ones((1, WIDTH), np.float32)
         self.num_bytes = data.nbytes
-        self._ways: tuple[Callable[[], object], ...] = (data.view(-1).sum, partial(calls.NativeLinear(data), row))
+        self._ways: tuple[Callable[[], object], ...] = (
+            data.view(-1).sum,
+            partial(calls.NativeLinear(data.numpy()), row),
+        )
 
     def read(self) -> float:
         """Bytes per second of the faster way, medians of STEPS reads each."""

@@ -112,7 +112,7 @@ def run(trainer: Trainer, num_steps: int) -> dict[str, object]:
             stages, tokens = Stages(), 0
         rows = prepared.batches.at(step)
         batch = stages("features", partial(prepared.assembler.packed, prepared.batches.corpus, rows, config.context))
-        with autocast(prepared.device):
+        with autocast(trainer.world.device):
             planned = plan(batch.tokens, batch.target, trainer.objective, trainer._late_rows())
             counter = FlopCounterMode(display=False)
             with counter if step == 0 else contextlib.nullcontext():
@@ -121,7 +121,7 @@ def run(trainer: Trainer, num_steps: int) -> dict[str, object]:
             flops = counter.get_total_flops() if step == 0 else flops
         stages("update", partial(update, trainer))
         tokens += batch.tokens.num_tokens
-    dtype = torch.bfloat16 if has_bfloat16(prepared.device) else torch.float32
+    dtype = torch.bfloat16 if has_bfloat16(trainer.world.device) else torch.float32
     rate = matmul_rate(trainer, dtype)
     seconds = sum(stages.seconds.values())
     draft_s = seconds - stages.seconds["features"]

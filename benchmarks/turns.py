@@ -15,16 +15,16 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from aquiline.backends.base import Decode, StepOutput
+from aquiline.backends.base import Decode
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.control.calibrate import cost_table
 from aquiline.engine.control.controller import PLAIN, REPLAN_STEPS, Controller, _SequenceState
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.llm import LLM
+from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
-from aquiline.engine.step import Step
 from aquiline.metrics import mean, repeated_share
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic
@@ -59,23 +59,18 @@ class Turns(Controller):
         self.setting = ADAPTIVE
         self.kept: dict[int | str, _SequenceState] = {}  # by request id, what was learnt of sequences that went back
 
-    def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
-        """How each sequence drafts in this step."""
+    def choose(self, plan: StepPlan) -> StepChoice | None:
+        """How each sequence drafts in this step. A fixed way may stand for many steps."""
         if self.setting == ADAPTIVE:
-            return super().decodes(plan)
+            return super().choose(plan)
         drafting = FIXED[self.setting]
-        if not drafting.is_speculative:
-            return {s: Decode(s.slot, PLAIN) for s in plan.decoding}
-        return {s: Decode(s.slot, drafting) for s in plan.decoding}
+        drafting = drafting if drafting.is_speculative else PLAIN
+        return StepChoice({s: Decode(s.slot, drafting) for s in plan.decoding}, (), REPLAN_STEPS)
 
-    def most_repeats(self, found: dict[Sequence, Decode]) -> int:
-        """A fixed way needs no choice."""
-        return super().most_repeats(found) if self.setting == ADAPTIVE else REPLAN_STEPS
-
-    def repeated(self, found: dict[Sequence, Decode], num_steps: int) -> None:
+    def repeated(self, choice: StepChoice, num_steps: int) -> None:
         """Of the adaptive turns."""
         if self.setting == ADAPTIVE:
-            super().repeated(found, num_steps)
+            super().repeated(choice, num_steps)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ends, or goes back and is a new one."""
@@ -88,10 +83,10 @@ class Turns(Controller):
             self._states[sequence] = self.kept[sequence.request.id]
         return super()._state_of(sequence)
 
-    def learn(self, step: Step, output: StepOutput) -> None:
+    def learn(self, step: Step) -> None:
         """Learn from the adaptive turns."""
         if self.setting == ADAPTIVE:
-            super().learn(step, output)
+            super().learn(step)
 
     def end_step(self, seconds: float) -> None:
         """Learn the host's time from the adaptive turns."""

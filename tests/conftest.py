@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-import torch
 from tests import skips
-from torch import nn
 
 from aquiline.backends.cpu import calls
 from aquiline.config import EngineConfig, Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, Loading, from_modules
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
+from aquiline.engine.model import LoadedModels, Loading, from_weights
 from aquiline.models.model_config import DraftConfig, ModelConfig, RopeConfig
+from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.types import storage_dtype
+
+if TYPE_CHECKING:  # a part of the tests runs without torch: make light
+    import torch
+    from tokenizers import Tokenizer
+    from torch import nn
+
+    from aquiline.backends.torch.decoder import Decoder
+    from aquiline.backends.torch.eagle import DraftHead
 
 # A busy machine must not fail a property by taking long. The default run draws the same examples every time; `make
 # nightly` draws others, which follow from the seed that it prints.
@@ -44,6 +50,8 @@ needs_native = pytest.mark.skipif(
 
 def init_random(module: nn.Module, seed: int, scale: float = 0.15) -> None:
     """Fill weights so that the model's distributions are neither flat nor frozen."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     for name, weight in module.named_parameters():
         if "norm" in name:
@@ -60,6 +68,11 @@ def round_to(module: nn.Module, dtype: torch.dtype) -> None:
 
 def tiny_pair(seed: int = 0, config: ModelConfig = TINY, draft: DraftConfig = TINY_DRAFT) -> tuple[Decoder, DraftHead]:
     """A random target and a random draft for it: drafts are almost never accepted."""
+    import torch
+
+    from aquiline.backends.torch.decoder import Decoder
+    from aquiline.backends.torch.eagle import DraftHead
+
     decoder, head = Decoder(config, capture=draft.capture), DraftHead(draft)
     init_random(decoder, seed)
     init_random(head, seed + 1)
@@ -69,14 +82,31 @@ def tiny_pair(seed: int = 0, config: ModelConfig = TINY, draft: DraftConfig = TI
     return decoder, head
 
 
+def weights_of(decoder: Decoder, head: DraftHead | None) -> tuple[ModelWeights, DraftWeights | None]:
+    """The weights of modules as backends take them."""
+    target = decoder.weights()
+    if head is None:
+        return target, None
+    return target, head.weights(target.embed if head.embed is decoder.embed else None)
+
+
+def from_modules(
+    decoder: Decoder, head: DraftHead | None, tokenizer: Tokenizer | None, how: Loading, environment: Environment
+) -> LoadedModels:
+    """Modules that were made in memory, packed for the backend that the environment names."""
+    return from_weights(*weights_of(decoder, head), tokenizer, how, environment)
+
+
 @lru_cache
 def tiny_models(
     dtype: str = "bfloat16", seed: int = 0, eos_token_ids: tuple[int, ...] = TINY.eos_token_ids
 ) -> LoadedModels:
     """A tiny pair in the backend this machine has."""
+    from aquiline.ops.torch_arrays import torch_dtype
+
     decoder, head = tiny_pair(seed, dataclasses.replace(TINY, eos_token_ids=eos_token_ids))
     for module in (decoder, head):
-        round_to(module, storage_dtype(dtype))
+        round_to(module, torch_dtype(storage_dtype(dtype)))
     return from_modules(decoder, head, None, Loading(dtype), Environment.read())
 
 
@@ -98,7 +128,10 @@ def tiny_llm(
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread_per_worker() -> Iterator[None]:
-    torch.set_num_threads(1)
+    with suppress(ModuleNotFoundError):
+        import torch
+
+        torch.set_num_threads(1)
     yield
 
 

@@ -6,14 +6,16 @@ from itertools import count
 
 from tests.results import BASELINE, CHAIN, at_speed, measured
 
-from aquiline.bench.gates.rules import Gate, Selector
+from aquiline.bench.gates.rules import Gate
 from aquiline.bench.gates.verdicts import Report
 from aquiline.bench.results.result import Result
 
-SELECT = Selector("cpu", "baseline", 4, 2, 0.8, "chain-3")
+SELECT = {
+    "profile": "cpu", "scenario": "baseline", "context_tokens": 4, "batch": 2, "temperature": 0.8, "setting": "chain-3",
+}  # fmt: skip
 MICRO = Gate("micro", "micro", "bundled", SELECT, {"min_speedup": 1.5, "min_tau": 1.2, "min_steps": 23.0})
 FULL = Gate("full", "full", "bundled", SELECT, MICRO.limits | {"min_speedup": 1.8})
-ELSEWHERE = Gate("large", "micro", "Llama-3.1-8B-Instruct", Selector("full"), MICRO.limits)
+ELSEWHERE = Gate("large", "micro", "Llama-3.1-8B-Instruct", {"profile": "full"}, MICRO.limits)
 GATES = [MICRO, FULL, ELSEWHERE]
 SPEEDS = count(1)
 
@@ -28,4 +30,4 @@ def steady(speedup: float = 2.0) -> dict[str, Result]:
 def refusals(report: Report) -> str:
     (outcome,) = report.outcomes
     assert outcome.verdict == "refused" and report.exit_code == 2
-    return "\n".join([*outcome.refusals, *(r for judgement in outcome.judgements for r in judgement.refusals)])
+    return "\n".join([*outcome.refusals, *(r for judgement in outcome.gates for r in judgement.refusals)])

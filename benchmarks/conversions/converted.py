@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
+from aquiline.backends.torch.decoder import Decoder
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.models.files import is_gguf
 
 FORM = 2

@@ -17,12 +17,10 @@ import torch
 from gguf import quants
 from torch import Tensor
 
+from aquiline.backends.torch.decoder import Decoder, DecoderLayer, load_target
+from aquiline.backends.torch.eagle import DraftHead, load_draft
 from aquiline.bench.peers.peer import stored_dtype
 from aquiline.blocks import PACKED
-from aquiline.models.decoder import Decoder, DecoderLayer
-from aquiline.models.eagle import DraftHead
-from aquiline.models.formats import load_draft
-from aquiline.models.load import load_target
 from aquiline.models.model_config import ModelConfig
 from aquiline.models.rope import rotary
 from conversions.converted import converted, shares_embedding
@@ -193,7 +191,7 @@ def _rope_tensors(config: ModelConfig) -> dict[str, Tensor]:
         return {}
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     plain = config.rope.theta**-exponents
-    factors = plain / rotary(config.rope, config.head_dim, config.max_positions).inv_freq
+    factors = plain / torch.from_numpy(rotary(config.rope, config.head_dim, config.max_positions).inv_freq)
     return {"rope_freqs.weight": factors.float()}
 
 

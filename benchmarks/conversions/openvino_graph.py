@@ -14,23 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
 import torch
 from torch import Tensor
 
-from aquiline.bench.peers.peer import library, stored_dtype
-from aquiline.models.decoder import Decoder, DecoderLayer
-from aquiline.models.eagle import DraftHead
+from aquiline.backends.torch.decoder import Decoder, DecoderLayer, load_target
+from aquiline.backends.torch.eagle import DraftHead, load_draft
+from aquiline.bench.peers.peer import stored_dtype
 from aquiline.models.families import config_file, read_fields
-from aquiline.models.formats import load_draft
-from aquiline.models.load import load_target
 from aquiline.models.model_config import ModelConfig
 from aquiline.models.producers import read_draft_fields
 from aquiline.models.rope import rotary
 from conversions.converted import converted, shares_embedding
 
 Node = Any
-ov = library("openvino")
-ops = library("openvino.opset13")
 INT8_RANGE = 127.0
 
 
@@ -206,7 +204,7 @@ class _Graph:
     def _rotation(self, position_ids: Node) -> tuple[Node, Node]:
         """cos and sin [B, 1, S, Dh] of the positions."""
         rope = rotary(self.config.rope, self.config.head_dim, self.config.max_positions)
-        frequencies = ops.constant(rope.inv_freq.numpy().reshape(1, -1, 1))
+        frequencies = ops.constant(rope.inv_freq.reshape(1, -1, 1))
         positions = ops.convert(ops.unsqueeze(position_ids, self.ints(1)), np.float32)
         angles = ops.transpose(ops.matmul(frequencies, positions, False, False), self.ints([0, 2, 1]))
         both = ops.concat([angles, angles], -1)

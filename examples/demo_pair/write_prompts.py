@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from aquiline.bench.data.prompts import stdlib_prompts
+from aquiline.bench.data.prompts import excerpts
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the target")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    prompts = stdlib_prompts(Tokenizer.from_file(str(args.tokenizer)))
+    prompts = excerpts(Tokenizer.from_file(str(args.tokenizer)))
     args.out.write_text("".join(json.dumps(dataclasses.asdict(prompt)) + "\n" for prompt in prompts), encoding="utf-8")
 
 

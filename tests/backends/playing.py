@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tests.conftest import tiny_pair
+from tests.conftest import tiny_pair, weights_of
 
 from aquiline.backends.base import (
     Admit,
@@ -44,7 +44,7 @@ Propose = Callable[["Text"], Proposal | None]
 
 def new_pair(seed: int = 0, dtype: str = "float32", **settings: Any) -> CpuPair:
     decoder, head = tiny_pair(seed, **settings)
-    return CpuPair(decoder, head, dtype, arithmetic="float32")
+    return CpuPair(*weights_of(decoder, head), dtype, arithmetic="float32")
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -201,8 +201,8 @@ def poison(backend: CpuBackend) -> None:
     """Storage that nobody has written holds no numbers."""
     groups = [backend.kv] if backend.draft_kv is None else [backend.kv, backend.draft_kv]
     for group in groups:
-        group.k.fill_(float("nan"))
-        group.v.fill_(float("nan"))
+        group.k.fill(float("nan"))
+        group.v.fill(float("nan"))
     if backend.fused is not None:
         backend.fused[:] = np.nan
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
 from tests.backends.test_torch_backend import no_host_reads
-from tests.conftest import TINY_DRAFT, needs_native, tiny_pair
+from tests.conftest import TINY_DRAFT, needs_native, tiny_pair, weights_of
 
 from aquiline.backends.base import Decode, StepInput
 from aquiline.backends.cpu.native_pair import CpuPair
@@ -42,9 +42,9 @@ def pair(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return (
-            CpuPair(*tiny_pair(draft=draft), "float32")
+            CpuPair(*weights_of(*tiny_pair(draft=draft)), "float32")
             if name == "native"
-            else TorchPair(*tiny_pair(draft=draft), "float32")
+            else TorchPair(*weights_of(*tiny_pair(draft=draft)), "float32")
         )
 
 
@@ -235,7 +235,11 @@ def test_a_draft_whose_logits_are_not_numbers(name: str) -> None:
     head.norm.data[5] = float("nan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        broken = CpuPair(decoder, head, "float32") if name == "native" else TorchPair(decoder, head, "float32")
+        broken = (
+            CpuPair(*weights_of(decoder, head), "float32")
+            if name == "native"
+            else TorchPair(*weights_of(decoder, head), "float32")
+        )
     player = Player(broken)
     text, plain_text = player.add(words(5), Chain(3), cut=lambda: ALL), player.add(words(5), NoDraft())
     player.run(12)

@@ -6,7 +6,6 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-import torch
 from tests.backends.playing import SAMPLED, Player, Text, new_pair, words
 from tests.conftest import needs_native
 
@@ -134,7 +133,7 @@ def test_behind_pages_without_draft_keys(name: str) -> None:
     assert second.tokens[: len(plain())] == plain()[: len(second.tokens)]
     used = player.pages[first.slot][:2]
     assert np.isnan(player.backend.fused[used]).all()
-    assert torch.isnan(player.backend.draft_kv.v[used]).all()
+    assert np.isnan(player.backend.draft_kv.v[used]).all()
     assert max(step.num_drafted for step in second.steps) > 0
     tokens = [token for tree, _, _ in second.trees for token in tree]
     assert len(set(tokens)) > 10, "drafts from keys that are not numbers would all be one token"
@@ -150,13 +149,13 @@ def test_a_prompt_that_is_cached_whole(has_keys: bool) -> None:
     player.run(4)
     hit = player.pages[first.slot][:2]
     for first_key, drafted in ((1, 3),) if has_keys else ((33, 0), (32, 3)):
-        kept = player.backend.kv.v[hit].clone()
+        kept = player.backend.kv.v[hit].copy()
         text = player.add(prompt, Chain(3), hit=hit, first_draft_key=first_key, slot=1)
         player.run(12)
         assert text.output[:8] == first.output[:8] or len(first.output) < 8
         assert text.first[0].draft_end == (33 if first_key == 33 else 32)
         assert [step.num_drafted for step in text.steps[:2]] == [drafted, 3]
-        assert torch.equal(player.backend.kv.v[hit], kept)
+        assert np.array_equal(player.backend.kv.v[hit], kept)
         player.drop(text)
 
 
@@ -212,11 +211,11 @@ def test_extends_write_the_keys_that_are_missing() -> None:
         same.step()
     for index in (1, 15, 16, 37, 40, until):
         mine, theirs = key_at(player, text, index), key_at(same, other, index)
-        assert torch.equal(mine, theirs) and not torch.isnan(mine).any()
-    assert torch.isnan(key_at(player, text, until + 1)).all(), "no further"
+        assert np.array_equal(mine, theirs) and not np.isnan(mine).any()
+    assert np.isnan(key_at(player, text, until + 1)).all(), "no further"
 
 
-def key_at(player: Player, text: Text, index: int) -> torch.Tensor:
+def key_at(player: Player, text: Text, index: int) -> Float32:
     page, place = player.pages[text.slot][index // 16], index % 16
     return player.backend.draft_kv.v[page, 0, :, place]
 
@@ -233,7 +232,7 @@ def test_a_slot_goes_to_another_while_its_keys_are_completed() -> None:
     other = player.add(words(20, 3), Chain(3), slot=0)
     assert player.step().num_draft_rows > 48 - len(PROMPT)
     player.run(6)
-    assert not torch.isnan(player.backend.draft_kv.v[pages[2], 0]).any(), "keys up to 47"
+    assert not np.isnan(player.backend.draft_kv.v[pages[2], 0]).any(), "keys up to 47"
     alone = Player(pair())
     same = alone.add(words(20, 3), Chain(3))
     alone.run(6)

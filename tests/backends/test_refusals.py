@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, Player, new_pair, words
-from tests.conftest import needs_native, tiny_pair
+from tests.conftest import needs_native, tiny_pair, weights_of
 
 from aquiline.backends.base import Admit, Chunk, Decode, Extend, Pages, Sizes, StepInput
 from aquiline.backends.cpu.native import AqConfidence
@@ -203,7 +203,7 @@ def test_a_target_whose_logits_are_not_numbers(name: str) -> None:
     """-1 for what was drawn, in a prompt and in a step; the backend lives on."""
     decoder, head = tiny_pair()
     decoder.final_norm.data[3] = float("nan")
-    player = Player(CpuPair(decoder, head, "float32"))
+    player = Player(CpuPair(*weights_of(decoder, head), "float32"))
     text = player.add(words(5), WAYS[name])
     player.step()
     assert text.tokens[5] == -1
@@ -219,7 +219,7 @@ def test_a_draft_whose_logits_are_not_numbers(name: str) -> None:
     """It proposes tokens that exist, and the text is the target's."""
     decoder, head = tiny_pair()
     head.norm.data[5] = float("nan")
-    player = Player(CpuPair(decoder, head, "float32"))
+    player = Player(CpuPair(*weights_of(decoder, head), "float32"))
     text, plain = player.add(words(5), WAYS[name]), player.add(words(5), NoDraft())
     player.run(12)
     assert text.output[:12] == plain.output[:12]
@@ -262,7 +262,7 @@ def test_a_text_as_long_as_its_pages() -> None:
 def test_documents_that_do_not_fit_are_refused(name: str, lengths: list[int], named: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        own = pair() if name == "native" else TorchPair(*tiny_pair(), "float32")
+        own = pair() if name == "native" else TorchPair(*weights_of(*tiny_pair()), "float32")
     backend = own.open(Sizes(4, 20, 16, 8, 64))
     with pytest.raises(ValueError, match=named):
         backend.score([np.ones(length, np.int32) for length in lengths])

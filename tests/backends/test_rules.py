@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.playing import WAYS, Player, Text, new_pair, words
-from tests.conftest import needs_native, tiny_pair
+from tests.conftest import needs_native, tiny_pair, weights_of
 from tests.ops.native_calls import draw as draw_rows
 
 from aquiline.backends.base import StepInput, TokenMasks
@@ -122,7 +122,7 @@ def test_rules_along_a_path(rules: str, backend: type[CpuPair] | type[TorchPair]
     """Four tokens a step are kept: each was drawn by what stands before it on its own path, the root counted once."""
     sampling = dataclasses.replace(BASE, **RULES[rules], min_tokens=11, bad_words=("said",))
     told: dict[str, Any] = {"end_token_ids": frozenset(range(40, 70)), "bad_words": ((17,),)}
-    player = Player(backend(*tiny_pair(), "float32"))
+    player = Player(backend(*weights_of(*tiny_pair()), "float32"))
     free = player.add(PROMPT, NoDraft(), sampling, **told)
     player.run(8)
     player.drop(free)

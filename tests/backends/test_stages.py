@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, foresee, new_pair, play, words
-from tests.conftest import TINY_DRAFT, needs_native
+from tests.conftest import TINY_DRAFT, needs_native, weights_of
 
 from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import SamplingParams
@@ -41,7 +40,7 @@ def alone(name: str, number: int, draft: str = "plain") -> Text:
 def written(player: Player) -> list[bytes]:
     """All storage, to the bit."""
     groups = (player.backend.kv, player.backend.draft_kv)
-    stored = [t.view(torch.uint8).numpy().tobytes() for group in groups for t in (group.k, group.v)]
+    stored = [t.tobytes() for group in groups for t in (group.k, group.v)]
     return [*stored, player.backend.fused.tobytes()]
 
 
@@ -160,7 +159,7 @@ def test_a_target_without_a_draft() -> None:
     from tests.conftest import tiny_pair
 
     decoder, _ = tiny_pair()
-    player = Player(CpuPair(decoder, None, "float32"))
+    player = Player(CpuPair(*weights_of(decoder, None), "float32"))
     text = player.add(words(5), NoDraft(), propose=lambda t: foresee(t, alone("none", 0).tokens))
     player.run(12)
     assert text.output[:12] == alone("none", 0).output[:12] and len(text.steps[0].kept) == 4

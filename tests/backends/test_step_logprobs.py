@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.playing import WAYS, Player, new_pair, words
-from tests.conftest import TINY, needs_native, tiny_pair
+from tests.conftest import TINY, needs_native, tiny_pair, weights_of
 from tests.dense import DenseAttention
 
 from aquiline.backends.base import Pair
@@ -23,7 +23,7 @@ BACKENDS = [pytest.param("native", marks=needs_native), "torch"]
 
 @lru_cache
 def pair_of(backend: str) -> Pair:
-    return new_pair() if backend == "native" else TorchPair(*tiny_pair(), "float32")
+    return new_pair() if backend == "native" else TorchPair(*weights_of(*tiny_pair()), "float32")
 
 
 @torch.no_grad()

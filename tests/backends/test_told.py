@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.playing import WAYS, Player, new_pair, words
-from tests.conftest import TINY, needs_native, tiny_pair
+from tests.conftest import TINY, needs_native, tiny_pair, weights_of
 
 from aquiline.backends.cpu import native_weights
 from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.decoder import Decoder
 from aquiline.config import SamplingParams
-from aquiline.models.decoder import Decoder
 from aquiline.spec.drafting import Chain, NoDraft
 from aquiline.types import Float32, TokenLogprobs
 
@@ -116,10 +116,10 @@ def test_a_steps_tokens_do_not_depend_on_storage_of_other_pages() -> None:
 def test_storage_of_keys_and_values(dtype: str, kv_dtype: str, stored: str, sizes: tuple[int, int]) -> None:
     """Apart from the weights'; what they compute with differs, so a text may, but not with the way to draft."""
     decoder, head = tiny_pair()
-    own = CpuPair(decoder, head, dtype, "float32", kv_dtype)
+    own = CpuPair(*weights_of(decoder, head), dtype, "float32", kv_dtype)
     assert own.kv_dtype == stored and own.kv_bytes_per_token() == sizes
     player = Player(own)
-    assert player.backend.kv.k.dtype == getattr(torch, stored)
+    assert player.backend.kv.k.dtype.name == stored
     texts = [player.add(words(40), WAYS[name]) for name in ("none", "chain3", "deep")]
     player.run(20)
     assert len({tuple(text.output[:20]) for text in texts}) == 1
@@ -135,13 +135,13 @@ def test_storage_of_keys_and_values(dtype: str, kv_dtype: str, stored: str, size
 )
 def test_pairs_that_cannot_run(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CpuPair(*tiny_pair(), "float32", **settings)
+        CpuPair(*weights_of(*tiny_pair()), "float32", **settings)
 
 
 @pytest.mark.skipif(not needs_native.args[0] and native_weights.has_bf16_dot(), reason="this CPU has the dot product")
 def test_arithmetic_that_this_cpu_lacks() -> None:
     with pytest.raises(ValueError, match="lacks AVX512_BF16; use arithmetic='float32'"):
-        CpuPair(*tiny_pair(), "bfloat16", "bfloat16")
+        CpuPair(*weights_of(*tiny_pair()), "bfloat16", "bfloat16")
 
 
 def test_widths_that_the_library_does_not_have() -> None:
@@ -149,7 +149,7 @@ def test_widths_that_the_library_does_not_have() -> None:
     with pytest.raises(
         ValueError, match=r"intermediate_size=90: the native path needs a multiple of 16; .*ISA=off has"
     ):
-        CpuPair(decoder, None, "float32")
+        CpuPair(*weights_of(decoder, None), "float32")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_shapes_that_the_library_does_not_have_are_refused_when_they_are_packed(
     """By the library's own checks, before an engine is opened."""
     decoder = Decoder(dataclasses.replace(TINY, num_layers=1, **shape))
     with pytest.raises(ValueError, match=f"^{message}; the environment variable AQUILINE_ISA=off has torch run it"):
-        CpuPair(decoder, None, "float32")
+        CpuPair(*weights_of(decoder, None), "float32")
 
 
 def test_what_runs() -> None:

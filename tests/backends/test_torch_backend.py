@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.playing import WAYS, Player, Text, foresee, new_pair, words
-from tests.conftest import engine_config, needs_native, tiny_pair
+from tests.conftest import engine_config, needs_native, tiny_pair, weights_of
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +38,7 @@ RULES: dict[str, Any] = {"end_token_ids": frozenset({4, 9}), "bad_words": ((7,),
 
 @lru_cache
 def torch_pair() -> TorchPair:
-    return TorchPair(*tiny_pair(), "float32")
+    return TorchPair(*weights_of(*tiny_pair()), "float32")
 
 
 @lru_cache
@@ -291,9 +291,9 @@ def test_missing_draft_keys_are_written_when_asked_for() -> None:
 def test_devices() -> None:
     for device in ("tpu", "cuda:0") if not torch.cuda.is_available() else ("tpu",):
         with pytest.raises(ValueError, match=f"device='{device}': torch has no such device here"):
-            TorchPair(*tiny_pair(), "float32", device=device)
+            TorchPair(*weights_of(*tiny_pair()), "float32", device=device)
     with pytest.raises(ValueError, match="kv_dtype='float16': must be one of auto, float32, bfloat16"):
-        TorchPair(*tiny_pair(), "float32", kv_dtype="float16")
+        TorchPair(*weights_of(*tiny_pair()), "float32", kv_dtype="float16")
 
 
 @pytest.mark.gpu
@@ -301,6 +301,6 @@ def test_devices() -> None:
 def test_a_gpu_writes_the_text_of_a_cpu() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        there = TorchPair(*tiny_pair(), "float32", device="cuda")
+        there = TorchPair(*weights_of(*tiny_pair()), "float32", device="cuda")
     for text, same in zip(play_all(there), play_all(torch_pair()), strict=True):
         assert text.tokens == same.tokens, text.drafting

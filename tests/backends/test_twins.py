@@ -8,13 +8,14 @@ import pickle
 import numpy as np
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, Player, words
-from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair, weights_of
 
 from aquiline.backends.base import VerifiedTrees
 from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.models.model_config import DraftConfig
+from aquiline.ops.torch_arrays import torch_dtype
 from aquiline.types import Int32, storage_dtype
 
 pytestmark = needs_native
@@ -35,7 +36,10 @@ CASES = [*((name, TINY_DRAFT) for name in SAMPLINGS), ("sampled", NORMED)]
 def test_the_same_trees_and_texts(name: str, draft: DraftConfig) -> None:
     """Every shape beside every other, prompts in chunks, rules, and a draft that is fed normed states: root by root,
     node by node."""
-    pairs = CpuPair(*tiny_pair(draft=draft), "float32"), TorchPair(*tiny_pair(draft=draft), "float32")
+    pairs = (
+        CpuPair(*weights_of(*tiny_pair(draft=draft)), "float32"),
+        TorchPair(*weights_of(*tiny_pair(draft=draft)), "float32"),
+    )
     players = [Player(pair, num_slots=len(WAYS)) for pair in pairs]
     for player in players:
         for i, way in enumerate(WAYS.values()):
@@ -56,8 +60,8 @@ def test_biases_and_sinks(dtype: str) -> None:
     for new in (CpuPair, TorchPair):
         decoder, head = tiny_pair(7, config)
         for module in (decoder, head):
-            round_to(module, storage_dtype(dtype))
-        pair = new(decoder, head, dtype)
+            round_to(module, torch_dtype(storage_dtype(dtype)))
+        pair = new(*weights_of(decoder, head), dtype)
         assert pair.kv_dtype == ("float32" if dtype == "float32" else "bfloat16")
         player = Player(pair, num_slots=2)
         for name in ("chain3", "dynamic"):
@@ -73,7 +77,7 @@ def test_biases_and_sinks(dtype: str) -> None:
 @pytest.mark.parametrize("kind", [CpuPair, TorchPair])
 def test_a_step_and_its_outcome_can_be_sent_to_another_process(kind: type[CpuPair] | type[TorchPair]) -> None:
     """Prompts in chunks, chains, trees and copies, log-probabilities, rules, and the verified trees."""
-    player = Player(kind(*tiny_pair(), "float32"), num_slots=len(WAYS))
+    player = Player(kind(*weights_of(*tiny_pair()), "float32"), num_slots=len(WAYS))
     sampling = dataclasses.replace(SAMPLINGS["ruled"], logprobs=2, prompt_logprobs=1)
     for i, way in enumerate(WAYS.values()):
         player.add(words(5 + 3 * i, i), way, sampling, bad_words=((5, 6),))

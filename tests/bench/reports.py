@@ -6,10 +6,13 @@ import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from tests.conftest import tiny_llm
 
+from aquiline.bench.report import page
+from aquiline.bench.report.sections import sections
 from aquiline.bench.results.intervals import spread
 from aquiline.bench.results.result import ModelFacts, Result, Scenario, describe, tokens_sha256
 from aquiline.config import SamplingParams
@@ -52,6 +55,24 @@ def measured() -> Results:
 def results(measured: Results) -> Results:
     """A copy to edit."""
     return copy.deepcopy(measured)
+
+
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without plots, which are quicker to make."""
+    monkeypatch.setattr(page, "what_is_missing", lambda: "nothing")
+
+
+def plots(results: Results) -> dict[str, Any]:
+    """The axes of every plot of a report of one section, by title."""
+    (section,) = sections(results)
+    panels = [panel for group in page.GROUPS for panel in group.draw([row for row in section.rows if group.holds(row)])]
+    return {panel.title: panel.figure.axes[0] for panel in panels}
+
+
+def legend(axes: Any) -> list[str]:
+    """The texts below a plot, unfolded."""
+    return [text.get_text().replace("\n", " ") for legend in axes.figure.legends for text in legend.get_texts()]
 
 
 @dataclass

@@ -10,15 +10,21 @@ from tests.conftest import tiny_llm
 from tests.disk import MESSAGE, full_after
 from tokenizers import Tokenizer
 
-from aquiline.bench.eval.answers import EagleAnswers, TurnAnswer, answer_row
+from aquiline.bench.eval.answers import AnsweredText, EagleAnswers, TurnRun, answer_row
 from aquiline.config import SamplingParams
-from aquiline.metrics import mean
+from aquiline.metrics import Counters, mean
 from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.spec.registry import drafting_named
 from aquiline.text.questions import Question
 
 TWO_TURNS = Question(81, "writing", ("Write.", "Shorter."))
 ONE_TURN = Question("HumanEval/0", "coding", ("def f():",))
+
+
+def answered(text: str, num_tokens: int, num_steps: int, seconds: float) -> TurnRun:
+    """A run that wrote so many tokens in so many steps."""
+    written = AnsweredText(0.0, 64, 0, 0, [1], [7] * num_tokens, text, "stop")
+    return TurnRun(written, "chain-3", 0, 0.0, 0.0, 1e3 * seconds, Counters(num_steps=num_steps))
 
 
 def eagle_speed(path: Path) -> float:
@@ -41,19 +47,19 @@ def test_eagles_arithmetic_gives_the_speeds_that_went_in(tmp_path: Path) -> None
     texts = ["import os\nimport sys\n", "def f(x):\n    return x\n", "print(1)\n"]
     lengths = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
     first, second, third = (
-        TurnAnswer(t, n, n - 1, s) for t, n, s in zip(texts, lengths, (0.5, 0.25, 0.125), strict=True)
+        answered(t, n, n - 1, s) for t, n, s in zip(texts, lengths, (0.5, 0.25, 0.125), strict=True)
     )
     path = tmp_path / "deep" / "answers.jsonl"
-    with EagleAnswers(path, "toy-temperature-0.0") as answers:
-        answers.add(TWO_TURNS, [first, second], [second, first])
-        answers.add(ONE_TURN, [third])
+    answers = EagleAnswers(path, "toy-temperature-0.0")
+    answers.add(TWO_TURNS, [first, second], [second, first])
+    answers.add(ONE_TURN, [third])
     expected = ((lengths[0] + lengths[1]) / 0.75 + lengths[2] / 0.125) / 2
     assert eagle_speed(path) == pytest.approx(expected)
     assert eagle_baseline_speed(path, tokenizer) == pytest.approx(expected), "no stop tokens here, so both agree"
 
 
 def test_a_row_has_eagles_fields_in_eagles_types() -> None:
-    turns = [TurnAnswer("a", 8, 3, 0.5), TurnAnswer("b", 4, 2, 0.25)]
+    turns = [answered("a", 8, 3, 0.5), answered("b", 4, 2, 0.25)]
     row = json.loads(json.dumps(answer_row(TWO_TURNS, [turns], "toy")))
     assert row.pop("answer_id") and row.pop("tstamp") > 1.7e9
     choice = {"index": 0, "turns": ["a", "b"], "idxs": [3, 2], "new_tokens": [8, 4], "wall_time": [0.5, 0.25]}
@@ -63,14 +69,14 @@ def test_a_row_has_eagles_fields_in_eagles_types() -> None:
 def test_rows_are_on_disk_before_the_run_ends_and_an_older_file_goes(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text("from an older run\n")
-    with EagleAnswers(path, "toy") as answers:
-        answers.add(ONE_TURN, [TurnAnswer("a", 1, 0, 0.1)])
-        assert [json.loads(line)["question_id"] for line in path.read_text().splitlines()] == ["HumanEval/0"]
+    EagleAnswers(path, "toy").add(ONE_TURN, [answered("a", 1, 0, 0.1)])
+    assert [json.loads(line)["question_id"] for line in path.read_text().splitlines()] == ["HumanEval/0"]
 
 
-def test_every_turn_needs_its_answer() -> None:
-    with pytest.raises(ValueError, match=r"choices\[1\]: 1 answers to question 81, which has 2 turns"):
-        answer_row(TWO_TURNS, [[TurnAnswer("a", 1, 0, 0.1)] * 2, [TurnAnswer("a", 1, 0, 0.1)]], "toy")
+def test_every_turn_needs_its_answer(tmp_path: Path) -> None:
+    answers = EagleAnswers(tmp_path / "answers.jsonl", "toy")
+    with pytest.raises(AssertionError):
+        answers.add(TWO_TURNS, [answered("a", 1, 0, 0.1)] * 2, [answered("a", 1, 0, 0.1)])
 
 
 @pytest.mark.parametrize("drafter", ["none", "chain"])
@@ -80,7 +86,7 @@ def test_idxs_and_new_tokens_of_a_real_run_give_its_tau(drafter: str) -> None:
         .run([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True), drafting=drafting_named(drafter))
         .outputs[0]
     )
-    turn = TurnAnswer(output.text, len(output.token_ids), output.metrics.num_steps, 1.0)
+    turn = answered(output.text, len(output.token_ids), output.metrics.num_steps, 1.0)
     (choice,) = json.loads(json.dumps(answer_row(ONE_TURN, [[turn]], "toy")))["choices"]
     assert (choice["new_tokens"][0] - 1) / choice["idxs"][0] == output.metrics.tau, (
         "the prompt's forward gave one token"
@@ -89,9 +95,6 @@ def test_idxs_and_new_tokens_of_a_real_run_give_its_tau(drafter: str) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     told = rf"answers\.jsonl: {MESSAGE}\. Rows before it are whole"
-    with (
-        full_after(100),
-        pytest.raises(OSError, match=told),
-        EagleAnswers(tmp_path / "answers.jsonl", "toy") as answers,
-    ):
-        answers.add(ONE_TURN, [TurnAnswer("a", 1, 0, 0.1)])
+    answers = EagleAnswers(tmp_path / "answers.jsonl", "toy")
+    with full_after(100), pytest.raises(OSError, match=told):
+        answers.add(ONE_TURN, [answered("a", 1, 0, 0.1)])

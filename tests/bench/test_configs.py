@@ -88,12 +88,12 @@ def test_published_parameter_counts(fields: dict[str, Any], total_b: float, acti
 
 def test_published_sizes(tmp_path: Path) -> None:
     llama = read_shape(write_config(tmp_path / "llama", LLAMA_8B))
-    assert llama.stored_bytes(llama.precision) / 1e9 == pytest.approx(16.06, abs=0.005)
-    assert llama.body.kv_bytes_per_token(llama.precision) == 131072
+    assert llama.stored_bytes / 1e9 == pytest.approx(16.06, abs=0.005)
+    assert llama.body.kv_bytes_per_token == 131072
     for fields, gib in ((GPT_OSS_120B, 60.8), (GPT_OSS_20B, 12.8)):  # as their model cards say, MXFP4 experts
         shape = read_shape(write_config(tmp_path / str(gib), fields))
-        assert shape.precision.name == "mxfp4" and shape.precision.layers.name == "bfloat16"
-        assert shape.stored_bytes(shape.precision) / 2**30 == pytest.approx(gib, abs=0.05)
+        assert shape.body.precision.name == "mxfp4" and shape.body.precision.layers.name == "bfloat16"
+        assert shape.stored_bytes / 2**30 == pytest.approx(gib, abs=0.05)
     head = read_draft_shape(write_config(tmp_path / "head", LLAMA_8B_HEAD), llama)
     assert head.num_parameters / 1e6 == pytest.approx(424.7, abs=0.05)
 
@@ -105,10 +105,11 @@ def test_a_shape_counts_the_decoder_and_the_head_that_run(tied: bool) -> None:
     decoder, head = tiny_pair(config=config, draft=draft)
     target = shape_of(config)
     assert target.num_parameters == sum(p.numel() for p in decoder.parameters())
-    assert target.stored_bytes(target.precision) == 2 * target.num_parameters
+    assert target.stored_bytes == 2 * target.num_parameters
     shape = draft_shape_of(draft, target)
     assert shape.num_parameters == sum(p.numel() for p in head.parameters()) - head.embed.numel()
-    assert shape.stored_bytes(precision_of("float32")) == 4 * shape.num_parameters
+    assert shape.stored_bytes == 2 * shape.num_parameters
+    assert draft_shape_of(draft, shape_of(config, "float32")).stored_bytes == 4 * shape.num_parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -177,26 +178,25 @@ def test_what_a_dtype_is_the_storage_of(dtype: str, layers: str, head: str, plai
 
 
 def test_a_tied_head_takes_room_only_where_it_is_stored_otherwise() -> None:
-    tied, untied = (shape_of(dataclasses.replace(TINY, tied_head=flag)) for flag in (True, False))
     head = TINY.vocab_size * TINY.hidden_size
-    assert untied.num_parameters - tied.num_parameters == head
     for dtype, extra in (("bfloat16", 2 * head), ("int8", 0)):
-        precision = precision_of(dtype)
-        assert untied.stored_bytes(precision) - tied.stored_bytes(precision) == extra
+        tied, untied = (shape_of(dataclasses.replace(TINY, tied_head=flag), dtype) for flag in (True, False))
+        assert untied.num_parameters - tied.num_parameters == head
+        assert untied.stored_bytes - tied.stored_bytes == extra
 
 
 def test_a_checkpoints_own_quantisation(tmp_path: Path) -> None:
     awq = LLAMA_8B | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     shape = read_shape(write_config(tmp_path / "awq", awq))
     # 6.98 G weights of 4 + (16 + 4) / 128 bits, and 1.05 G of embedding and head of 16
-    assert shape.stored_bytes(shape.precision) / 1e9 == pytest.approx(5.73, abs=0.01)
-    assert shape.precision.head.name == "bfloat16"
+    assert shape.stored_bytes / 1e9 == pytest.approx(5.73, abs=0.01)
+    assert shape.body.precision.head.name == "bfloat16"
     fp8 = read_shape(write_config(tmp_path / "fp8", LLAMA_8B | {"quantization_config": {"quant_method": "fp8"}}))
-    assert fp8.stored_bytes(fp8.precision) / 1e9 == pytest.approx(9.08, abs=0.01)
+    assert fp8.stored_bytes / 1e9 == pytest.approx(9.08, abs=0.01)
     other = write_config(tmp_path / "other", LLAMA_8B | {"quantization_config": {"quant_method": "quip"}})
     with pytest.raises(CheckpointError, match=r"quant_method='quip'.*--dtype"):
         read_shape(other)
-    assert read_shape(other, "int4").precision.name == "int4"
+    assert read_shape(other, "int4").body.precision.name == "int4"
 
 
 def test_sliding_windows_by_every_way_to_say_so(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from tests.conftest import needs_native
 
-from aquiline.bench.data.prompts import PROMPT_TOKENS, package_prompts, read_prompts
-from aquiline.bench.suite.demo_run import NAMES, TEMPERATURES, Demo, DemoPrompt, _fastest_chain, run_demo
-from aquiline.bench.suite.demos import demo_of
+from aquiline.bench.data.prompts import PROMPT_TOKENS, excerpts, read_prompts
+from aquiline.bench.suite.demo_run import NAMES, TEMPERATURES, Demo, DemoPrompt, _fastest_chain, demo_of, run_demo
 from aquiline.bench.theory.bounds import expectation
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
@@ -67,9 +66,9 @@ def test_speculation_changes_nothing_and_pays_in_calls(llm: LLM) -> None:
     for run in (r for r in result.runs if r.drafting.is_speculative):
         for output in run.outputs:
             output.token_ids[-1] ^= 1
-            assert not result.is_identical(run) and not result.identical, "one changed token of any prompt must show"
+            assert not run.is_identical and not result.identical, "one changed token of any prompt must show"
             output.token_ids[-1] ^= 1
-        assert result.is_identical(run)
+        assert run.is_identical
 
 
 @dataclass
@@ -113,7 +112,7 @@ def test_the_command_prints_json_and_exits_with_0() -> None:
 def test_prompts_of_an_unknown_package_are_refused(llm: LLM) -> None:
     assert llm.models.tokenizer is not None
     with pytest.raises(ValueError, match="no_such_package"):
-        package_prompts("no_such_package", llm.models.tokenizer)
+        excerpts(llm.models.tokenizer, "no_such_package")
 
 
 def test_repeated_share_counts_8_grams_seen_before() -> None:

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from aquiline.bench.eval.eval_plan import AnsweredText, EvalPlan, Evaluated, TurnRun, settings_of
+from aquiline.bench.eval.answers import AnsweredText, TurnRun
+from aquiline.bench.eval.eval_plan import EvalPlan
 from aquiline.bench.eval.eval_plot import _draw_positions
-from aquiline.bench.eval.eval_report import EvalFacts, as_document, notes
-from aquiline.bench.eval.figures import SpeedupRatio, best, figures, ratio, suspicion, tables, verdict
+from aquiline.bench.eval.eval_report import EvalFacts, EvalReport
+from aquiline.bench.eval.figures import Evaluated, best, ratio, suspicion, verdict
+from aquiline.bench.plots import look
+from aquiline.bench.results.intervals import Estimate
 from aquiline.bench.results.result import ModelFacts
 from aquiline.ledger import Ledger
 from aquiline.metrics import Counters
@@ -29,9 +32,7 @@ TIMES = st.floats(0.5, 500)
 @st.composite
 def evaluations(draw: st.DrawFn) -> Evaluated:
     """Any runs of three settings, each with consistent counters."""
-    plan = EvalPlan(
-        settings_of((2,), ("1x2x4",)), lengths=(6, 12), temperatures=(0.0, 0.5), repeats=draw(st.integers(1, 2))
-    )
+    plan = EvalPlan((2,), ("1x2x4",), lengths=(6, 12), temperatures=(0.0, 0.5), repeats=draw(st.integers(1, 2)))
     questions = [Question(i, draw(st.sampled_from("ab")), ("x",)) for i in range(draw(st.integers(1, 4)))]
     runs = []
     for temperature in plan.temperatures:
@@ -51,7 +52,7 @@ def evaluations(draw: st.DrawFn) -> Evaluated:
 
 
 def document(found: Evaluated) -> Any:
-    return json.loads(json.dumps(as_document(found, tables(found), FACTS), allow_nan=False))
+    return json.loads(json.dumps(EvalReport(found, FACTS).document(), allow_nan=False))
 
 
 @settings(max_examples=25)
@@ -114,13 +115,13 @@ def test_intervals_are_those_of_a_bootstrap() -> None:
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.02)
     same = ratio(base, base / 2)
     assert same is not None and (same.value, same.low, same.high) == pytest.approx((2, 2, 2))
-    assert ratio(base[:1], own[:1]) == SpeedupRatio(base[0] / own[0])
+    assert ratio(base[:1], own[:1]) == Estimate(base[0] / own[0])
     assert ratio(np.zeros(3), np.zeros(3)) is None
 
 
 def timed(*times: tuple[str, float, float]) -> Evaluated:
     """A plan's two settings on two questions, by decode times."""
-    plan = EvalPlan(settings_of((2, 3)), lengths=(6,))
+    plan = EvalPlan((2, 3), lengths=(6,))
     runs = []
     for number, question in enumerate(zip(*(t[1:] for t in times), strict=True)):
         text = AnsweredText(
@@ -136,15 +137,15 @@ def timed(*times: tuple[str, float, float]) -> Evaluated:
 
 def test_the_best_is_named_and_no_gain_where_there_is_none() -> None:
     found = timed(("baseline", 10, 10), ("chain-2", 5, 5), ("chain-3", 6, 8))
-    assert verdict(figures(found)) == "best is chain-2, 2.00x"
-    winner = best(figures(found))
+    assert verdict(found.overall) == "best is chain-2, 2.00x"
+    winner = best(found.overall)
     assert winner is not None and winner.setting == "chain-2"
     found = timed(("baseline", 10, 10), ("chain-2", 20, 20), ("chain-3", 12, 9))
-    assert verdict(figures(found)).startswith(
+    assert verdict(found.overall).startswith(
         "none is faster than the baseline; chain-3 comes nearest, 0.95x [0.83, 1.11]"
     )
     found = timed(("baseline", 10, 10), ("chain-2", 20, 20), ("chain-3", 12, 5))
-    assert verdict(figures(found)) == (
+    assert verdict(found.overall) == (
         "best is chain-3, 1.18x [0.83, 2.00], but its interval reaches down to the baseline"
     )
     assert not document(found)["best"][0]["is_faster"]
@@ -161,7 +162,7 @@ def test_the_best_is_named_and_no_gain_where_there_is_none() -> None:
     ],
 )
 def test_a_draft_at_chance_is_doubted(tokens: list[int], accepted: int, is_doubted: bool) -> None:
-    plan = EvalPlan(settings_of((2,), ("1x2x4",)), lengths=(6,))
+    plan = EvalPlan((2,), ("1x2x4",), lengths=(6,))
     text = AnsweredText(0.0, 6, 0, 0, [1], tokens, "", "length")
     chain = Counters(num_steps=len(tokens), accepted_at=[accepted, accepted] if accepted else [])
     tree = Counters(num_steps=5, accepted_at=[5])  # a tree names several tokens at a place
@@ -178,14 +179,14 @@ def test_a_draft_at_chance_is_doubted(tokens: list[int], accepted: int, is_doubt
 
 def test_gsm8k_accuracy_needs_references_of_that_form() -> None:
     found = timed(("baseline", 1, 1), ("chain-2", 1, 1), ("chain-3", 1, 1))
-    (score,) = tables(found).task_accuracy
+    (score,) = found.task_accuracy
     assert (score.num_correct, score.num_questions, score.num_cut) == (1, 2, 1)
     assert "GSM8K accuracy, 6 new tokens, temperature 0: 1/2 = 50.0% (1 answers were cut" in "\n".join(
-        notes(found, tables(found))
+        EvalReport(found, FACTS).notes()
     )
     for reference in (None, "7", "#### seven"):
         found.questions[1] = dataclasses.replace(found.questions[1], reference=reference)
-        assert tables(found).task_accuracy == []
+        assert found.task_accuracy == []
 
 
 def test_no_point_of_the_plot_is_cut() -> None:
@@ -193,7 +194,7 @@ def test_no_point_of_the_plot_is_cut() -> None:
     figure = Figure(figsize=(12, 4.1), dpi=140)
     axes = figure.subplots(1, 3)[2]
     shares: Any = SimpleNamespace(setting="chain-2", length=64, counters=SimpleNamespace(per_position=[1.0, 0.0]))
-    _draw_positions(axes, [shares, shares], {"chain-2": "black"})
+    _draw_positions(axes, [shares, shares], {"chain-2": look(0)})
     (line,) = axes.lines
     box, radius = axes.get_window_extent(), line.get_markersize() / 2 * figure.dpi / 72
     for _, y in axes.transData.transform(line.get_xydata()):

@@ -12,15 +12,16 @@ from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aquiline.backends.base import Backend, Drafts, Pending, StepInput, TokenMasks
-from aquiline.bench.eval.eval_plan import AnsweredText, EvalPlan, Evaluated, settings_of
-from aquiline.bench.eval.eval_report import EvalFacts, as_document, as_markdown, model_facts, notes
+from aquiline.bench.eval.answers import AnsweredText
+from aquiline.bench.eval.eval_plan import EvalPlan
+from aquiline.bench.eval.eval_report import EvalFacts, EvalReport, model_facts
 from aquiline.bench.eval.evaluate import Evaluation
-from aquiline.bench.eval.figures import tables
+from aquiline.bench.eval.figures import Evaluated
 from aquiline.bench.suite.simulated import ReadOutcome, SimulatedBackend
 from aquiline.config import EngineConfig
 from aquiline.engine.llm import LLM
 from aquiline.errors import ResultError
-from aquiline.spec.drafting import Chain, Dynamic
+from aquiline.spec.drafting import Dynamic
 from aquiline.spec.registry import drafting_named
 from aquiline.spec.tree import DraftTree
 from aquiline.text.chat_template import ChatTemplate
@@ -33,8 +34,8 @@ QUESTIONS = [
     Question("first", "two turns", ("abc", "defg")), Question(2, "one turn", ("hello",)),
     Question("third", "one turn", ("xyzzy",), system="sys"),
 ]  # fmt: skip
-SETTINGS = settings_of((1, 3), ("1x2x5", "static"))
-PLAN = EvalPlan(SETTINGS, lengths=(6, 12), temperatures=(0.0, 0.9), repeats=2)
+PLAN = EvalPlan((1, 3), ("1x2x5", "static"), lengths=(6, 12), temperatures=(0.0, 0.9), repeats=2)
+SETTINGS = PLAN.settings
 
 
 def tiny(
@@ -62,7 +63,7 @@ def evaluation(llm: LLM, plan: EvalPlan = PLAN, questions: list[Question] = QUES
 
 
 def document(found: Evaluated) -> Any:
-    text = json.dumps(as_document(found, tables(found), facts()), allow_nan=False)
+    text = json.dumps(EvalReport(found, facts()).document(), allow_nan=False)
     return json.loads(text)
 
 
@@ -119,7 +120,7 @@ def test_texts_end_at_eos_unless_told_otherwise() -> None:
 def test_settings_that_write_different_tokens_are_an_error_that_names_the_place() -> None:
     llm = tiny()
     llm.engine.backend = Lossy(llm.engine.backend)
-    plan = EvalPlan(settings_of((2,)), lengths=(12,))
+    plan = EvalPlan((2,), lengths=(12,))
     with pytest.raises(
         ResultError, match=r"question 'first', turn 1, length 12, temperature 0: chain-2 and baseline"
     ) as e:
@@ -131,7 +132,7 @@ def test_settings_that_write_different_tokens_are_an_error_that_names_the_place(
 
 
 def test_a_teacher_that_writes_something_else_is_an_error() -> None:
-    work = evaluation(tiny(), EvalPlan(settings_of((2,)), lengths=(6,)))
+    work = evaluation(tiny(), EvalPlan((2,), lengths=(6,)))
     found = work.run()
     found.runs[0].text.token_ids[3] ^= 1
     with pytest.raises(ResultError, match="the teacher-forced run and the others differ at output token 4"):
@@ -139,7 +140,7 @@ def test_a_teacher_that_writes_something_else_is_an_error() -> None:
 
 
 def test_what_does_not_fit_is_named_and_left_out_of_the_answers(tmp_path: Path) -> None:
-    plan = EvalPlan(settings_of((1,)), lengths=(6, 12), ignore_eos=True)
+    plan = EvalPlan((1,), lengths=(6, 12), ignore_eos=True)
     llm = tiny(dataclasses.replace(engine_config(1), max_context=24))
     counted: list[int] = []
     work = evaluation(llm, plan, answers=tmp_path, on_progress=counted.append)
@@ -149,7 +150,7 @@ def test_what_does_not_fit_is_named_and_left_out_of_the_answers(tmp_path: Path) 
     assert missed == [("first", 1, 12)]
     reason = found.unfit[0].reason
     assert reason.startswith("prompt of ") and reason.endswith(" tokens + length 12 exceeds the 24 positions there are")
-    assert "1 conversations were cut short" in "\n".join(notes(found, tables(found)))
+    assert "1 conversations were cut short" in "\n".join(EvalReport(found, facts()).notes())
     assert document(found)["unfit"][0]["question_id"] == "first"
     assert sum(counted) == work.num_tokens - 12, "the bar counts what was left out, but for its judgement"
     ids = {file.name: [json.loads(line)["question_id"] for line in file.open()] for file in tmp_path.iterdir()}
@@ -162,12 +163,12 @@ def test_what_does_not_fit_is_named_and_left_out_of_the_answers(tmp_path: Path) 
 def test_nothing_that_fits_is_an_error() -> None:
     llm = tiny(dataclasses.replace(engine_config(1), max_context=14))
     with pytest.raises(ValueError, match=r"lengths=\[12\]: no question fits; prompt of 3 tokens \+ length 12 exceeds"):
-        evaluation(llm, EvalPlan(settings_of((1,)), lengths=(12,))).run()
+        evaluation(llm, EvalPlan((1,), lengths=(12,))).run()
 
 
 def test_a_pool_too_small_for_a_text_is_a_misfit() -> None:
     llm = tiny(dataclasses.replace(engine_config(1), num_pages=2))
-    found = evaluation(llm, EvalPlan(settings_of((1,)), lengths=(6, 30))).run()
+    found = evaluation(llm, EvalPlan((1,), lengths=(6, 30))).run()
     assert {m.length for m in found.unfit} == {30} and "pages" in found.unfit[0].reason
 
 
@@ -205,12 +206,12 @@ def test_simulated_tau_stands_beside_the_same_real_tau(found: Evaluated) -> None
 
 def test_texts_of_one_token_have_no_speed() -> None:
     llm = tiny(eos_token_ids=tuple(range(96)))
-    found = evaluation(llm, EvalPlan(settings_of((1,)), lengths=(6,))).run()
+    found = evaluation(llm, EvalPlan((1,), lengths=(6,))).run()
     data = document(found)
     assert data["tables"]["by_length"][1]["speedup"] is None and data["best"][0]["setting"] is None
     assert data["tables"]["by_length"][1]["speedup_with_prefill"]["value"] > 0
     assert data["teacher_forced"][0]["simulated_tau"] == [None] * 5
-    assert "every text ended at its first token" in as_markdown(found, tables(found), facts())
+    assert "every text ended at its first token" in EvalReport(found, facts()).markdown()
 
 
 @pytest.mark.parametrize(
@@ -219,21 +220,19 @@ def test_texts_of_one_token_have_no_speed() -> None:
         ({"lengths": ()}, "lengths="), ({"lengths": (6, 6)}, r"lengths=\[6, 6\]: give each value once"),
         ({"lengths": (50, 1)}, "lengths=1: must be at least 2"), ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"temperatures": (0.0, 0.0)}, "temperatures="), ({"repeats": 0}, "repeats=0"), ({"seed": -1}, "seed=-1"),
-        ({"settings": {"chain": Chain()}}, r"settings=\['chain'\]: needs the baseline first"),
-        ({"settings": {"baseline": drafting_named("none")}}, "at least one that drafts"),
     ],
     ids=str,
 )  # fmt: skip
 def test_plans_that_cannot_be(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        EvalPlan(**{"settings": SETTINGS} | changed)
+        EvalPlan(**changed)
 
 
 def test_settings_by_name() -> None:
-    assert list(settings_of()) == ["baseline", "chain-3", "tree-2x2x6"]
-    assert settings_of()["tree-2x2x6"] == drafting_named("dynamic")
-    assert list(settings_of((5, 1))) == ["baseline", "chain-5", "chain-1"]
-    assert settings_of((), ("4x8x32", "static")) == {
+    assert list(EvalPlan().settings) == ["baseline", "chain-3", "tree-2x2x6"]
+    assert EvalPlan().settings["tree-2x2x6"] == drafting_named("dynamic")
+    assert list(EvalPlan((5, 1)).settings) == ["baseline", "chain-5", "chain-1"]
+    assert EvalPlan((), ("4x8x32", "static")).settings == {
         "baseline": drafting_named("none"), "tree-4x8x32": Dynamic(4, 8, 32),
         "tree-static": drafting_named("static"),
     }  # fmt: skip
@@ -250,7 +249,7 @@ def test_settings_by_name() -> None:
 )  # fmt: skip
 def test_settings_that_cannot_be(chains: tuple[int, ...], trees: tuple[str, ...], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        settings_of(chains, trees)
+        EvalPlan(chains, trees)
 
 
 def test_engines_that_would_help_one_run_over_another_are_refused() -> None:
@@ -285,4 +284,4 @@ def _named(text: AnsweredText) -> tuple[Any, ...]:
 
 def test_a_draft_narrower_than_a_tree_is_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="draft_top_k=64: the draft's vocabulary has 48"):
-        evaluation(tiny(), EvalPlan(settings_of((), ("0x64x5",))))
+        evaluation(tiny(), EvalPlan((), ("0x64x5",)))

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.gates import ELSEWHERE, GATES, MICRO, refusals, steady
-from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured
+from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
+from typer.testing import CliRunner
 
-from aquiline.bench.gates.judge import Check, Judgement, judge
-from aquiline.bench.gates.rules import FIGURES, Gate, Selector, override
-from aquiline.bench.gates.state import GateState
-from aquiline.bench.gates.verdicts import GateRequest, Report, ask
+from aquiline.bench.gates.rules import FIGURES, Gate, override
+from aquiline.bench.gates.streaks import Streaks
+from aquiline.bench.gates.verdicts import Check, Judgement, Report, ask, judge
 from aquiline.bench.results.result import Result
-from aquiline.errors import ResultError
+from aquiline.cli.main import app
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> GateState:
-    return GateState(tmp_path / "deep" / "gates.json")
+def state(tmp_path: Path) -> Streaks:
+    return Streaks(tmp_path / "deep" / "gates.json")
 
 
 def tau_of(file: str) -> float:
@@ -35,20 +37,20 @@ def with_chain(**fields: Any) -> dict[str, Result]:
 
 def only(report: Report) -> Judgement:
     """The one gate that was asked."""
-    ((judgement,),) = [outcome.judgements for outcome in report.outcomes]
+    ((judgement,),) = [outcome.gates for outcome in report.outcomes]
     return judgement
 
 
-def test_a_gate_that_holds_says_by_how_much(state: GateState) -> None:
-    report = ask(GATES, steady(), GateRequest(), state)
+def test_a_gate_that_holds_says_by_how_much(state: Streaks) -> None:
+    report = ask(GATES, steady(), state)
     judgement = only(report)
     assert (report.exit_code, judgement.verdict, judgement.file) == (0, "green", CHAIN)
     checks = {check.limit: (check.threshold, check.measured, check.margin) for check in judgement.checks}
     assert checks["min_speedup"] == (1.5, pytest.approx(2.0), pytest.approx(0.5))
     assert checks["min_tau"] == (1.2, tau_of(CHAIN), pytest.approx(tau_of(CHAIN) - 1.2))
     assert checks["min_steps"] == (23, 23, 0)
-    assert [gate.name for gate in report.idle] == ["large"], "no result of its model: not asked, and named"
-    assert judgement.ideal is None
+    assert report.not_asked == ("large",), "no result of its model: not asked, and named"
+    assert judgement.ideal_speedup is None
 
 
 @pytest.mark.parametrize(
@@ -61,11 +63,9 @@ def test_a_gate_that_holds_says_by_how_much(state: GateState) -> None:
     ],
     ids=lambda value: ",".join(sorted(value)),
 )
-def test_a_missed_limit_is_red_by_its_margin(limits: dict[str, float], missed: set[str], state: GateState) -> None:
-    report = ask(
-        override(GATES, [f"micro.{name}={value}" for name, value in limits.items()]), steady(), GateRequest(), state
-    )
-    assert report.exit_code == 1 and only(report).gate.changed == tuple(limits)
+def test_a_missed_limit_is_red_by_its_margin(limits: dict[str, float], missed: set[str], state: Streaks) -> None:
+    report = ask(override(GATES, [f"micro.{name}={value}" for name, value in limits.items()]), steady(), state)
+    assert report.exit_code == 1 and only(report).changed_limits == tuple(limits)
     figures = {"speedup": 2.0, "tau": tau_of(CHAIN), "steps": 23}
     red = {check.limit: check.margin for check in only(report).checks if not check.is_held}
     below = {limit: figures[limit[4:]] - limits[limit] for limit in missed}
@@ -87,19 +87,19 @@ def test_every_figure_can_be_held_from_either_side(figure: str) -> None:
         assert check(f"max_{figure}", factor * value).is_held == (factor > 1)
 
 
-def test_what_was_not_measured_holds_no_limit(state: GateState) -> None:
+def test_what_was_not_measured_holds_no_limit(state: Streaks) -> None:
     gates = override(GATES, ["micro.min_percent_of_ideal=10"])
-    (check,) = [c for c in only(ask(gates, steady(), GateRequest(), state)).checks if c.limit == "min_percent_of_ideal"]
+    (check,) = [c for c in only(ask(gates, steady(), state)).checks if c.limit == "min_percent_of_ideal"]
     assert check.measured is None and check.margin is None and not check.is_held
 
 
-def test_the_ideal_is_the_rooflines(state: GateState) -> None:
-    report = ask(GATES, with_chain(roofline={"ideal_speedup": 2.6}), GateRequest(), state)
-    assert only(report).ideal == 2.6 and report.as_dict()["outcomes"][0]["gates"][0]["ideal_speedup"] == 2.6  # type: ignore[index]
+def test_the_ideal_is_the_rooflines(state: Streaks) -> None:
+    report = ask(GATES, with_chain(roofline={"ideal_speedup": 2.6}), state)
+    assert only(report).ideal_speedup == 2.6 and asdict(report)["outcomes"][0]["gates"][0]["ideal_speedup"] == 2.6
 
 
 def test_without_a_setting_the_fastest_is_judged_alone() -> None:
-    gate = Gate("any", "micro", "bundled", Selector("cpu"), MICRO.limits | {"min_tau": 1.0})
+    gate = Gate("any", "micro", "bundled", {"profile": "cpu"}, MICRO.limits | {"min_tau": 1.0})
     assert judge(gate, steady()).file == CHAIN
     found = steady()
     found["chain-2.json"] = at_speed(found["chain-2.json"], *[500.0] * 3)
@@ -110,26 +110,25 @@ def test_without_a_setting_the_fastest_is_judged_alone() -> None:
     assert judge(strict, found).verdict == "red", "chain-3's tau does not help chain-2's speed"
 
 
-def test_a_gate_without_results_of_its_own_fails(state: GateState) -> None:
-    deeper = Gate("deeper", "micro", "bundled", Selector("cpu", "single"), MICRO.limits)
-    report = ask([MICRO, deeper], steady(), GateRequest(), state)
+def test_a_gate_without_results_of_its_own_fails(state: Streaks) -> None:
+    deeper = Gate("deeper", "micro", "bundled", {"profile": "cpu", "scenario": "single"}, MICRO.limits)
+    report = ask([MICRO, deeper], steady(), state)
     assert report.exit_code == 1
-    assert [(j.gate.name, j.verdict, j.file) for j in report.outcomes[0].judgements] == [
+    assert [(j.name, j.verdict, j.file) for j in report.outcomes[0].gates] == [
         ("micro", "green", CHAIN), ("deeper", "red", None)
     ]  # fmt: skip
     assert "--scenario single" in deeper.command and "--micro-steps 23" in deeper.command
 
 
-def test_a_gate_that_is_named_is_asked_whatever_there_is(state: GateState) -> None:
-    report = ask(GATES, steady(), GateRequest(only=("large",)), state)
-    assert report.exit_code == 1 and only(report).file is None and report.idle == ()
-    assert ask([ELSEWHERE], steady(), GateRequest(), state).exit_code == 2, "nothing was asked, so nothing is shown"
-    for request, words in (
-        (GateRequest(only=("huge",)), "only='huge'"), (GateRequest(only=("full",)), "--level full"),
-        (GateRequest("big"), "level='big'"),
+def test_a_gate_that_is_named_is_asked_whatever_there_is(state: Streaks) -> None:
+    report = ask(GATES, steady(), state, only=("large",))
+    assert report.exit_code == 1 and only(report).file is None and report.not_asked == ()
+    assert ask([ELSEWHERE], steady(), state).exit_code == 2, "nothing was asked, so nothing is shown"
+    for level, names, words in (
+        ("micro", ("huge",), "only='huge'"), ("micro", ("full",), "--level full"), ("big", (), "level='big'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            ask(GATES, steady(), request, state)
+            ask(GATES, steady(), state, level, names)
 
 
 UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -147,25 +146,25 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_what_must_not_be_judged_is_refused(name: str, state: GateState) -> None:
+def test_what_must_not_be_judged_is_refused(name: str, state: Streaks) -> None:
     file, fields, reason = UNFIT[name]
     found = steady()
-    report = ask(GATES, found | {file: changed(found[file], **fields)}, GateRequest(), state)
+    report = ask(GATES, found | {file: changed(found[file], **fields)}, state)
     assert reason in refusals(report)
     assert "0 of 3 green" in report.outcomes[0].streak
 
 
-def test_the_fallback_path_is_a_violation(state: GateState) -> None:
+def test_the_fallback_path_is_a_violation(state: Streaks) -> None:
     found = {name: changed(result, system__path="torch") for name, result in steady().items()}
-    assert "system.path: torch, the fallback" in refusals(ask(GATES, found, GateRequest(), state))
+    assert "system.path: torch, the fallback" in refusals(ask(GATES, found, state))
 
 
-def test_random_weights_are_no_model(state: GateState) -> None:
+def test_random_weights_are_no_model(state: Streaks) -> None:
     found = {name: changed(result, model__random_weights=True) for name, result in steady().items()}
-    assert "model.random_weights" in refusals(ask(GATES, found, GateRequest(), state))
+    assert "model.random_weights" in refusals(ask(GATES, found, state))
 
 
-def test_unequal_outputs_are_refused(state: GateState) -> None:
+def test_unequal_outputs_are_refused(state: Streaks) -> None:
     found = steady()
     drafting = found[CHAIN]["eagle_speculation"]
     found[CHAIN] = changed(
@@ -174,31 +173,25 @@ def test_unequal_outputs_are_refused(state: GateState) -> None:
         eagle_speculation__tokens_cut=drafting["tokens_cut"] + 1,
         eagle_speculation__mean_acceptance_length=(drafting["num_committed"] - 1) / drafting["num_steps"],
     )  # fmt: skip
-    assert "output.num_tokens: 143 against 144" in refusals(ask(GATES, found, GateRequest(), state))
+    assert "output.num_tokens: 143 against 144" in refusals(ask(GATES, found, state))
 
 
-def test_a_missing_or_double_result_is_refused(state: GateState) -> None:
+def test_a_missing_or_double_result_is_refused(state: Streaks) -> None:
     found = steady()
     alone = {CHAIN: found[CHAIN]}
-    assert "there is no baseline" in refusals(ask(GATES, alone, GateRequest(), state))
+    assert "there is no baseline" in refusals(ask(GATES, alone, state))
     twice = found | {"again.json": found[CHAIN]}
-    assert "2 results of chain-3 (chain-3.json, again.json); keep one" in refusals(
-        ask(GATES, twice, GateRequest(), state)
-    )
+    assert "2 results of chain-3 (chain-3.json, again.json); keep one" in refusals(ask(GATES, twice, state))
     peer = {BASELINE: changed(found[BASELINE], engine="llama.cpp"), CHAIN: found[CHAIN]}
-    assert "there is no baseline" in refusals(ask(GATES, peer, GateRequest(), state)), (
-        "a slow peer is no baseline of ours"
-    )
+    assert "there is no baseline" in refusals(ask(GATES, peer, state)), "a slow peer is no baseline of ours"
 
 
-def test_results_of_two_commits_or_devices_are_refused(state: GateState) -> None:
+def test_results_of_two_commits_or_devices_are_refused(state: Streaks) -> None:
     found = steady()
     commits = found | {"chain-2.json": changed(found["chain-2.json"], commit="ba9876543210")}
-    assert "commit: the results are of 0123456789ab and of ba9876543210" in refusals(
-        ask(GATES, commits, GateRequest(), state)
-    )
+    assert "commit: the results are of 0123456789ab and of ba9876543210" in refusals(ask(GATES, commits, state))
     devices = found | {"chain-2.json": changed(found["chain-2.json"], system__cpu="Other CPU")}
-    assert "device: the results are of Other CPU, " in refusals(ask(GATES, devices, GateRequest(), state))
+    assert "device: the results are of Other CPU, " in refusals(ask(GATES, devices, state))
 
 
 @pytest.mark.parametrize(
@@ -206,12 +199,13 @@ def test_results_of_two_commits_or_devices_are_refused(state: GateState) -> None
     [({"throughput_tokens_per_sec": NOTHING}, "is 0; nothing was measured"), ({"ttft_ms": {}}, "'median' is a requ")],
 )
 def test_a_broken_result_is_refused_even_if_no_gate_needs_it(
-    fields: dict[str, Any], reason: str, state: GateState
+    fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     for file in (BASELINE, CHAIN, "chain-2.json"):
         found = steady()
-        with pytest.raises(ResultError, match=f"(?s){file}: .*{reason}"):
-            ask(GATES, found | {file: changed(found[file], **fields)}, GateRequest(), state)
+        directory = write_all(found | {file: changed(found[file], **fields)}, tmp_path / "run")
+        done = CliRunner().invoke(app, ["gate", str(directory)])
+        assert done.exit_code == 2 and re.search(f"(?s){file}: .*{reason}", done.stderr)
 
 
 def peers(**fields: Any) -> dict[str, Result]:
@@ -220,20 +214,20 @@ def peers(**fields: Any) -> dict[str, Result]:
     return {"peer.json": changed(measured()[CHAIN], **(own | fields))}
 
 
-def parity(results: dict[str, Result], state: GateState, gap: float = 0.1) -> Report:
+def parity(results: dict[str, Result], state: Streaks, gap: float = 0.1) -> Report:
     gates = override(GATES, [f"{gate.name}.max_tau_gap={gap}" for gate in GATES])
-    return ask(gates, steady(), GateRequest(parity=results), state)
+    return ask(gates, steady(), state, parity=results)
 
 
 @pytest.mark.parametrize(("tau", "code"), [(0.0, 0), (0.09, 0), (-0.09, 0), (0.2, 1), (-0.2, 1)])
-def test_tau_must_be_near_another_engines_on_either_side(tau: float, code: int, state: GateState) -> None:
+def test_tau_must_be_near_another_engines_on_either_side(tau: float, code: int, state: Streaks) -> None:
     report = parity(peers(eagle_speculation__mean_acceptance_length=tau_of(CHAIN) + tau), state)
     assert report.exit_code == code
     (check,) = [check for check in only(report).checks if check.limit == "max_tau_gap"]
     assert check.measured == pytest.approx(abs(tau)) and check.is_held == (code == 0)
 
 
-def test_tau_must_be_near_every_other_engines(state: GateState) -> None:
+def test_tau_must_be_near_every_other_engines(state: Streaks) -> None:
     near, far = (peers(eagle_speculation__mean_acceptance_length=tau_of(CHAIN) + gap) for gap in (0.01, 0.2))
     report = parity({"near.json": near["peer.json"], "far.json": far["peer.json"]}, state)
     (check,) = [check for check in only(report).checks if check.limit == "max_tau_gap"]
@@ -250,31 +244,31 @@ def test_tau_must_be_near_every_other_engines(state: GateState) -> None:
         ({"model__simulated_tau": 2.0}, "model.simulated_tau: was chosen"),
     ],
 )
-def test_parity_with_other_work_is_refused(fields: dict[str, Any], reason: str, state: GateState) -> None:
+def test_parity_with_other_work_is_refused(fields: dict[str, Any], reason: str, state: Streaks) -> None:
     assert reason in refusals(parity(peers(**fields), state))
 
 
 @pytest.mark.parametrize(
     "fields", [{"setting__num_spec_tokens": 5}, {"model__target": "other"}, {"scenario__temperature": 0.0}], ids=str
 )
-def test_parity_without_the_same_work_is_not_shown(fields: dict[str, Any], state: GateState) -> None:
+def test_parity_without_the_same_work_is_not_shown(fields: dict[str, Any], state: Streaks) -> None:
     report = parity(peers(**fields), state)
     (check,) = [check for check in only(report).checks if check.limit == "max_tau_gap"]
     assert check.measured is None and report.exit_code == 1
 
 
-def test_parity_needs_another_engine_and_a_limit(state: GateState) -> None:
+def test_parity_needs_another_engine_and_a_limit(state: Streaks) -> None:
     with pytest.raises(ValueError, match="parity: the directory holds results of aquiline"):
         parity(measured(), state)
     with pytest.raises(
         ValueError, match=r"parity: micro has no max_tau_gap; give it one, as --set micro\.max_tau_gap=0\.1"
     ):
-        ask(GATES, steady(), GateRequest(parity=peers()), state)
+        ask(GATES, steady(), state, parity=peers())
 
 
-def test_a_report_is_json(state: GateState) -> None:
-    report = ask(GATES, steady(), GateRequest("all"), state)
-    parsed = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+def test_a_report_is_json(state: Streaks) -> None:
+    report = ask(GATES, steady(), state, "all")
+    parsed = json.loads(json.dumps(asdict(report), allow_nan=False))
     assert parsed["exit_code"] == 2 and parsed["not_asked"] == ["large"]
     micro, full = parsed["outcomes"]
     assert micro["gates"][0]["checks"][0].keys() == {"limit", "threshold", "measured", "margin", "is_held"}

@@ -8,8 +8,18 @@ import statistics
 import numpy as np
 import pytest
 
-from aquiline.bench.results.clock import Span, decode_s, decode_tokens_per_s
-from aquiline.bench.results.intervals import COVERAGE, LEAST_RUNS, Estimate, estimate, paired, rotated, spread
+from aquiline.bench.results.intervals import (
+    COVERAGE,
+    LEAST_RUNS,
+    Estimate,
+    Span,
+    decode_s,
+    decode_tokens_per_s,
+    estimate,
+    paired,
+    rotated,
+    spread,
+)
 
 
 def test_one_slow_run_moves_no_headline() -> None:

@@ -19,14 +19,13 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from aquiline.bench.data.prompts import read_prompts
-from aquiline.bench.peers.check import CHECK_TOKENS, Checked, check
-from aquiline.bench.peers.comparison import plan_of
-from aquiline.bench.peers.contest import Contest, Workload
-from aquiline.bench.peers.contestants import Other, PeerModel, file_weights
+from aquiline.bench.peers.comparison import check, plan_of
+from aquiline.bench.peers.contest import Contest
+from aquiline.bench.peers.contestants import Other, PeerModel
 from aquiline.bench.peers.llama_server import LlamaServerPeer
 from aquiline.bench.peers.names import PACKED_PEERS, PeerSpec, is_rounded, parse_peer, parse_peers
-from aquiline.bench.peers.peer import Peer, PeerOutput, PeerRun, PeerSetup
-from aquiline.bench.peers.verdict import Comparison
+from aquiline.bench.peers.peer import Peer, PeerOutput, PeerSetup
+from aquiline.bench.peers.verdict import CHECK_TOKENS, Checked, Comparison
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
 from aquiline.blocks import is_packed
@@ -34,7 +33,6 @@ from aquiline.cli.main import app
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
-from aquiline.models.load import read_model_config
 from aquiline.spec.drafting import NoDraft
 
 needs_llamacpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="not installed: llama_cpp")
@@ -86,12 +84,10 @@ class Mirror:
             0,
         )
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> PeerRun:
+    def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[PeerOutput]:
         self.asked += 1
         run = self.llm.run(prompts, SamplingParams(new_tokens, temperature, ignore_eos=True), drafting=NoDraft())
-        outputs = [PeerOutput(new_tokens, o.token_ids, [o.ttft_ms, o.total_ms], num_steps=new_tokens - 1)
-                   for o in run.outputs]  # fmt: skip
-        return PeerRun(outputs)
+        return [PeerOutput(new_tokens, o.ttft_ms, o.total_ms, o.token_ids, new_tokens - 1) for o in run.outputs]
 
     def system(self) -> dict[str, object]:
         return {"threads": self.llm.models.system()["threads"]}
@@ -138,15 +134,15 @@ def test_storages_by_what_they_keep_of_a_weight() -> None:
 
 
 def test_everybody_is_compared_on_a_file_and_blocks_on_files_alone(file: Path) -> None:
-    def named(target: str, draft: str | None, work: Workload) -> set[PeerSpec]:
-        plan = plan_of(Contest(), PairConfig(target=target, draft=draft), work)
+    def named(target: str, draft: str | None, contest: Contest) -> set[PeerSpec]:
+        plan = plan_of(contest, PairConfig(target=target, draft=draft))
         assert plan.is_packed == (target != "bundled")
         return {spec for spec in plan.peers if spec.dtype == "packed"}
 
-    alone, together = Workload(num_spec_tokens=(2, 3)), Workload(num_spec_tokens=(2, 3), batch=4)
+    alone, together = Contest(num_spec_tokens=(2, 3)), Contest(num_spec_tokens=(2, 3), batch=4)
     assert named("bundled", None, alone) == set()
     assert named(str(file), str(BUNDLED_DRAFT), alone) == set(parse_peers(PACKED_PEERS, (2, 3)))
-    assert {s.eagle for s in named(str(file), None, alone)} == {None}
+    assert not {s for s in named(str(file), None, alone) if s.drafter == "eagle"}
     assert named(str(file), str(BUNDLED_DRAFT), together) == {
         parse_peer("llamacpp:packed"), parse_peer("llamacpp:packed:noflash"),
     }  # fmt: skip
@@ -175,7 +171,7 @@ def test_the_check_on_blocks_asks_for_the_token_behind_every_beginning_of_our_te
     assert not found["exact"].problems, str(found["exact"])
     assert found["other"].problems, str(found["other"])
     assert Checked((16, 11, 16), True).problems == [
-        "it computes another model: only 16, 11, 16 of 16 tokens behind our text are ours"
+        "it computes another model: only 16, 11, 16 of 16 tokens after our text are ours"
     ]
 
 
@@ -203,18 +199,18 @@ def test_equal_storage_is_compared_with_equal_storage() -> None:
 
 
 def test_results_say_what_a_file_stores_and_its_bytes(file: Path) -> None:
-    config, spec = read_model_config(file), parse_peer("llamacpp:packed:noflash")
+    spec = parse_peer("llamacpp:packed:noflash")
     peer = Mirror(spec, file, "packed")
-    weights = file_weights(file)
-    own = peer.llm.models
-    assert (weights.dtype, weights.arithmetic) == (own.storage, own.arithmetic) == ("q4_1+q8_0", "int8")
-    assert weights.num_bytes == own.weight_bytes
+    model, own = PeerModel(file, None, ("target", None)), peer.llm.models
+    facts = model.facts_of_peer("packed", False)
+    assert (facts.dtype, facts.arithmetic) == (own.storage, own.arithmetic) == ("q4_1+q8_0", "int8")
+    assert facts.weight_bytes == own.weight_bytes
     other = Other(spec, peer)
     other.runs = [peer.generate([prompt], 8, 0.0) for prompt in prompts(2)]
     scenario = Scenario("peers", "cpu", 48, 1, 8, 0.0, 0, "0" * 64, "test", 1, 2)
-    result = other.result(scenario, PeerModel("target", None, config, 1, False, weights))
+    result = other.result(scenario, model)
     assert problems(result) == []
-    assert result["model"]["dtype"] == "q4_1+q8_0" and result["model"]["weight_bytes"] == weights.num_bytes
+    assert result["model"]["dtype"] == "q4_1+q8_0" and result["model"]["weight_bytes"] == facts.weight_bytes
     assert result["setting"]["name"] == "llamacpp packed noflash" and result["memory"]["kv_bytes_per_token"] == 0
 
 
@@ -249,13 +245,13 @@ def test_llamacpp_runs_the_file_itself(options: str, file: Path) -> None:
     spec, place = parse_peer(f"llamacpp:{options}"), PeerSetup(file, None, 1, 96)
     assert not check(llm, spec, place, alone[:3]).problems
     peer = spec.open(place)
-    texts = [peer.generate([prompt], NEW_TOKENS, 0.0).outputs[0].token_ids for prompt in alone]
-    assert texts == [peer.generate([prompt], NEW_TOKENS, 0.0).outputs[0].token_ids for prompt in alone]
+    texts = [peer.generate([prompt], NEW_TOKENS, 0.0)[0].token_ids for prompt in alone]
+    assert texts == [peer.generate([prompt], NEW_TOKENS, 0.0)[0].token_ids for prompt in alone]
     assert sum(text == ours(llm, prompt) for text, prompt in zip(texts, alone, strict=True)) >= 2
-    assert len({tuple(peer.generate(alone[:1], 12, 0.8).outputs[0].token_ids) for _ in range(4)}) > 1, "drawn"
+    assert len({tuple(peer.generate(alone[:1], 12, 0.8)[0].token_ids) for _ in range(4)}) > 1, "drawn"
     peer.close()
     together = spec.open(replace(place, batch=4))
-    found = [output.token_ids for output in together.generate(alone, NEW_TOKENS, 0.0).outputs]
+    found = [output.token_ids for output in together.generate(alone, NEW_TOKENS, 0.0)]
     assert sum(a[:8] == b[:8] for a, b in zip(found, texts, strict=True)) >= 3, "the same ids, batched"
     together.close()
 
@@ -267,13 +263,13 @@ def test_the_server_runs_the_file_itself_and_puts_nothing_before_ids(options: st
     llm, alone = llm_of(file), prompts(4)
     peer = parse_peer(f"llamacpp:packed:{options}").open(PeerSetup(file, BUNDLED_DRAFT, 1, 96))
     assert isinstance(peer, LlamaServerPeer) and peer.dtype == "packed"
-    outputs = [peer.generate([prompt], NEW_TOKENS, 0.0).outputs[0] for prompt in alone]
+    outputs = [peer.generate([prompt], NEW_TOKENS, 0.0)[0] for prompt in alone]
     assert sum(o.token_ids[:8] == ours(llm, p)[:8] for o, p in zip(outputs, alone, strict=True)) >= 3
     assert all(output.num_tokens == NEW_TOKENS for output in outputs)
     if options == "eagle=3":
         assert sum(o.num_tokens - 1 for o in outputs) > 1.5 * sum(o.num_steps for o in outputs), "the draft is ours"
-    drawn = {tuple(peer.generate(alone[:1], 12, 0.8).outputs[0].token_ids) for _ in range(4)}
+    drawn = {tuple(peer.generate(alone[:1], 12, 0.8)[0].token_ids) for _ in range(4)}
     assert len(drawn) > 1
-    answer = peer._request("POST", "/completion", json.dumps({"prompt": "import os", "n_predict": 1}))
+    answer = peer._request("/completion", {"prompt": "import os", "n_predict": 1})
     assert answer["tokens_evaluated"] == len(llm.encode("import os")), "a text gets the bos that ids do not get"
     peer.close()

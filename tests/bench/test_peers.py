@@ -14,19 +14,18 @@ from tests.checkpoints import write_target
 from transformers import AutoModelForCausalLM
 
 from aquiline.bench.peers import peer as peer_module
-from aquiline.bench.peers.check import Checked, check
-from aquiline.bench.peers.comparison import plan_of
-from aquiline.bench.peers.contest import Contest, Workload
-from aquiline.bench.peers.contestants import Other, PeerModel, agreement
+from aquiline.bench.peers.comparison import check, plan_of
+from aquiline.bench.peers.contest import Contest
+from aquiline.bench.peers.contestants import Other, PeerModel
 from aquiline.bench.peers.llama_server import target_file
-from aquiline.bench.peers.names import ALL_PEERS, KINDS, PACKED_PEERS, Ngram, PeerSpec, parse_peer, parse_peers
-from aquiline.bench.peers.peer import PeerOutput, PeerRun, PeerSetup, require
-from aquiline.bench.peers.verdict import Comparison, Standing
+from aquiline.bench.peers.names import ALL_PEERS, KINDS, PACKED_PEERS, PeerKind, PeerSpec, parse_peer, parse_peers
+from aquiline.bench.peers.peer import PeerOutput, PeerSetup
+from aquiline.bench.peers.verdict import Checked, Comparison, Standing, agreement
 from aquiline.bench.results.integrity import differences, problems
+from aquiline.bench.results.intervals import decode_tokens_per_s
 from aquiline.bench.results.result import Scenario
 from aquiline.config import EngineConfig, PairConfig
 from aquiline.engine.llm import LLM
-from aquiline.models.load import read_model_config, target_entries
 
 PROMPTS = [[5, 9, 33, 7, 12, 80, 80, 41], [11, 3, 150, 6, 77, 20, 9, 2]]
 
@@ -58,21 +57,21 @@ def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
     ("text", "expected"),
     [
         ("transformers", PeerSpec("transformers")),
-        ("transformers:bf16:lookup", PeerSpec("transformers", "bfloat16", lookup=4)),
+        ("transformers:bf16:lookup", PeerSpec("transformers", "bfloat16", "lookup", 4)),
         ("openvino:sdpa:samekv", PeerSpec("openvino", flags=("sdpa", "samekv"))),
         (
             "llamacpp:ngram-simple=3x8:noflash",
-            PeerSpec("llamacpp", ngram=Ngram("ngram-simple", 3, 8), flags=("noflash",)),
+            PeerSpec("llamacpp", None, "ngram-simple", 8, match=3, flags=("noflash",)),
         ),
-        ("llamacpp:ngram-cache", PeerSpec("llamacpp", ngram=Ngram("ngram-cache"))),
+        ("llamacpp:ngram-cache", PeerSpec("llamacpp", drafter="ngram-cache")),
         ("llamacpp:server", PeerSpec("llamacpp", flags=("server",))),
         ("transformers:eager:f32", PeerSpec("transformers", "float32", flags=("eager",))),
         ("openvino:int8", PeerSpec("openvino", "int8")),
-        ("openvino:eagle=5:bfloat16", PeerSpec("openvino", "bfloat16", eagle=5)),
+        ("openvino:eagle=5:bfloat16", PeerSpec("openvino", "bfloat16", "eagle", 5)),
         ("openvino:/some/DIR:sdpa", PeerSpec("openvino", flags=("sdpa",), where="/some/DIR")),
-        ("llamacpp:eagle=2:noflash", PeerSpec("llamacpp", eagle=2, flags=("noflash",))),
+        ("llamacpp:eagle=2:noflash", PeerSpec("llamacpp", None, "eagle", 2, flags=("noflash",))),
         ("llamacpp:q8_0:noflash", PeerSpec("llamacpp", "int8", flags=("noflash",))),
-        ("llamacpp:packed:eagle=2:noflash", PeerSpec("llamacpp", "packed", eagle=2, flags=("noflash",))),
+        ("llamacpp:packed:eagle=2:noflash", PeerSpec("llamacpp", "packed", "eagle", 2, flags=("noflash",))),
         ("openai:http://h:8000/v1#a/b", PeerSpec("openai", where="http://h:8000/v1#a/b")),
     ],
 )
@@ -96,16 +95,16 @@ def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> N
         ("transformers:eagle", "unknown option 'eagle'; transformers has float32"),
         ("llamacpp:sdpa", "unknown option 'sdpa'"),
         ("openvino:f32:bf16", "says dtype twice"),
-        ("openvino:sdpa:sdpa", "says flags twice"),
+        ("openvino:sdpa:sdpa", "says sdpa twice"),
         ("llamacpp:lookup", "unknown option 'lookup'; llamacpp has"),
         ("llamacpp:flash", "unknown option 'flash'"),
         ("llamacpp:ngram-cache=3x8", "ngram-cache takes no sizes"),
         ("llamacpp:ngram-mod=3", "ngram-mod takes NxK, of 1 to 64 each"),
         ("llamacpp:ngram-simple=3x65", "ngram-simple takes NxK"),
-        ("llamacpp:ngram-simple:eagle", "eagle and ngram are two ways"),
+        ("llamacpp:ngram-simple:eagle", "says drafter twice; choose one"),
         ("openvino:lookup:eagle", "choose one"),
-        ("openvino:lookup=0", "lookup must be 1 to 16 tokens"),
-        ("openvino:lookup=x", "lookup must be 1 to 16 tokens"),
+        ("openvino:lookup=0", "lookup takes K, of 1 to 16"),
+        ("openvino:lookup=x", "lookup takes K, of 1 to 16"),
         ("openai:localhost:8000#m", "must be openai:http://HOST:PORT/v1#MODEL"),
         ("openai:http://h/v1", "must be openai:http://HOST:PORT/v1#MODEL"),
     ],
@@ -121,7 +120,7 @@ def test_peers_with_the_draft_may_choose_from_the_same_chains() -> None:
     found = parse_peers(
         ["openvino:eagle:samekv", "llamacpp:eagle=4", "openai:http://h/v1#eagle", "llamacpp"], (3, 4, 5)
     )
-    assert [spec.eagle for spec in found] == [3, 4, 5, 4, None, None]
+    assert [spec.num_spec_tokens for spec in found] == [3, 4, 5, 4, None, None]
     assert [spec.label for spec in found][:2] == ["openvino eagle=3 samekv", "openvino eagle=4 samekv"]
     assert parse_peers(["llamacpp:eagle", "llamacpp:eagle=3"], (3,)) == (parse_peer("llamacpp:eagle=3"),)
     with pytest.raises(ValueError, match="must begin with one of"):
@@ -153,19 +152,20 @@ def test_a_label_shows_options_but_no_paths() -> None:
     assert len({parse_peer(name).label for name in (*ALL_PEERS, *PACKED_PEERS)}) == len(ALL_PEERS) + len(PACKED_PEERS)
 
 
-def test_a_missing_package_is_named_with_the_extra(target: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"peer='openvino': needs the package no-such-thing.*pip install no-such-thing"
-    ):
-        require("openvino", "no-such-thing")
-    for kind, packages in KINDS.items():
-        for package in packages:
+def test_a_missing_package_is_named_with_the_extra(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, has in KINDS.items():
+        for package in has.packages:
             try:
                 version(package)
             except PackageNotFoundError:
                 with pytest.raises(ValueError, match=rf"peer='{kind}'.*pip install .*aquiline\[peers\]"):
                     PeerSpec(kind).open(PeerSetup(target, None, 1, 64))
                 break
+    monkeypatch.setitem(KINDS, "openvino", PeerKind(("no-such-thing",)))
+    with pytest.raises(
+        ValueError, match=r"peer='openvino': needs the package no-such-thing.*pip install no-such-thing"
+    ):
+        PeerSpec("openvino").open(PeerSetup(target, None, 1, 64))
 
 
 def test_an_installed_wheel_says_where_the_conversions_are(
@@ -178,23 +178,22 @@ def test_an_installed_wheel_says_where_the_conversions_are(
     with pytest.raises(ValueError, match=r"^peer='llamacpp int8': needs benchmarks/.*gguf_file\.py, which only a"):
         target_file(parse_peer("llamacpp:int8"), setup, "int8")
     with pytest.raises(ValueError, match=r"^random_weights='llama-32m': needs benchmarks/.*pip install -e"):
-        plan_of(Contest(random_weights="llama-32m"), PairConfig(), Workload())
+        plan_of(Contest(random_weights="llama-32m"), PairConfig())
 
 
 def test_every_package_of_a_peer_is_in_the_extra() -> None:
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     (line,) = [line for line in pyproject.splitlines() if line.startswith("peers = ")]
-    assert all(f'"{p}>=' in line for packages in KINDS.values() for p in packages)
+    assert all(f'"{p}>=' in line for kind in KINDS.values() for p in kind.packages)
 
 
 @pytest.mark.parametrize("options", ["f32", "f32:eager", "f32:lookup=3"])
 def test_transformers_runs_past_the_end_token_and_its_checkpoints_own_defaults(options: str, target: Path) -> None:
     peer = parse_peer(f"transformers:{options}").open(PeerSetup(target, None, 1, 64))
     for prompt in PROMPTS:
-        (output,) = peer.generate([prompt], 24, 0.0).outputs
+        (output,) = peer.generate([prompt], 24, 0.0)
         assert output.token_ids == greedy(target, prompt, 24) and output.num_tokens == 24
-        assert 0 < output.ttft_ms < output.total_ms and output.arrivals_ms == sorted(output.arrivals_ms)
-        assert output.num_steps == len(output.arrivals_ms) - 1
+        assert 0 < output.first_ms < output.last_ms
         assert output.num_steps == 23 if "lookup" not in options else output.num_steps <= 23
     assert peer.system()["threads"] == 1 and peer.system()["transformers"] == version("transformers")
     peer.close()
@@ -203,20 +202,18 @@ def test_transformers_runs_past_the_end_token_and_its_checkpoints_own_defaults(o
 def test_transformers_runs_a_batch_at_once_and_draws(target: Path) -> None:
     peer = parse_peer("transformers:f32").open(PeerSetup(target, None, 1, 64))
     run = peer.generate(PROMPTS, 12, 0.0)
-    assert [o.token_ids for o in run.outputs] == [greedy(target, prompt, 12) for prompt in PROMPTS]
-    seconds = (max(o.total_ms for o in run.outputs) - min(o.ttft_ms for o in run.outputs)) / 1e3
-    assert run.decode_tokens_per_s == pytest.approx(22 / seconds)
+    assert [o.token_ids for o in run] == [greedy(target, prompt, 12) for prompt in PROMPTS]
+    seconds = (max(o.last_ms for o in run) - min(o.first_ms for o in run)) / 1e3
+    assert decode_tokens_per_s(run) == pytest.approx(22 / seconds)
     torch.manual_seed(0)
-    drawn = {tuple(peer.generate(PROMPTS[:1], 12, 1.5).outputs[0].token_ids) for _ in range(4)}
+    drawn = {tuple(peer.generate(PROMPTS[:1], 12, 1.5)[0].token_ids) for _ in range(4)}
     assert len(drawn) == 4, "the checkpoint's top_k=3 or greedy decoding was used"
-    with pytest.raises(ValueError, match="one prompt at a time; 2 given"):
-        parse_peer("transformers:f32:lookup").open(PeerSetup(target, None, 1, 64)).generate(PROMPTS, 4, 0.0)
+    with pytest.raises(ValueError, match="transformers f32 lookup: runs one prompt at a time here; 2 given"):
+        parse_peer("transformers:f32:lookup").open(PeerSetup(target, None, 1, 64, batch=2))
 
 
-def measured(target: Path, *options: str) -> tuple[list[dict[str, object]], list[list[PeerRun]]]:
+def measured(target: Path, *options: str) -> tuple[list[dict[str, object]], list[list[list[PeerOutput]]]]:
     """Results of transformers settings on the same prompts."""
-    config = read_model_config(target)
-    count = sum(torch.Size(entry.shape).numel() for entry in target_entries(config))
     scenario = Scenario("peers", "cpu", 8, 1, 16, 0.0, 0, "0" * 64, "test", 1, 2)
     results, all_runs = [], []
     for option in options:
@@ -224,7 +221,7 @@ def measured(target: Path, *options: str) -> tuple[list[dict[str, object]], list
         peer = spec.open(PeerSetup(target, None, 1, 64))
         other = Other(spec, peer)
         other.runs = [peer.generate([prompt], 16, 0.0) for prompt in PROMPTS]
-        results.append(other.result(scenario, PeerModel("tiny", None, config, count, True)))
+        results.append(other.result(scenario, PeerModel(target, None, ("tiny", None), is_random=True)))
         all_runs.append(other.runs)
     return results, all_runs
 
@@ -238,9 +235,9 @@ def test_results_hold_up_and_compare(target: Path) -> None:
     assert plain["setting"] == {"name": "transformers f32", "drafter": "none", "num_spec_tokens": None}
     assert lookup["setting"] == {"name": "transformers f32 lookup", "drafter": "other", "num_spec_tokens": 4}
     assert plain["engine"] == "transformers" and plain["output"]["num_tokens"] == [16, 16]
-    assert plain["throughput_tokens_per_sec"]["values"] == [run.decode_tokens_per_s for run in runs]
+    assert plain["throughput_tokens_per_sec"]["values"] == [decode_tokens_per_s(run) for run in runs]
     assert plain["eagle_speculation"]["mean_acceptance_length"] == 1.0
-    steps = sum(run.outputs[0].num_steps for run in drafted)
+    steps = sum(run[0].num_steps for run in drafted)
     assert lookup["eagle_speculation"]["mean_acceptance_length"] == pytest.approx(30 / steps)
     sizes = [p.numel() for p in AutoModelForCausalLM.from_pretrained(target, trust_remote_code=False).parameters()]
     assert plain["model"]["weight_bytes"] == 4 * sum(sizes)
@@ -262,9 +259,9 @@ def test_agreement_counts_leading_tokens_or_their_text() -> None:
             return "".join(chr(i) for i in ids)
 
     expected = [ord(c) for c in "banana"]
-    assert agreement(PeerOutput(6, expected, [1.0]), expected, None) == 6
-    assert agreement(PeerOutput(6, [*expected[:3], 1, 2, 3], [1.0]), expected, None) == 3
-    said = PeerOutput(6, [], [1.0], text="banjo!")
+    assert agreement(PeerOutput(6, 1.0, 1.0, expected), expected, None) == 6
+    assert agreement(PeerOutput(6, 1.0, 1.0, [*expected[:3], 1, 2, 3]), expected, None) == 3
+    said = PeerOutput(6, 1.0, 1.0, [], text="banjo!")
     assert agreement(said, expected, Letters()) == 3  # type: ignore[arg-type]
     assert agreement(said, expected, None) is None
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from aquiline.bench.suite.stages import PARTS, RANGES, profile
 from aquiline.cli.main import app
 from aquiline.config import EngineConfig, SamplingParams
+from aquiline.engine.llm import LLM
 
 pytestmark = needs_native
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -23,7 +24,7 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 @pytest.mark.parametrize("name", ["chain4", "dynamic", "none"])
 def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
     drafting = BASELINE if name == "none" else SPECS[name]
-    found = profile(tiny_models(), engine_config(4), drafting, prompts(4), PARAMS)
+    found = profile(LLM.from_models(tiny_models(), engine_config(4)), drafting, prompts(4), PARAMS)
     stages = [row for row in found.rows if not row.is_part]
     assert {row.name for row in stages} == set(RANGES.values())
     assert sum(row.share for row in stages) == pytest.approx(1)
@@ -51,7 +52,7 @@ def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
 
 def test_parts_are_timed_only_while_wanted() -> None:
     llm = tiny_llm()
-    profile(tiny_models(), engine_config(1), BASELINE, prompts(1), PARAMS)  # the same models in an engine of its own
+    profile(tiny_llm(), BASELINE, prompts(1), PARAMS)  # the same models in an engine of its own
     summary = llm.run(prompts(2), PARAMS, drafting=SPECS["chain4"]).summary
     assert summary.num_decode_steps and not any(summary.part_ms.values())
 

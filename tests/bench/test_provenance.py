@@ -9,7 +9,7 @@ import pytest
 from tests.results import CHAIN, changed, measured
 
 from aquiline.bench.results.result import commit_of, is_dirty, require_published
-from aquiline.bench.results.summary import summary
+from aquiline.bench.results.table import summary
 from aquiline.errors import ResultError
 
 

@@ -7,14 +7,27 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.bench.reports import ACCEPTANCE, FACTS, SPEEDUP, Page, Results, measured, peer_of, results
+from tests.bench.reports import (
+    ACCEPTANCE,
+    FACTS,
+    SPEEDUP,
+    Page,
+    Results,
+    legend,
+    measured,
+    peer_of,
+    plots,
+    results,
+    without_plots,
+)
 
 from aquiline.bench.report.page import render
-from aquiline.bench.report.sections import sections
+from aquiline.bench.report.sections import by_scenario, sections
 from aquiline.bench.results.intervals import paired
 from aquiline.bench.results.result import Result
 
-__all__ = ["measured", "results"]
+__all__ = ["measured", "results", "without_plots"]
+pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 def test_machines_and_ways_to_compute_are_kept_apart(results: Results) -> None:
@@ -44,7 +57,7 @@ def test_peers_are_series_of_their_own(results: Results) -> None:
     assert rows["p-16x1-chain-3.json"].label == "llama.cpp (bfloat16): chain-3"
     own = (results[f"16x1-{name}.json"]["throughput_tokens_per_sec"]["values"] for name in ("chain-3", "baseline"))
     speedup = paired(*own).value
-    assert rows["p-16x1-chain-3.json"].speedup == pytest.approx(speedup), "over its own baseline"
+    assert rows["p-16x1-chain-3.json"].ratio.value == pytest.approx(speedup), "over its own baseline"
     assert rows["p-16x1-chain-3.json"].style != rows["16x1-chain-3.json"].style
     for peer in peers.values():
         peer["eagle_speculation"] = peer["eagle_speculation"] | {"total_draft_tokens": 0, "per_position": [0.5, 0.25]}
@@ -65,7 +78,7 @@ def test_no_ratio_without_a_like_baseline(results: Results) -> None:
     one["16x1-chain-2.json"]["output"]["sha256"] = "another text"
     page = Page(render(one))
     assert "16x1-chain-2.json: no speedup: output.sha256: the texts differ" in page.text
-    assert page.text.count("no speedup") == 1 and page.row(SPEEDUP, "chain-2")["speedup"] == "–"
+    assert page.text.count("no speedup") == 1 and page.row(SPEEDUP, "chain-2")["speedup"] == "-"
 
 
 def test_the_newest_of_equals_is_shown(results: Results) -> None:
@@ -81,7 +94,9 @@ def test_scenarios_of_one_shape_stay_apart(results: Results) -> None:
     for result in other.values():
         result["scenario"]["prompts_sha256"] = "0123456789abcdef"
     (section,) = sections(results | other)
-    assert len(section.scenarios) == 8 and not section.older
-    assert "grid: context 16, batch 1, 12 new tokens, seed 0, prompts 01234567" in dict(section.scenarios)
-    assert all(row.against is not None and row.against["scenario"] == row.result["scenario"] for row in section.rows)
-    assert "chain-2, grid: context 16, batch 1, 12 new tokens, seed 0, prompts 01234567" in render(results | other)
+    scenarios = dict(by_scenario(section.rows))
+    assert len(scenarios) == 8 and not section.older
+    assert "grid: context 16, batch 1, 12 new tokens, seed 0, prompts 01234567" in scenarios
+    assert all(row.ratio.against["scenario"] == row.result["scenario"] for row in section.rows)
+    told = [text for axes in plots(results | other).values() for text in legend(axes)]
+    assert "chain-2, grid: context 16, batch 1, 12 new tokens, seed 0, prompts 01234567" in told

@@ -14,17 +14,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.conftest import TINY
+from tests.gates import SELECT
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 
-from aquiline.bench.gates.rules import Gate, Selector
-from aquiline.bench.gates.state import GateState
-from aquiline.bench.gates.verdicts import GateRequest, ask
+from aquiline.bench.gates.rules import Gate
+from aquiline.bench.gates.streaks import Streaks
+from aquiline.bench.gates.verdicts import ask
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
-from aquiline.bench.results.table import markdown
+from aquiline.bench.results.table import report
 from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.bench.suite.suite import Progress, run_suite
 from aquiline.bench.suite.suite_plan import PROFILES, Load, Plan
+from aquiline.config import PairConfig
 from aquiline.errors import ResultError
 
 Path_ = tuple[str | int, ...]
@@ -52,7 +54,7 @@ def assert_tau_holds(file: Path, num_requests: int) -> Result:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_tau_from_output_lengths_is_the_reported_one_in_every_scenario(profile: str, tmp_path: Path) -> None:
     plan = Plan(
-        shrunk(PROFILES[profile]), profile, num_spec_tokens=(4,), temperatures=(0.0, 0.8), micro_steps=9,
+        profile, own_loads=shrunk(PROFILES[profile]), num_spec_tokens=(4,), temperatures=(0.0, 0.8), micro_steps=9,
         warmup_runs=0, measurement_runs=2,
     )  # fmt: skip
     source, progress = ModelSource(random_config=TINY), Progress()
@@ -71,10 +73,10 @@ def test_tau_from_output_lengths_is_the_reported_one_in_every_scenario(profile: 
 
 def test_tau_of_a_draft_that_is_accepted(tmp_path: Path) -> None:
     plan = Plan(
-        (Load("baseline", 64, 2),), "cpu", num_spec_tokens=(3,), temperatures=(0.0, 0.8), micro_steps=24,
+        own_loads=(Load("baseline", 64, 2),), num_spec_tokens=(3,), temperatures=(0.0, 0.8), micro_steps=24,
         measurement_runs=2,
     )  # fmt: skip
-    list(run_suite(plan, ModelSource("bundled"), ModelSource("bundled"), tmp_path, Progress()))
+    list(run_suite(plan, ModelSource(PairConfig("bundled")), ModelSource(PairConfig("bundled")), tmp_path, Progress()))
     taus = {file.name: assert_tau_holds(file, num_requests=4) for file in tmp_path.glob("*.json")}
     drafted = [r["eagle_speculation"]["mean_acceptance_length"] for name, r in taus.items() if "chain" in name]
     assert len(taus) == 6 and min(drafted) > 1.2
@@ -205,11 +207,8 @@ STATED_ONCE = (
 )  # fmt: skip
 """Fields that a table shows and nothing else in the file repeats: another sound value of theirs is another result."""
 GATES = [
-    Gate(
-        "greedy", "micro", "bundled", Selector("cpu", "baseline", 4, 2, 0.8, "chain-3"),
-        {"min_speedup": 1e-3, "min_tau": 1.0, "min_steps": 8.0},
-    )
-]  # fmt: skip
+    Gate("greedy", "micro", "bundled", SELECT, {"min_speedup": 1e-3, "min_tau": 1.0, "min_steps": 8.0}),
+]
 
 
 def is_named(path: Path_, found: list[str]) -> bool:
@@ -245,17 +244,17 @@ def test_a_mangled_field_is_refused_by_name_or_harmless(
     if found:
         assert is_named(path, found), found
         return
-    state = GateState(tmp_path_factory.mktemp("state") / "gates.json")
-    before, after = (ask(GATES, results, GateRequest(), state).outcomes for results in (sound, broken))
+    state = Streaks(tmp_path_factory.mktemp("state") / "gates.json")
+    before, after = (ask(GATES, results, state).outcomes for results in (sound, broken))
     if not after or after[0].verdict == "red":
         return  # of another model, profile, scenario or setting now: nothing is shown to hold
     if after[0].verdict == "refused":
-        why = [*after[0].refusals, *(reason for judgement in after[0].judgements for reason in judgement.refusals)]
+        why = [*after[0].refusals, *(reason for judgement in after[0].gates for reason in judgement.refusals)]
         assert is_named(path, why), why
         return
-    assert after[0].judgements[0].checks == before[0].judgements[0].checks
+    assert after[0].gates[0].checks == before[0].gates[0].checks
     if not set(path) & set(STATED_ONCE):
-        assert markdown(broken) == markdown(sound)
+        assert report(broken).markdown() == report(sound).markdown()
 
 
 def test_a_deleted_field_is_refused_by_name_or_was_not_needed() -> None:
@@ -267,6 +266,6 @@ def test_a_deleted_field_is_refused_by_name_or_was_not_needed() -> None:
         assert not found or is_named(path, found), (path, found)
         if not found:
             unneeded.add(".".join(map(str, path)))
-            assert markdown(sound | {CHAIN: broken}) == markdown(sound), path
+            assert report(sound | {CHAIN: broken}).markdown() == report(sound).markdown(), path
     assert {name.split(".")[0] for name in unneeded} == {"setting", "slots", "stage_ms", "system"}
     assert "setting.max_nodes" in unneeded and not any(name.startswith("setting.num") for name in unneeded)

@@ -19,21 +19,21 @@ from tests.bench.published import (
     QWEN_7B,
     write_config,
 )
-from tests.conftest import TINY, TINY_DRAFT, engine_config, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, engine_config, tiny_pair, weights_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from aquiline.backends.torch.decoder import Decoder
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.torch_pair import TorchPair
-from aquiline.bench.theory.device import Ceilings, Figure
-from aquiline.bench.theory.roofline import Cost, Roofline, StepRows, forward_cost, keys_read, keys_seen
+from aquiline.bench.theory.ceilings import Ceilings, Figure
+from aquiline.bench.theory.roofline import Cost, Roofline, forward_cost, keys_read, keys_seen
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.models.counting import draft_shape_of, read_draft_shape, read_shape, shape_of
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
 from aquiline.models.model_config import ModelConfig
-from aquiline.models.shape import expected_experts, precision_of
+from aquiline.models.shape import expected_experts
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 
 WINDOWED = dataclasses.replace(TINY, windows=(8, 0, 30, 0), qkv_bias=True, qk_norm=True)
@@ -112,7 +112,7 @@ def test_a_forward_costs_what_it_touches(
 ) -> None:
     config = dataclasses.replace(config, tied_head=tied)
     decoder, _ = tiny_pair(config=config)
-    formula = forward_cost(shape_of(config).body, precision_of("float32"), StepRows(batch, context, rows_each))
+    formula = forward_cost(shape_of(config, "float32").body, batch, context, rows_each)
     assert_same(target_forward(decoder, batch, context, rows_each), formula)
 
 
@@ -120,7 +120,7 @@ def test_a_forward_costs_what_it_touches(
 def test_a_cycle_costs_what_its_forwards_touch(batch: int) -> None:
     decoder, head = tiny_pair()
     target = shape_of(TINY, "float32")
-    roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), precision_of("float32"), H100)
+    roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), H100)
     context, tau = 40, 3
     cycle = roofline.cycle(Chain(4), tau, batch, context)
     passes = draft_forward(head, batch, context, tau, 1, fuse=True)
@@ -154,7 +154,7 @@ def test_expected_experts_are_those_of_a_simulation() -> None:
 def test_an_moe_step_reads_its_experts_and_multiplies_by_its_own(tmp_path: Path) -> None:
     shape = read_shape(write_config(tmp_path, GPT_OSS_120B))
     expert = 3 * 2880 * 2880
-    one, six = (forward_cost(shape.body, shape.precision, StepRows(1, 0, rows)) for rows in (1, 6))
+    one, six = (forward_cost(shape.body, 1, 0, rows) for rows in (1, 6))
     more = expected_experts(128, 4, 6) - 4
     scales = expert / 32
     grown = 36 * more * (expert / 2 + scales + 2 * (2 * 2880 + 2880)) + 5 * 2 * 2880  # and five rows of the embedding
@@ -170,9 +170,8 @@ def test_windows_cap_what_is_read() -> None:
             for rows in (1, 4, 7):
                 seen = [set(range(max(0, end - window) if window else 0, end)) for end in
                         range(context + 1, context + rows + 1)]  # fmt: skip
-                forward = StepRows(1, context, rows)
-                assert keys_read(forward, window) == len(set().union(*seen))
-                assert keys_seen(forward, window) == sum(map(len, seen))
+                assert keys_read(context, rows, window) == len(set().union(*seen))
+                assert keys_seen(context, rows, window) == sum(map(len, seen))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_ideals_equal_those_of_an_independent_model(
 ) -> None:
     """At the 3.0 TB/s and 800 TFLOP/s that copies and GEMMs reach on an H100; the figures are a separate program's."""
     fields = {"llama": LLAMA_8B, "qwen": QWEN_7B, "gpt-oss": GPT_OSS_120B}[name]
-    roofline = Roofline(read_shape(write_config(tmp_path, fields)), None, precision_of("bfloat16"), H100)
+    roofline = Roofline(read_shape(write_config(tmp_path, fields)), None, H100)
     base = roofline.step(batch, context)
     assert batch / base.seconds == pytest.approx(tokens_per_s, abs=0.6) and base.bound == "memory"
     ratios = [roofline.step(batch, context, rows).seconds / base.seconds for rows in (4, 6, 16, 60)]
@@ -215,28 +214,30 @@ def test_ideal_speedups_equal_those_of_an_independent_model(
 ) -> None:  # fmt: skip
     shape = read_shape(write_config(tmp_path / "target", target))
     draft = read_draft_shape(write_config(tmp_path / "head", head), shape)
-    roofline = Roofline(shape, draft, precision_of("bfloat16"), H100)
+    roofline = Roofline(shape, draft, H100)
     chain = Chain(3)
-    found = [roofline.speedup(chain, tau, batch, context) for tau in (2.2, 3.0, 4.0)]
-    assert found == pytest.approx(speedups, abs=0.0051)
-    assert roofline.spec_efficiency(found[1] / 2, chain, 3.0, batch, context) == pytest.approx(0.5)
+    cycles = [roofline.cycle(chain, tau, batch, context) for tau in (2.2, 3.0, 4.0)]
+    assert [cycle.speedup for cycle in cycles] == pytest.approx(speedups, abs=0.0051)
+    report = roofline.report(cycles[1], tokens_per_s=1.0, speedup=cycles[1].speedup / 2)
+    assert report["spec_efficiency"] == pytest.approx(0.5)
 
 
 def test_speedup_is_the_ratio_of_the_ideals(tmp_path: Path) -> None:
     target = shape_of(TINY)
-    roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), precision_of("bfloat16"), H100)
+    roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), H100)
     for drafting in (Chain(2), Dynamic(), Static()):
-        fast, slow = roofline.tokens_per_s(drafting, 2.0, 3, 100), 3 / roofline.step(3, 100).seconds
-        assert roofline.speedup(drafting, 2.0, 3, 100) == pytest.approx(fast / slow)
-        report = roofline.report(drafting, 2.0, 3, 100, fast / 4)
+        cycle = roofline.cycle(drafting, 2.0, 3, 100)
+        fast, slow = cycle.tokens_per_s, 3 / roofline.step(3, 100).seconds
+        assert cycle.speedup == pytest.approx(fast / slow)
+        report = roofline.report(cycle, fast / 4, 1.0)
         assert report["percent_of_ideal"] == pytest.approx(25) and report["ideal_tokens_per_s"] == pytest.approx(fast)
-    none = NoDraft()
-    assert roofline.speedup(none, 1.0, 3, 100) == 1.0 and roofline.cycle(none, 1.0, 3, 100).draft.cost == Cost()
+    none = roofline.cycle(NoDraft(), 1.0, 3, 100)
+    assert none.speedup == 1.0 and none.draft.cost == Cost()
 
 
 def test_each_phase_takes_the_longer_of_its_two_times() -> None:
     device = Ceilings("toy", None, Figure(10.0, "given"), Figure(100.0, "given"), Figure(50.0, "given"))
-    roofline = Roofline(shape_of(TINY), None, precision_of("bfloat16"), device)
+    roofline = Roofline(shape_of(TINY), None, device)
     memory = roofline.ideal(Cost(weight_bytes=20, kv_bytes=10, linear_flops=100, attention_flops=10))
     assert (memory.memory_s, memory.compute_s, memory.bound) == (3.0, 0.0, "memory")
     mixed = roofline.ideal(Cost(weight_bytes=20, kv_bytes=10, linear_flops=100, attention_flops=200))
@@ -248,7 +249,7 @@ def test_each_phase_takes_the_longer_of_its_two_times() -> None:
 )
 def test_a_cycle_has_the_forwards_that_a_backend_makes(drafting: Drafting) -> None:
     """Counted where a backend runs modules, which is torch; the native one counts its rows, the same ones."""
-    pair = TorchPair(*tiny_pair(), "float32")
+    pair = TorchPair(*weights_of(*tiny_pair()), "float32")
     llm = LLM.from_models(LoadedModels(pair, None, "float32", 0), engine_config(1))
     calls: list[tuple[str, int]] = []
     assert pair.head is not None
@@ -270,7 +271,7 @@ def test_a_cycle_has_the_forwards_that_a_backend_makes(drafting: Drafting) -> No
 
 def test_a_tau_that_cannot_be_is_refused() -> None:
     target = shape_of(TINY)
-    roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), precision_of("bfloat16"), H100)
+    roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), H100)
     for tau in (0.9, 4.1, float("nan")):
         with pytest.raises(ValueError, match=r"tau=.*must be between 1 and 4"):
             roofline.cycle(Chain(3), tau, 1, 10)
@@ -282,14 +283,14 @@ def test_a_tau_that_cannot_be_is_refused() -> None:
 def test_a_model_that_a_cache_holds_is_noted(tmp_path: Path) -> None:
     target = shape_of(TINY)
     draft = draft_shape_of(TINY_DRAFT, target)
-    step = Roofline(target, None, precision_of("bfloat16"), H100).step(1, 0).cost.num_bytes
+    step = Roofline(target, None, H100).step(1, 0).cost.num_bytes
 
     def notes(cache: float | None, head: object = None) -> str:
         device = dataclasses.replace(H100, cache_bytes=None if cache is None else int(cache))
-        return " ".join(Roofline(target, head, precision_of("bfloat16"), device).notes())  # type: ignore[arg-type]
+        return " ".join(Roofline(target, head, device).notes())  # type: ignore[arg-type]
 
     assert notes(None) == notes(0.05 * step) == ""
     assert "50% of it" in notes(0.5 * step) and "100% of it" in notes(2 * step)
     assert "draft's" in notes(0.09 * step, draft)
     moe = read_shape(write_config(tmp_path, GPT_OSS_120B))
-    assert "uniform" in " ".join(Roofline(moe, None, precision_of("bfloat16"), H100).notes())
+    assert "uniform" in " ".join(Roofline(moe, None, H100).notes())

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from aquiline.bench.results import result as results_module
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
 from aquiline.bench.results.result import read_results, write_result
-from aquiline.bench.results.table import markdown
+from aquiline.bench.results.table import report
 from aquiline.bench.suite import suite
 from aquiline.bench.suite.scenarios import RANDOM, ModelSource
 from aquiline.bench.suite.simulated import SimulatedBackend
@@ -25,12 +25,13 @@ from aquiline.bench.suite.suite_plan import CPU, Load, Plan
 from aquiline.cli.main import app
 from aquiline.cli.options import ListCommand
 from aquiline.cli.show.results import shown_progress
-from aquiline.config import EngineConfig, SamplingParams
+from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
+BUNDLED_SOURCE = ModelSource(PairConfig("bundled"))
 TINY_RANDOM = ModelSource(
     random_config=RANDOM.__class__(**{**RANDOM.__dict__, **SMALL, "num_kv_heads": 2, "head_dim": 16}),
     simulated_tau=2.25,
@@ -39,7 +40,7 @@ TINY_RANDOM = ModelSource(
 
 def plan(*loads: Load, **settings: object) -> Plan:
     defaults = {"num_spec_tokens": (1, 3), "adaptive": False, "micro_steps": 24, "measurement_runs": 2}
-    return Plan(loads, "cpu", **(defaults | settings))  # type: ignore[arg-type]
+    return Plan(own_loads=loads, **(defaults | settings))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, committed: pytest.MonkeyPa
     loads = (Load("baseline", 128, 1), Load("batch", 64, 3), Load("long", 512, 1, True), Load("long", 192, 2, True))
     progress = Progress()
     whole = plan(*loads, temperatures=(0.0, 0.8), adaptive=True)
-    assert len(list(run_suite(whole, ModelSource("bundled"), TINY_RANDOM, out, progress))) == 22
+    assert len(list(run_suite(whole, BUNDLED_SOURCE, TINY_RANDOM, out, progress))) == 22
     assert progress.skipped == []
     return out
 
@@ -95,11 +96,11 @@ def test_settings_compare_with_their_baseline(results: Path) -> None:
 def test_what_is_there_is_not_run_again(results: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in results.glob("*.json")}
     load = Load("baseline", 128, 1)
-    list(run_suite(plan(load), ModelSource("bundled"), TINY_RANDOM, results, Progress()))
+    list(run_suite(plan(load), BUNDLED_SOURCE, TINY_RANDOM, results, Progress()))
     assert {file: file.stat().st_mtime_ns for file in results.glob("*.json")} == before
     (torn,) = results.glob("*baseline-128x1-t0-chain-3.json")
     torn.write_text(torn.read_text()[:100])
-    again = list(run_suite(plan(load), ModelSource("bundled"), TINY_RANDOM, results, Progress()))
+    again = list(run_suite(plan(load), BUNDLED_SOURCE, TINY_RANDOM, results, Progress()))
     assert len(again) == 3 and problems(json.loads(torn.read_text())) == []
 
 
@@ -110,12 +111,12 @@ def test_results_of_uncommitted_changes_are_measured_again(
         monkeypatch.setattr(module, "commit", lambda: "0123456789ab-dirty")
     load = Load("baseline", 32, 1)
     for _ in range(2):
-        list(run_suite(plan(load, micro_steps=4), ModelSource("bundled"), TINY_RANDOM, tmp_path, Progress()))
+        list(run_suite(plan(load, micro_steps=4), BUNDLED_SOURCE, TINY_RANDOM, tmp_path, Progress()))
         (file,) = tmp_path.glob("*-baseline.json")
         file.write_text(file.read_text().replace('"date": "', '"date": "noted, '))
     assert file.read_text().count("noted") == 1, "taken over from the run before"
-    assert "UNCOMMITTED CHANGES" in markdown(read_results(tmp_path))
-    assert "UNCOMMITTED" not in markdown(read_results(results))
+    assert "UNCOMMITTED CHANGES" in report(read_results(tmp_path)).markdown()
+    assert "UNCOMMITTED" not in report(read_results(results)).markdown()
 
 
 def test_a_full_disk_is_named_and_leaves_the_results_before_it(results: Path, tmp_path: Path) -> None:
@@ -136,9 +137,7 @@ def test_every_round_begins_with_another_setting(tmp_path: Path, monkeypatch: py
         return decode(self, llm, prompts, drafting)
 
     monkeypatch.setattr(suite.LoadRun, "_decode", noted)
-    list(
-        run_suite(plan(Load("small", 32, 1), micro_steps=4), ModelSource("bundled"), TINY_RANDOM, tmp_path, Progress())
-    )
+    list(run_suite(plan(Load("small", 32, 1), micro_steps=4), BUNDLED_SOURCE, TINY_RANDOM, tmp_path, Progress()))
     assert order == [0, 1, 3, 1, 3, 0, 3, 0, 1], "one warm-up round and two that are measured"
 
 
@@ -156,7 +155,7 @@ def test_speed_is_the_wall_clocks(results: Path) -> None:
 def test_what_cannot_run_is_named_and_the_rest_runs(tmp_path: Path) -> None:
     progress = Progress()
     loads = (Load("huge", 100_000, 1), Load("small", 64, 1))
-    found = list(run_suite(plan(*loads), ModelSource("bundled"), TINY_RANDOM, tmp_path, progress))
+    found = list(run_suite(plan(*loads), BUNDLED_SOURCE, TINY_RANDOM, tmp_path, progress))
     assert len(found) == 3 and len(progress.skipped) == 1
     assert "huge 100000 x 1: max_context=100025: the model was built for 4096" in progress.skipped[0]
 

@@ -10,7 +10,7 @@ from tests.results import BASELINE, CHAIN, at_speed, changed, measured
 
 from aquiline.bench.results.integrity import recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
-from aquiline.bench.results.summary import summary
+from aquiline.bench.results.table import summary
 from aquiline.errors import ResultError
 
 ROOT = Path(__file__).parents[2]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
+from typer.testing import CliRunner
 
-from aquiline.bench.results import speedups
 from aquiline.bench.results.result import Result, read_results
-from aquiline.bench.results.table import Results, console, markdown, report
+from aquiline.bench.results.table import Results, report
 from aquiline.bench.tables import Table
+from aquiline.cli.main import app
 from aquiline.errors import ResultError
 
 
@@ -45,7 +47,7 @@ def regressed(results: Results, older: Results) -> bool:
 def printed(results: Results, older: Results | None = None) -> str:
     """What a wide terminal shows."""
     out = io.StringIO()
-    Console(width=250, file=out).print(console(results, older))
+    Console(width=250, file=out).print(report(results, older).console())
     return out.getvalue()
 
 
@@ -92,7 +94,7 @@ def test_markdown_and_console_have_the_same_cells() -> None:
     text = printed(steady(), steady())
     (table,) = report(steady(), steady()).tables
     for row in table.rows:
-        assert f"| {' | '.join(row)} |" in markdown(steady(), steady())
+        assert f"| {' | '.join(row)} |" in report(steady(), steady()).markdown()
         assert all(cell in text for cell in row)
 
 
@@ -120,7 +122,7 @@ def test_no_ratio_without_a_fair_baseline(name: str) -> None:
     assert found["chain-3"]["speedup"] == "none"
     (note,) = [note for table in tables for note in table.notes if note.startswith("chain-3, ")]
     assert note.startswith("chain-3, speedup against baseline.json: ") and reason in note
-    assert note in markdown(results)
+    assert note in report(results).markdown()
 
 
 def shorter(result: Result) -> Result:
@@ -147,7 +149,7 @@ def test_no_ratio_without_a_baseline_or_with_two() -> None:
     two = steady() | {"again.json": steady()[BASELINE]}
     assert "2 baselines would do (baseline.json, again.json); keep one" in notes(two)[0]
     peer = changed(steady()[BASELINE], engine="llama.cpp")
-    assert "there is no baseline" in markdown(alone | {"peer.json": peer}), "another engine's is none of ours"
+    assert "there is no baseline" in report(alone | {"peer.json": peer}).markdown(), "another engine's is none of ours"
 
 
 BROKEN = {
@@ -159,18 +161,19 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("reason", BROKEN)
-def test_a_broken_result_is_refused_on_either_side(reason: str) -> None:
-    broken = steady() | {CHAIN: changed(steady()[CHAIN], **BROKEN[reason])}
-    for results, older in ((broken, None), (steady(), broken)):
-        for render in (markdown, console):
-            with pytest.raises(ResultError, match=f"chain-3.json: {reason}"):
-                render(results, older)
+def test_a_broken_result_is_refused_on_either_side(reason: str, tmp_path: Path) -> None:
+    sound = write_all(steady(), tmp_path / "sound")
+    broken = write_all(steady() | {CHAIN: changed(steady()[CHAIN], **BROKEN[reason])}, tmp_path / "broken")
+    for directory, older in ((broken, sound), (sound, broken)):
+        for form in ([], ["--markdown"], ["--short"]):
+            done = CliRunner().invoke(app, ["bench", "table", str(directory), "--older", str(older), *form])
+            assert done.exit_code == 2 and f"chain-3.json: {reason}" in done.stderr
 
 
 def test_a_broken_file_is_refused_when_it_is_read(tmp_path: Path) -> None:
     write_all(steady() | {CHAIN: {"schema": "aquiline.result/2"}}, tmp_path)
     with pytest.raises(ResultError, match=r"chain-3\.json: result: 'scenario' is a required property"):
-        markdown(read_results(tmp_path))
+        report(read_results(tmp_path)).markdown()
 
 
 @pytest.mark.parametrize("field", ["system__cpu", "system__isa", "model__dtype", "engine", "scenario__batch"])
@@ -192,7 +195,7 @@ def test_labels_say_what_is_not_a_measurement_of_a_real_model() -> None:
     (table,) = report(random).tables
     assert "SIMULATED TAU" in table.facts and "RANDOM WEIGHTS" in table.facts and "random weights" in table.title
     taus = {name: row["tau"] for name, row in rows_of(table).items()}
-    assert taus["chain-3"].endswith(" (simulated)") and not taus["chain-2"].endswith(")")
+    assert taus["chain-3"].endswith(" simulated") and not taus["chain-2"].endswith("simulated")
     full = {name: changed(result, scenario__profile="full") for name, result in steady().items()}
     assert "CPU" not in report(full).tables[0].facts.replace("Some CPU", "")
 
@@ -206,10 +209,10 @@ def test_rows_that_share_a_name_are_told_apart() -> None:
 
 def test_names_from_elsewhere_do_not_break_a_table() -> None:
     odd = {name: changed(result, model__target="a|b\n# c") for name, result in steady().items()}
-    lines = markdown(odd).splitlines()
+    lines = report(odd).markdown().splitlines()
     assert not any(line.startswith("# c") for line in lines)
     grid = [line for line in lines if line.startswith("|")]
-    assert len({line.count(" | ") for line in grid}) == 1 and "a\\|b # c" in markdown(odd)
+    assert len({line.count(" | ") for line in grid}) == 1 and "a\\|b # c" in report(odd).markdown()
     odd = {name: changed(result, model__target="[bold]x[/nothing]") for name, result in steady().items()}
     assert "[bold]x[/nothing]" in printed(odd)
 
@@ -271,12 +274,13 @@ def test_regressions_and_what_vanished_close_the_report() -> None:
     slower = {BASELINE: steady()[BASELINE], CHAIN: at_speed(steady()[CHAIN], 100, 100, 100)}
     found = report(slower, steady())
     assert [name.split(": ")[-1] for name in found.regressions] == ["chain-3"]
-    assert len(found.vanished) == 1 and found.vanished[0].endswith("aquiline: chain-2 (chain-2.json)")
-    text = markdown(slower, steady())
+    gone = [line for line in found.closing if line.startswith("gone since the older run: ")]
+    assert len(gone) == 1 and gone[0].endswith("aquiline: chain-2 (chain-2.json)")
+    text = report(slower, steady()).markdown()
     assert (
         "- gone since the older run: baseline: 4 tokens x 2" in text and "- regressions: 1; baseline: 4 tokens" in text
     )
-    assert "regressions" not in markdown(slower), "nothing was compared"
+    assert "regressions" not in report(slower).markdown(), "nothing was compared"
 
 
 def test_what_may_not_be_compared_with_the_older_run_is_said() -> None:
@@ -284,11 +288,36 @@ def test_what_may_not_be_compared_with_the_older_run_is_said() -> None:
     row = rows(steady(), other)["chain-3"]
     assert row["against older"] == "not comparable" and not regressed(steady(), other)
     assert [note for note in notes(steady(), other) if note.startswith("chain-3")] == [
-        f"chain-3, older: the older result is of another machine: {speedups.machine(other[CHAIN])}"
+        "chain-3, older against chain-3.json: system.cpu: 'Some CPU' against 'Other CPU'"
     ]
-    assert report(steady(), other).vanished == [], "it was measured elsewhere, it is not gone"
+    assert report(steady(), other).closing == ["regressions: 0"], "it was measured elsewhere, it is not gone"
     text = {name: changed(result, output__sha256="0" * 64) for name, result in steady().items()}
     assert "output.sha256: the texts differ" in notes(steady(), text)[0]
     assert notes(steady(), {BASELINE: steady()[BASELINE]}) == [
         f"chain-{length}, older: there is no older result" for length in (2, 3)
     ]
+
+
+def test_headings_stand_above_their_rows_in_every_form() -> None:
+    rows = ("a", "1", "-"), ("b", "2", "-"), ("<c>", "3", "-")
+    lines = [dict(zip(("setting", "tok/s", "tau"), row, strict=True)) for row in rows]
+    table = Table.of_cells(lines, headings={0: "one", 2: "t<w>o"})
+    assert table.markdown().splitlines() == [
+        "| setting | tok/s |", "| --- | ---: |", "| **one** |  |", "| a | 1 |", "| b | 2 |",
+        "| **t<w>o** |  |", "| <c> | 3 |",
+    ]  # fmt: skip
+    out = io.StringIO()
+    Console(width=60, file=out).print(table.console())
+    words = [word for word in re.split("[\\s│┃]", out.getvalue()) if word.isalnum()]
+    assert words == ["setting", "one", "a", "1", "b", "2", "3"] and "t<w>o" in out.getvalue()
+    assert table.html().splitlines() == [
+        "<table>", '<thead><tr><th scope="col">setting</th><th scope="col">tok/s</th></tr></thead>',
+        "<tbody>", '<tr><th scope="rowgroup" colspan="2">one</th></tr>',
+        '<tr><th scope="row">a</th><td>1</td></tr>', '<tr><th scope="row">b</th><td>2</td></tr>',
+        "<tbody>", '<tr><th scope="rowgroup" colspan="2">t&lt;w&gt;o</th></tr>',
+        '<tr><th scope="row">&lt;c&gt;</th><td>3</td></tr>', "</table>",
+    ]  # fmt: skip
+
+
+def test_a_table_without_headings_has_one_body() -> None:
+    assert Table(["a", "b"], [["c", "d"]]).html().count("<tbody>") == 1

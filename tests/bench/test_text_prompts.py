@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,8 +29,8 @@ def test_the_standard_library_gives_exact_lengths(token_count: int, count: int) 
     assert [len(prompt.token_ids) for prompt in prompts] == [token_count] * count
     assert len({tuple(ids) for ids in windows(prompts)}) == count
     assert all(prompt.token_ids[0] == 0 and 0 not in prompt.token_ids[1:] for prompt in prompts), "one BOS, in front"
-    assert all(prompt.is_held_out and prompt.source.endswith(".py") for prompt in prompts)
-    assert all(prompt.repeated_share == repeated_share(prompt.token_ids) < 0.6 for prompt in prompts)
+    assert all(prompt.is_held_out for prompt in prompts)
+    assert all(repeated_share(prompt.token_ids) < 0.6 for prompt in prompts)
 
 
 def test_prompts_are_the_same_again_and_a_larger_count_adds_to_them() -> None:
@@ -49,7 +51,7 @@ def test_windows_of_a_file_are_its_text(tmp_path_factory: pytest.TempPathFactory
     prompts = text_prompts(token_count, count, TOKENIZER, path)
     joined = [token for prompt in prompts for token in prompt.token_ids[1:]]
     assert joined == TOKENIZER.encode(path.read_text()).ids[1 : 1 + count * (token_count - 1)]
-    assert all(prompt.source == "own.txt" and prompt.is_held_out for prompt in prompts)
+    assert all(prompt.is_held_out for prompt in prompts)
 
 
 def test_a_folder_is_read_file_after_file(tmp_path: Path) -> None:
@@ -59,13 +61,16 @@ def test_a_folder_is_read_file_after_file(tmp_path: Path) -> None:
     (tmp_path / "d.bin").write_text("never read " * 900)
     (tmp_path / "e.txt").write_bytes(b"\xff\xfe never read either")
     prompts = text_prompts(100, 14, TOKENIZER, str(tmp_path))
-    assert {prompt.source for prompt in prompts} == {"a.py", "deep/b.md", "c.txt"}
-    assert "never" not in "".join(TOKENIZER.decode(ids) for ids in windows(prompts))
+    text = "".join(TOKENIZER.decode(ids) for ids in windows(prompts))
+    assert set(re.findall(r"\S+(?= says)", text)) >= {"a.py", "deep/b.md", "c.txt"} and "never" not in text
 
 
 def test_an_installed_package_is_a_source() -> None:
     prompt = text_prompts(512, 1, TOKENIZER, "hypothesis")[0]
-    assert prompt.source.startswith("hypothesis/") and len(prompt.token_ids) == 512
+    begun = TOKENIZER.decode(prompt.token_ids)[:200]
+    files = Path(hypothesis.__file__).parent.rglob("*.py")
+    assert any(begun in file.read_text(encoding="utf-8").expandtabs(4) for file in files)
+    assert len(prompt.token_ids) == 512
 
 
 def test_text_that_repeats_itself_is_not_given_twice(tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_text_that_repeats_itself_is_not_given_twice(tmp_path: Path) -> None:
     path.write_text(" a b c d" * 400)
     with pytest.raises(ValueError, match=r"loop.txt'?: holds 1 different windows of 65 tokens, 2 needed"):
         text_prompts(65, 2, TOKENIZER, path)
-    assert text_prompts(65, 1, TOKENIZER, path)[0].repeated_share > 0.8
+    assert repeated_share(text_prompts(65, 1, TOKENIZER, path)[0].token_ids) > 0.8
 
 
 def test_too_little_text_and_no_text_are_refused(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_json, write_draft, write_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from aquiline.cli.main import app
+from aquiline.cli.main import app, command_of
 from aquiline.models.load import read_model_config
 
 RUN = "from aquiline.cli.main import app; app()"
@@ -112,7 +111,7 @@ def test_every_option_of_the_interface_exists() -> None:
         "frequency_penalty seed stop stop_token_ids ignore_eos drafter num_spec_tokens depth draft_top_k num_nodes "
         "dtype"
     )
-    command = get_command(app).commands["generate"]  # type: ignore[attr-defined]
+    command = command_of("generate")
     flags = {flag for option in command.params for flag in option.opts}
     assert {f"--{name.replace('_', '-')}" for name in wanted.split()} | {"--json"} <= flags
 
@@ -278,7 +277,7 @@ def test_without_any_stdin_text_is_asked_for(pair: Path, monkeypatch: pytest.Mon
     """As with `<&-`: Python then has no stdin at all. Nothing is loaded for it."""
     monkeypatch.setattr("aquiline.engine.model.ResolvedPair.load", None)
     for name, said in (("generate", "prompt: give --prompt, --prompt-file"), ("chat", "chat: stdin is closed")):
-        command = get_command(app).commands[name]  # type: ignore[attr-defined]
+        command = command_of(name)
         monkeypatch.setattr(sys, "stdin", None)
         with pytest.raises(ValueError, match=said):
             command.main(["--target", str(pair / "target")], standalone_mode=False)
@@ -330,7 +329,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("folder").mkdir()
-    for place in ("engine.model.ResolvedPair.load", "bench.suite.scenarios.load_models"):
-        monkeypatch.setattr(f"aquiline.{place}", loaded)
+    monkeypatch.setattr("aquiline.engine.model.ResolvedPair.load", loaded)
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 2 and told in refused.stderr, refused.output

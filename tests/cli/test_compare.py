@@ -14,11 +14,12 @@ from tests.checkpoints import write_draft, write_target
 from typer.testing import CliRunner, Result
 
 from aquiline.bench.peers import transformers as peer_module
-from aquiline.bench.peers.comparison import ContestPlan, compare
-from aquiline.bench.peers.names import parse_peer
+from aquiline.bench.peers.comparison import compare, plan_of
+from aquiline.bench.peers.contest import Contest
 from aquiline.bench.peers.peer import PeerSetup
 from aquiline.bench.results.result import commit, read_results
 from aquiline.cli.main import app
+from aquiline.config import PairConfig
 from aquiline.models.load import read_model_config
 
 CLOSED = "openai:http://127.0.0.1:9/v1#small"  # the discard port, where nothing listens
@@ -127,14 +128,9 @@ def test_a_peer_that_runs_another_model_is_void(pair: Path, tmp_path: Path, monk
     real = peer_module.open_peer
     swap: Any = lambda spec, place: real(spec, PeerSetup(tmp_path / "other", None, place.threads, place.max_context))  # noqa: E731
     monkeypatch.setattr(peer_module, "open_peer", swap)
-    plan = ContestPlan(
-        pair / "target",
-        None,
-        (parse_peer("transformers:f32"),),
-        ("t", None),
-        prompt_tokens=24,
-        new_tokens=12,
-        repeats=1,
+    plan = plan_of(
+        Contest(peer=("transformers:f32",), prompt_tokens=24, new_tokens=12, repeats=1),
+        PairConfig(target=str(pair / "target")),
     )
     found = compare(plan)
     assert len(found.checks["transformers"].counts) == 3, "as many prompts as ever, though one is measured"
@@ -146,10 +142,10 @@ def test_a_peer_that_runs_another_model_is_void(pair: Path, tmp_path: Path, monk
 def test_every_round_begins_with_another_setting(pair: Path) -> None:
     """And all are timed alike: from the first token to the last by the wall clock."""
     told: list[str] = []
-    plan = ContestPlan(
-        pair / "target", None, (parse_peer("transformers:f32"), parse_peer("transformers:f32:eager")), ("t", None),
-        prompt_tokens=24, new_tokens=12, repeats=3,
-    )  # fmt: skip
+    plan = plan_of(
+        Contest(peer=("transformers:f32", "transformers:f32:eager"), prompt_tokens=24, new_tokens=12, repeats=3),
+        PairConfig(target=str(pair / "target")),
+    )
     found = compare(plan, told.append)
     own, plain, eager = "aquiline baseline", "transformers f32", "transformers f32 eager"
     order = [line.partition(": ")[2] for line in told if line.startswith("run ")]
@@ -169,14 +165,9 @@ def test_no_engine_has_seen_what_it_is_measured_on(pair: Path, monkeypatch: pyte
         return real(self, prompts, new_tokens, temperature)
 
     monkeypatch.setattr(peer_module.TransformersPeer, "generate", note)
-    plan = ContestPlan(
-        pair / "target",
-        None,
-        (parse_peer("transformers:f32"),),
-        ("t", None),
-        prompt_tokens=24,
-        new_tokens=12,
-        repeats=3,
+    plan = plan_of(
+        Contest(peer=("transformers:f32",), prompt_tokens=24, new_tokens=12, repeats=3),
+        PairConfig(target=str(pair / "target")),
     )
     compare(plan)
     assert len(seen) == len(set(seen)) == 4 and {len(prompt) for prompt in seen} == {24}
@@ -190,15 +181,29 @@ def test_no_engine_has_seen_what_it_is_measured_on(pair: Path, monkeypatch: pyte
         (["--draft", "somewhere"], "draft='somewhere': needs --target"),
         (["--random-weights", "llama-230m", "--target", "x"], "leave --target and --draft out"),
         (["--random-weights", "nothing"], "random_weights='nothing'"),
+        (["--prompt-tokens", 0], "prompt_tokens=0: must be at least 1"),
         (["--new-tokens", 1], "new_tokens=1: must be at least 2"),
         (["--repeats", 0], "repeats=0: must be at least 1"),
-        (["--target", "bundled", "--peer", "transformers", "--num-spec-tokens", 17], "num_spec_tokens=17"),
+        (["--num-spec-tokens", 17], "num_spec_tokens=17: must be between 1 and 16"),
+        (["--temperature", -1], "temperature=-1.0: must be 0 (greedy)"),
     ],
     ids=str,
 )
 def test_bad_options_are_named(options: list[object], named: str) -> None:
-    small = [] if {"--new-tokens", "--repeats"} & set(options) else SIZE
+    small = [] if {"--prompt-tokens", "--new-tokens", "--repeats"} & set(options) else SIZE
     assert named in refused(run(*options, *small))
+
+
+@pytest.mark.parametrize("options", [("--num-spec-tokens", 17), ("--temperature", -1), ("--prompt-tokens", 0)], ids=str)
+def test_bad_work_is_refused_before_anything_is_loaded(
+    options: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr("aquiline.bench.peers.comparison.LLM", loaded)
+    monkeypatch.setattr(peer_module, "open_peer", loaded)
+    refused(run("--target", "bundled", "--peer", "transformers", *options))
 
 
 @pytest.mark.skipif(torch.cpu._is_avx512_bf16_supported(), reason="this CPU has bfloat16 instructions")

@@ -33,9 +33,9 @@ RESULTS = {
     "results-of-another-engine": ("peers/bundled/llamacpp-eagle=3.json",),
 }
 WAITS = (
-    "aquiline.engine.model.ResolvedPair.load", "aquiline.bench.suite.scenarios.load_models",
+    "aquiline.engine.model.ResolvedPair.load",
     "aquiline.serve.server.serve",
-    "aquiline.train.trainer.train", "aquiline.train.estimate.measure_rate", "aquiline.bench.data.sources.fetch",
+    "aquiline.train.trainer.train", "aquiline.train.estimate.measure_rate", "aquiline.bench.data.datasets.fetch",
     "aquiline.bench.theory.ceilings.measured_once", "huggingface_hub.hf_hub_download",
     "aquiline.bench.peers.comparison.conversion",
 )  # fmt: skip
@@ -48,8 +48,9 @@ class Reached(Exception):
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Every command below a group, by its full name."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        if hasattr(command, "list_commands"):
             yield from commands(command, (*path, name))
         else:
             yield " ".join((*path, name)), command
@@ -69,9 +70,10 @@ def examples(text: str) -> list[list[str]]:
 def parsed(arguments: list[str]) -> list[dict[str, Any]]:
     """What each command that would run is called with; none of them runs."""
     root, calls = get_command(app), list[dict[str, Any]]()
-    for _, command in commands(root):
-        command.callback = lambda **given: calls.append(given)
-    result = CliRunner().invoke(root, arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        for _, command in commands(root):
+            patch.setattr(command, "callback", lambda **given: calls.append(given))
+        result = CliRunner().invoke(root, arguments)
     assert result.exit_code == 0, f"aquiline {shlex.join(arguments)}\n{result.output}{result.exception or ''}"
     return calls
 

@@ -82,8 +82,8 @@ def test_generate_and_chat_by_name(smollm2: Path, made: KnownPair) -> None:
 
 OPENS = {
     "generate --prompt x": "engine.llm.LLM.open", "eval": "engine.llm.LLM.open", "chat": "engine.llm.LLM.open",
-    "demo": "engine.llm.LLM.open", "serve": "serve.server.open_service", "limits": "bench.theory.chosen.read_shape",
-    "profile": "bench.suite.scenarios.load_models", "bench --out results": "bench.suite.scenarios.load_models",
+    "demo": "engine.llm.LLM.open", "serve": "serve.server.open_service", "limits": "bench.theory.roofline.read_shape",
+    "profile": "engine.llm.LLM.open", "bench --out results": "engine.model.ResolvedPair.of",
     "compare": "bench.peers.comparison.resolve",
 }  # fmt: skip
 """Every command that may be given no target, and what it opens the target with."""

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from tests.checkpoints import write_draft, write_target
 from tests.train.regenerating import TEMPLATE, target, write
-from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from aquiline.cli.main import app
+from aquiline.cli.main import app, command_of
 from aquiline.cli.regenerate import EXAMPLES
 from aquiline.models.load import read_model_config
 
@@ -120,7 +119,7 @@ def test_what_does_not_belong_to_the_output_is_refused_before_anything_is_loaded
 
 
 def test_every_example_is_understood() -> None:
-    command = get_command(app).commands["regenerate"]  # type: ignore[attr-defined]
+    command = command_of("regenerate")
     examples = [shlex.split(line)[2:] for line in EXAMPLES.splitlines() if line.startswith("  aquiline regenerate ")]
     assert len(examples) == 4
     for words in examples:

@@ -115,3 +115,25 @@ def test_every_setting_is_an_option_with_its_default() -> None:
 def test_help_loads_no_torch() -> None:
     code = "import sys; from aquiline.cli.train import train; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_one_line_says_what_to_install() -> None:
+    code = """
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class NoTorch(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, NoTorch())
+from aquiline.cli.main import app
+
+app(["train", "--target", "t", "--data", "d", "--out", "o"])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stderr == "aquiline: train: torch is not installed; pip install 'aquiline[train]'\n"
+    assert ended.returncode == 2 and not ended.stdout

@@ -11,6 +11,7 @@ from aquiline.backends.base import Decode
 from aquiline.engine.control.calibrate import estimated_table
 from aquiline.engine.control.controller import PLAIN, UNVERIFIED, Controller
 from aquiline.engine.control.costs import StepCosts
+from aquiline.engine.pipeline import StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.spec.adaptive import Adaptive
@@ -31,8 +32,11 @@ class Fickle(Controller):
         super().__init__(StepCosts(estimated_table(10**6, True)))
         self.rng, self.taken = np.random.default_rng(seed), Counter[str]()
 
-    def decodes(self, plan: StepPlan) -> dict[Sequence, Decode]:
-        found = super().decodes(plan)
+    def choose(self, plan: StepPlan) -> StepChoice | None:
+        choice = super().choose(plan)
+        if choice is None:
+            return None
+        found = choice.decodes
         for sequence in found:
             way = str(self.rng.choice(("as it would", "none", "probe", "cut", "chain", "random", "copy", "both")))
             if self.rng.random() < 0.3:
@@ -41,7 +45,7 @@ class Fickle(Controller):
             if decode is not None:
                 found[sequence] = decode
                 self.taken[way] += 1
-        return found
+        return choice._replace(most_steps=self.most_steps(found))
 
     def _drawn(self, way: str, sequence: Sequence) -> Decode | None:
         slot, drafting, rng = sequence.slot, sequence.request.drafting, self.rng

@@ -19,7 +19,7 @@ CHAIN = Chain(1)
 def unread_sequences(engine: Engine) -> set[Sequence]:
     """Those that ran in steps whose outcomes are still to be committed."""
     plans = [step.plan for step in engine.pipeline.unread]
-    return {s for plan in plans for s in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks))}
+    return {s for plan in plans for s in (*plan.decoding, *plan.prefilling)}
 
 
 def check_sequences(engine: Engine) -> None:
@@ -33,7 +33,7 @@ def check_sequences(engine: Engine) -> None:
     in_flight = Counter[Sequence]()
     for plan in (step.plan for step in engine.pipeline.unread):
         in_flight.update({s: s.request.drafting.max_depth + 1 for s in plan.decoding})
-        in_flight.update({chunk.sequence: 1 for chunk in plan.chunks if chunk.draws})
+        in_flight.update({s: 1 for s, chunk in zip(plan.prefilling, plan.chunks, strict=True) if chunk.draws})
     for slot, sequence in enumerate(scheduler.running):
         pages = pool.owned[slot]
         if sequence is None:
@@ -57,7 +57,7 @@ def check_outcome(engine: Engine) -> None:
     assert engine.meter.slots.disabled_other == 0
     if last is None:
         return
-    found, (tree, result) = last.by_slot(num_slots), last.read().trees
+    found, (tree, result) = last.by_slot(num_slots), last.output.trees
     shape, slots = tree.topology, [decode.slot for decode in last.message.decodes]
     dead = np.setdiff1d(np.arange(num_slots), slots)
     assert len(dead) == num_slots - len(slots)

@@ -12,12 +12,11 @@ from tests.dense import DenseAttention
 from tests.engine.sampling_apart import gumbel
 from torch import Tensor
 
+from aquiline.backends.torch.decoder import Decoder, load_target
+from aquiline.backends.torch.eagle import DraftHead, load_draft
 from aquiline.config import SamplingParams
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
-from aquiline.models.formats import load_draft, read_draft_config
+from aquiline.models.formats import read_draft_config
 from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_TARGET
-from aquiline.models.load import load_target
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
 Path = tuple[int, ...]

@@ -23,7 +23,7 @@ def keys_and_values(kv: KVGroup, pages: list[int], first: int, end: int) -> list
     index = np.arange(first, end)
     page, place = np.array(pages)[index // kv.page_size], index % kv.page_size
     keys = kv.k[page, :, :, place // 16, :, place % 16]
-    return [t.float().numpy() for t in (keys, kv.v[page, :, :, place])]
+    return [t.astype(np.float32) for t in (keys, kv.v[page, :, :, place])]
 
 
 def target_stored(engine: Engine, pages: list[int], end: int) -> list[np.ndarray]:
@@ -44,7 +44,7 @@ def fill(llm: LLM, value: float) -> None:
     """Let all storage hold one value, NaN for instance: what nobody has written must not be read."""
     backend = native(llm.engine)
     for storage in (backend.kv.k, backend.kv.v, backend.draft_kv.k, backend.draft_kv.v):
-        storage.fill_(value)
+        storage.fill(value)
     backend.fused.fill(value)
 
 
@@ -56,4 +56,5 @@ def first_draft_key(llm: LLM, slot: int) -> int:
 
 def settle(engine: Engine) -> None:
     """Write the draft keys that published pages still want: what the next step would begin with."""
-    native(engine).draft(StepInput(extends=tuple(engine.committer.take_extends())))
+    native(engine).draft(StepInput(extends=tuple(engine.scheduler.extends.values())))
+    engine.scheduler.extends.clear()

@@ -7,7 +7,7 @@ import gc
 
 import psutil
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models, tiny_pair
+from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models, tiny_pair, weights_of
 from tests.engine.fickle import Fickle
 from tests.engine.oracle import deepest, teach
 from tests.engine.test_exact import SAMPLINGS, check_accounting, prompts, tokens
@@ -83,7 +83,7 @@ def test_the_torch_path_adapts_too() -> None:
     native = tiny_llm("float32")
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7, seed=2)
     decoder, head = tiny_pair()
-    pair = TorchPair(decoder, head, "float32")
+    pair = TorchPair(*weights_of(decoder, head), "float32")
     llm = LLM.from_models(dataclasses.replace(tiny_models("float32"), pair=pair), engine_config(3))
     llm.engine.controller = Fickle(1)
     assert tokens(llm.run(prompts(4), sampling, drafting=Adaptive(4))) == tokens(
@@ -140,7 +140,7 @@ def test_limits_of_the_value_are_kept() -> None:
         )
     while engine.is_busy:
         engine.step()
-        if engine.pipeline.last is not None and engine.pipeline.last.output is not None:
+        if engine.pipeline.last is not None:
             most = max([most, *(d.num_drafted for d in engine.pipeline.last.output.decodes)])
     assert 0 < most <= 4
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_pair
+from tests.conftest import TINY, engine_config, from_modules, needs_native, round_to, tiny_pair
 from tests.engine.oracle import Known
 from tests.engine.test_exact import BASELINE, SPECS
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM, Output
-from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading
 from aquiline.errors import NumericalError
 
 pytestmark = needs_native

@@ -6,14 +6,14 @@ from functools import lru_cache
 
 import pytest
 import torch
-from tests.conftest import engine_config, needs_native, round_to, tiny_pair
+from tests.conftest import engine_config, from_modules, needs_native, round_to, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 
 from aquiline.backends.cpu import native_weights
 from aquiline.backends.cpu.native_pair import resolve_arithmetic
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading
 
 pytestmark = needs_native
 

@@ -53,7 +53,7 @@ def test_state_after_many_steps_equals_a_fresh_prefill(drafting: Drafting) -> No
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), f"draft KV of {ours.draft_end} tokens"
         other.engine.step()
         assert other.engine.pipeline.last is not None
-        expected_tree = other.engine.pipeline.last.read().trees.drafted.tokens.tolist()
+        expected_tree = other.engine.pipeline.last.output.trees.drafted.tokens.tolist()
         other.engine.reset()
     assert set(accepted) >= {0, 1, 2, 3, 4}, "the drafts should be right to every depth"
 

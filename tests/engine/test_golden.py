@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
-from torch import nn
 
 from aquiline.backends.cpu import calls, native
+from aquiline.blocks import FLOATS, Array, Parts, in_memory
 from aquiline.config import ISAS, Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
+from aquiline.engine.model import Loading, from_weights
+from aquiline.models.model_config import ModelConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, DraftWeights, LayerWeights, ModelWeights
 from aquiline.spec.drafting import Chain, NoDraft
+from aquiline.types import Float32
 
 pytestmark = needs_native
 
@@ -44,21 +44,48 @@ SAMPLINGS = {
 }  # fmt: skip
 
 
-def integer_weights(module: nn.Module, seed: int) -> None:
-    """bfloat16 weights that are small integers over a power of two."""
-    rng = np.random.default_rng(seed)
-    for name, weight in module.named_parameters():
-        whole = torch.from_numpy(rng.integers(-24, 25, tuple(weight.shape)).astype(np.float32))
-        weight.data = ((64 + whole) / 64 if "norm" in name else whole / 96).to(torch.bfloat16)
+class Integers:
+    """bfloat16 weights that are small integers over a power of two, drawn one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def norm(self, size: int) -> Array:
+        return ((64 + self._whole(size)) / np.float32(64)).astype(FLOATS["bfloat16"])
+
+    def matrix(self, *shape: int) -> Parts:
+        return (in_memory((self._whole(*shape) / np.float32(96)).astype(FLOATS["bfloat16"])),)
+
+    def layer(self, config: ModelConfig, inputs: int, hidden_norm: Array | None = None) -> LayerWeights:
+        H, inner, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        kv = config.num_kv_heads * config.head_dim
+        attention = AttentionWeights(self.matrix(q + 2 * kv, inputs), self.matrix(H, q))
+        mlp = DenseWeights(self.matrix(2 * inner, H), self.matrix(H, inner))
+        return LayerWeights(attention, mlp, self.norm(H), self.norm(H), hidden_norm)
+
+    def _whole(self, *shape: int) -> Float32:
+        return self.rng.integers(-24, 25, shape).astype(np.float32)
+
+
+def golden_target() -> ModelWeights:
+    of, H = Integers(0), TINY.hidden_size
+    embed, final_norm, head = of.matrix(TINY.vocab_size, H), of.norm(H), of.matrix(TINY.vocab_size, H)
+    layers = tuple(of.layer(TINY, H) for _ in range(TINY.num_layers))
+    return ModelWeights(TINY, embed, layers, final_norm, head, TINY_CAPTURE)
+
+
+def golden_draft(target: ModelWeights) -> DraftWeights:
+    of, config, H, num_ids = Integers(1), TINY_DRAFT.model, TINY_DRAFT.model.hidden_size, TINY_DRAFT.draft_vocab_size
+    of.matrix(config.vocab_size, H)  # an embedding of its own, in whose place the target's stands
+    fc, hidden_norm, norm, head = of.matrix(H, 3 * H), of.norm(H), of.norm(H), of.matrix(num_ids, H)
+    layer = of.layer(config, 2 * H, hidden_norm)
+    model = ModelWeights(config, target.embed, (layer,), norm, head, is_draft=True)
+    return DraftWeights(TINY_DRAFT, model, fc, np.arange(num_ids, dtype=np.int64))
 
 
 def golden_llm(dtype: str, arithmetic: str) -> LLM:
-    decoder, head = Decoder(TINY, capture=TINY_CAPTURE), DraftHead(TINY_DRAFT)
-    integer_weights(decoder, 0)
-    integer_weights(head, 1)
-    head.d2t.copy_(torch.arange(TINY_DRAFT.draft_vocab_size))
-    head.embed.data = decoder.embed.data
-    models = from_modules(decoder, head, None, Loading(dtype, arithmetic), Environment.read())
+    target = golden_target()
+    models = from_weights(target, golden_draft(target), None, Loading(dtype, arithmetic), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 

@@ -113,7 +113,7 @@ def test_abort_while_an_outcome_is_unread(num_steps: int) -> None:
     for _ in range(num_steps):
         llm.engine.step()
     last = llm.engine.pipeline.last
-    assert last is not None and first in {*last.plan.decoding, *(chunk.sequence for chunk in last.plan.chunks)}
+    assert last is not None and first in {*last.plan.decoding, *last.plan.prefilling}
     output, slot = first.output_ids, first.slot
     delta = llm.engine.abort(0)
     assert (delta.token_ids, delta.finish_reason) == ([], "abort") and not llm.engine.pool.owned[slot]

@@ -8,13 +8,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, round_to, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, engine_config, from_modules, needs_native, round_to, tiny_pair
 from tests.engine.oracle import teach
 from tests.engine.test_exact import BASELINE, SPECS, check_accounting, tokens
 
 from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading
 from aquiline.models.model_config import DraftConfig
 from aquiline.spec.drafting import Static
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models, tiny_pair
+from tests.conftest import TINY, engine_config, needs_native, tiny_llm, tiny_models, tiny_pair, weights_of
 from tests.engine.driving import add, finish, words
 from tests.engine.streams import lettered_llm, read, run, said
 from tests.engine.test_exact import BASELINE, check_accounting, prompts, tokens
@@ -32,7 +32,7 @@ SAMPLINGS = (
 
 def torch_llm(max_batch: int = 3) -> LLM:
     """A target alone."""
-    pair = TorchPair(tiny_pair()[0], None, "float32")
+    pair = TorchPair(*weights_of(tiny_pair()[0], None), "float32")
     return LLM.from_models(LoadedModels(pair, letters(), "float32", 0), engine_config(max_batch))
 
 

@@ -31,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=11, ignore_eos=True
 
 def assert_empty(llm: LLM) -> None:
     engine = llm.engine
-    assert not engine.is_busy and not engine.sequences and not engine.scheduler.waiting and not engine.scheduler.due
+    assert not engine.is_busy and not engine.sequences and not engine.scheduler.waiting and not engine.due
     assert engine.scheduler.running == [None] * engine.config.max_batch
     assert engine.pool.num_available == engine.pool.num_pages
 

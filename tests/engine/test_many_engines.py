@@ -44,8 +44,8 @@ def test_an_engine_that_is_dropped_frees_its_caches() -> None:
     for number in range(22):
         llm = LLM.from_models(models, config, SPECS[("chain4", "dynamic")[number % 2]])
         for kv in live_caches():  # every page is touched, as in an engine that has run for long
-            kv.k.zero_()
-            kv.v.zero_()
+            kv.k.fill(0)
+            kv.v.fill(0)
         said = tokens(llm.run([words(20, 1), words(7, 2)], PARAMS))
         expected = expected or said
         assert said == expected

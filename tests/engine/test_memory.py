@@ -51,5 +51,5 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
 ) -> None:
     write_target(tmp_path, "llama")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    with pytest.raises(OutOfMemory, match="GB of weights as float32 take twice that"):
+    with pytest.raises(OutOfMemory, match=r"GB of weights as float32 take [0-9.]+ GB while"):
         LLM(tmp_path, dtype="float32")

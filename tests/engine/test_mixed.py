@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, tiny_llm, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, engine_config, from_modules, needs_native, tiny_llm, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import Loading
 
 pytestmark = needs_native
 

@@ -19,13 +19,14 @@ from tests.gguf_files import write_gguf_target
 
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.decoder import load_target
 from aquiline.blocks import BLOCK_TYPES, block_size
 from aquiline.config import ISAS, Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, load_models
 from aquiline.errors import CheckpointError
 from aquiline.models.gguf.reader import read_gguf
-from aquiline.models.load import load_target, read_model_config
+from aquiline.models.load import read_model_config
 
 __all__ = ["restored_isa"]
 

@@ -69,7 +69,7 @@ def test_drafts_resume_as_after_a_full_prefill(name: str, extra: int) -> None:
             one.engine.step()
         a, b = llm.engine.pipeline.last, other.engine.pipeline.last
         assert a is not None and b is not None
-        trees = [step.read().trees.drafted.tokens.tolist() for step in (a, b)]
+        trees = [step.output.trees.drafted.tokens.tolist() for step in (a, b)]
         assert trees[0] == trees[1], f"proposals of step {num_steps}"
         assert ours.tokens == theirs.tokens
         num_steps += 1
@@ -155,7 +155,7 @@ def test_drafts_read_no_key_that_no_draft_has_written(name: str) -> None:
         llm.run([prompt[:48]], dataclasses.replace(PARAMS, max_tokens=1), drafting=BASELINE)
         backend = native(llm.engine)
         for storage in (backend.draft_kv.k, backend.draft_kv.v):
-            storage.fill_(garbage)
+            storage.fill(garbage)
         backend.fused.fill(garbage)
         sequence = until_decoding(llm, prompt, SPECS[name])
         assert sequence.num_hit == 48
@@ -163,7 +163,7 @@ def test_drafts_read_no_key_that_no_draft_has_written(name: str) -> None:
         while llm.engine.is_busy:
             llm.engine.step()
             assert llm.engine.pipeline.last is not None
-            seen.append(llm.engine.pipeline.last.read().trees.drafted.tokens.tolist())
+            seen.append(llm.engine.pipeline.last.output.trees.drafted.tokens.tolist())
         proposals.append(seen)
     assert proposals[0] == proposals[1] == proposals[2]
 

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 import torch
 from tests.checkpoints import write_draft, write_target
-from tests.conftest import TINY_DRAFT, engine_config, needs_native, round_to, tiny_llm, tiny_pair
+from tests.conftest import TINY_DRAFT, engine_config, from_modules, needs_native, round_to, tiny_llm, tiny_pair
 from tests.engine.logits import head_of, logits_of
 from tests.engine.storage import native as backend_of
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 from tests.engine.test_golden import observe, restored_isa
-from torch import nn
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.native_pair import resolve_arithmetic
+from aquiline.blocks import FLOATS, Parts, in_memory
 from aquiline.config import ISAS, Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading
 from aquiline.engine.score import Scorer
 from aquiline.models.known_pairs import BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
-from aquiline.ops.quantise import weight_bytes
+from aquiline.ops.quantise import stored_sizes
 from aquiline.spec.drafting import Static
 
 __all__ = ["restored_isa"]
@@ -134,17 +134,17 @@ def test_the_torch_path_writes_the_same_text(dtype: str) -> None:
 
 
 def test_weights_are_counted_as_stored() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Parameter(torch.zeros(96, 64, dtype=torch.bfloat16))
-            self.head, self.norm = self.embed, nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
-            self.down = nn.Parameter(torch.zeros(64, 128, dtype=torch.bfloat16))
+    def stored(*shape: int) -> Parts:
+        return (in_memory(np.zeros(shape, FLOATS["bfloat16"])),)
 
-    layer, plain = Layer(), 2 * 96 * 64 + 2 * 64
-    assert weight_bytes([layer, layer], None) == plain + 2 * 64 * 128
-    assert weight_bytes([layer], "int8") == plain + 96 * (64 + 4) + 64 * (128 + 4)
-    assert weight_bytes([layer], "int4") == plain + (96 * 64 + 64 * 128) * 9 // 16
+    embed, norm = stored(96, 64), np.zeros(64, FLOATS["bfloat16"])
+    layer = [("embed", embed), ("head", embed), ("norm", norm), ("down", stored(64, 128))]
+    plain = 2 * 96 * 64 + 2 * 64
+    for named, dtype, others in (
+        ([*layer, *layer], "bfloat16", 2 * 64 * 128), (layer, "int8", 96 * (64 + 4) + 64 * (128 + 4)),
+        (layer, "int4", (96 * 64 + 64 * 128) * 9 // 16),
+    ):  # fmt: skip
+        assert sum(stored_sizes(named, dtype).values()) == plain + others
 
 
 @needs_native
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_quantised_as_it_loads(dtype: str, tmp_path: Path) -> No
         llm = LLM(tmp_path / "target", tmp_path / "draft", dtype=storage, engine=engine_config(2))
         outputs[storage] = tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"]))
         assert outputs[storage] == tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=BASELINE))
-        assert backend_of(llm.engine).kv.k.dtype == torch.bfloat16
+        assert backend_of(llm.engine).kv.k.dtype == FLOATS["bfloat16"]
         outputs[storage, "bytes"] = llm.engine.memory.weight_bytes
     assert outputs[dtype] != outputs["bfloat16"]
     assert outputs[dtype, "bytes"] < 0.8 * outputs["bfloat16", "bytes"]

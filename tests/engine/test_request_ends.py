@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_llm, tiny_models, tiny_pair
+from tests.conftest import TINY, engine_config, from_modules, needs_native, round_to, tiny_llm, tiny_models, tiny_pair
 from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 from tests.engine.test_stops import letters
 
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading
 from aquiline.engine.sequence import Request
 from aquiline.errors import OutOfPages
 from aquiline.spec.adaptive import Adaptive
@@ -69,7 +69,7 @@ def test_a_deadline_ends_a_running_request_with_what_it_has(name: str) -> None:
     assert sequence.output_ids == said == alone(words(20), params)[: len(said)]
     finish(llm)
     assert other.output_ids == alone(words(30, 1))
-    assert llm.engine.pool.num_free == llm.engine.pool.num_pages and not llm.engine.scheduler.due
+    assert llm.engine.pool.num_free == llm.engine.pool.num_pages and not llm.engine.due
 
 
 def test_a_deadline_that_is_met_changes_nothing() -> None:
@@ -77,7 +77,7 @@ def test_a_deadline_that_is_met_changes_nothing() -> None:
     sequence = llm.engine.add(llm.request("early", words(20), PARAMS, BASELINE, deadline_s=3600))
     finish(llm)
     assert (sequence.finish_reason, sequence.output_ids) == ("length", alone(words(20)))
-    assert not llm.engine.scheduler.due
+    assert not llm.engine.due
     for wrong in (0, -1.0):
         with pytest.raises(ValueError, match=f"request x: deadline_s={wrong}: must be above 0 and at most"):
             llm.request("x", words(2), PARAMS, BASELINE, deadline_s=wrong)

@@ -6,15 +6,15 @@ import dataclasses
 import math
 
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_llm, tiny_pair
+from tests.conftest import engine_config, from_modules, needs_native, tiny_llm, tiny_pair
 from tests.engine.driving import PARAMS, add, alone, ended, finish, started, words
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import Loading
+from aquiline.engine.pipeline import Step
 from aquiline.engine.scheduler import MIN_CHUNK
-from aquiline.engine.step import Step
 
 pytestmark = needs_native
 
@@ -36,7 +36,7 @@ def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budg
         assert len(deltas["first"].token_ids) >= 1, "who decodes waits for no prompt"
         assert meter.num_target_forwards == forwards + 1
         assert engine.pipeline.last is not None
-        num_decode_rows = sum(1 + decoded.num_drafted for decoded in engine.pipeline.last.decodes)
+        num_decode_rows = sum(1 + decoded.num_drafted for decoded in engine.pipeline.last.output.decodes)
         num_chunks = engine.pipeline.last.plan.num_chunk_rows
         assert num_decode_rows == drafting.max_nodes
         assert num_decode_rows + num_chunks <= max(row_budget, num_decode_rows + MIN_CHUNK)
@@ -85,7 +85,9 @@ def test_prompts_share_a_step_s_rows_in_the_order_they_came() -> None:
     while any(not s.output_ids for s in sequences):
         llm.engine.step()
         assert llm.engine.pipeline.last is not None
-        spans.append([(c.sequence.request.id, c.start, c.end, c.draws) for c in llm.engine.pipeline.last.plan.chunks])
+        plan = llm.engine.pipeline.last.plan
+        chunks = zip(plan.prefilling, plan.chunks, strict=True)
+        spans.append([(s.request.id, c.start, c.end, c.draws) for s, c in chunks])
     assert spans == [[(0, 0, 20, True), (1, 0, 20, True), (2, 0, 8, False)], [(2, 8, 20, True)]]
     finish(llm)
     assert [s.output_ids for s in sequences] == [alone(words(20, i)) for i in range(3)]
@@ -100,7 +102,8 @@ def test_an_urgent_prompt_s_rows_come_before_those_of_earlier_slots() -> None:
     for _ in range(3):
         llm.engine.step()
         assert llm.engine.pipeline.last is not None
-        shares.append({c.sequence.request.id: c.end - c.start for c in llm.engine.pipeline.last.plan.chunks})
+        plan = llm.engine.pipeline.last.plan
+        shares.append({s.request.id: c.end - c.start for s, c in zip(plan.prefilling, plan.chunks, strict=True)})
     assert patient.slot < urgent.slot
     assert shares == [{"urgent": 24}, {"urgent": 16, "patient": 8}, {"patient": 23}]
     finish(llm)
@@ -199,7 +202,7 @@ def test_other_drafters_and_none_side_by_side(sampling: SamplingParams) -> None:
         assert llm.engine.meter.num_target_forwards == forwards + 1
         last = llm.engine.pipeline.last
         assert last is not None
-        num_nodes = [decoded.num_drafted + 1 for decoded in last.decodes]
+        num_nodes = [decoded.num_drafted + 1 for decoded in last.output.decodes]
         assert num_nodes == [sequence.request.drafting.max_nodes for sequence in last.plan.decoding]
         num_together += len(num_nodes) == 6
     assert num_together > 5

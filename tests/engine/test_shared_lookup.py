@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models, tiny_pair
+from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models, tiny_pair, weights_of
 from tests.engine.driving import add, finish, words
 from tests.engine.test_exact import BASELINE, check_accounting, prompts, tokens
 
@@ -83,7 +83,7 @@ def test_the_text_is_that_of_plain_decoding(name: str, late_reads: bool) -> None
     """Whatever was written before, right or misleading, beside other ways to draft."""
     models = tiny_models("float32")
     if name == "torch":
-        models = dataclasses.replace(models, pair=TorchPair(*tiny_pair(), "float32"))
+        models = dataclasses.replace(models, pair=TorchPair(*weights_of(*tiny_pair()), "float32"))
     config = engine_config(3, shared_lookup_bytes=SOME, late_reads=late_reads)
     llm = LLM.from_models(models, config)
     sampling = dataclasses.replace(SAMPLED, max_tokens=24)

@@ -35,7 +35,7 @@ def test_rows_of_every_linear_fall_as_slots_finish(name: str) -> None:
         added = llm.engine.meter.since(before).slots
         last = llm.engine.pipeline.last
         assert last is not None and set(last.plan.decoding) == set(active)
-        tree, result = last.read().trees
+        tree, result = last.output.trees
         assert len(tree.tokens) == len(active) * drafting.max_nodes
         assert added.num_verify_rows == len(active) * drafting.max_nodes
         expected = sum(carried[s] + drafting.draft_rows for s in active) if name != "none" else 0
@@ -81,7 +81,7 @@ def test_dead_slots_report_nothing() -> None:
     for dead in (0, 4):
         assert found["accepted"][dead] == 0 and (found["draft"][dead] == -1).all() and not found["mask"][dead].any()
     assert found["accepted"][2] == 4
-    tree, result = last.read().trees
+    tree, result = last.output.trees
     shape = tree.topology
     for b, sequence in enumerate(last.plan.decoding):
         first, end = shape.offsets[b], shape.offsets[b + 1]

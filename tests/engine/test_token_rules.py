@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_models, tiny_pair
+from tests.conftest import engine_config, needs_native, tiny_models, tiny_pair, weights_of
 from tests.engine.logits import logits_of
 from tests.engine.oracle import known
 from tests.engine.test_exact import BASELINE, SPECS, check_accounting, prompts
@@ -33,7 +33,7 @@ def lettered(backend: str, late: bool | None = None) -> LLM:
     """Tokens are letters (tests/engine/test_stops.py)."""
     models = tiny_models("float32")
     if backend == "torch":
-        models = LoadedModels(TorchPair(*tiny_pair(), "float32"), None, "float32", 0)
+        models = LoadedModels(TorchPair(*weights_of(*tiny_pair()), "float32"), None, "float32", 0)
     return LLM.from_models(dataclasses.replace(models, tokenizer=letters()), engine_config(3, late_reads=late))
 
 
@@ -131,6 +131,8 @@ def test_eos_is_forbidden_too_unless_it_is_ignored() -> None:
 
 
 def test_bad_words_need_a_tokenizer() -> None:
-    llm = LLM.from_models(LoadedModels(TorchPair(*tiny_pair(), "float32"), None, "float32", 0), engine_config(1))
+    llm = LLM.from_models(
+        LoadedModels(TorchPair(*weights_of(*tiny_pair()), "float32"), None, "float32", 0), engine_config(1)
+    )
     with pytest.raises(ValueError, match=r"bad_words=.*needs a tokenizer, and none is loaded"):
         llm.run([[5]], SamplingParams(max_tokens=3, bad_words=("a",)))

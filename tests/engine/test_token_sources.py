@@ -7,9 +7,8 @@ import pytest
 from aquiline.backends.base import Decode, Decoded
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.chat_session import pieces_of
-from aquiline.engine.commit import drafter_of
 from aquiline.engine.llm import LLM
-from aquiline.engine.sequence import TokenDelta
+from aquiline.engine.sequence import TokenDelta, drafter_of
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal

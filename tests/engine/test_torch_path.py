@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_llm, tiny_pair
+from tests.conftest import engine_config, from_modules, needs_native, tiny_llm, tiny_pair
 from tests.engine.test_exact import BASELINE, SPECS, check_accounting, prompts, tokens
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
-from aquiline.engine.step import Step
+from aquiline.engine.model import Loading
+from aquiline.engine.pipeline import Step
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=12, seed=0, ignore_eos=True)
@@ -68,7 +68,7 @@ def test_drafts_equal_the_native_paths(torch_llm: LLM, name: str) -> None:
             assert last is not None
             if last.plan.decoding and (not steps or last is not steps[-1]):
                 steps.append(last)
-                tree, _ = last.read().trees
+                tree, _ = last.output.trees
                 for b, sequence in enumerate(last.plan.decoding):
                     rows = slice(*tree.topology.offsets[b : b + 2])
                     grown = tree.tokens[rows].tolist(), tree.topology.parents[rows].tolist()

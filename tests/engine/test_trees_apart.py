@@ -14,7 +14,7 @@ from tests.spec.topologies import paths
 
 from aquiline.bench.data.prompts import read_prompts
 from aquiline.engine.llm import Output
-from aquiline.engine.step import Step
+from aquiline.engine.pipeline import Step
 from aquiline.models.known_pairs import BUNDLED_PROMPTS
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 
@@ -51,7 +51,7 @@ def speculated(text: Text, num_prompt: int, drafting: Drafting) -> tuple[list[bo
 
 def paths_of(step: Step) -> set[Path]:
     """The nodes of the one tree of a step, the root excluded."""
-    tree, _ = step.read().trees
+    tree, _ = step.output.trees
     shape, tokens = tree.topology, tree.tokens
     ways = paths(shape)
     return {tuple(tokens[ways[row, 1 : shape.depths[row] + 1]].tolist()) for row in range(1, len(tokens))}

@@ -202,10 +202,11 @@ class Traffic:
         """Count what the step did."""
         if self.engine.pipeline.last is not None:
             plan, message = self.engine.pipeline.last.plan, self.engine.pipeline.last.message
-            first = [chunk for chunk in plan.chunks if chunk.start <= chunk.sequence.num_hit]
-            self.seen["whole hits"] += sum(chunk.start < chunk.sequence.num_hit for chunk in first)
-            self.seen["resumed"] += sum(chunk.sequence.num_preempted > 0 for chunk in first)
-            self.seen["resumed on a hit"] += sum(c.sequence.num_preempted * c.sequence.num_hit > 0 for c in first)
+            starts = [(s, chunk.start) for s, chunk in zip(plan.prefilling, plan.chunks, strict=True)]
+            first = [(s, start) for s, start in starts if start <= s.num_hit]
+            self.seen["whole hits"] += sum(start < s.num_hit for s, start in first)
+            self.seen["resumed"] += sum(s.num_preempted > 0 for s, _ in first)
+            self.seen["resumed on a hit"] += sum(s.num_preempted * s.num_hit > 0 for s, _ in first)
             self.seen["drafts completed"] += len(message.extends)
             self.seen["drafted behind undrafted pages"] += sum(
                 a.drafts and a.first_draft_key > 1 for a in message.admits

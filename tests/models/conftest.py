@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquiline.models.decoder import Decoder
-from aquiline.models.load import load_target
+from aquiline.backends.torch.decoder import Decoder, load_target
 from checkpoints import write_target
 
 

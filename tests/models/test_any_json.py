@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.json_values import ANY_JSON, nested
 
+from aquiline.backends.torch.decoder import Decoder, load_target
+from aquiline.backends.torch.eagle import load_draft
 from aquiline.errors import CheckpointError
-from aquiline.models.decoder import Decoder
-from aquiline.models.formats import load_draft
-from aquiline.models.load import load_target, read_model_config
+from aquiline.models.load import read_model_config
 from aquiline.text.chat_template import ChatTemplate
 from checkpoints import edit_json, write_draft, write_target
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from aquiline.backends.torch.decoder import Decoder, load_target
+from aquiline.backends.torch.eagle import load_draft
 from aquiline.errors import CheckpointError
-from aquiline.models.decoder import Decoder
-from aquiline.models.formats import load_draft, read_draft_config
-from aquiline.models.load import load_target
+from aquiline.models.formats import read_draft_config
 from checkpoints import write_draft, write_target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -66,11 +66,11 @@ ASCENDING = torch.zeros(80, dtype=torch.int64)
         (_set(d2t=ASCENDING.index_fill(0, torch.tensor([79]), 81)), "outside the target's vocabulary [0, 160)"),
         (_set(d2t=ASCENDING.index_fill(0, torch.tensor([0]), -1)), "1 draft ids outside"),
         (_set(d2t=ASCENDING.index_fill(0, torch.tensor([5]), 1)), "draft id 6 maps to 6 after 6"),
-        (_set(d2t=ASCENDING.int()), "torch.int32"),
+        (_set(d2t=ASCENDING.int()), "32 [80]; expected int64 offsets"),
         (_set(d2t=ASCENDING[:79]), "[79]"),
         (_set(d2t=None), "missing tensor d2t"),
         (_set(t2d=torch.zeros(160, dtype=torch.bool)), "disagree on 80 target ids"),
-        (_set(t2d=torch.zeros(159, dtype=torch.bool)), "expected torch.bool [160]"),
+        (_set(t2d=torch.zeros(159, dtype=torch.bool)), "expected bool [160]"),
     ],
 )
 @pytest.mark.parametrize("format", ["specforge", "safeailab"])

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from aquiline.backends.torch.decoder import load_target
+from aquiline.backends.torch.eagle import load_draft
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import read_draft_config
-from aquiline.models.formats import load_draft
 from aquiline.models.gguf.tensors import TYPES
-from aquiline.models.load import load_target, read_model_config
+from aquiline.models.load import read_model_config
 from checkpoints import write_target
 from gguf_files import Vocabulary, finish, write_gguf_target
 

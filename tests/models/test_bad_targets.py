@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from aquiline.backends.torch.decoder import load_target
 from aquiline.errors import CheckpointError
-from aquiline.models.load import load_target, read_model_config, resolve
+from aquiline.models.load import read_model_config, resolve
 from checkpoints import edit_json, write_target
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.dense import DenseAttention
 
-from aquiline.models.load import load_target
+from aquiline.backends.torch.decoder import load_target
 
 
 @pytest.mark.slow

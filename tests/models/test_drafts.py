@@ -13,10 +13,9 @@ from draft_reference import Reference
 from tests.dense import DenseAttention
 from torch import Tensor
 
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
-from aquiline.models.formats import load_draft, read_draft_config, save_draft
-from aquiline.models.load import load_target
+from aquiline.backends.torch.decoder import Decoder, load_target
+from aquiline.backends.torch.eagle import DraftHead, load_draft, save_head
+from aquiline.models.formats import read_draft_config
 from aquiline.models.model_config import RopeConfig, default_capture
 from checkpoints import draft_vocabulary, write_draft, write_target
 
@@ -174,7 +173,7 @@ def test_save_and_load_round_trip(dtype: str, flags: dict[str, Any], target: Dec
     head = load_draft(tmp_path / "a", target, dtype=dtype, capture=(2, 4, 5), norm_feedback=feedback)
     for shared in (None, target):
         place = tmp_path / f"b{shared is None}"
-        save_draft(head, place, target=shared)
+        save_head(head, place, target=shared)
         again = load_draft(place, target, dtype=dtype)
         assert again.config == head.config
         for (name, a), (_, b) in zip(head.state_dict().items(), again.state_dict().items(), strict=True):
@@ -192,7 +191,7 @@ def test_a_saved_yarn_is_read_again(truncate: bool, target: Decoder, tmp_path: P
     model = dataclasses.replace(head.config.model, rope=rope)
     stretched = DraftHead(dataclasses.replace(head.config, model=model))
     stretched.load_state_dict(head.state_dict())
-    save_draft(stretched, tmp_path / "b")
+    save_head(stretched, tmp_path / "b")
     assert load_draft(tmp_path / "b", target).config.model.rope == rope
 
 
@@ -200,7 +199,7 @@ def test_saved_layout_is_specforges(target: Decoder, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     _, tensors = write_draft(tmp_path / "a", target.config)
-    save_draft(load_draft(tmp_path / "a", target), tmp_path / "b", target=target)
+    save_head(load_draft(tmp_path / "a", target), tmp_path / "b", target=target)
     saved = load_file(tmp_path / "b" / "model.safetensors")
     assert set(saved) == set(tensors)  # the embedding is the target's and stays out
     assert all(saved[name].equal(tensor) for name, tensor in tensors.items())
@@ -208,5 +207,5 @@ def test_saved_layout_is_specforges(target: Decoder, tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert (config["draft_vocab_size"], config["rope_theta"]) == (80, 500000.0)
-    save_draft(load_draft(tmp_path / "a", target), tmp_path / "b")
+    save_head(load_draft(tmp_path / "a", target), tmp_path / "b")
     assert "embed_tokens.weight" in load_file(tmp_path / "b" / "model.safetensors")

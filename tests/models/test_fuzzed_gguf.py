@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aquiline.backends.torch.decoder import load_target
 from aquiline.errors import CheckpointError
 from aquiline.models.gguf.reader import read_gguf
-from aquiline.models.load import check_fits, load_target, read_model_config
+from aquiline.models.load import check_fits, read_model_config
 from aquiline.text.gguf_tokenizer import chat_template, special_tokens
 from aquiline.text.tokenizer import load_tokenizer
 from checkpoints import write_target

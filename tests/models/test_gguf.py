@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aquiline.backends.torch.decoder import Decoder, load_target
+from aquiline.backends.torch.eagle import load_draft, save_head
 from aquiline.bench.peers.peer import conversion, stored_dtype
 from aquiline.errors import CheckpointError
 from aquiline.models.counting import read_shape
-from aquiline.models.decoder import Decoder
 from aquiline.models.draft_config import read_draft_config
-from aquiline.models.formats import load_draft, save_draft
 from aquiline.models.gguf.reader import Strings, read_gguf
 from aquiline.models.gguf.tensors import TYPES, GGUFTensors, hugging_face_name
-from aquiline.models.load import check_fits, load_target, read_model_config, resolve
+from aquiline.models.load import check_fits, read_model_config, resolve
 from aquiline.models.rope import rotary
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.train.attention import PackedAttention
@@ -57,7 +57,7 @@ def factors_of(config: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     plain = rotary(replace(config.rope, kind="default"), config.head_dim, config.max_positions).inv_freq
     factors: np.ndarray[Any, np.dtype[np.float32]] = (
         plain / rotary(config.rope, config.head_dim, config.max_positions).inv_freq
-    ).numpy()
+    )
     return factors
 
 
@@ -124,8 +124,8 @@ def test_values_are_gguf_pys_to_the_bit(kind: str, tmp_path: Path) -> None:
             gguf.GGUFReader(tmp_path / "model.gguf").tensors[0].data.view(np.uint8), gguf.GGMLQuantizationType[kind]
         )
         found = source.get(name)
-    assert found.dtype == torch.float32
-    assert np.array_equal(found.numpy().view(np.uint32), np.ascontiguousarray(expected).view(np.uint32))
+    assert found.dtype == np.float32
+    assert np.array_equal(found.view(np.uint32), np.ascontiguousarray(expected).view(np.uint32))
 
 
 def test_metadata_and_places_are_those_gguf_py_reads(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_other_factors_stay_and_go_into_drafts(tmp_path: Path) -> None:
     found = load_target(file, capture=(1, 3, 5))
     assert (found.config.rope.kind, found.config.rope.factors) == ("factors", tuple(factors.tolist()))
     inv_freq = rotary(found.config.rope, 16, 512).inv_freq
-    torch.testing.assert_close(inv_freq, rotary(config.rope, 16, 512).inv_freq, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(inv_freq, rotary(config.rope, 16, 512).inv_freq, rtol=1e-6, atol=0)
     torch.testing.assert_close(logits(found), logits(load_target(tmp_path / "hf")), rtol=0.05, atol=0.02)
 
-    save_draft(new_head(found, torch.arange(80)), tmp_path / "draft", target=found)
+    save_head(new_head(found, torch.arange(80)), tmp_path / "draft", target=found)
     assert read_draft_config(tmp_path / "draft", file).model.rope == found.config.rope
     assert load_draft(tmp_path / "draft", found).config.model.rope == found.config.rope
     edit_json(tmp_path / "draft" / "config.json", lambda c: c["rope_scaling"].update(factors=[1.0]))
@@ -255,8 +255,9 @@ def test_benchmarks_take_files(tmp_path: Path) -> None:
         file.parent.mkdir()
         write_gguf_target(file, tmp_path / "hf", kind=lambda name, kind=kind: kind)
     shape = read_shape(files[0].parent)
-    assert replace(shape, precision=read_shape(tmp_path / "hf").precision) == read_shape(tmp_path / "hf")
-    assert shape.precision.name == "bfloat16"
+    own = read_shape(tmp_path / "hf")
+    assert replace(shape, body=replace(shape.body, precision=own.body.precision)) == own
+    assert shape.body.precision.name == "bfloat16"
     check_fits(dict.fromkeys(files, "bfloat16"))
     assert stored_dtype(files[1]) == "float32"
     converted = conversion("converted", "tests").converted

@@ -11,9 +11,9 @@ import torch
 from tests.dense import DenseAttention
 from torch import Tensor
 
+from aquiline.backends.torch.decoder import Decoder, load_target
 from aquiline.errors import CheckpointError
-from aquiline.models.decoder import Decoder
-from aquiline.models.load import load_target, read_model_config, target_entries
+from aquiline.models.load import read_model_config, target_entries
 from checkpoints import SMALL, edit_json, write_target
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

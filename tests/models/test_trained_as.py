@@ -14,9 +14,9 @@ from test_drafts import agree, inputs
 from test_rope import transformers_rotary
 from torch import Tensor
 
-from aquiline.models.decoder import Decoder
-from aquiline.models.formats import load_draft, read_draft_config, save_draft
-from aquiline.models.load import load_target
+from aquiline.backends.torch.decoder import Decoder, load_target
+from aquiline.backends.torch.eagle import load_draft, save_head
+from aquiline.models.formats import read_draft_config
 from checkpoints import draft_vocabulary, write_draft, write_target
 
 SLIDING = {"layer_types": ["sliding_attention"]}
@@ -58,7 +58,7 @@ def test_a_window_is_what_the_trainer_made_of_it(
 
 def test_a_window_of_ours_survives_saving_and_says_so_both_ways(target: Decoder, tmp_path: Path) -> None:
     write_draft(tmp_path / "a", target.config, sliding_window=6, **OURS)
-    save_draft(load_draft(tmp_path / "a", target), tmp_path / "b", target=target)
+    save_head(load_draft(tmp_path / "a", target), tmp_path / "b", target=target)
     assert load_draft(tmp_path / "b", target).config.model.windows == (6,)
     saved = json.loads((tmp_path / "b" / "config.json").read_text())
     assert (saved["producer"], saved["sliding_window"], saved["layer_types"]) == ("aquiline", 6, ["sliding_attention"])
@@ -85,7 +85,7 @@ def test_specforges_yarn(
     assert head.rope.scale == pytest.approx(specforges_scale(mscale, all_dim), rel=1e-12)
     assert torch.allclose(head.rope.inv_freq, theirs, rtol=5e-7, atol=0), "the base is 10000, not rope_theta"
     assert "rope_theta=500000 has no effect" in caplog.text
-    save_draft(head, tmp_path / "again", target=target)
+    save_head(head, tmp_path / "again", target=target)
     again = load_draft(tmp_path / "again", target)
     assert again.rope.scale == head.rope.scale and again.rope.inv_freq.equal(head.rope.inv_freq)
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from tests.conftest import engine_config, round_to, tiny_pair
+from tests.conftest import engine_config, from_modules, round_to, tiny_pair
 from tests.native.recorder import Recorder
 
 from aquiline.backends.cpu import calls, native
@@ -23,10 +23,11 @@ from aquiline.backends.cpu.native_weights import library
 from aquiline.blocks import BLOCK_TYPES
 from aquiline.config import MAX_DEPTH, Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import Loading
+from aquiline.models.model_weights import ModelWeights
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
-from aquiline.types import ModelWeights, Rows
+from aquiline.types import Rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 import native_calls as ops
@@ -82,7 +83,7 @@ def linears(recorder: Recorder) -> None:
         stored += [(kind, random_blocks(kind, n, 2 * WIDTHS[kind]), arithmetic, None) for kind in BLOCK_TYPES]
     for name, given, arithmetic, dtype in stored:
         recorder.label(f"linear {name} in {arithmetic}")
-        linear = calls.NativeLinear(given, torch.linspace(-1, 1, n), arithmetic, dtype)
+        linear = ops.native_linear(given, torch.linspace(-1, 1, n), arithmetic, dtype)
         inputs = np.ascontiguousarray(x[:, : linear.num_inputs])
         for rows in ROWS:
             linear(inputs[:rows])
@@ -154,7 +155,7 @@ def forwards(recorder: Recorder) -> None:
                 weights = in_parts(weights)
             model = calls.NativeModel(weights, arithmetic, quantised)
             kv, table = new_kv(weights)
-            g = floats(140, weights.hidden_size, seed=4) if is_draft else None
+            g = floats(140, weights.config.hidden_size, seed=4) if is_draft else None
             prompt = chunk_rows(table, TOKENS, 0, 120)
             hidden, _ = run(model, kv, prompt, features=0 if is_draft else 2, g=g)
             run(model, kv, tree_rows(table, 120), features=0 if is_draft else 2, g=g)
@@ -163,8 +164,8 @@ def forwards(recorder: Recorder) -> None:
 
 def in_parts(weights: ModelWeights) -> ModelWeights:
     """The same model with queries, keys and values in blocks of three types."""
-    q, kv = weights.num_heads * weights.head_dim, weights.num_kv_heads * weights.head_dim
-    width = weights.layers[0].attention.qkv.shape[1]
+    config, width = weights.config, weights.layers[0].attention.qkv[0].shape[1]
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = tuple(random_blocks(kind, n, width) for kind, n in (("Q8_0", q), ("Q4_1", kv), ("IQ4_NL", kv)))
     layers = (replace(layer, attention=replace(layer.attention, qkv=parts)) for layer in weights.layers)
     return replace(weights, layers=tuple(layers))

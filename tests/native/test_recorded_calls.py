@@ -9,13 +9,13 @@ from ctypes import addressof, byref, memset, sizeof
 from pathlib import Path
 
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_pair
+from tests.conftest import engine_config, from_modules, needs_native, tiny_pair
 from tests.native import build, cases
 
 from aquiline.backends.cpu import native
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import Loading
 from aquiline.spec.match_events import MatchEvents
 
 HOST_COMPILER = os.environ.get("CXX", "c++")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from aquiline.blocks import BLOCK_TYPES, BlockWeight, block_size, in_memory
+from aquiline.blocks import BLOCK_TYPES, Weight, block_size, in_memory
 
 WIDTHS = {kind: block_size(kind)[0] for kind in BLOCK_TYPES}
 IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
@@ -17,7 +16,7 @@ HALVES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block's float16 numbers are."""
 
 
-def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> BlockWeight:
+def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> Weight:
     """Random codes under scales and minima of the size that weights have."""
     rng = np.random.default_rng(seed)
     inputs, size = block_size(kind)
@@ -25,7 +24,7 @@ def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> BlockWeight:
     for at in HALVES[kind]:
         scale = rng.normal(0, 0.01, (n, k // inputs, 1)).astype(np.float16)
         blocks[..., at : at + 2] = scale.view(np.uint8).reshape(n, -1, 2)
-    return in_memory(kind, torch.from_numpy(blocks.reshape(n, -1)))
+    return in_memory(blocks.reshape(n, -1), kind)
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ class Groups:
         return values.reshape(n, -1)
 
 
-def groups_of(weight: BlockWeight) -> Groups:
+def groups_of(weight: Weight) -> Groups:
     """What the blocks hold, from the layout of ggml-common.h."""
     kind, (_, size) = weight.kind, block_size(weight.kind)
-    n = weight.blocks.shape[0]
-    b = weight.blocks.numpy().reshape(-1, size).astype(np.int64)
+    n = weight.shape[0]
+    b = weight.values.reshape(-1, size).astype(np.int64)
     half = [b[:, at] | b[:, at + 1] << 8 for at in HALVES[kind]]
     floats = [h.astype(np.uint16).view(np.float16).astype(np.float32) for h in half]
     read = {"Q4_K": _k4, "Q5_K": _k5, "Q6_K": _k6}.get(kind)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aquiline.backends.cpu import buffers, native
+from aquiline.backends.cpu import buffers, calls, native
+from aquiline.backends.torch import reference as ref
+from aquiline.blocks import Weight, dequantised, in_memory
 from aquiline.config import MAX_DEPTH
-from aquiline.ops import reference as ref
-from aquiline.types import AcceptResult, KVGroup, Rows
+from aquiline.ops.torch_arrays import array_of, tensor_of
+from aquiline.types import KEY_GROUP, AcceptResult, KVGroup, Rows
 
 LOADED = native.load()
 ISAS = LOADED.available_isas() if LOADED is not None else []
@@ -24,6 +26,26 @@ def at(array):
 
 def bits(array):
     return np.ascontiguousarray(array).view(np.uint32)
+
+
+def parts(tensor):
+    """A tensor [N, K] as a weight of the native library."""
+    return (in_memory(array_of(tensor)),)
+
+
+def tensor(weight):
+    """A weight, a norm or a bias as a tensor; None as it is."""
+    if weight is None:
+        return None
+    if isinstance(weight, tuple):
+        weight = weight[0].values if len(weight) == 1 and not weight[0].is_blocks else dequantised(weight)
+    return tensor_of(weight)
+
+
+def native_linear(weight, bias=None, arithmetic="float32", dtype=None):
+    """A NativeLinear of a tensor or a weight, and a bias as a tensor."""
+    weight = weight if isinstance(weight, Weight) else array_of(weight)
+    return calls.NativeLinear(weight, None if bias is None else array_of(bias), arithmetic, dtype)
 
 
 def swiglu(gate, up):
@@ -132,18 +154,24 @@ class Cache:
         k = torch.full((pages, 1, kv_heads, page_size // 16, dim, 16), float("nan"), dtype=dtype)
         v = torch.full((pages, 1, kv_heads, page_size, dim), float("nan"), dtype=dtype)
         order = np.random.default_rng(seed).permutation(pages)[: per_slot * slots].astype(np.int32)
-        return Cache(KVGroup(k, v), order.reshape(slots, per_slot).copy())
+        return Cache(KVGroup(array_of(k), array_of(v)), order.reshape(slots, per_slot).copy())
 
     def place(self, slot, indices):
-        indices = torch.as_tensor(np.asarray(indices, np.int64))
-        size = self.group.page_size
-        return torch.as_tensor(self.table[slot].astype(np.int64))[indices // size], indices % size
+        """Pages, and offsets within the pages, of KV indices."""
+        indices, size = np.asarray(indices, np.int64), self.group.page_size
+        return self.table[slot].astype(np.int64)[indices // size], indices % size
 
     def write(self, slot, indices, k, v):
-        ref.write_kv(self.group, 0, *self.place(slot, indices), torch.as_tensor(k), torch.as_tensor(v))
+        """Store k, v [R, Hkv, Dh], rounded to the group's dtype."""
+        (pages, offsets), group = self.place(slot, indices), self.group
+        group.k[pages, 0, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP] = np.asarray(k).astype(group.k.dtype)
+        group.v[pages, 0, :, offsets] = np.asarray(v).astype(group.v.dtype)
 
     def read(self, slot, indices):
-        return ref.read_kv(self.group, 0, *self.place(slot, indices))
+        """k, v float32 [T, Hkv, Dh]."""
+        (pages, offsets), group = self.place(slot, indices), self.group
+        k = group.k[pages, 0, :, offsets // KEY_GROUP, :, offsets % KEY_GROUP]
+        return tensor_of(k.astype(np.float32)), tensor_of(group.v[pages, 0, :, offsets].astype(np.float32))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_calls import ISAS, LOADED, bits
+from native_calls import ISAS, LOADED, bits, native_linear
 from test_forward import HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, run
 from test_linear import SHAPES, inputs
 
@@ -24,7 +24,7 @@ def test_matches_double_over_rounded_inputs(shape):
     rounded = torch.as_tensor(x).bfloat16().double()
     exact = rounded @ weight.double().T + bias.double()
     bound = (rounded.abs() @ weight.double().abs().T + bias.abs()) * shape[1] * 2**-23 + 1e-7
-    y = calls.NativeLinear(weight, bias, "bfloat16")(x)
+    y = native_linear(weight, bias, "bfloat16")(x)
     assert ((torch.as_tensor(y).double() - exact).abs() <= bound).all()
 
 
@@ -32,7 +32,7 @@ def test_matches_double_over_rounded_inputs(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_do_not_depend_on_rows_or_threads(shape):
     weight, x, bias = inputs(*shape, 64, torch.bfloat16)
-    linear = calls.NativeLinear(weight, bias, "bfloat16")
+    linear = native_linear(weight, bias, "bfloat16")
     expected = bits(linear(x))
     for threads in (1, 2, 3):
         calls.set_threads(threads)
@@ -46,7 +46,7 @@ def test_rounds_to_nearest_even_and_keeps_what_is_no_number(isa):
     weight[:, 3] = 1
     x = np.zeros((6, 16), np.float32)
     x[:, 3] = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, np.inf, -(2.0**100), np.nan]
-    y = calls.NativeLinear(weight, None, "bfloat16")(x)[:, 0]
+    y = native_linear(weight, None, "bfloat16")(x)[:, 0]
     assert y[:3].tolist() == [1, 1 + 2**-6, 1 + 2**-7] and y[4] == torch.tensor(-(2.0**100)).bfloat16()
     assert not np.isfinite(y[[3, 5]]).any()
 
@@ -82,9 +82,9 @@ def test_forward_does_not_depend_on_chunks_threads_or_isa(is_draft):
 def test_what_it_needs_is_named(monkeypatch):
     weight = torch.zeros(16, 16)
     with pytest.raises(ValueError, match="arithmetic='float16'"):
-        calls.NativeLinear(weight, None, "float16")
+        native_linear(weight, None, "float16")
     with pytest.raises(ValueError, match="weights stored in bfloat16"):
-        calls.NativeLinear(weight, None, "bfloat16")
+        native_linear(weight, None, "bfloat16")
     monkeypatch.setattr(native_weights, "has_bf16_dot", lambda: False)
     with pytest.raises(NativeError, match=r"AVX512_BF16.*use 'float32'"):
-        calls.NativeLinear(weight.bfloat16(), None, "bfloat16")
+        native_linear(weight.bfloat16(), None, "bfloat16")

@@ -7,11 +7,12 @@ import pytest
 import torch
 from blocks import WIDTHS, Groups, groups_of, random_blocks
 from integers import linear, rounded
-from native_calls import ISAS, bits
+from native_calls import ISAS, bits, native_linear
 
 from aquiline.backends.cpu import calls
 from aquiline.blocks import BLOCK_TYPES
 from aquiline.ops.quantise import quantise
+from aquiline.ops.torch_arrays import array_of, tensor_of
 
 # n: one block, a partial block, an odd count of blocks, several panels. k in blocks of the type.
 SHAPES = [(16, 1), (1, 2), (33, 3), (100, 5)]
@@ -27,22 +28,21 @@ def inputs(rows: int, k: int, seed: int = 1) -> np.ndarray:
 
 def grouped(weight: torch.Tensor, dtype: str) -> Groups:
     """int8 and int4 as groups; int8's one scale per output is one that every group shares."""
-    quantised = quantise("weight", weight, dtype)
-    scales = quantised.scales.float().numpy()
-    return Groups(quantised.codes.long().numpy(), scales, None)
+    quantised = quantise("weight", array_of(weight), dtype)
+    return Groups(quantised.codes.astype(np.int64), quantised.scales.astype(np.float32), None)
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_the_oracle_reads_what_gguf_py_reads(kind):
     weight = random_blocks(kind, 9, 2 * WIDTHS[kind])
-    assert np.array_equal(bits(groups_of(weight).values()), bits(weight.dequantised().numpy()))
+    assert np.array_equal(bits(groups_of(weight).values()), bits(weight.dequantised()))
 
 
 @pytest.mark.parametrize("kind, n, k", CASES, ids=str)
 def test_float32_arithmetic_is_that_of_the_unpacked_weight(kind, n, k, isa):
     weight, x = random_blocks(kind, n, k), inputs(13, k)
-    expected = calls.NativeLinear(weight.dequantised())(x)
-    assert np.array_equal(bits(calls.NativeLinear(weight)(x)), bits(expected))
+    expected = native_linear(tensor_of(weight.dequantised()))(x)
+    assert np.array_equal(bits(native_linear(weight)(x)), bits(expected))
 
 
 @pytest.mark.parametrize("kind, n, k", CASES, ids=str)
@@ -53,10 +53,10 @@ def test_integer_arithmetic_is_the_rule_to_the_bit(kind, n, k):
         calls.select_isa(isa)
         for threads in (1, 2, 3):
             calls.set_threads(threads)
-            native = calls.NativeLinear(weight, arithmetic="int8")
+            native = native_linear(weight, arithmetic="int8")
             for rows in (1, 2, 3, 4, 5, 6, 7, 8, 17):
                 assert np.array_equal(bits(native(x[:rows])), bits(expected[:rows])), (isa, threads, rows)
-    with_bias = calls.NativeLinear(weight, bias, arithmetic="int8")(x)
+    with_bias = native_linear(weight, bias, arithmetic="int8")(x)
     assert np.array_equal(bits(with_bias), bits(expected + bias.numpy()))
 
 
@@ -70,25 +70,25 @@ def test_our_own_codes_in_integer_arithmetic(dtype, n, k, isa):
     else:
         ones = Groups(groups.codes, np.ones((n, k // 32), np.float32), None)
         expected = linear(x, ones) * groups.scales[:, 0]
-    native = calls.NativeLinear(weight, arithmetic="int8", dtype=dtype)
+    native = native_linear(weight, arithmetic="int8", dtype=dtype)
     assert np.array_equal(bits(native(x)), bits(expected))
 
 
 def test_extreme_codes_do_not_saturate(isa):
     """Codes of -128 and 127 against inputs of one size: unsigned, the sum of two products passes 16 bits."""
     weight, k = random_blocks("Q8_0", 16, 64), 64
-    blocks = weight.blocks.numpy().reshape(16, 2, 34)
+    blocks = weight.values.reshape(16, 2, 34)
     blocks[:8, :, 2:], blocks[8:, :, 2:] = 128, 127
     for sign in (1, -1):
         x = np.full((3, k), 5.0 * sign, np.float32)
-        native = calls.NativeLinear(weight, arithmetic="int8")
+        native = native_linear(weight, arithmetic="int8")
         assert np.array_equal(bits(native(x)), bits(linear(x, groups_of(weight))))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_not_finite_reaches_every_output_of_its_row(value, isa):
     weight, x = random_blocks("Q4_1", 40, 96), inputs(5, 96)
-    native = calls.NativeLinear(weight, arithmetic="int8")
+    native = native_linear(weight, arithmetic="int8")
     expected, x[2, 40] = native(x), value
     got = native(x)
     assert np.isnan(got[2]).all()
@@ -101,7 +101,7 @@ def test_inputs_too_small_to_scale_are_zero(isa):
     x[0, 32:] = 2.0**-119
     codes, scales = rounded(x)
     assert scales[0, 0] == 0 and (codes[0, :32] == 0).all() and (codes[0, 32:] == 127).all()
-    native = calls.NativeLinear(weight, arithmetic="int8")
+    native = native_linear(weight, arithmetic="int8")
     assert np.array_equal(bits(native(x)), bits(linear(x, groups_of(weight))))
     assert not native(np.zeros((1, 64), np.float32)).any()
 
@@ -111,20 +111,20 @@ def test_ties_go_to_even(isa):
     x[0, :5] = 127, 0.5, 1.5, 2.5, -2.5
     assert rounded(x)[0][0, :5].tolist() == [127, 0, 2, 2, -2]
     weight = random_blocks("Q8_0", 16, 32)
-    native = calls.NativeLinear(weight, arithmetic="int8")
+    native = native_linear(weight, arithmetic="int8")
     assert np.array_equal(bits(native(x)), bits(linear(x, groups_of(weight))))
 
 
 def test_rounded_twice_or_in_another_arithmetic_is_refused():
     weight = random_blocks("Q4_0", 16, 32)
     with pytest.raises(ValueError, match="dtype='int8': weight is in Q4_0 blocks, which are not rounded again"):
-        calls.NativeLinear(weight, dtype="int8")
+        native_linear(weight, dtype="int8")
     with pytest.raises(ValueError, match="arithmetic='bfloat16': weight is in Q4_0 blocks; use 'int8' or 'float32'"):
-        calls.NativeLinear(weight, arithmetic="bfloat16")
+        native_linear(weight, arithmetic="bfloat16")
 
 
 def test_other_weights_are_multiplied_in_float32_beside_it():
     x, weight = inputs(3, 48), torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
     for dtype in (None, "int8"):
-        found = calls.NativeLinear(weight, arithmetic="int8", dtype=dtype)(x)
-        assert np.array_equal(bits(found), bits(calls.NativeLinear(weight, dtype=dtype)(x)))
+        found = native_linear(weight, arithmetic="int8", dtype=dtype)(x)
+        assert np.array_equal(bits(found), bits(native_linear(weight, dtype=dtype)(x)))

@@ -6,7 +6,7 @@ import torch
 from native_calls import ISAS, bits, exp_log, gumbel, rms_norm, rope, swiglu
 
 from aquiline.backends.cpu import calls
-from aquiline.ops import reference as ref
+from aquiline.backends.torch import reference as ref
 
 RNG = np.random.default_rng(0)
 

@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from tests.conftest import needs_native
 
 from aquiline.backends.cpu import native_weights
@@ -42,7 +41,7 @@ def test_a_child_forked_while_a_thread_computes_computes_too() -> None:
     """20 forks, nearly all of which meet the other thread inside the library; every child computes the same numbers on
     as many threads, and so does the parent afterwards."""
     rng = np.random.default_rng(0)
-    linear = NativeLinear(torch.from_numpy(rng.standard_normal((384, 384), np.float32)))
+    linear = NativeLinear(rng.standard_normal((384, 384), np.float32))
     x = rng.standard_normal((64, 384), np.float32)
     expected, is_over = linear(x), threading.Event()
 

@@ -5,15 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_calls import ISAS, bits, draw, forward_some, guess, move_kv
+from native_calls import ISAS, bits, draw, forward_some, guess, move_kv, parts, tensor
 from test_sampling import best_two, reference_draws, sampling
 
 from aquiline.backends.cpu import calls
+from aquiline.backends.torch import reference as ref
 from aquiline.errors import NativeError
-from aquiline.ops import reference as ref
-from aquiline.types import AttentionWeights, DenseWeights, KVGroup, LayerWeights, ModelWeights, Rows
+from aquiline.models.model_config import ModelConfig, RopeConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
+from aquiline.ops.torch_arrays import array_of
+from aquiline.types import KVGroup, Rows
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 64, 4, 2, 32, 96, 203
+SCALED = {"factor": 1.0, "attention_factor": 1.1, "original_max_position_embeddings": 400.0}
+CONFIG = ModelConfig(
+    family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_layers=3, num_heads=HEADS,
+    num_kv_heads=KV_HEADS, head_dim=DIM, max_positions=400, rms_norm_eps=1e-5, rope=RopeConfig(10000.0, "yarn", SCALED),
+)  # fmt: skip
 
 
 def random_weights(dtype=torch.bfloat16, layers=3, draft=False, extras=False):
@@ -23,36 +31,32 @@ def random_weights(dtype=torch.bfloat16, layers=3, draft=False, extras=False):
         return (scale * torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
 
     def norm(n):
-        return 1 + 0.1 * torch.randn(n, generator=generator)
+        return array_of(1 + 0.1 * torch.randn(n, generator=generator))
+
+    def bias(n):
+        return array_of(weight(n)) if extras else None
 
     width = (HEADS + 2 * KV_HEADS) * DIM
     return ModelWeights(
-        hidden_size=HIDDEN,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        intermediate_size=FFN,
-        rms_norm_eps=1e-5,
-        inv_freq=10000.0 ** (-torch.arange(0, DIM, 2) / DIM),
-        rope_scale=1.1,
-        embed=weight(VOCAB, HIDDEN, scale=8.0),
+        config=CONFIG,
+        embed=parts(weight(VOCAB, HIDDEN, scale=8.0)),
         layers=tuple(
             LayerWeights(
                 AttentionWeights(
-                    qkv=weight(width, 2 * HIDDEN if draft else HIDDEN),
-                    o=weight(HIDDEN, HEADS * DIM),
-                    qkv_bias=weight(width) if extras else None,
-                    o_bias=weight(HIDDEN) if extras else None,
+                    qkv=parts(weight(width, 2 * HIDDEN if draft else HIDDEN)),
+                    o=parts(weight(HIDDEN, HEADS * DIM)),
+                    qkv_bias=bias(width),
+                    o_bias=bias(HIDDEN),
                     q_norm=norm(DIM) if extras else None,
                     k_norm=norm(DIM) if extras else None,
-                    sinks=torch.linspace(-1, 1, HEADS) if extras else None,
+                    sinks=np.linspace(-1, 1, HEADS, dtype=np.float32) if extras else None,
                     window=40 if extras and i % 2 else 0,
                 ),
                 DenseWeights(
-                    gate_up=weight(2 * FFN, HIDDEN),
-                    down=weight(HIDDEN, FFN),
-                    gate_up_bias=weight(2 * FFN) if extras else None,
-                    down_bias=weight(HIDDEN) if extras else None,
+                    gate_up=parts(weight(2 * FFN, HIDDEN)),
+                    down=parts(weight(HIDDEN, FFN)),
+                    gate_up_bias=bias(2 * FFN),
+                    down_bias=bias(HIDDEN),
                 ),
                 input_norm=norm(HIDDEN),
                 post_norm=norm(HIDDEN),
@@ -61,7 +65,7 @@ def random_weights(dtype=torch.bfloat16, layers=3, draft=False, extras=False):
             for i in range(layers)
         ),
         final_norm=norm(HIDDEN),
-        head=weight(VOCAB, HIDDEN),
+        head=parts(weight(VOCAB, HIDDEN)),
         capture=() if draft else (0, layers - 1),
         is_draft=draft,
     )
@@ -71,30 +75,37 @@ def new_kv(weights, pages=12, page_size=16, dtype=torch.bfloat16):
     layers = len(weights.layers)
     k = torch.full((pages, layers, KV_HEADS, page_size // 16, DIM, 16), float("nan"), dtype=dtype)
     v = torch.full((pages, layers, KV_HEADS, page_size, DIM), float("nan"), dtype=dtype)
-    return KVGroup(k, v), np.random.default_rng(0).permutation(pages).astype(np.int32)[None].copy()
+    return KVGroup(array_of(k), array_of(v)), np.random.default_rng(0).permutation(pages).astype(np.int32)[None].copy()
 
 
 def reference_forward(w, tokens, positions, paths, g=None, kv_dtype=torch.bfloat16):
     """Every row's residual stream and features, written from the reference ops; paths[i]: the rows that row i sees."""
-    embed = ref.linear(torch.eye(VOCAB), w.embed.T)[torch.as_tensor(tokens).long()]
-    cos, sin = ref.rope_cos_sin(torch.as_tensor(positions), w.inv_freq, w.rope_scale)
+    embed = tensor(w.embed).float()[torch.as_tensor(tokens).long()]
+    cos, sin = ref.rope_cos_sin(torch.as_tensor(positions), tensor(w.rotary.inv_freq), w.rotary.scale)
+
+    def norm(x, weight):
+        return ref.rms_norm(x, tensor(weight), w.config.rms_norm_eps)
+
+    def linear(x, weight, bias=None):
+        return ref.linear(x, tensor(weight), tensor(bias))
+
     features, x = [], embed if g is None else g
     for index, layer in enumerate(w.layers):
         a, mlp = layer.attention, layer.mlp
-        h = ref.rms_norm(embed if w.is_draft else x, layer.input_norm, w.rms_norm_eps)
+        h = norm(embed if w.is_draft else x, layer.input_norm)
         if w.is_draft:
-            normed_g = ref.rms_norm(g, layer.hidden_norm, w.rms_norm_eps)
+            normed_g = norm(g, layer.hidden_norm)
             h, x = torch.cat((h, normed_g), -1), normed_g if w.norm_before_residual else g
-        qkv = ref.linear(h, a.qkv, a.qkv_bias).view(len(tokens), -1, DIM)
+        qkv = linear(h, a.qkv, a.qkv_bias).view(len(tokens), -1, DIM)
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         if a.q_norm is not None:
-            q, k = ref.rms_norm(q, a.q_norm, w.rms_norm_eps), ref.rms_norm(k, a.k_norm, w.rms_norm_eps)
+            q, k = norm(q, a.q_norm), norm(k, a.k_norm)
         q, k, v = ref.rope(q, cos, sin), ref.rope(k, cos, sin).to(kv_dtype).float(), v.to(kv_dtype).float()
         seen = [path[-a.window :] if a.window else path for path in paths]
-        rows = [ref.attention(q[i], k[p], v[p], DIM**-0.5, a.sinks) for i, p in enumerate(seen)]
-        x = x + ref.linear(torch.stack(rows), a.o, a.o_bias)
-        gate_up = ref.linear(ref.rms_norm(x, layer.post_norm, w.rms_norm_eps), mlp.gate_up, mlp.gate_up_bias)
-        x = x + ref.linear(ref.swiglu(gate_up), mlp.down, mlp.down_bias)
+        rows = [ref.attention(q[i], k[p], v[p], DIM**-0.5, tensor(a.sinks)) for i, p in enumerate(seen)]
+        x = x + linear(torch.stack(rows), a.o, a.o_bias)
+        gate_up = linear(norm(x, layer.post_norm), mlp.gate_up, mlp.gate_up_bias)
+        x = x + linear(ref.swiglu(gate_up), mlp.down, mlp.down_bias)
         if index in w.capture:
             features.append(x)
     return x, torch.cat(features, -1) if features else None
@@ -210,7 +221,8 @@ def test_head_draws_what_its_logits_say():
     s["temperature"][::3], s["top_k"][::4], s["top_p"][::5], s["min_p"][::7] = 0.0, 11, 0.8, 0.02
     d2t = np.cumsum(np.random.default_rng(5).integers(0, 4, VOCAB)).astype(np.int32)
     ids = torch.as_tensor(np.arange(VOCAB) + d2t)
-    exact = ref.linear(ref.rms_norm(torch.as_tensor(hidden[index]), w.final_norm, w.rms_norm_eps), w.head)
+    normed = ref.rms_norm(torch.as_tensor(hidden[index]), tensor(w.final_norm), w.config.rms_norm_eps)
+    exact = ref.linear(normed, tensor(w.head))
     results = []
     for isa in ISAS:
         calls.select_isa(isa)
@@ -230,10 +242,10 @@ def test_head_draws_what_its_logits_say():
 def test_a_guess_is_a_draw_with_its_runner_up(vocab, ties):
     """Over every filter, by all instruction sets and thread counts; with equal logits the lowest id is second too."""
     w = random_weights()
-    head = w.head[:vocab].clone()
+    head = tensor(w.head)[:vocab].clone()
     if ties:
         head[1::2] = head[: vocab // 2]
-    model = calls.NativeModel(replace(w, head=head))
+    model = calls.NativeModel(replace(w, head=parts(head)))
     hidden = np.random.default_rng(2).normal(0, 1, (40, HIDDEN)).astype(np.float32)
     hidden[39] = np.nan
     index, s = np.arange(40, dtype=np.int32), sampling(40, 0.9, seed=5)
@@ -276,8 +288,8 @@ def test_rows_without_states_write_the_same_keys(dtype, codes, isa):
                 getattr(mixed, name)[:] = getattr(rows, name)[order]
             states = np.full((num, HIDDEN), np.nan, np.float32)
             forward_some(model, kv, mixed, num_states, states, np.ascontiguousarray(g[order]))
-            assert torch.equal(kv.k.view(torch.int16), whole.k.view(torch.int16))
-            assert torch.equal(kv.v.view(torch.int16), whole.v.view(torch.int16))
+            assert np.array_equal(kv.k.view(np.int16), whole.k.view(np.int16))
+            assert np.array_equal(kv.v.view(np.int16), whole.v.view(np.int16))
             assert np.array_equal(bits(states[:num_states]), bits(hidden[order[:num_states]]))
             assert np.isnan(states[num_states:]).all()
 
@@ -319,9 +331,9 @@ def test_top_k_by_what_a_draw_prefers_begins_with_the_draw(k, isa):
 @pytest.mark.parametrize("k", [1, 4, 10, 150, VOCAB])
 def test_top_k_takes_ties_in_id_order(k, isa):
     w = random_weights(torch.float32)
-    head = w.head.clone()
+    head = tensor(w.head).clone()
     head[[5, 77, 130]] = head[11].clone()  # equal logits
-    model = calls.NativeModel(replace(w, head=head))
+    model = calls.NativeModel(replace(w, head=parts(head)))
     hidden = np.random.default_rng(k).normal(0, 1, (9, HIDDEN)).astype(np.float32)
     hidden[0] = 0  # every logit is equal
     index = np.arange(9, dtype=np.int32)

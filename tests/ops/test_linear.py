@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from native_calls import ISAS, bits
+from native_calls import ISAS, bits, native_linear
 
 from aquiline.backends.cpu import calls
 
@@ -25,7 +25,7 @@ def test_matches_double(shape, dtype, isa):
     exact = torch.as_tensor(x).double() @ weight.double().T
     bound = (torch.as_tensor(x).double().abs() @ weight.double().abs().T + bias.abs()) * shape[1] * 2**-24 + 1e-7
     for offset, used in ((0.0, None), (bias.double(), bias)):
-        y = calls.NativeLinear(weight, used)(x)
+        y = native_linear(weight, used)(x)
         assert ((torch.as_tensor(y).double() - exact - offset).abs() <= bound).all(), (shape, dtype, isa)
 
 
@@ -33,7 +33,7 @@ def test_matches_double(shape, dtype, isa):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_do_not_depend_on_rows_threads_or_isa(shape, dtype):
     weight, x, bias = inputs(*shape, 64, dtype)
-    linear = calls.NativeLinear(weight, bias)
+    linear = native_linear(weight, bias)
     expected = bits(linear(x))
     for isa in ISAS:
         calls.select_isa(isa)
@@ -49,9 +49,9 @@ def test_sums_run_in_k_order():
     weight = torch.ones(1, 16)
     x = np.zeros((1, 16), np.float32)
     x[0, [0, 1, 8]] = 2.0**24, 1.0, -(2.0**24)
-    assert calls.NativeLinear(weight)(x)[0, 0] == 0.0
+    assert native_linear(weight)(x)[0, 0] == 0.0
     x[0, [0, 1, 8]] = 2.0**24, -(2.0**24), 1.0
-    assert calls.NativeLinear(weight)(x)[0, 0] == 1.0
+    assert native_linear(weight)(x)[0, 0] == 1.0
 
 
 def test_every_half_precision_number_is_read_as_it_is():
@@ -62,10 +62,10 @@ def test_every_half_precision_number_is_read_as_it_is():
     x, found = np.eye(1, 16, dtype=np.float32), {}
     for isa in ISAS:
         calls.select_isa(isa)
-        found[isa] = calls.NativeLinear(weight)(x)[0]
+        found[isa] = native_linear(weight)(x)[0]
         assert np.array_equal(found[isa], halves.float().numpy(), equal_nan=True), isa
         assert np.array_equal(bits(found[isa]), bits(found[ISAS[0]])), isa
 
 
 def test_no_rows():
-    assert calls.NativeLinear(torch.ones(16, 16))(np.empty((0, 16), np.float32)).shape == (0, 16)
+    assert native_linear(torch.ones(16, 16))(np.empty((0, 16), np.float32)).shape == (0, 16)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_calls import ISAS, LOADED, bits
+from native_calls import ISAS, LOADED, bits, parts
 from test_forward import HIDDEN, random_weights
 
 from aquiline.backends.cpu import calls
-from aquiline.ops import reference as ref
+from aquiline.backends.torch import reference as ref
 
 EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 8192, 50_003]
 ARITHMETICS = ["float32", "bfloat16"] if LOADED is not None and LOADED.has_bf16_dot() else ["float32"]
@@ -22,7 +22,7 @@ def new_model(vocab, arithmetic="float32", edit=None):
     head[vocab // 2 :: 7] = head[vocab // 3].clone()
     if edit is not None:
         edit(head)
-    return calls.NativeModel(replace(random_weights(), head=head.bfloat16()), arithmetic)
+    return calls.NativeModel(replace(random_weights(), head=parts(head.bfloat16())), arithmetic)
 
 
 def new_hidden(rows, seed=0):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from native_calls import ISAS, draw
 
 from aquiline.backends.cpu import calls
-from aquiline.ops import reference as ref
+from aquiline.backends.torch import reference as ref
 from aquiline.types import SAMPLING
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from starlette.types import Message
-from tests.checkpoints import SMALL
 from tests.serve.test_choices import CALL, K, recorded_job, tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -234,8 +233,12 @@ def test_a_template_whose_end_the_model_does_not_have_is_refused_at_the_start(tm
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     letters.add_special_tokens(["<E>"])
     letters.save(str(tmp_path / "tokenizer.json"))
-    config = {name: value for name, value in SMALL.items() if name != "initializer_range"}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama", "vocab_size": 96}))
+    config = {
+        "model_type": "llama", "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "eos_token_id": 2, "bos_token_id": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
     ends = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<E>{% endif %}{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ends}))
     pair = PairConfig(target=str(tmp_path))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from tests.conftest import engine_config, needs_native, tiny_llm, tiny_pair
+from tests.conftest import engine_config, needs_native, tiny_llm, tiny_pair, weights_of
 
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
@@ -63,7 +63,9 @@ class FixedProposer:
 
 
 def torch_llm() -> LLM:
-    return LLM.from_models(LoadedModels(TorchPair(*tiny_pair(), "float32"), None, "float32", 0), engine_config(2))
+    return LLM.from_models(
+        LoadedModels(TorchPair(*weights_of(*tiny_pair()), "float32"), None, "float32", 0), engine_config(2)
+    )
 
 
 @pytest.fixture(scope="module", params=[pytest.param("native", marks=needs_native), "torch"])
@@ -101,7 +103,7 @@ def test_it_runs_beside_others_and_without_a_draft_model() -> None:
     found = {output.request_id: output.token_ids for output in llm.outputs(requests)}
     assert [found[i] for i in range(3)] == expected
     alone = LLM.from_models(
-        LoadedModels(TorchPair(tiny_pair()[0], None, "float32"), None, "float32", 0), engine_config(1)
+        LoadedModels(TorchPair(*weights_of(tiny_pair()[0], None), "float32"), None, "float32", 0), engine_config(1)
     )
     assert alone.run([[5]], PARAMS[0], drafting=Fixed((9,))).outputs[0].token_ids
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
 from aquiline.regenerate.regenerate_config import RegenerateConfig
-from aquiline.regenerate.regenerated import Regenerated
-from aquiline.regenerate.regeneration import Regeneration
+from aquiline.regenerate.regeneration import Regenerated, Regeneration, asked_settings
 from aquiline.spec.drafting import Drafting, NoDraft
 from aquiline.text.chat_template import ChatTemplate
 
@@ -67,7 +66,8 @@ def llm(
 def regenerate(checkpoint: Path, data: Path, out: Path, engine: LLM | None = None, **fields: Any) -> Regenerated:
     runs = engine or llm()
     config = RegenerateConfig((data,), out, **{"max_tokens": 12} | fields)
-    return Regeneration(runs, ChatTemplate.load(checkpoint, runs.models.tokenizer), checkpoint, config).run()
+    template = ChatTemplate.load(checkpoint, runs.models.tokenizer)
+    return Regeneration(runs, template, config, asked_settings(config, checkpoint, None)).run()
 
 
 def read(path: Path) -> dict[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ from tests.train.regenerating import ROWS, STOPS, TEMPLATE, TURNS, llm, read, re
 
 from aquiline.config import SamplingParams
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.train.documents import Rejects, token_ids
+from aquiline.train.documents import Rejects, row_reader
 from aquiline.train.readers import read_documents
 
 pytestmark = needs_native
@@ -63,7 +63,7 @@ def test_every_turn_is_answered_on_the_ids_before_it(checkpoint: Path, data: Pat
 def test_training_reads_the_rows_as_they_are(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     regenerate(checkpoint, data, tmp_path / "out.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    rejects, ids = Rejects(), token_ids(checkpoint, 96, None, STOPS)
+    rejects, ids = Rejects(), row_reader(checkpoint, 96, None, STOPS)
     documents = list(read_documents([tmp_path], ids, rejects))
     assert [(d.tokens.tolist(), d.mask.tolist()) for d in documents if d.mask is not None] == [
         (row["token_ids"], row["loss_mask"]) for row in rows

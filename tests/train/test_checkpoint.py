@@ -17,12 +17,12 @@ import tiny
 import torch
 
 from aquiline.errors import CheckpointError
-from aquiline.train import checkpoint, resume
+from aquiline.train import checkpoint
 from aquiline.train.checkpoint import Checkpoints, damage
 from aquiline.train.documents import Corpus
-from aquiline.train.optimizer import WARMUP_STEPS
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
+from aquiline.train.weights import WARMUP_STEPS
 
 RUN = Path(__file__).parent / "train_process.py"
 
@@ -147,14 +147,16 @@ def test_a_corpus_is_known_by_everything_that_training_reads() -> None:
         Corpus(tokens, np.array([0, 6, 12], np.int64), mask, none), Corpus(tokens, starts, np.arange(12) > 4, none),
         Corpus(tokens, starts, mask, mask),
     ]  # fmt: skip
-    assert len({resume.corpus_digest(corpus) for corpus in corpora}) == len(corpora)
-    assert resume.corpus_digest(corpora[0]) == resume.corpus_digest(Corpus(tokens.copy(), starts, mask.copy(), none))
+    assert len({checkpoint.corpus_digest(corpus) for corpus in corpora}) == len(corpora)
+    assert checkpoint.corpus_digest(corpora[0]) == checkpoint.corpus_digest(
+        Corpus(tokens.copy(), starts, mask.copy(), none)
+    )
 
 
 def test_every_setting_is_compared_or_free() -> None:
-    groups = (*resume.COMPARED, *resume.DERIVED, *resume.BUDGET, *resume.FREE)
+    groups = (*checkpoint.COMPARED, *checkpoint.DERIVED, *checkpoint.BUDGET, *checkpoint.FREE)
     assert sorted(groups) == sorted(f.name for f in fields(TrainConfig))
-    assert set(resume.CHANGEABLE) | set(resume.JUDGED_BY) <= {*resume.COMPARED, *resume.DERIVED}
+    assert set(checkpoint.CHANGEABLE) | set(checkpoint.JUDGED_BY) <= {*checkpoint.COMPARED, *checkpoint.DERIVED}
 
 
 def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:

@@ -9,17 +9,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from aquiline.train.documents import Rejects, TokenIds
-from aquiline.train.packing import Batches, RowPiece, cut, gather, pack
+from aquiline.train.batches import Batches, RowPiece, cut, gather, pack
+from aquiline.train.documents import Rejects, RowReader
 from aquiline.train.readers import is_held_out, load_split, read_documents
-from aquiline.train.vocabulary import choose_vocabulary
+from aquiline.train.start import choose_vocabulary
 
 
-def ids(**changes: object) -> TokenIds:
+def ids(**changes: object) -> RowReader:
     tokenizer = Tokenizer(WordLevel({"<s>": 0, "a": 1, "b": 2, "c": 3}, unk_token="a"))
     tokenizer.pre_tokenizer = Whitespace()
     fields = {"vocab_size": 48, "boundary": 0, "bos": 0, "tokenizer": tokenizer, "special": (0,)}
-    return TokenIds(**{**fields, **changes})  # type: ignore[arg-type]
+    return RowReader(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def read(path: Path, rejects: Rejects | None = None, **changes: object) -> list[list[int]]:

@@ -12,9 +12,9 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from aquiline.backends.torch.decoder import Decoder
 from aquiline.cli.train import train as train_command
 from aquiline.models.counting import shape_of
-from aquiline.models.decoder import Decoder
 from aquiline.train import estimate as estimates
 from aquiline.train.distributed import World
 from aquiline.train.estimate import (
@@ -28,7 +28,6 @@ from aquiline.train.estimate import (
     target_shape,
     trained_shape,
 )
-from aquiline.train.features import bytes_per_token
 from aquiline.train.recipes import configure, read_recipe, recipe_names
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock, Pace
@@ -87,7 +86,7 @@ def test_memory_is_what_a_run_holds(config: TrainConfig, trainer: Trainer) -> No
     ]
     own = [weights.head.embed, trainer.run.assembler.head]
     measured = sum(t.nbytes for t in (*held, *own))
-    assert told.memory["draft and optimizer"] == pytest.approx(measured, rel=1e-3)
+    assert told.memory_bytes["draft and optimizer"] == pytest.approx(measured, rel=1e-3)
     assert trained_shape(config, target_shape(config)).num_parameters == sum(p.numel() for p in weights.trained)
 
 
@@ -117,7 +116,7 @@ def test_arithmetic_is_what_a_step_multiplies(config: TrainConfig, trainer: Trai
     counter = FlopCounterMode(display=False)
     with counter:
         figures, _ = trainer._gradients()
-    flops = estimate(config, target_shape(config), World()).flops
+    flops = estimate(config, target_shape(config), World()).flops_per_token
     told = figures.tokens * (flops["draft layer"] + flops["draft head and loss"])
     assert told == pytest.approx(counter.get_total_flops(), rel=0.2)
 
@@ -128,24 +127,24 @@ def test_disk_is_what_is_written(config: TrainConfig, tmp_path: Path) -> None:
     told = estimate(run, target_shape(run), World())
     written = sum(f.stat().st_size for f in (run.out / "step-0000001").iterdir())
     assert told.checkpoint_bytes == pytest.approx(written, rel=0.1)
-    assert told.features_bytes == bytes_per_token(tiny.CONFIG, len(tiny.CAPTURE))
+    assert told.features_bytes_per_token == 2 * (len(tiny.CAPTURE) + 1) * tiny.CONFIG.hidden_size + 8
 
 
 def test_lines_say_how_long_and_whether_it_fits(config: TrainConfig) -> None:
     told = estimate(replace(config, steps=None, tokens=3_600_000), target_shape(config), World(0, 2, "cpu", "ddp"))
-    rate = ProductRate(sum(told.flops.values()) * 250, "float32", "here")
+    rate = ProductRate(sum(told.flops_per_token.values()) * 250, "float32", "here")
     lines = told.lines(keep=2, free=10**12)
     assert "on each of 2 ranks" in lines[0] and "WILL NOT FIT" not in lines[0] and "3 at a time" in lines[2]
     assert "no step was measured. At most 500 tokens/s, so at least 2.0 h for 3,600,000" in told.bound_line(rate)
     assert "IT WILL NOT FIT" in told.lines(keep=2, free=10**6)[0]
     halves = estimate(config, target_shape(config), World(0, 2, "cpu", "fsdp"))
-    assert halves.memory["draft and optimizer"] < told.memory["draft and optimizer"]
+    assert halves.memory_bytes["draft and optimizer"] < told.memory_bytes["draft and optimizer"]
     assert estimate(replace(config, steps=5), target_shape(config), World()).tokens == 5 * 4 * 160
 
 
 def test_a_plan_says_what_was_measured_and_what_few_tokens_give() -> None:
-    pace = Pace(seconds=15.0, tokens=4000.0)
-    assert measured_line(pace, 2) == "time: 267 tokens/s, 15.0 s a step, measured over the first 2 steps here"
+    pace = Pace(2, seconds=30.0, tokens=8000)
+    assert measured_line(pace) == "time: 267 tokens/s, 15.0 s a step, measured over the first 2 steps here"
     few = plan_line(pace, 12, 8000)
     assert few.startswith("plan: 12 steps to go, 48,000 tokens, 3.0 min, looks not counted. So few")
     assert "--init smollm2" in few

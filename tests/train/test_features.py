@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,12 @@ from safetensors.torch import save_file
 
 from aquiline.train import features
 from aquiline.train.attention import PackedAttention
+from aquiline.train.distributed import World
 from aquiline.train.features import FeatureCache, Views, bytes_per_token, document_key
+from aquiline.train.run_report import Silent
+from aquiline.train.schedule import Clock
 from aquiline.train.teacher import Teacher, View, feature_scale
+from aquiline.train.trainer import Trainer, train
 
 IDENTITY = {"target": "tiny"}
 
@@ -57,7 +62,7 @@ def test_the_torch_path_says_the_same(teacher: Teacher, monkeypatch: pytest.Monk
 
 
 def same(a: View, b: View) -> bool:
-    return all(getattr(a, name).equal(getattr(b, name)) for name in ("features", "hidden", "lse", "best"))
+    return all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 def test_a_cache_gives_back_what_was_computed_and_computes_nothing_twice(teacher: Teacher, tmp_path: Path) -> None:
@@ -80,8 +85,7 @@ def test_documents_reach_the_disk_by_shards(teacher: Teacher, tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
     views.of(documents(30, 31))
     (shard,) = tmp_path.iterdir()
-    width = len(tiny.CAPTURE)
-    size = 61 * bytes_per_token(tiny.CONFIG, width)
+    size = 61 * bytes_per_token(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size, tiny.CONFIG.hidden_size)
     assert size < shard.stat().st_size < size + 2000
 
 
@@ -132,3 +136,38 @@ def test_scaled_features_have_unit_size(teacher: Teacher) -> None:
     scaled = torch.cat([v.features for v in views]).float() * feature_scale(views, len(tiny.CAPTURE))
     parts = scaled.unflatten(-1, (len(tiny.CAPTURE), -1))
     assert torch.allclose(parts.pow(2).mean((0, 2)), torch.ones(len(tiny.CAPTURE)), atol=1e-4)
+
+
+def test_ranks_that_begin_with_the_same_documents_keep_each_others_shards(teacher: Teacher, tmp_path: Path) -> None:
+    ranks = [Views(teacher.views, FeatureCache(tmp_path, IDENTITY)) for _ in range(2)]
+    both, *own = documents(10, 12, 14)
+    for views, other in zip(ranks, own, strict=True):
+        views.of([both, other])
+        views.close()
+    assert FeatureCache(tmp_path, IDENTITY).num_documents == 3
+
+
+@pytest.mark.parametrize("ending", ["budget", "error"])
+def test_a_run_that_ends_has_written_every_view(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(tiny.run_config(tmp_path), features=tmp_path / "features", steps=2)
+    if ending == "error":
+        with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+            patched.setattr(Trainer, "_is_sound", lambda self, *_: 1 / 0)
+            train(config, quiet=True)
+    else:
+        train(config, quiet=True)
+    again = Trainer(replace(config, out=tmp_path / "again", steps=1), World(), None, Silent(), Clock())
+    again._step()
+    assert again.run.assembler.views.num_computed == 0
+
+
+def test_a_full_disk_at_the_end_of_a_run_costs_its_last_views_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(features, "save_file", full)
+    result = train(replace(tiny.run_config(tmp_path), features=tmp_path / "features", steps=1), quiet=True)
+    assert result is not None and result["steps"] == 1
+    assert "features cannot be written" in caplog.text

@@ -8,9 +8,9 @@ import tiny
 import torch
 from tests.conftest import needs_native
 
+from aquiline.backends.torch.eagle import save_head
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.models.formats import head_rows, save_draft
 from aquiline.spec.drafting import Chain
 from aquiline.train.batches import Assembler
 from aquiline.train.features import Views
@@ -69,9 +69,9 @@ def test_simulated_tau_is_the_served_one(folder: Path, teacher: Teacher, texts: 
     head = head.to(torch.bfloat16).float()
     views = Views(teacher.views, None)
     scale = torch.ones(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size)
-    assembler = Assembler(views, scale, head_rows(head.d2t), teacher.head, "cpu")
+    assembler = Assembler(views, scale, tiny.all_ids(head), teacher.head, "cpu")
     simulated = HeldOut(assembler, texts, STEPS).judge(head.eval())
-    save_draft(head.to(torch.bfloat16), folder / "draft")
+    save_head(head.to(torch.bfloat16), folder / "draft")
     llm = LLM(folder / "target", folder / "draft", engine=EngineConfig(max_batch=4, prefix_cache=False))
     drafting = Chain(STEPS)
     prompts = [t.tokens[: t.num_prompt].tolist() for t in texts if t.temperature == 0]
@@ -105,7 +105,7 @@ def test_the_target_looks_at_held_out_texts_once(teacher: Teacher, texts: list[J
     views = Views(teacher.views, None)
     head = tiny.head(teacher.decoder.float(), num_ids=40)
     scale = torch.ones(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size)
-    held_out = HeldOut(Assembler(views, scale, head_rows(head.d2t), teacher.head, "cpu"), texts, STEPS)
+    held_out = HeldOut(Assembler(views, scale, tiny.all_ids(head), teacher.head, "cpu"), texts, STEPS)
     first = held_out.judge(head)
     assert views.num_computed > 0
     views.num_computed = 0
@@ -116,7 +116,7 @@ def test_a_draft_is_judged_from_its_first_token_on(teacher: Teacher) -> None:
     """Two new tokens: the first is the target's own, and the second is the only one that the draft guesses."""
     head = tiny.head(teacher.decoder.float(), num_ids=48)
     scale = torch.ones(len(tiny.CAPTURE) * tiny.CONFIG.hidden_size)
-    assembler = Assembler(Views(teacher.views, None), scale, head_rows(head.d2t), teacher.head, "cpu")
+    assembler = Assembler(Views(teacher.views, None), scale, tiny.all_ids(head), teacher.head, "cpu")
     text = JudgedText(np.arange(1, 10, dtype=np.int32), 7, 0.0)
     assert HeldOut(assembler, [text], 1).judge(head).loss > 0
     assert HeldOut(assembler, [JudgedText(text.tokens, 8, 0.0)], 1).judge(head).loss == 0, "nothing is left to guess"

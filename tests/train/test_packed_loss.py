@@ -7,9 +7,9 @@ import pytest
 import tiny
 import torch
 
+from aquiline.train.batches import cut, gather, pack
 from aquiline.train.documents import Document, build_corpus
 from aquiline.train.losses import LOSSES
-from aquiline.train.packing import cut, gather, pack
 from aquiline.train.ttt import Objective, plan, ttt_loss
 
 STEPS, CONTEXT = 4, 64

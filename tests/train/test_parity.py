@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tests.conftest import needs_native
+from tests.conftest import from_modules, needs_native
 from tests.engine.sampling_apart import gumbel
 from torch import Tensor
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
+from aquiline.backends.torch.decoder import load_target
+from aquiline.backends.torch.eagle import DraftHead, load_draft
 from aquiline.config import Environment, SamplingParams
-from aquiline.engine.model import LoadedModels, Loading, from_modules, load_models
+from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.engine.score import Scorer
-from aquiline.models.eagle import DraftHead
-from aquiline.models.formats import load_draft
-from aquiline.models.load import load_target
 from aquiline.models.model_config import RopeConfig
 from aquiline.spec.drafting import Chain, Drafting, Static
-from aquiline.train.continued import for_long_contexts
+from aquiline.train.start import for_long_contexts
 from aquiline.train.train_config import TrainConfig, Yarn, yarn_of
 from aquiline.train.trainer import train
 from aquiline.train.ttt import TokenBatch, passes

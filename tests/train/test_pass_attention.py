@@ -10,7 +10,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from aquiline.models.eagle import DraftHead
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.train.attention import CHUNK, TTTAttention
 from aquiline.train.distributed import World
 from aquiline.train.full_attention import KINDS, StepKeys

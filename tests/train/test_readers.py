@@ -16,7 +16,7 @@ import tiny
 from tests.text.families import QWEN3, SMOLLM2, SPECIAL, byte_tokenizer
 
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.train.documents import Document, Rejects, TokenIds, token_ids
+from aquiline.train.documents import Document, Rejects, RowReader, row_reader
 from aquiline.train.readers import is_held_out, load_split, read_documents
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import train
@@ -27,14 +27,14 @@ SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}
 IDS = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
 
 
-def target(source: str | None = SMOLLM2, **options: object) -> TokenIds:
+def target(source: str | None = SMOLLM2, **options: object) -> RowReader:
     template = ChatTemplate(source, SPECIAL, TOKENIZER, options, name="the template")
-    return TokenIds(TOKENIZER.get_vocab_size(), None, None, TOKENIZER, (), template)
+    return RowReader(TOKENIZER.get_vocab_size(), None, None, TOKENIZER, (), template)
 
 
-def read(path: Path, ids: TokenIds | None = None, loss_on: str = "answers") -> tuple[list[Document], Rejects]:
+def read(path: Path, ids: RowReader | None = None, loss_on: str = "answers") -> tuple[list[Document], Rejects]:
     rejects = Rejects()
-    return list(read_documents([path], ids or target(), rejects, loss_on)), rejects
+    return list(read_documents([path], replace(ids or target(), loss_on=loss_on), rejects)), rejects
 
 
 def counted(document: Document) -> str:
@@ -133,7 +133,7 @@ def test_a_row_that_cannot_be_used_is_counted_with_its_reason(row: Any, reason: 
 
 def test_conversations_need_a_template_and_a_tokenizer(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "d.jsonl", [{"messages": CHAT}])
-    for ids in (target(None), TokenIds(9, 0, 0, None, ()), TokenIds(9, 0, 0, None, (), ChatTemplate("x", {}, None))):
+    for ids in (target(None), RowReader(9, 0, 0, None, ()), RowReader(9, 0, 0, None, (), ChatTemplate("x", {}, None))):
         with pytest.raises(ValueError, match=r"d\.jsonl:0: is a conversation, and the target has no chat template"):
             read(path, ids)
 
@@ -141,7 +141,7 @@ def test_conversations_need_a_template_and_a_tokenizer(tmp_path: Path) -> None:
 def test_the_target_brings_its_template(tmp_path: Path) -> None:
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(SMOLLM2)
-    ids = token_ids(tmp_path, 400, None, (258,))
+    ids = row_reader(tmp_path, 400, None, (258,))
     assert ids.template is not None and ids.template.has_template and len(ids.special) == 12 and ids.boundary == 258
     (document,), _ = read(write_rows(tmp_path / "d.jsonl", [{"messages": CHAT}]), ids)
     assert counted(document) == "Hello.<|im_end|>"

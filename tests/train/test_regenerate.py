@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import TINY, engine_config, needs_native, round_to, tiny_models, tiny_pair
+from tests.conftest import TINY, engine_config, from_modules, needs_native, round_to, tiny_models, tiny_pair
 from tests.disk import MESSAGE, full_after
 from tests.engine.test_stops import letters
 from tests.train.regenerating import ROWS, STOPS, TEMPLATE, llm, read, regenerate, target, write
 
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import Loading, from_modules
+from aquiline.engine.model import Loading
 from aquiline.regenerate.answer_file import AnswerFile
 from aquiline.regenerate.regenerate_config import RegenerateConfig
 from aquiline.regenerate.regeneration import Regeneration
@@ -251,4 +251,4 @@ def test_a_target_without_a_tokenizer_is_refused(checkpoint: Path, data: Path, t
     template = ChatTemplate.load(checkpoint, letters())
     runs = LLM.from_models(tiny_models(), engine_config(3))
     with pytest.raises(ValueError, match=r"has no tokenizer\.json, and prompts are text"):
-        Regeneration(runs, template, checkpoint, RegenerateConfig((data,), tmp_path / "out.jsonl"))
+        Regeneration(runs, template, RegenerateConfig((data,), tmp_path / "out.jsonl"), {})

@@ -19,11 +19,11 @@ from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import TokenDelta
 from aquiline.regenerate.answering import rejected_tokens
 from aquiline.spec.drafting import Chain
+from aquiline.train.batches import RowPiece, gather
+from aquiline.train.checkpoint import check_settings
 from aquiline.train.distributed import World
 from aquiline.train.documents import Document, build_corpus
 from aquiline.train.losses import LOSSES
-from aquiline.train.packing import RowPiece, gather
-from aquiline.train.resume import check_settings
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
 from aquiline.train.train_config import TrainConfig
@@ -47,7 +47,7 @@ def missed_by_verification(runs: LLM, seen: dict[int | str, set[int]]) -> None:
     def noted() -> list[TokenDelta]:
         deltas, last = step(), runs.engine.pipeline.last
         assert last is not None
-        for sequence, decoded in zip(last.plan.decoding, last.decodes, strict=True):
+        for sequence, decoded in zip(last.plan.decoding, last.output.decodes, strict=True):
             drawn = decoded.root + len(decoded.kept)  # the index of the last token that is kept
             if len(decoded.kept) - 1 < decoded.num_drafted and drawn < len(sequence.tokens):  # no stop cut it off
                 seen.setdefault(sequence.request.id, set()).add(drawn)
@@ -98,7 +98,7 @@ def test_the_loss_of_missed_tokens_weighs_more_in_values_and_gradients(replay: f
     got = ttt_loss(head, batch, told, objective, plan(batch, told, objective, late))
 
     by_hand, flat, num_missed = torch.zeros(()), torch.zeros(()), 0
-    target_logits = (told.rows.hidden @ told.rows.head.T)[None]
+    target_logits = (told.hidden @ told.head.T)[None]
     tokens = [(number, at) for number, length in enumerate((17, 15)) for at in range(length)]
     for step, (rows, a) in enumerate(passes(head, batch, told.features, 4, late)):
         weights, losses = list[float](), list[Tensor]()

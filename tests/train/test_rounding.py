@@ -9,9 +9,10 @@ import pytest
 import tiny
 import torch
 
-from aquiline.models.formats import load_draft
-from aquiline.models.load import load_target
-from aquiline.ops.quantise import LINEARS, quantise
+from aquiline.backends.torch.decoder import load_target
+from aquiline.backends.torch.eagle import load_draft
+from aquiline.backends.torch.rounding import rounded
+from aquiline.ops.quantise import LINEARS
 from aquiline.train.distributed import World
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
@@ -36,22 +37,22 @@ def is_linear(name: str) -> bool:
 
 @pytest.mark.parametrize("dtype", STORED)
 def test_a_step_has_the_gradients_of_the_rounded_weights_and_leaves_the_others(dtype: str, config: TrainConfig) -> None:
-    rounding, rounded = one(replace(config, draft_dtype=dtype)), one(config)
+    rounding, whole = one(replace(config, draft_dtype=dtype)), one(config)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in rounding.weights.named.items():  # no weight is zero, as `o` is at first
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-        other = rounded.weights.named[name]
+        other = whole.weights.named[name]
         other.data = parameter.data.clone()
         if is_linear(name):
             scale = rounding.run.scale if name == "fc" else torch.ones(parameter.shape[1])
-            other.data = quantise(name, (parameter.data * scale).bfloat16(), dtype).dequantised() / scale
+            other.data = rounded(name, (parameter.data * scale).bfloat16(), dtype) / scale
     before = {name: p.detach().clone() for name, p in rounding.weights.named.items()}
     with tiny.in_float32():
         rounding._gradients()
-        rounded._gradients()
+        whole._gradients()
     assert sum(map(is_linear, before)) == 6
     for name, parameter in rounding.weights.named.items():
-        other = rounded.weights.named[name]
+        other = whole.weights.named[name]
         assert torch.equal(parameter, before[name]), name
         assert is_linear(name) == (not torch.equal(parameter, other)), name
         assert parameter.grad is not None and other.grad is not None and torch.equal(parameter.grad, other.grad), name
@@ -69,9 +70,9 @@ def test_a_draft_is_judged_by_what_its_file_rounds_to(dtype: str, config: TrainC
         if not is_linear(name):
             assert torch.equal(own.to(torch.bfloat16).float(), file), name
         elif name == "fc":
-            assert torch.allclose(own * trainer.run.scale, quantise(name, file, dtype).dequantised(), rtol=1e-6), name
+            assert torch.allclose(own * trainer.run.scale, rounded(name, file, dtype), rtol=1e-6), name
         else:
-            assert torch.equal(own, quantise(name, file, dtype).dequantised()), name
+            assert torch.equal(own, rounded(name, file, dtype)), name
 
 
 @pytest.mark.rare

@@ -130,6 +130,24 @@ def test_wandb_gets_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert name in text
 
 
+def test_trackers_get_known_figures_alone(tmp_path: Path) -> None:
+    sent: dict[str, float] = {}
+
+    class Kept:
+        def log(self, step: int, figures: dict[str, float]) -> None:
+            sent.update(figures)
+
+        def close(self) -> None:
+            pass
+
+    reporter = Reporter(tmp_path, quiet=True)
+    reporter.trackers = [Kept()]  # type: ignore[list-item]
+    reporter.judged(0, 1.0, 0, DraftJudgement(2.0, (0.5, NAN), NAN, 1.25), 0)
+    reporter.close()
+    known = {"held_out_loss": 2.0, "accuracy/1": 0.5, "simulated_tau_sampled": 1.25, "temperature": 0.8}
+    assert sent == {f"held_out/{name}": value for name, value in known.items()}
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)

@@ -1,19 +1,38 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import pytest
 import tiny
 import torch
 from torch import Tensor
 
-from aquiline.models.eagle import DraftHead
-from aquiline.ops.reference import rope
-from aquiline.train.start import StateSample, fit, new_head
+from aquiline.backends.torch.eagle import DraftHead
+from aquiline.backends.torch.reference import rope
+from aquiline.train.start import fit, new_head
+from aquiline.train.teacher import View
 from aquiline.train.ttt import TokenBatch, passes
 
 H, NUM = tiny.CONFIG.hidden_size, 120
 
 
-def linear_world(num_documents: int = 8, seed: int = 0, constant: float = 12.0) -> list[StateSample]:
+class Text(NamedTuple):
+    """Tokens of a document, and the target's features and hidden state there."""
+
+    tokens: Tensor
+    features: Tensor
+    hidden: Tensor
+
+
+def fit_to(head: DraftHead, texts: list[Text]) -> None:
+    none = torch.zeros(0)
+    views = [View(text.features, text.hidden, none, none) for text in texts]
+    documents = [text.tokens.numpy().astype(np.int32) for text in texts]
+    fit(head, documents, views, torch.ones(texts[0].features.shape[1]))
+
+
+def linear_world(num_documents: int = 8, seed: int = 0, constant: float = 12.0) -> list[Text]:
     """Documents in which the target's state follows from the state before it and the token: what `fit` is meant for.
 
     constant: the size of the component that all states share."""
@@ -33,11 +52,11 @@ def linear_world(num_documents: int = 8, seed: int = 0, constant: float = 12.0) 
             state = state / state.pow(2).mean().sqrt()
             states.append(state)
         hidden = torch.stack(states)
-        samples.append(StateSample(tokens, hidden @ mix.T, hidden * tiny.target().final_norm))
+        samples.append(Text(tokens, hidden @ mix.T, hidden * tiny.target().final_norm))
     return samples
 
 
-def first_pass(head: DraftHead, sample: StateSample) -> Tensor:
+def first_pass(head: DraftHead, sample: Text) -> Tensor:
     batch = TokenBatch(
         sample.tokens[None], torch.zeros(1, NUM, dtype=torch.int64), torch.arange(NUM)[None],
         torch.ones(1, NUM, dtype=torch.bool),
@@ -48,7 +67,7 @@ def first_pass(head: DraftHead, sample: StateSample) -> Tensor:
 
 
 @torch.no_grad()
-def unexplained(a: Tensor, sample: StateSample, norm: Tensor) -> float:
+def unexplained(a: Tensor, sample: Text, norm: Tensor) -> float:
     """Share of the next state's variance that the draft's output does not explain."""
     state = (sample.hidden / norm)[1 : 1 + len(a)]
     return float((a - state).pow(2).sum() / (state - state.mean(0)).pow(2).sum())
@@ -58,7 +77,7 @@ def unexplained(a: Tensor, sample: StateSample, norm: Tensor) -> float:
 def test_a_fitted_draft_knows_the_next_state(num_kv_heads: int) -> None:
     head = new_head(tiny.target(), torch.arange(40), num_kv_heads=num_kv_heads)
     before = unexplained(first_pass(head, linear_world()[0]), linear_world()[0], head.norm)
-    fit(head, linear_world())
+    fit_to(head, linear_world())
     after = unexplained(first_pass(head, linear_world()[0]), linear_world()[0], head.norm)
     assert before > 0.9
     assert after < (0.6 if num_kv_heads == 2 else 0.35), f"{after}: rank 16 or 32 of 32"
@@ -68,7 +87,7 @@ def test_a_fitted_draft_knows_the_next_state(num_kv_heads: int) -> None:
 def test_chosen_heads_attend_to_their_own_position() -> None:
     head = new_head(tiny.target(), torch.arange(40))
     samples = linear_world()
-    fit(head, samples)
+    fit_to(head, samples)
     sample, dim = samples[0], tiny.CONFIG.head_dim
     embedded = head.layer.norm(head.embed[sample.tokens[1:]], head.layer.input_norm)
     normed = head.layer.norm(sample.features[:-1] @ head.fc.T, head.hidden_norm)
@@ -82,14 +101,14 @@ def test_chosen_heads_attend_to_their_own_position() -> None:
 
 def test_without_a_constant_direction_the_attention_starts_silent() -> None:
     head = new_head(tiny.target(), torch.arange(40))
-    fit(head, linear_world(constant=0.0))
+    fit_to(head, linear_world(constant=0.0))
     assert not head.layer.o.any() and head.fc.any()
 
 
 def test_the_start_is_the_same_every_time() -> None:
     heads = [new_head(tiny.target(), torch.arange(40), seed=1) for _ in range(2)]
     for head in heads:
-        fit(head, linear_world())
+        fit_to(head, linear_world())
     for (name, a), b in zip(heads[0].named_parameters(), heads[1].parameters(), strict=True):
         assert a.equal(b), name
 

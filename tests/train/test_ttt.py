@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from tests.dense import DenseAttention
 from torch import Tensor
 
-from aquiline.models.eagle import DraftHead
-from aquiline.train import head_loss
+from aquiline.backends.torch.eagle import DraftHead
+from aquiline.train import losses
 from aquiline.train.attention import CHUNK, PackedAttention, step_attention, visibility
-from aquiline.train.head_loss import TargetRows
-from aquiline.train.losses import LOSSES
-from aquiline.train.ttt import Objective, TargetBatch, TokenBatch, counted, num_rows, passes, plan, ttt_loss
+from aquiline.train.losses import LOSSES, TargetBatch
+from aquiline.train.ttt import Objective, TokenBatch, counted, num_rows, passes, plan, ttt_loss
 
 STEPS = 7
 
@@ -102,7 +101,7 @@ def textbook_loss(
     """The objective with autograd alone: whole logits, no chunks, one pass at a time."""
     total = torch.zeros(())
     B, T = batch.tokens.shape
-    told = (target.rows.hidden @ target.rows.head.T).view(B, T, -1)
+    told = (target.hidden @ target.head.T).view(B, T, -1)
     for step, (rows, a) in enumerate(passes(head, batch, target.features, objective.num_steps, late)):
         p = torch.softmax(told[:, rows + 1 + step], -1)
         each = -(p * torch.log_softmax(head.logits(a), -1)).sum(-1)
@@ -115,8 +114,8 @@ def textbook_loss(
 def test_the_loss_in_chunks_is_the_textbook_one_in_values_and_gradients(
     late: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4 * 32 * 16)  # 16 rows a chunk, 5 a block
-    monkeypatch.setattr(head_loss, "BLOCK_BYTES", 4 * 32 * 5)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 32 * 16)  # 16 rows a chunk, 5 a block
+    monkeypatch.setattr(losses, "BLOCK_BYTES", 4 * 32 * 5)
     model, batch = tiny.target(), batch_of([17, 15], 36)
     head = tiny.head(model)
     target = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))
@@ -136,7 +135,7 @@ def test_accuracies_are_counted_along_the_chain() -> None:
     target = tiny.target_of(model, batch, head.target_ids(torch.arange(32)))
     objective = Objective(LOSSES["ce"], 3, 0.8)
     got = ttt_loss(head, batch, target, objective, plan(batch, target, objective))
-    told = (target.rows.hidden @ target.rows.head.T)[None]
+    told = (target.hidden @ target.head.T)[None]
     right, counts = [], []
     for step, (rows, a) in enumerate(passes(head, batch, target.features, 3)):
         right.append(head.logits(a).argmax(-1)[0] == told[0, rows + 1 + step].argmax(-1))
@@ -185,10 +184,9 @@ def loss_of_perfect_draft(shift: int) -> float:
     width, vocab = 20, 32
     batch = batch_of([width], width)
     batch.tokens[0] = torch.arange(width)
-    rows = TargetRows(
-        F.one_hot(torch.arange(1, width + 1), vocab).float(), torch.full((width,), 50.0), 50 * torch.eye(vocab)
-    )
-    target = TargetBatch(torch.zeros(1, width, 8), rows, torch.ones(1, width, dtype=torch.bool))
+    hidden, lse = F.one_hot(torch.arange(1, width + 1), vocab).float(), torch.full((width,), 50.0)
+    every = torch.ones(1, width, dtype=torch.bool)
+    target = TargetBatch(torch.zeros(1, width, 8), hidden, lse, 50 * torch.eye(vocab), every)
     objective = Objective(LOSSES["ce"], 4, 0.8)
     draft = PerfectDraft(shift, vocab)
     return float(ttt_loss(draft, batch, target, objective, plan(batch, target, objective)).total)  # type: ignore[arg-type]

@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aquiline.models.decoder import Decoder
-from aquiline.models.eagle import DraftHead
+from aquiline.backends.torch import reference as ops
+from aquiline.backends.torch.decoder import Decoder
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.models.model_config import ModelConfig, RopeConfig
-from aquiline.ops import reference as ops
 from aquiline.train import teacher
 from aquiline.train.attention import PackedAttention
-from aquiline.train.head_loss import TargetRows
+from aquiline.train.losses import TargetBatch
 from aquiline.train.start import new_head
 from aquiline.train.train_config import TrainConfig
-from aquiline.train.ttt import TargetBatch, TokenBatch
+from aquiline.train.ttt import TokenBatch
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=48, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -68,8 +68,8 @@ def target_of(model: Decoder, batch: TokenBatch, vocab: Tensor) -> TargetBatch:
     logits = hidden @ model.head.T
     inside = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     inside[vocab] = True
-    rows = TargetRows(hidden.flatten(0, 1), torch.logsumexp(logits, -1).flatten(), model.head[vocab])
-    return TargetBatch(out.features, rows, inside[logits.argmax(-1)])
+    lse = torch.logsumexp(logits, -1).flatten()
+    return TargetBatch(out.features, hidden.flatten(0, 1), lse, model.head[vocab], inside[logits.argmax(-1)])
 
 
 def write_target(directory: Path) -> Path:
@@ -122,3 +122,8 @@ def run_config(folder: Path) -> TrainConfig:
         draft_vocab_size=40, context=48, batch_size=4, ttt_steps=4, steps=30, lr=5e-3, log_every=1, eval_every=10,
         eval_rows=8, eval_tokens=16, seed=3,
     )  # fmt: skip
+
+
+def all_ids(draft: DraftHead) -> torch.Tensor:
+    """The target ids of all draft ids."""
+    return draft.target_ids(torch.arange(len(draft.d2t)))

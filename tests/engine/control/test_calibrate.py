@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import TINY, TINY_DRAFT, engine_config, needs_native, tiny_models, tiny_pair
+from tests.conftest import TINY, TINY_DRAFT, engine_config, from_modules, needs_native, tiny_models, tiny_pair
 from tests.engine.driving import add, finish, words
 
 from aquiline.config import Environment, SamplingParams, cache_directory
@@ -18,7 +18,7 @@ from aquiline.engine.control.calibrate import cost_table, estimated_table, measu
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import MAX_TABLE_ROWS, MIN_MS, CostTable, StepCosts
 from aquiline.engine.llm import LLM
-from aquiline.engine.model import LoadedModels, Loading, from_modules
+from aquiline.engine.model import LoadedModels, Loading
 from aquiline.spec.adaptive import Adaptive
 
 TABLE = dataclasses.asdict(estimated_table(10**8, has_draft=True)) | {"keys": ((1000.0, 0.1), (4000.0, 0.7))}

@@ -17,9 +17,9 @@ from aquiline.engine.control.controller import (
     source_of,
 )
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
+from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Request, Sequence
-from aquiline.engine.step import Step
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Proposal
 from aquiline.text.detokenizer import Detokenizer
@@ -55,20 +55,23 @@ def sequence_of(proposer: Copies | None = None, drafting: Drafting = Adaptive(),
     return Sequence(request, Detokenizer(None, (5,), ()), frozenset(), [5], slot, proposer, slot=slot)
 
 
-def plan_of(*sequences: Sequence) -> StepPlan:
-    return StepPlan((), sequences, (), 0, 0)
+def chosen(controller: Controller, *sequences: Sequence) -> StepChoice:
+    """The choice for a step in which these sequences decode."""
+    choice = controller.choose(StepPlan(decoding=sequences))
+    assert choice is not None
+    return choice
 
 
 def taken(controller: Controller, sequence: Sequence, num_steps: int, admits: bool = False) -> list[str]:
     """The sources of so many steps of one sequence; each step adds a token and takes as long as the table says."""
     found = list[str]()
     for _ in range(num_steps):
-        decode = controller.decodes(plan_of(sequence))[sequence]
+        decode = chosen(controller, sequence).decodes[sequence]
         found.append(source_of(decode))
         output = StepOutput([Decoded(0, [5], 0, 0)], [], 0, {"draft": 0.0, "verify": PLAIN_MS / 1e3}, lambda: None)  # type: ignore
         message = StepInput((decode,), admits=(Admit(1, (5,), 1, SamplingParams(seed=0)),) if admits else ())
         pending = SimpleNamespace(read=lambda output=output: output)
-        controller.learn(Step(plan_of(sequence), message, pending), output)
+        controller.learn(Step(StepPlan(decoding=(sequence,)), message, pending))
         sequence.tokens.append(5)
     return found
 
@@ -103,7 +106,7 @@ def test_time_that_no_probe_took_is_saved_up_to_a_limit() -> None:
 def test_probes_go_round() -> None:
     """Nobody drafts, and each sequence is asked as often as the others."""
     controller, sequences = controller_of(), [sequence_of(slot=slot) for slot in range(3)]
-    steps = [controller.decodes(plan_of(*sequences)) for _ in range(INITIAL_PROBES)]
+    steps = [chosen(controller, *sequences).decodes for _ in range(INITIAL_PROBES)]
     probed = [sequence.slot for found in steps for sequence in found if source_of(found[sequence]) == "probe"]
     assert len(probed) == INITIAL_PROBES and set(probed) == {0, 1, 2}
 
@@ -112,7 +115,7 @@ def test_a_copy_is_cut_where_a_row_costs_as_much_as_four() -> None:
     """Four rows cost as one, and the fifth is bought for no token that is likely to be wrong."""
     rows = [(1, 1.0), (4, 1.0), (5, 2.0), (8, 2.0), (64, 20.0)]
     sequence = sequence_of(Copies(lambda length: True, 0.9, 0.8, 0.7, 0.4))
-    decode = controller_of(rows, pass_ms=9.0).decodes(plan_of(sequence))[sequence]
+    decode = chosen(controller_of(rows, pass_ms=9.0), sequence).decodes[sequence]
     assert decode.proposal == Proposal((1, 2, 3), (), (0.9, 0.8, 0.7))
 
 
@@ -121,7 +124,7 @@ def test_rows_of_fixed_drafts_leave_fewer_cheap_ones() -> None:
     rows, sequence = [(1, 2.0), (8, 2.05), (9, 6.0), (32, 52.0)], sequence_of()
     for beside, source in ((), "draft"), ((sequence_of(drafting=Chain(7), slot=1),), "none"):
         controller = controller_of(rows, pass_ms=0.05)
-        steps = [controller.decodes(plan_of(sequence, *beside))[sequence] for _ in range(INITIAL_PROBES + 1)]
+        steps = [chosen(controller, sequence, *beside).decodes[sequence] for _ in range(INITIAL_PROBES + 1)]
         assert source_of(steps[-1]) == source, "those before may be probes"
 
 
@@ -129,7 +132,7 @@ def test_a_choice_stands_no_longer_than_a_text_may_go_without_a_look() -> None:
     controller, sequence = controller_of(), sequence_of(Copies(lambda length: False))
     most = list[int]()
     for _ in range(2 * UNCOPIED_LIMITS[-1]):
-        most.append(controller.most_repeats(controller.decodes(plan_of(sequence))))
+        most.append(chosen(controller, sequence).most_steps)
         sequence.tokens.append(5)
     _, soon, late = UNCOPIED_LIMITS
     assert max(most[: soon - 1]) <= SEARCH_PERIODS[1] and max(most[: late - 1]) == SEARCH_PERIODS[2] < max(most[late:])
