@@ -70,7 +70,7 @@ class Stream:
             inside = {name: statistics.mean(each[name] for each in stages) for name in stages[0]}
             found["step"] += [seconds / num] * num
             found["host"] += [seconds / num - sum(inside.values())] * num
-            found["verify"] += [inside["verify"] + inside["accept"]] * num
+            found["verify"] += [inside["verify"] + inside["keep"]] * num
             found["draft"] += [inside["draft"]] * num
         engine.abort(request.id)
         return found

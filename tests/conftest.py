@@ -102,11 +102,11 @@ def tiny_models(
     dtype: str = "bfloat16", seed: int = 0, eos_token_ids: tuple[int, ...] = TINY.eos_token_ids
 ) -> LoadedModels:
     """A tiny pair in the backend this machine has."""
-    from aquiline.ops.torch_arrays import torch_dtype
+    import torch
 
     decoder, head = tiny_pair(seed, dataclasses.replace(TINY, eos_token_ids=eos_token_ids))
     for module in (decoder, head):
-        round_to(module, torch_dtype(storage_dtype(dtype)))
+        round_to(module, getattr(torch, storage_dtype(dtype).name))
     return from_modules(decoder, head, None, Loading(dtype), Environment.read())
 
 

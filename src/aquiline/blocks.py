@@ -130,9 +130,11 @@ def _below(run: list[Weight]) -> Weight:
     return Weight(run[0].kind, (num_rows, run[0].shape[1]), lambda: np.concatenate([weight.values for weight in run]))
 
 
-def dequantised(parts: Parts) -> Array:
-    """The float32 weight of all parts."""
-    return parts[0].dequantised() if len(parts) == 1 else np.concatenate([part.dequantised() for part in parts])
+def floats_of(parts: Parts) -> Array:
+    """The weight of all parts [N, K] as floats: those of one part as they are stored, blocks in float32."""
+    if len(parts) == 1:
+        return parts[0].dequantised() if parts[0].is_blocks else parts[0].values
+    return np.concatenate([part.dequantised() for part in parts])
 
 
 def block_size(kind: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, words
 from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair, weights_of
 
@@ -15,8 +16,7 @@ from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.models.model_config import DraftConfig
-from aquiline.ops.torch_arrays import torch_dtype
-from aquiline.types import Int32, storage_dtype
+from aquiline.types import Int32
 
 pytestmark = needs_native
 
@@ -60,7 +60,7 @@ def test_biases_and_sinks(dtype: str) -> None:
     for new in (CpuPair, TorchPair):
         decoder, head = tiny_pair(7, config)
         for module in (decoder, head):
-            round_to(module, torch_dtype(storage_dtype(dtype)))
+            round_to(module, getattr(torch, dtype))
         pair = new(*weights_of(decoder, head), dtype)
         assert pair.kv_dtype == ("float32" if dtype == "float32" else "bfloat16")
         player = Player(pair, num_slots=2)

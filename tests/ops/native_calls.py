@@ -10,7 +10,7 @@ import torch
 
 from aquiline.backends.cpu import buffers, calls, native
 from aquiline.backends.torch import reference as ref
-from aquiline.blocks import Weight, dequantised, in_memory
+from aquiline.blocks import Weight, floats_of, in_memory
 from aquiline.config import MAX_DEPTH
 from aquiline.ops.torch_arrays import array_of, tensor_of
 from aquiline.types import KEY_GROUP, AcceptResult, KVGroup, Rows
@@ -37,9 +37,7 @@ def tensor(weight):
     """A weight, a norm or a bias as a tensor; None as it is."""
     if weight is None:
         return None
-    if isinstance(weight, tuple):
-        weight = weight[0].values if len(weight) == 1 and not weight[0].is_blocks else dequantised(weight)
-    return tensor_of(weight)
+    return tensor_of(floats_of(weight) if isinstance(weight, tuple) else weight)
 
 
 def native_linear(weight, bias=None, arithmetic="float32", dtype=None):

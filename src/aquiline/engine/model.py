@@ -221,7 +221,7 @@ class ResolvedPair:
         if self.draft is not None:
             reading = read_draft(self.draft, read_model_config(self.target), overrides)
             how = how.for_draft(reading.config) if self.asked.draft_dtype == "auto" else how
-            capture = () if reading.problems else reading.config.capture  # load_draft lists the problems, tensors' too
+            capture = () if reading.problems else reading.config.capture  # which read_draft_weights lists, tensors' too
         check_fits({self.target: how.dtype} | ({} if self.draft is None else {self.draft: how.draft_dtype}))
         target = read_target(self.target, dtype=how.dtype, capture=capture)
         draft = None

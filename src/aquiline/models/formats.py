@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from aquiline.blocks import Array, Parts, Weight, dequantised
+from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_config
 from aquiline.models.files import Entry, Tensors, check_entries, refuse, resolve
 from aquiline.models.known_pairs import draft_of
@@ -124,7 +124,7 @@ def shared_embedding(embed: Parts, stored: np.dtype[Any]) -> Parts:
 def _rows_of(parts: Parts, d2t: Int64, stored: np.dtype[Any]) -> Parts:
     """The rows of a head [V, H] or an embedding that the draft's vocabulary has, as a head [Vd, H]."""
     shape = len(d2t), parts[0].shape[1]
-    return (Weight(stored.name, shape, lambda: dequantised(parts)[head_rows(d2t)].astype(stored)),)
+    return (Weight(stored.name, shape, lambda: floats_of(parts)[head_rows(d2t)].astype(stored)),)
 
 
 def head_rows(d2t: Int64) -> Int64:
@@ -186,11 +186,12 @@ def save_draft(head: DraftWeights, directory: str | Path, *, target: ModelWeight
     own = {"fc": head.fc, "input_norm": head.input_norm, "fc_norm": head.fc_norm, "norm": head.model.final_norm}
     own |= {"embed": head.model.embed, "head": head.model.head}
     own |= {f"layer.{name}": weight for name, weight in head.model.layers[0].named()}
-    arrays = {name: _whole(weight) for name, weight in own.items() if weight is not None}
-    omit = target is not None and _is_same(arrays["embed"], target.embed)
+    arrays = {name: floats_of(weight) if isinstance(weight, tuple) else weight for name, weight in own.items()}
+    omit = target is not None and _is_same(floats_of(head.model.embed), target.embed)
     tensors: dict[str, Array] = {"d2t": head.d2t, "t2d": _t2d(head.d2t, head.config.model.vocab_size)}
     for entry in draft_entries(head.config, SPECFORGE.layer, embed=not omit, head=True):
         whole = arrays[entry.target]
+        assert whole is not None, entry.target
         rows = entry.shape[0] if whole.ndim == len(entry.shape) else 1  # a stack of vectors has one row each
         tensors[entry.source] = whole[entry.start : entry.start + rows].reshape(entry.shape)
     config = json.dumps(_config_json(head), indent=2, sort_keys=True) + "\n"
@@ -202,18 +203,11 @@ def save_draft(head: DraftWeights, directory: str | Path, *, target: ModelWeight
     os.replace(config_tmp, place / "config.json")
 
 
-def _whole(weight: Parts | Array) -> Array:
-    """A weight as one array of floats."""
-    if isinstance(weight, np.ndarray):
-        return weight
-    return weight[0].values if len(weight) == 1 and not weight[0].is_blocks else dequantised(weight)
-
-
 def _is_same(embed: Array, target: Parts) -> bool:
     """Whether an embedding is the target's, rounded to the embedding's dtype."""
     if target[0].shape != embed.shape:
         return False
-    return np.array_equal(embed, _whole(target).astype(embed.dtype, copy=False))
+    return np.array_equal(embed, floats_of(target).astype(embed.dtype, copy=False))
 
 
 def _config_json(head: DraftWeights) -> dict[str, object]:

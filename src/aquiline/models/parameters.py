@@ -45,9 +45,6 @@ class Parameters:
         for entry in sorted(entries, key=lambda entry: entry.start):
             self._own.setdefault(entry.target, []).append(entry)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._own
-
     def vector(self, name: str) -> Array | None:
         """A norm or a bias now, [n]; None if the model has none of that name."""
         if name not in self._own:
@@ -99,11 +96,15 @@ class Parameters:
         return self._read(own[0]) if len(own) == 1 else np.concatenate([self._read(entry) for entry in own])
 
     def _read(self, entry: Entry) -> Array:
-        with np.errstate(over="ignore"):  # which is then seen
-            values = self._tensors.get(entry.source).astype(self._stored(entry.target), order="C", copy=False)
+        values = self._rounded(entry, self._tensors.get(entry.source))
         if not all_finite(values):
             self._refuse()
         return values
+
+    def _rounded(self, entry: Entry, found: Array) -> Array:
+        """A tensor as it is stored; what the storage cannot hold becomes infinite."""
+        with np.errstate(over="ignore"):
+            return found.astype(self._stored(entry.target), order="C", copy=False)
 
     def _refuse(self) -> NoReturn:
         """Read every tensor again and list those that are not finite as they are stored."""
@@ -116,9 +117,8 @@ class Parameters:
             weight = self._tensors.blocks(entry.source)
             is_finite = blocks_are_finite(weight.kind, weight.values)
             return None if is_finite else f"tensor {entry.source} has scales that are not finite: download it again"
-        found, stored = self._tensors.get(entry.source), self._stored(entry.target)
-        with np.errstate(over="ignore"):
-            place = found.astype(stored)
+        found = self._tensors.get(entry.source)
+        place = self._rounded(entry, found)
         return None if all_finite(place) else _not_finite(entry.source, place, found.astype(np.float32))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,9 +23,3 @@ def tensor_of(array: Array) -> Tensor:
     if values.dtype == FLOATS["bfloat16"]:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
-
-
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Torch's dtype of that name."""
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found

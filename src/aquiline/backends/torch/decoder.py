@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.backends.torch import reference as ops
-from aquiline.blocks import Array, Parts, Weight, dequantised
+from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.files import resolve
 from aquiline.models.load import read_target
 from aquiline.models.model_config import ModelConfig
@@ -58,9 +58,8 @@ def vector(weight: nn.Parameter | None) -> Array | None:
 
 def held(weight: Parts | Array) -> nn.Parameter:
     """A weight as a parameter that is not trained. Packed blocks become float32."""
-    if isinstance(weight, tuple):
-        weight = weight[0].values if len(weight) == 1 and not weight[0].is_blocks else dequantised(weight)
-    return nn.Parameter(tensor_of(weight), requires_grad=False)
+    values = floats_of(weight) if isinstance(weight, tuple) else weight
+    return nn.Parameter(tensor_of(values), requires_grad=False)
 
 
 @dataclass(frozen=True)
