@@ -2,7 +2,7 @@
 
 What a family means is data (`FAMILIES`), for the loader here and for the arithmetic of `aquiline limits`; whatever a
 config asks for beyond what runs is refused, naming field and value.
-The metadata of a GGUF file come as the fields of a config.json (`gguf/config.py`) and are read like one.
+The metadata of a GGUF file come as the fields of a config.json (`gguf/metadata.py`) and are read like one.
 Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3}/configuration_*.py and modeling_rope_utils.py.
 """
 

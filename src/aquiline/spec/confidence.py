@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 MARGIN_BOUNDS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Where each bucket of margins but the first begins. The bounds are powers of two, so every backend compares exactly.
-csrc/stages/grow.cpp has the same."""
+csrc/stages/chains.cpp has the same."""
 
 NUM_MARGINS = len(MARGIN_BOUNDS) + 1
 """Number of buckets of margins."""

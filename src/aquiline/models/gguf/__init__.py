@@ -1,1 +1,1 @@
-"""Targets from GGUF files: the file (`reader`), its metadata as a config (`config`), its weights (`tensors`)."""
+"""Targets from GGUF files: the file (`reader`), its metadata as a config (`metadata`), its weights (`tensors`)."""
