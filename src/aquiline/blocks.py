@@ -34,6 +34,7 @@ GGUF_BLOCKS = {
     "Q8_0": StoredType(8, 32, 34), "Q4_0": StoredType(2, 32, 18), "Q4_1": StoredType(3, 32, 20),
     "Q5_0": StoredType(6, 32, 22), "Q5_1": StoredType(7, 32, 24), "Q4_K": StoredType(12, 256, 144),
     "Q5_K": StoredType(13, 256, 176), "Q6_K": StoredType(14, 256, 210), "IQ4_NL": StoredType(20, 32, 18),
+    "MXFP4": StoredType(39, 32, 17),
 }  # fmt: skip
 """The types that are read. gguf-py knows them too, but its import takes a tenth of a second. Source: gguf-py 0.19,
 constants.py."""
@@ -49,6 +50,10 @@ _HALVES = {
     "Q6_K": (208,), "IQ4_NL": (0,),
 }  # fmt: skip
 """Where a block's float16 scale is, and its minimum: all that can be NaN or infinite."""
+
+MXFP4_LARGEST = 252
+"""The largest scale of a block of MXFP4: a block's values are 2^(scale - 128) times up to 12. 253 overflows a float32,
+and 255 is NaN."""
 
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 """The bits that are all set in a NaN and in an infinity, and in no other float."""
@@ -157,5 +162,8 @@ def _have_no(exponent: int, bits: NDArray[np.unsignedinteger[Any]]) -> bool:
 
 def blocks_are_finite(kind: str, blocks: Array) -> bool:
     """Whether the scales of blocks of a type, uint8 [N, bytes of a row], are finite."""
-    halves = blocks.reshape(-1, block_size(kind)[1]).view(np.uint16)
+    rows = blocks.reshape(-1, block_size(kind)[1])
+    if kind == "MXFP4":
+        return not (rows[:, 0] > MXFP4_LARGEST).any()
+    halves = rows.view(np.uint16)
     return all(_have_no(_EXPONENTS["float16"], halves[:, at // 2]) for at in _HALVES[kind])

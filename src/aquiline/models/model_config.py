@@ -18,13 +18,25 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of a layer's MLP: each row is computed by the `per_token` experts that the router
+    scores highest, ties to the lowest id, and adds up their outputs, weighted."""
+
+    count: int
+    per_token: int
+    has_bias: bool = False  # of the router and of every expert's gate, up and down
+    over_all: bool = False  # weights are softmax probabilities among all experts; false: among the chosen ones
+    limit: float = 0.0  # gpt-oss: gate at most this, up within it, (up + 1) * gate * sigmoid(1.702 gate); 0: SwiGLU
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Geometry and flags of one decoder; the same fields describe a target and a draft's own layer."""
 
-    family: str  # llama, mistral, qwen2, qwen3
+    family: str  # a name of FAMILIES in families.py
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of one expert where there are experts
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -39,6 +51,7 @@ class ModelConfig:
     qk_norm: bool = False  # qwen3: one RMS norm per head on q and k, before the rotation
     tied_head: bool = False
     windows: tuple[int, ...] = ()  # per layer, 0 for none; empty: none anywhere
+    experts: Experts | None = None  # of every layer; None: dense layers
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 

@@ -44,11 +44,25 @@ class DenseWeights:
 
 
 @dataclass(frozen=True, eq=False)
+class MoeWeights:
+    """A mixture of E experts: router [E, H]; gate_up, E parts [2 I, H] with the gate's rows first; down, E parts [H, I].
+
+    Biases, all or none: router_bias [E], gate_up_bias [E, 2 I], down_bias [E, H]."""
+
+    router: Parts
+    gate_up: Parts
+    down: Parts
+    router_bias: Array | None = None
+    gate_up_bias: Array | None = None
+    down_bias: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
     """One decoder layer: its blocks and the norms [H] before them. A draft's layer also norms the hidden state."""
 
     attention: AttentionWeights
-    mlp: DenseWeights
+    mlp: DenseWeights | MoeWeights
     input_norm: Array
     post_norm: Array
     hidden_norm: Array | None = None
