@@ -17,10 +17,10 @@ int64_t aq_abi(const char* name) {
     const char* name;
     size_t size;
   } structs[] = {
-      AQ_SIZE(AqLinear), AQ_SIZE(AqAttention),   AQ_SIZE(AqMlp),         AQ_SIZE(AqLayer),
-      AQ_SIZE(AqModel),  AQ_SIZE(AqKV),          AQ_SIZE(AqRows),        AQ_SIZE(AqSampling),
-      AQ_SIZE(AqFusion), AQ_SIZE(AqBatchConfig), AQ_SIZE(AqAdmit),       AQ_SIZE(AqShape),
-      AQ_SIZE(AqCut),    AQ_SIZE(AqConfidence),  AQ_SIZE(AqMatchEvents), AQ_SIZE(AqCopy),
+      AQ_SIZE(AqLinear),      AQ_SIZE(AqAttention), AQ_SIZE(AqExperts), AQ_SIZE(AqMlp),      AQ_SIZE(AqLayer),
+      AQ_SIZE(AqModel),       AQ_SIZE(AqKV),        AQ_SIZE(AqRows),    AQ_SIZE(AqSampling), AQ_SIZE(AqFusion),
+      AQ_SIZE(AqBatchConfig), AQ_SIZE(AqAdmit),     AQ_SIZE(AqShape),   AQ_SIZE(AqCut),      AQ_SIZE(AqConfidence),
+      AQ_SIZE(AqMatchEvents), AQ_SIZE(AqCopy),
   };
 #undef AQ_SIZE
   for (const auto& entry : structs)

@@ -113,6 +113,7 @@ struct Engine {
   std::vector<Tile> tiles;
   double* seconds = nullptr;
   Buffer normed, qkv, attended, gate_up, codes, embedded, cosine, sine, partials, workspace, logits, best, second;
+  Buffer expert_inputs, expert_outputs, routing;
 };
 
 Engine& engine() {
@@ -194,6 +195,26 @@ class PartTimer {
 };
 
 int parts_of(const AqModel& model) { return model.is_draft ? kDraftParts : 0; }
+
+// Memory for a model's experts, if it has any: enough for the layer that needs most.
+int plan_experts(const AqModel& model, int rows, ForwardJob* job) {
+  size_t most = 1, count = 0, words = 0;
+  for (int i = 0; i < model.num_layers; i++) {
+    const AqExperts* experts = model.layers[i].mlp.experts;
+    if (experts == nullptr) continue;
+    most = std::max(most, (size_t)experts->per_token), count = std::max(count, (size_t)experts->count);
+    words = std::max(words, routing_words(*experts, rows));
+  }
+  AQ_RESERVE(job->gate_up, gate_up, float, rows * most * model.intermediate);
+  if (count == 0) return 0;
+  const size_t threads = num_threads();
+  job->experts.input_floats = (size_t)rows * std::max(model.hidden, model.intermediate);
+  AQ_RESERVE(job->experts.logits, logits, float, rows* count);
+  AQ_RESERVE(job->experts.inputs, expert_inputs, float, threads * job->experts.input_floats);
+  AQ_RESERVE(job->experts.outputs, expert_outputs, float, rows * most * model.hidden);
+  AQ_RESERVE(job->experts.routing, routing, int32_t, threads* words);
+  return 0;
+}
 
 bool takes_codes(const AqModel& model) {
   for (int i = 0; i < model.num_layers; i++)
@@ -326,7 +347,7 @@ int32_t aq_num_threads(void) {
 }
 
 int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, int32_t num_states,
-               float* hidden, float* features) {
+               float* hidden, float* features, int32_t* num_experts) {
   AQ_TRY(check_model(model));
   AQ_TRY(check_kv(kv, model->num_kv_heads, model->head_dim));
   AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers,
@@ -339,11 +360,14 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
   if (model->is_draft) AQ_TRY(check_pointer("g", g, sizeof(float)));
   if (features != nullptr) AQ_TRY(check_pointer("features", features, sizeof(float)));
+  if (num_experts != nullptr) AQ_TRY(check_pointer("num_experts", num_experts, sizeof(int32_t)));
+  int32_t touched = 0;
+  if (num_experts != nullptr) *num_experts = 0;
   if (rows->num_rows == 0) return 0;
   Lock lock(engine().mutex);
   ForwardJob job{};
   job.model = model, job.kv = kv, job.rows = rows, job.g = g, job.num_states = num_states;
-  job.hidden = hidden, job.features = features;
+  job.hidden = hidden, job.features = features, job.num_experts = &touched;
   job.seconds = engine().seconds == nullptr ? nullptr : engine().seconds + parts_of(*model);
   const size_t n = rows->num_rows, heads = (size_t)model->num_heads * model->head_dim;
   // Few rows have a copy for each thread, so the rows with states may take more than all rows do.
@@ -353,7 +377,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   const size_t qkv_width = num_outputs(model->layers[0].attention.qkv);
   AQ_RESERVE(job.qkv, qkv, float, n* qkv_width);
   AQ_RESERVE(job.attended, attended, float, n* heads);
-  AQ_RESERVE(job.gate_up, gate_up, float, n * model->intermediate);
+  AQ_TRY(plan_experts(*model, std::max(num_states, 1), &job));
   if (takes_codes(*model)) {
     const size_t widest = heads > (size_t)model->intermediate ? heads : model->intermediate;
     AQ_RESERVE(job.codes, codes, Codes, num_normed * ((widest + 31) / 32));
@@ -367,6 +391,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
   job.attention.q = job.qkv, job.attention.q_stride = (int)qkv_width;
   job.attention.out = job.attended, job.attention.scale = model->attn_scale;
   run_job<ForwardJob, &Kernels::forward>(job);
+  if (num_experts != nullptr) *num_experts = touched;
   return 0;
 }
 

@@ -19,7 +19,7 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h and lookup/lookup.h too: backends/cpu/native.py
 // computes it from its mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0xcd9176fcu
+#define AQ_ABI 0xb95fe912u
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -40,11 +40,25 @@ typedef struct {
   int32_t window;                  // 0: none
 } AqAttention;
 
-// AQ_DENSE: down(silu(gate(x)) * up(x)). gate_up: the rows of gate and up, and their biases, alternate in runs of 16.
-enum { AQ_DENSE = 0 };
+// What stands in place of one MLP: a row uses the per_token experts that the router scores highest, ties to the lowest
+// id, and adds their outputs in that order, from 0, each times its weight. over_all: weights are softmax probabilities
+// among all experts, else among the chosen ones. Expert e's gate_up and down lie e * gate_up_bytes and e * down_bytes
+// behind those of expert 0, its biases e * n behind.
 typedef struct {
-  AqLinear gate_up, down;
-  int32_t kind;
+  AqLinear router;                 // [count, hidden], of floats
+  int64_t gate_up_bytes, down_bytes;
+  int32_t count, per_token, over_all;
+} AqExperts;
+
+// down(activation(gate(x), up(x))), where activation(g, u) is AQ_SWIGLU: silu(g) * u; AQ_CLAMPED: (u + 1) * g *
+// sigmoid(1.702 g) with g at most `limit` and u within it. gate_up: the rows of gate and up, and their biases,
+// alternate in runs of 16.
+enum { AQ_SWIGLU = 0, AQ_CLAMPED = 1 };
+typedef struct {
+  AqLinear gate_up, down;          // of expert 0 if there are experts
+  const AqExperts* experts;        // NULL: a dense MLP
+  int32_t activation;
+  float limit;
 } AqMlp;
 
 typedef struct {
@@ -106,9 +120,9 @@ int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_
 // (before the final norm) in hidden [R, hidden] and the captured features in features [R, num_capture * hidden]
 // (NULL: not wanted). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
 // Of its rows only the first num_states leave anything in hidden; the others only write their keys and values. In other
-// models all rows have states.
+// models all rows have states. num_experts (NULL: not wanted): how many experts were read, of all layers together.
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, int32_t num_states, float* hidden,
-               float* features);
+               float* features, int32_t* num_experts);
 
 // From now on every call adds the time of its parts to seconds [7]: the target's attention (norm to output
 // projection), MLP and head, the draft's attention, MLP and head, and fusion. NULL ends the timing.

@@ -71,9 +71,30 @@ int check_attention(const AqModel& m, const AqAttention& attention) {
   return 0;
 }
 
+int check_experts(const AqModel& m, const AqExperts& experts) {
+  AQ_TRY(check_pointer("experts", &experts, alignof(AqExperts)));
+  AQ_TRY(check_linear("router", experts.router, experts.count, m.hidden));
+  AQ_REQUIRE(!host::takes_codes(experts.router.dtype) && !host::takes_rounded(experts.router.dtype),
+             "router.dtype=%d: must be one of floats in float32 arithmetic", experts.router.dtype);
+  AQ_REQUIRE(experts.per_token > 0 && experts.per_token <= kMostExperts && experts.per_token <= experts.count,
+             "experts.per_token=%d: must be in [1, %d] and at most experts.count=%d", experts.per_token, kMostExperts,
+             experts.count);
+  AQ_REQUIRE(experts.gate_up_bytes > 0 && experts.gate_up_bytes % 64 == 0,
+             "gate_up_bytes=%lld: must be a positive "
+             "multiple of 64",
+             (long long)experts.gate_up_bytes);
+  AQ_REQUIRE(experts.down_bytes > 0 && experts.down_bytes % 64 == 0,
+             "down_bytes=%lld: must be a positive multiple of 64", (long long)experts.down_bytes);
+  return 0;
+}
+
 int check_layer(const AqModel& m, const AqLayer& layer) {
   AQ_TRY(check_attention(m, layer.attention));
-  AQ_REQUIRE(layer.mlp.kind == AQ_DENSE, "mlp.kind=%d: must be 0 (dense)", layer.mlp.kind);
+  if (layer.mlp.experts != nullptr) AQ_TRY(check_experts(m, *layer.mlp.experts));
+  AQ_REQUIRE(layer.mlp.activation == AQ_SWIGLU || layer.mlp.activation == AQ_CLAMPED,
+             "mlp.activation=%d: must be 0 (SwiGLU) or 1 (clamped)", layer.mlp.activation);
+  AQ_REQUIRE(layer.mlp.activation != AQ_CLAMPED || layer.mlp.limit > 0.0f, "mlp.limit=%g: must be positive",
+             (double)layer.mlp.limit);
   AQ_TRY(check_linear("gate_up", layer.mlp.gate_up, 2 * m.intermediate, m.hidden));
   AQ_TRY(check_linear("down", layer.mlp.down, m.hidden, m.intermediate));
   AQ_TRY(check_floats("input_norm", layer.input_norm));

@@ -9,6 +9,7 @@
 #include "int4.h"
 #include "int8.h"
 #include "integer_dot.h"
+#include "mxfp4.h"
 
 namespace AQ_NAMESPACE {
 

@@ -7,6 +7,7 @@
 #pragma once
 #include "gguf256.h"
 #include "int4.h"
+#include "mxfp4.h"
 
 namespace AQ_NAMESPACE {
 
@@ -30,6 +31,7 @@ AQ_ON_CODES(20, Q4_K, "q4_k_dot")
 AQ_ON_CODES(21, Q5_K, "q5_k_dot")
 AQ_ON_CODES(22, Q6_K, "q6_k_dot")
 AQ_ON_CODES(23, IQ4_NL, "iq4_nl_dot")
+AQ_ON_CODES(27, Mxfp4, "mxfp4_dot")
 #undef AQ_ON_CODES
 
 // The codes and scales of int8.h and int4.h, in fours.

@@ -2,6 +2,7 @@
 // few rows a barrier costs as much as a small linear, so there are four a layer: after attention, o, gate_up and down.
 #pragma once
 #include "attention.h"
+#include "experts.h"
 
 namespace AQ_NAMESPACE {
 
@@ -148,9 +149,22 @@ static float* feature_of(const ForwardJob& job, int index) {
   return nullptr;
 }
 
+// The MLP of a dense layer, from the residual stream to the residual stream and, if `copy` is not NULL, to copy too.
+// The last barrier is the caller's.
+static void dense(const Worker& worker, const ForwardJob& job, const AqLayer& layer, int rows, float* copy,
+                  size_t copy_stride) {
+  const AqMlp& mlp = layer.mlp;
+  const void* normed =
+      norm_rows(worker, job.hidden, nullptr, rows, layer.post_norm, job.model->eps, mlp.gate_up, job.normed);
+  linear_activated(worker, mlp, normed, rows, job.gate_up);
+  worker.barrier();
+  const void* gated = rounded_rows(worker, mlp.down, job.gate_up, rows, job.codes);
+  linear_add(worker, mlp.down, gated, rows, job.hidden, copy, copy_stride);
+}
+
 static void forward(const Worker& worker, const ForwardJob& job) {
   const AqModel& model = *job.model;
-  const int num_rows = job.rows->num_rows, num_states = job.num_states, width = model.hidden;
+  const int num_rows = job.rows->num_rows, num_states = job.num_states;
   // A worker that owns whole kv heads needs no queries, keys or values of another worker.
   const bool owns_heads = model.num_kv_heads % worker.count == 0;
   AttentionJob attend = job.attention;
@@ -178,13 +192,10 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     linear_add(worker, layer.attention.o, attended, num_states, job.hidden);
     worker.barrier();
     lap(0);
-    normed =
-        norm_rows(worker, job.hidden, nullptr, num_states, layer.post_norm, model.eps, layer.mlp.gate_up, job.normed);
-    linear_swiglu(worker, layer.mlp.gate_up, normed, num_states, layer.mlp.down, job.gate_up);
-    worker.barrier();
-    const void* gated = rounded_rows(worker, layer.mlp.down, job.gate_up, num_states, job.codes);
-    linear_add(worker, layer.mlp.down, gated, num_states, job.hidden, feature_of(job, index),
-               (size_t)model.num_capture * width);
+    float* feature = feature_of(job, index);
+    const size_t stride = (size_t)model.num_capture * model.hidden;
+    if (layer.mlp.experts == nullptr) dense(worker, job, layer, num_states, feature, stride);
+    else mixture(worker, job, layer, num_states, feature, stride);
     worker.barrier();
     lap(1);
   }

@@ -8,11 +8,11 @@ namespace AQ_NAMESPACE {
 
 constexpr int integer_blocks_for(int rows) { return rows * 4 <= kIntegerSums ? 4 : rows * 2 <= kIntegerSums ? 2 : 1; }
 
-// x * factor, which is zero or a power of two.
+// x * factor, by shifts.
 template <int factor> AQ_INLINE IVec times(IVec x) {
-  static_assert((factor & (factor - 1)) == 0, "a shift");
   if constexpr (factor == 0) return iset1(0);
-  else return shl<__builtin_ctz(factor)>(x);
+  else if constexpr ((factor & (factor - 1)) == 0) return shl<__builtin_ctz(factor)>(x);
+  else return iadd(times<(factor & -factor)>(x), times<(factor & (factor - 1))>(x));
 }
 
 // The integer sums stay in registers over a group, the float sums in memory. See `tile` for the arguments.

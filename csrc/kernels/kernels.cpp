@@ -21,7 +21,8 @@ static void rms_norm(const float* x, const float* weight, int rows, int width, f
 }
 
 static void swiglu(const float* gate_up, int rows, int width, float* y) {
-  for (size_t i = 0; i < (size_t)rows * width; i += 16) swiglu_run(gate_up + 2 * i, y + i);
+  for (size_t i = 0; i < (size_t)rows * width; i += 16)
+    store(y + i, mul(silu(load(gate_up + 2 * i)), load(gate_up + 2 * i + 16)));
 }
 
 static void rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int rows, int heads, int dim) {

@@ -89,6 +89,21 @@ struct AttentionJob {
   size_t workspace_floats;
 };
 
+constexpr int kMostExperts = 16;  // of a row
+
+// Words of 32 bits that a worker's table of experts and rows takes: see Routing in experts.h.
+static inline size_t routing_words(const AqExperts& experts, int rows) {
+  return 3 * (size_t)rows * experts.per_token + experts.count + 1;
+}
+
+// Memory of a mixture of experts. logits [rows, count]; routing: routing_words for each worker; inputs: input_floats
+// for each worker, the rows of one expert as its linears take them; outputs [rows * per_token, hidden].
+struct ExpertScratch {
+  float *logits, *inputs, *outputs;
+  int32_t* routing;
+  size_t input_floats;
+};
+
 struct ForwardJob {
   const AqModel* model;
   const AqKV* kv;
@@ -102,6 +117,8 @@ struct ForwardJob {
   float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
   Codes* codes;
   float* embedded;         // [rows, hidden], if the embedding is packed in blocks
+  ExpertScratch experts;   // if any layer has experts; gate_up then holds floats, a row for each expert of a row
+  int32_t* num_experts;    // where worker 0 adds the number of experts that were read
   AttentionJob attention;  // the fields that are the same for every layer; its rows are the first num_states
   double* seconds;         // NULL, or where the time of attention and of the MLP is added
 };

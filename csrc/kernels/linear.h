@@ -137,21 +137,23 @@ static void linear_add(const Worker& worker, const AqLinear& linear, const void*
   });
 }
 
-template <class Y>
-AQ_INLINE void swiglu_run(const float* gate_up, Y* y) {
-  store(y, mul(silu(load(gate_up)), load(gate_up + 16)));
+AQ_INLINE Vec activated(const AqMlp& mlp, Vec gate, Vec up) {
+  return mlp.activation == AQ_CLAMPED ? clamped_swiglu(gate, up, mlp.limit) : mul(silu(gate), up);
 }
 
-// y [rows, n / 2] = silu(gate) * up, for a weight whose gate and up rows alternate in runs of 16. y is float or
-// Rounded, whichever `next` takes.
-static void linear_swiglu(const Worker& worker, const AqLinear& linear, const void* x, int rows, const AqLinear& next,
-                          void* y) {
-  const bool is_rounded = takes_rounded(next.dtype);
-  linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
-    const size_t at = ((size_t)row * linear.n + column) / 2;
-    for (int i = 0; i < width; i += 32)
-      if (is_rounded) swiglu_run(sums + i, (Rounded*)y + at + i / 2);
-      else swiglu_run(sums + i, (float*)y + at + i / 2);
+// Writes the activations of `width` sums, in which runs of 16 of gate and up alternate: half as many.
+template <class Y> AQ_INLINE void store_activated(const AqMlp& mlp, const float* sums, int width, Y* y) {
+  for (int i = 0; i < width; i += 32) store(y + i / 2, activated(mlp, load(sums + i), load(sums + i + 16)));
+}
+
+// y [rows, n / 2]: the activations of mlp.gate_up, as float or Rounded, whichever `down` takes.
+static void linear_activated(const Worker& worker, const AqMlp& mlp, const void* x, int rows, void* y) {
+  const bool is_rounded = takes_rounded(mlp.down.dtype);
+  const Share mine = share_blocks(worker, mlp.gate_up);
+  linear_rows(mlp.gate_up, mine, x, rows, [&](int row, int column, int width, const float* sums) {
+    const size_t at = ((size_t)row * mlp.gate_up.n + column) / 2;
+    if (is_rounded) store_activated(mlp, sums, width, (Rounded*)y + at);
+    else store_activated(mlp, sums, width, (float*)y + at);
   });
 }
 

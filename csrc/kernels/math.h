@@ -62,6 +62,15 @@ AQ_INLINE float log1(float x) {
 
 AQ_INLINE Vec silu(Vec x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
 
+// (up + 1) * gate * sigmoid(1.702 gate), gate at most `limit` and up within it. A NaN stays one.
+// Source: openai/gpt-oss, gpt_oss/torch/model.py, swiglu.
+AQ_INLINE Vec clamped_swiglu(Vec gate, Vec up, float limit) {
+  const Vec most = set1(limit), least = set1(-limit);
+  gate = select(less(most, gate), most, gate);
+  up = select(less(most, up), most, select(less(up, least), least, up));
+  return mul(add(up, set1(1.0f)), div(gate, add(set1(1.0f), exp(mul(gate, set1(-1.702f))))));
+}
+
 // Cosine and sine in double of an angle up to about 1.6e6: a two-part pi/2, of which n times the first is exact, then
 // the polynomials of fdlibm on [-pi/4, pi/4].
 AQ_INLINE void cos_sin(float angle, double* cosine, double* sine) {

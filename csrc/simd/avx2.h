@@ -68,6 +68,10 @@ AQ_INLINE IVec iload(const uint16_t* p) {
   return IVec{_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
               _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
+AQ_INLINE IVec iload(const uint8_t* p) {
+  return IVec{_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+              _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
 AQ_INLINE void istore(uint16_t* p, IVec a) {
   uint32_t lane[16];
   istore(lane, a);

@@ -33,6 +33,7 @@ AQ_INLINE IVec iset1(uint32_t x) { return _mm512_set1_epi32((int)x); }
 AQ_INLINE IVec iload(const uint32_t* p) { return _mm512_loadu_si512(p); }
 AQ_INLINE void istore(uint32_t* p, IVec a) { _mm512_storeu_si512(p, a); }
 AQ_INLINE IVec iload(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+AQ_INLINE IVec iload(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 AQ_INLINE void istore(uint16_t* p, IVec a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a)); }
 AQ_INLINE IVec iadd(IVec a, IVec b) { return _mm512_add_epi32(a, b); }
 AQ_INLINE IVec isub(IVec a, IVec b) { return _mm512_sub_epi32(a, b); }

@@ -60,6 +60,11 @@ AQ_INLINE IVec iload(const uint16_t* p) {
   const uint16x8_t low = vld1q_u16(p), high = vld1q_u16(p + 8);
   return IVec{vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)};
 }
+AQ_INLINE IVec iload(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+  return IVec{vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)};
+}
 AQ_INLINE uint16x8_t low_words(uint32x4_t a, uint32x4_t b) { return vmovn_high_u32(vmovn_u32(a), b); }
 AQ_INLINE void istore(uint16_t* p, IVec a) {
   vst1q_u16(p, low_words(a.p0, a.p1)), vst1q_u16(p + 8, low_words(a.p2, a.p3));

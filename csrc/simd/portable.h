@@ -56,6 +56,11 @@ AQ_INLINE IVec iload(const uint16_t* p) {
   for (int i = 0; i < 16; i++) a[i] = p[i];
   return a;
 }
+AQ_INLINE IVec iload(const uint8_t* p) {
+  IVec a;
+  for (int i = 0; i < 16; i++) a[i] = p[i];
+  return a;
+}
 AQ_INLINE void istore(uint16_t* p, IVec a) {
   for (int i = 0; i < 16; i++) p[i] = (uint16_t)a[i];
 }

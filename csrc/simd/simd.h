@@ -7,7 +7,8 @@
 //   load_half                floats of 16 IEEE half-precision numbers (binary16)
 //   add sub mul div fma max  a op b; fma(a, b, c) = a * b + c, rounded once
 //   less is_nan both any select          comparisons and what is done with them
-//   iset1 iload istore       uint32, or 16-bit words in memory (load extends with zeros, store drops the upper half)
+//   iset1 iload istore       uint32, or 16-bit words in memory (load extends with zeros, store drops the upper half);
+//                            iload also takes bytes
 //   iadd isub imul iand ixor shl shr iselect sign_bit
 //   to_float as_float as_int             conversion of signed integers; the same bits
 //   low_halves high_halves   of 16 words of 32 bits: floats whose upper 16 bits are the lower or the upper half

@@ -108,6 +108,7 @@ struct AqBatch {
   std::vector<std::vector<int32_t>> paths, kept;  // of each decode: accepted nodes, root first; tokens
   std::vector<std::vector<aq::Guess>> guesses;  // of each decode: empty without a cut
   int num_draft_rows = 0;
+  int32_t num_experts = 0;  // read by the target, of all layers together
   double seconds[aq::kNumTimes] = {};
   double lapped = 0.0;
 

@@ -42,7 +42,7 @@ int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& t
     span.begin = end;
   }
   batch->num_draft_rows += rows.num_rows();
-  return aq_forward(c.draft, c.draft_kv, &rows.rows(), batch->g.data(), num_states, c.draft_hidden, nullptr);
+  return aq_forward(c.draft, c.draft_kv, &rows.rows(), batch->g.data(), num_states, c.draft_hidden, nullptr, nullptr);
 }
 
 }  // namespace
@@ -126,7 +126,7 @@ int aq_draft(AqBatch* batch, const int32_t* message, const AqConfidence* confide
   batch->extends.assign(m.extends, m.extends + m.num_extends);
   batch->chunks.assign(m.chunks, m.chunks + m.num_chunks);
   batch->decodes.assign(m.decodes, m.decodes + m.num_decodes);
-  batch->num_draft_rows = 0;
+  batch->num_draft_rows = batch->num_experts = 0;
   std::fill_n(batch->seconds, (int)kNumTimes, 0.0);
   batch->lapped = seconds();
   if (draft(batch, m, admits, num_admits) != 0) return -2;

@@ -165,7 +165,7 @@ int grow_levels(AqBatch* batch, std::vector<Growing>* trees) {
     AQ_TRY(take_states(batch, next.states));
     batch->num_draft_rows += next.rows->num_rows();
     AQ_TRY(aq_forward(batch->config.draft, batch->config.draft_kv, &next.rows->rows(), batch->g.data(),
-                      next.rows->num_rows(), batch->config.draft_hidden, nullptr));
+                      next.rows->num_rows(), batch->config.draft_hidden, nullptr, nullptr));
   }
 }
 

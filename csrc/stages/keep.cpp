@@ -132,8 +132,10 @@ void advance(AqBatch* batch) {
   }
 }
 
+constexpr int kReportHead = 3;
+
 void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* out) {
-  int32_t* at = out + 2;
+  int32_t* at = out + kReportHead;
   for (size_t b = 0; b < batch.decodes.size(); b++) {
     *at++ = roots[b], *at++ = batch.trees.size((int)b) - 1, *at++ = batch.slots[batch.decodes[b].slot].draft_end;
     *at++ = (int32_t)batch.kept[b].size();
@@ -144,7 +146,7 @@ void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* ou
   }
   for (size_t i = 0; i < batch.chunks.size(); i++)
     *at++ = batch.chunk_tokens[i], *at++ = batch.slots[batch.chunks[i].slot].draft_end;
-  out[0] = (int32_t)(at - out - 2), out[1] = batch.num_draft_rows;
+  out[0] = (int32_t)(at - out - kReportHead), out[1] = batch.num_draft_rows, out[2] = batch.num_experts;
   for (size_t b = 0; b < batch.decodes.size(); b++) {
     const int first = batch.trees.offsets[b], end = batch.trees.offsets[b + 1];
     at = std::copy(batch.trees.tokens.begin() + first, batch.trees.tokens.begin() + end, at);
@@ -155,7 +157,7 @@ void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* ou
 
 // Where the report of the step that was kept last ends.
 int32_t* end_of_report(const AqBatch& batch, int32_t* out) {
-  size_t size = 2 + out[0] + 2 * batch.trees.tokens.size();
+  size_t size = kReportHead + out[0] + 2 * batch.trees.tokens.size();
   for (const std::vector<int32_t>& path : batch.paths) size += path.size();
   return out + size;
 }

@@ -106,11 +106,12 @@ int aq_replace_trees(AqBatch*, const int32_t* trees);
 // which tokens a row may draw; NULL: all.
 int aq_verify(AqBatch*, const uint32_t* masks, int32_t num_rows, int32_t num_words);
 
-// Moves every slot to its next root. out holds the size of what follows up to the trees, and the number of draft rows
-// run; for each decode the root's index, the number of nodes drafted, draft_end, the number of kept tokens, and the
-// kept tokens (-1: the target's logits are not numbers), with a cut also the number of levels that were drafted, and
-// the token, the runner-up and the margin's bucket of each; for each chunk the token drawn (-2: it does not draw) and
-// draft_end. Then follow for each decode its tree's tokens, parents, and the nodes of the kept path.
+// Moves every slot to its next root. out holds the size of what follows up to the trees, the number of draft rows run,
+// and the number of experts that the target read, of all layers together; for each decode the root's index, the number
+// of nodes drafted, draft_end, the number of kept tokens, and the kept tokens (-1: the target's logits are not
+// numbers), with a cut also the number of levels that were drafted, and the token, the runner-up and the margin's
+// bucket of each; for each chunk the token drawn (-2: it does not draw) and draft_end. Then follow for each decode its
+// tree's tokens, parents, and the nodes of the kept path.
 int aq_keep(AqBatch*, int32_t* out, double* seconds);
 
 // The three stages one after the other; then the same decodes again from where they stand, num_steps times in all, or

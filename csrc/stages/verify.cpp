@@ -158,7 +158,7 @@ int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* mask
   for (const AqDecode& decode : batch->decodes) captures |= batch->slots[decode.slot].drafts;
   for (const AqChunk& chunk : batch->chunks) captures |= batch->slots[chunk.slot].drafts;
   AQ_TRY(aq_forward(c.target, c.target_kv, &batch->rows.rows(), nullptr, batch->rows.num_rows(), c.hidden,
-                    captures ? c.features : nullptr));
+                    captures ? c.features : nullptr, &batch->num_experts));
   batch->lap(kVerifyTime);
   AQ_TRY(draw(batch, all, masks, num_words));
   const size_t count = batch->decodes.size();

@@ -132,6 +132,7 @@ class StepCounts(NamedTuple):
     num_decode_rows: int
     num_chunk_rows: int
     num_draft_rows: int
+    num_experts: int
     active: int
     prefilling: int
     empty: int
@@ -151,6 +152,7 @@ class SlotCounters:
     disabled_other: int = 0
     num_verify_rows: int = 0  # rows of the target's linears and head that decode
     num_draft_rows: int = 0  # rows of the draft's linears
+    num_experts: int = 0  # experts that the target read, of all layers together, for prompts' rows beside them too
 
     def add(self, step: StepCounts) -> None:
         """Record one decode step."""
@@ -160,6 +162,7 @@ class SlotCounters:
         self.disabled_other += step.num_slots - step.active - step.prefilling - step.empty
         self.num_verify_rows += step.num_decode_rows
         self.num_draft_rows += step.num_draft_rows
+        self.num_experts += step.num_experts
 
     def minus(self, earlier: SlotCounters) -> SlotCounters:
         """What was counted since `earlier`, a copy of the same counters."""
@@ -196,7 +199,7 @@ class SlotCounters:
     def as_dict(self) -> dict[str, object]:
         """The `slots` object of a JSON result."""
         names = ("num_steps", "active", "active_min", "active_max", "prefilling", "disabled_finished", "disabled_other")
-        more = ("num_verify_rows", "num_draft_rows", "active_avg")
+        more = ("num_verify_rows", "num_draft_rows", "num_experts", "active_avg")
         return {name: getattr(self, name) for name in (*names, *more)}
 
 

@@ -32,6 +32,7 @@ from aquiline.types import Rows
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 import native_calls as ops
 from blocks import WIDTHS, random_blocks
+from test_experts import GPT_OSS, with_experts
 from test_forward import TOKENS, chunk_rows, new_kv, random_weights, run
 from test_sampling import sampling
 
@@ -160,6 +161,13 @@ def forwards(recorder: Recorder) -> None:
             hidden, _ = run(model, kv, prompt, features=0 if is_draft else 2, g=g)
             run(model, kv, tree_rows(table, 120), features=0 if is_draft else 2, g=g)
             heads(model, hidden)
+    for kind, arithmetic in ((None, "float32"), ("MXFP4", "float32"), ("MXFP4", "int8")):
+        recorder.label(f"forward with experts, {kind} in {arithmetic}")
+        weights = with_experts(GPT_OSS, torch.bfloat16, kind)
+        model = calls.NativeModel(weights, arithmetic)
+        kv, table = new_kv(weights)
+        run(model, kv, chunk_rows(table, TOKENS, 0, 40), features=2)
+        run(model, kv, tree_rows(table, 40), features=2)
 
 
 def in_parts(weights: ModelWeights) -> ModelWeights:

@@ -19,17 +19,19 @@ from aquiline.backends.cpu.native import (
     AqConfidence,
     AqCopy,
     AqCut,
+    AqExperts,
     AqFusion,
     AqKV,
     AqLayer,
     AqLinear,
     AqMatchEvents,
+    AqMlp,
     AqModel,
     AqRows,
     AqSampling,
     AqShape,
 )
-from aquiline.blocks import block_size
+from aquiline.blocks import BLOCK_TYPES, block_size
 from aquiline.spec.match_events import MatchEvents
 
 WORD = 4
@@ -57,7 +59,7 @@ def packed_bytes(n: int, k: int, dtype: int) -> int:
 def source_bytes(n: int, k: int, dtype: int) -> int:
     """Of a weight before aq_pack."""
     kind = native.FORMATS[dtype].removesuffix("_dot")
-    if kind in native.BLOCKS:
+    if kind.upper() in BLOCK_TYPES:
         inputs, size = block_size(kind.upper())
         return n * k // inputs * size
     return n * k * {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 1}[kind]
@@ -95,6 +97,7 @@ FIELDS: dict[type[ctypes.Structure], dict[str, Size]] = {
         "final_norm": lambda s, _: s.hidden * WORD,
         "capture": lambda s, _: s.num_capture * WORD,
     },
+    AqMlp: {"experts": lambda *_: 1},
     AqKV: {"k": lambda s, _: key_bytes(s), "v": lambda s, _: key_bytes(s)},
     AqRows: {
         **{name: lambda s, _: s.num_rows * WORD for name in ROWS_ARRAYS},
@@ -220,7 +223,9 @@ def _fields(struct: Any, model: Any, base: int, pointers: list[tuple[int, int]])
     """What the pointers of one struct reach; each pointer's place behind `base` and its target are added."""
     for name, kind in struct._fields_:
         value, at = getattr(struct, name), ctypes.addressof(struct) + getattr(type(struct), name).offset - base
-        if isinstance(value, ctypes.Structure):
+        if isinstance(struct, AqMlp) and struct.experts and name in ("gate_up", "down"):
+            yield from _stack(value, struct.experts.contents, name, at, pointers)
+        elif isinstance(value, ctypes.Structure):
             yield from _fields(value, model, base, pointers)
         elif (type(struct), name) in STRUCTS and value is not None:
             pointers.append((at, value))
@@ -233,3 +238,13 @@ def _fields(struct: Any, model: Any, base: int, pointers: list[tuple[int, int]])
             pointers.append((at, target))
             array = (kind._type_ * FIELDS[type(struct)][name](struct, model)).from_address(target)
             yield from reach(array, model)
+
+
+def _stack(first: AqLinear, experts: AqExperts, name: str, at: int, pointers: list[tuple[int, int]]) -> Iterator[Range]:
+    """The weights and biases of all experts, whose struct describes the first; it stands `at` bytes behind a base."""
+    sizes = {"weight": experts.count * getattr(experts, f"{name}_bytes"), "bias": experts.count * first.n * WORD}
+    for field, num_bytes in sizes.items():
+        address = getattr(first, field)
+        if address is not None:
+            pointers.append((at + getattr(AqLinear, field).offset, address))
+            yield Range(address, num_bytes)

@@ -12,7 +12,7 @@ from aquiline.blocks import BLOCK_TYPES, Weight, block_size, in_memory
 WIDTHS = {kind: block_size(kind)[0] for kind in BLOCK_TYPES}
 IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,)}
-HALVES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 """Where a block's float16 numbers are."""
 
 
@@ -24,6 +24,8 @@ def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> Weight:
     for at in HALVES[kind]:
         scale = rng.normal(0, 0.01, (n, k // inputs, 1)).astype(np.float16)
         blocks[..., at : at + 2] = scale.view(np.uint8).reshape(n, -1, 2)
+    if kind == "MXFP4":
+        blocks[..., 0] = rng.integers(118, 123, blocks.shape[:-1])
     return in_memory(blocks.reshape(n, -1), kind)
 
 
@@ -51,7 +53,7 @@ def groups_of(weight: Weight) -> Groups:
     b = weight.values.reshape(-1, size).astype(np.int64)
     half = [b[:, at] | b[:, at + 1] << 8 for at in HALVES[kind]]
     floats = [h.astype(np.uint16).view(np.float16).astype(np.float32) for h in half]
-    read = {"Q4_K": _k4, "Q5_K": _k5, "Q6_K": _k6}.get(kind)
+    read = {"Q4_K": _k4, "Q5_K": _k5, "Q6_K": _k6, "MXFP4": _mxfp4}.get(kind)
     if read is not None:
         codes, scales, minima = read(b, *floats)
     else:
@@ -77,6 +79,15 @@ def _plain(kind: str, b: NDArray[np.int64]) -> NDArray[np.int64]:
         return _nibbles(b[:, 2:]) - 8 if kind == "Q4_0" else _nibbles(b[:, 4:])
     start, offset = (2, 16) if kind == "Q5_0" else (4, 0)
     return _nibbles(b[:, start + 4 :]) + 16 * _bits(b[:, start : start + 4]) - offset
+
+
+def _mxfp4(b):
+    magnitudes = np.array([0, 1, 2, 3, 4, 6, 8, 12])
+    return (
+        np.concatenate([magnitudes, -magnitudes])[_nibbles(b[:, 1:])],
+        (2.0 ** (b[:, :1] - 128)).astype(np.float32),
+        None,
+    )
 
 
 def _six(b: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

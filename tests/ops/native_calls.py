@@ -94,7 +94,7 @@ def guess(model, hidden, index, sampling, d2t=None):
 def forward_some(model, kv, rows, num_states, hidden, g):
     """A forward whose rows from num_states on only write their keys."""
     structs = model.struct, buffers.describe_kv(kv), buffers.describe_rows(rows)
-    LOADED.forward(*map(ctypes.byref, structs), at(g), num_states, at(hidden), None)
+    LOADED.forward(*map(ctypes.byref, structs), at(g), num_states, at(hidden), None, None)
 
 
 def move_kv(kv, page_table, slots, src, dst):

@@ -104,11 +104,37 @@ def reference_forward(w, tokens, positions, paths, g=None, kv_dtype=torch.bfloat
         seen = [path[-a.window :] if a.window else path for path in paths]
         rows = [ref.attention(q[i], k[p], v[p], DIM**-0.5, tensor(a.sinks)) for i, p in enumerate(seen)]
         x = x + linear(torch.stack(rows), a.o, a.o_bias)
-        gate_up = linear(norm(x, layer.post_norm), mlp.gate_up, mlp.gate_up_bias)
-        x = x + linear(ref.swiglu(gate_up), mlp.down, mlp.down_bias)
+        normed = norm(x, layer.post_norm)
+        if w.config.experts is not None:
+            x = x + mixture(normed, mlp, w.config.experts)
+        else:
+            x = x + linear(ref.swiglu(linear(normed, mlp.gate_up, mlp.gate_up_bias)), mlp.down, mlp.down_bias)
         if index in w.capture:
             features.append(x)
     return x, torch.cat(features, -1) if features else None
+
+
+def mixture(x, w, config):
+    """Each row's experts one after the other, in float64: the chosen ones by their logits, ties to the lowest id."""
+    router, biases = tensor(w.router).double(), (w.router_bias, w.gate_up_bias, w.down_bias)
+    router_bias, gate_up_bias, down_bias = (0 if b is None else tensor(b).double() for b in biases)
+    total = torch.zeros_like(x)
+    for row, vector in enumerate(x.double()):
+        logits = router @ vector + router_bias
+        chosen = sorted(range(config.count), key=lambda e: (-float(logits[e]), e))[: config.per_token]
+        weights = torch.softmax(logits, 0)[chosen] if config.over_all else torch.softmax(logits[chosen], 0)
+        for weight, e in zip(weights, chosen, strict=True):
+            gate, up = (tensor((w.gate_up[e],)).double() @ vector + (gate_up_bias[e] if config.has_bias else 0)).chunk(
+                2
+            )
+            if config.limit:
+                gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+                inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            else:
+                inner = up * gate * torch.sigmoid(gate)
+            down = tensor((w.down[e],)).double() @ inner + (down_bias[e] if config.has_bias else 0)
+            total[row] += (weight * down).float()
+    return total
 
 
 def chunk_rows(table, tokens, first, num):

@@ -199,8 +199,9 @@ class StepOutput(NamedTuple):
 
     num_draft_rows: rows of the draft's passes. seconds: what each of metrics.STAGES but the host's took; None where the
     backend does not time its steps: nothing is then learnt of what steps take. parts: the same by part of the models
-    (metrics.PARTS), where Backend.time_parts asked. trees: where StepInput.with_trees asked. All of it is plain values,
-    so that an outcome can be sent to another process."""
+    (metrics.PARTS), where Backend.time_parts asked. trees: where StepInput.with_trees asked. num_experts: experts that
+    the target's forward read, of all layers together; 0 without experts, and where the backend does not count. All of
+    it is plain values, so that an outcome can be sent to another process."""
 
     decodes: list[Decoded]
     chunks: list[Prefilled]
@@ -208,6 +209,7 @@ class StepOutput(NamedTuple):
     seconds: dict[str, float] | None
     parts: dict[str, float] = {}
     trees: VerifiedTrees | None = None
+    num_experts: int = 0
 
 
 class Drafts(Protocol):

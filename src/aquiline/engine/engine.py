@@ -211,8 +211,8 @@ class Engine:
         if plan.chunks and step.seconds:
             self.scheduler.learn_pace(num_decode_rows + plan.num_chunk_rows, step.seconds, self._step_s or 0.0)
         counts = StepCounts(
-            num_decode_rows, plan.num_chunk_rows, output.num_draft_rows, len(plan.decoding), plan.num_prefilling,
-            plan.num_empty, self.config.max_batch,
+            num_decode_rows, plan.num_chunk_rows, output.num_draft_rows, output.num_experts, len(plan.decoding),
+            plan.num_prefilling, plan.num_empty, self.config.max_batch,
         )  # fmt: skip
         self.meter.add_step(counts, output.seconds, output.parts)
 

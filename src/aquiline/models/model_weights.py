@@ -45,7 +45,7 @@ class DenseWeights:
 
 @dataclass(frozen=True, eq=False)
 class MoeWeights:
-    """A mixture of E experts: router [E, H]; gate_up, E parts [2 I, H] with the gate's rows first; down, E parts [H, I].
+    """A mixture of E experts: router [E, H]; gate_up, E parts [2 I, H], the gate's rows first; down, E parts [H, I].
 
     Biases, all or none: router_bias [E], gate_up_bias [E, 2 I], down_bias [E, H]."""
 

@@ -117,7 +117,7 @@ class NativeBatch:
 
     def _make_room(self, num_steps: int) -> None:
         self._room = num_steps
-        report = 2 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)
+        report = 3 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)
         self.out = (c_int32 * (num_steps * report))()
         self.seconds = (c_double * (num_steps * NUM_TIMES))()
 

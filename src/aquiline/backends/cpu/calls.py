@@ -7,7 +7,8 @@ next call.
 
 from __future__ import annotations
 
-from ctypes import addressof, byref
+from ctypes import addressof, byref, c_int32
+from ctypes import pointer as pointer_to
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +17,10 @@ import numpy as np
 
 from aquiline.backends.cpu import native
 from aquiline.backends.cpu.buffers import ROWS_ARRAYS, address, describe_kv, describe_rows, pointer
-from aquiline.backends.cpu.native import AqAttention, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
+from aquiline.backends.cpu.native import AqAttention, AqExperts, AqKV, AqLayer, AqLinear, AqMlp, AqModel, AqRows
 from aquiline.backends.cpu.native_weights import (
     Arena,
+    PackedExperts,
     PackedLinear,
     alternating,
     block_code,
@@ -28,8 +30,8 @@ from aquiline.backends.cpu.native_weights import (
 )
 from aquiline.blocks import Array, Parts, Weight, in_memory
 from aquiline.errors import NativeError
-from aquiline.models.model_config import ModelConfig
-from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
+from aquiline.models.model_config import Experts, ModelConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.ops.allocator import give_back
 from aquiline.ops.quantise import GROUP
 from aquiline.types import (
@@ -123,7 +125,7 @@ class NativeModel:
     def _describe(self, weights: ModelWeights) -> AqModel:
         config, rotary = weights.config, weights.rotary
         head = self._pack("head", weights.head)  # the largest comes first, where little is in memory yet
-        layers = (AqLayer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
+        layers = (AqLayer * len(weights.layers))(*(self._layer(layer, config) for layer in weights.layers))
         embed_at, embed_dtype, vocab = self._embedding(weights.embed)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, capture]
@@ -150,9 +152,9 @@ class NativeModel:
             capture=capture.ctypes.data,
         )
 
-    def _layer(self, weights: LayerWeights) -> AqLayer:
+    def _layer(self, weights: LayerWeights, config: ModelConfig) -> AqLayer:
         norms = {name: self._floats(getattr(weights, name)) for name in ("input_norm", "post_norm", "hidden_norm")}
-        layer = AqLayer(self._attention(weights.attention), self._mlp(weights.mlp), **norms)
+        layer = AqLayer(self._attention(weights.attention), self._mlp(weights.mlp, config.experts), **norms)
         give_back()  # what was read to be packed
         return layer
 
@@ -161,11 +163,29 @@ class NativeModel:
         floats = {name: self._floats(getattr(weights, name)) for name in ("q_norm", "k_norm", "sinks")}
         return AqAttention(qkv, o, **floats, window=weights.window)
 
-    def _mlp(self, weights: DenseWeights) -> AqMlp:
+    def _mlp(self, weights: DenseWeights | MoeWeights, config: Experts | None) -> AqMlp:
+        if isinstance(weights, MoeWeights):
+            assert config is not None, "experts that the config does not have"
+            return self._experts(weights, config)
         bias = weights.gate_up_bias
         interleaved = None if bias is None else alternating(bias[:, None])[:, 0]
-        gate_up = self._pack("gate_up", interleave(weights.gate_up), interleaved)
-        return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), native.DENSE)
+        [weight] = weights.gate_up
+        gate_up = self._pack("gate_up", (interleave(weight),), interleaved)
+        return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), None, native.SWIGLU)
+
+    def _experts(self, weights: MoeWeights, config: Experts) -> AqMlp:
+        bias = weights.gate_up_bias
+        biases = None if bias is None else np.stack([alternating(each[:, None])[:, 0] for each in bias])
+        how = self._arithmetic, self._arena, self._dtype
+        gate_up = PackedExperts("gate_up", tuple(map(interleave, weights.gate_up)), biases, *how)
+        down = PackedExperts("down", weights.down, weights.down_bias, *how)
+        [router_weight] = weights.router
+        router = PackedLinear("router", router_weight, weights.router_bias, "float32", self._arena)
+        sizes = gate_up.num_bytes, down.num_bytes
+        experts = AqExperts(router.struct, *sizes, config.count, config.per_token, config.over_all)
+        self._kept += [gate_up, down, router, experts]
+        activation = native.CLAMPED if config.limit else native.SWIGLU
+        return AqMlp(gate_up.struct, down.struct, pointer_to(experts), activation, config.limit)
 
     def _pack(self, name: str, weight: Parts, bias: Array | None = None) -> AqLinear:
         """A linear; the parts of a fused weight are linked. A tied head in blocks is packed once, embedding and all."""
@@ -215,8 +235,8 @@ class NativeModel:
 
     def forward(
         self, kv: KVGroup, rows: Rows, hidden: Float32, features: Float32 | None = None, g: Float32 | None = None
-    ) -> None:
-        """Run the first rows.num rows through all layers.
+    ) -> int:
+        """Run the first rows.num rows through all layers. Returns how many experts were read, of all layers together.
 
         Writes keys and values, hidden [max_rows, H] (the residual stream before the final norm) and, if wanted,
         features [max_rows, num_capture * H]. A draft reads g [max_rows, H], which may be `hidden` itself."""
@@ -228,6 +248,7 @@ class NativeModel:
         if g is not None:
             assert g.shape[0] >= rows.num and g.shape[1] == self.hidden_size, (g.shape, rows.num)
             g_at = address("g", g, np.float32)
+        num_experts = c_int32()
         self._library.forward(
             self._model_ref,
             byref(self._kv_of(kv)),
@@ -236,7 +257,9 @@ class NativeModel:
             rows.num,
             address("hidden", hidden, np.float32),
             features_at,
+            byref(num_experts),
         )
+        return num_experts.value
 
     def logits(self, hidden: Float32, row_index: Int32) -> Float32:
         """Logits [n, V] of rows of hidden (the residual stream: the final norm is applied here)."""

@@ -24,12 +24,12 @@ BLOCKS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_n
 """GGUF's types of packed blocks that linears are stored as, in lower case."""
 FORMATS = (
     "float32", "bfloat16", "bfloat16_dot", "int8", "int4", "float16",
-    *BLOCKS, *(f"{name}_dot" for name in BLOCKS), "int8_dot", "int4_dot",
+    *BLOCKS, *(f"{name}_dot" for name in BLOCKS), "int8_dot", "int4_dot", "mxfp4", "mxfp4_dot",
 )  # fmt: skip
 """Storage formats; a format's code is its place in this list."""
 
 FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
-DENSE = 0
+SWIGLU, CLAMPED = range(2)
 
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"
 
@@ -55,10 +55,26 @@ class AqAttention(Structure):
     ]
 
 
-class AqMlp(Structure):
-    """The MLP of one layer; kind is DENSE."""
+class AqExperts(Structure):
+    """The router of a layer with experts, and how far apart their weights lie."""
 
-    _fields_ = [("gate_up", AqLinear), ("down", AqLinear), ("kind", c_int32)]
+    _fields_ = [
+        ("router", AqLinear),
+        *((name, c_int64) for name in ("gate_up_bytes", "down_bytes")),
+        *((name, c_int32) for name in ("count", "per_token", "over_all")),
+    ]
+
+
+class AqMlp(Structure):
+    """The MLP of one layer, or its first expert; activation is SWIGLU or CLAMPED."""
+
+    _fields_ = [
+        ("gate_up", AqLinear),
+        ("down", AqLinear),
+        ("experts", POINTER(AqExperts)),
+        ("activation", c_int32),
+        ("limit", c_float),
+    ]
 
 
 class AqLayer(Structure):
@@ -195,8 +211,8 @@ class AqCopy(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    AqLinear, AqAttention, AqMlp, AqLayer, AqModel, AqKV, AqRows, AqSampling, AqFusion, AqBatchConfig, AqAdmit, AqShape,
-    AqCut, AqConfidence, AqMatchEvents, AqCopy,
+    AqLinear, AqAttention, AqExperts, AqMlp, AqLayer, AqModel, AqKV, AqRows, AqSampling, AqFusion, AqBatchConfig,
+    AqAdmit, AqShape, AqCut, AqConfidence, AqMatchEvents, AqCopy,
 )  # fmt: skip
 
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
@@ -207,7 +223,7 @@ _CHECKED: dict[str, list[Any]] = {
     "aq_set_threads": [_I],
     "aq_pack": [_P, _P, _I, _I, _I, _P],
     "aq_time_parts": [_P],
-    "aq_forward": [_MODEL, _KV, _ROWS, _P, _I, _P, _P],
+    "aq_forward": [_MODEL, _KV, _ROWS, _P, _I, _P, _P, _P],
     "aq_head_logits": [_MODEL, _P, _P, _I, _P],
     "aq_head_draw": [_MODEL, _P, _P, _I, _P, _P, _P],
     "aq_head_guess": [_MODEL, _P, _P, _I, _P, _P, _P, _P, _P],

@@ -218,8 +218,9 @@ class CpuBackend:
         where the report ends."""
         draft_s, rows_s, forward_s, draw_s, keep_s = times  # csrc/stages/batch.h, StageTime
         out, decodes, chunks = self._batch.out, [], []
-        size, num_draft_rows = out[begin : begin + 2]
-        found = out[begin + 2 : begin + 2 + size]
+        size, num_draft_rows, num_experts = out[begin : begin + 3]
+        begin += 3
+        found = out[begin : begin + size]
         at = tree_size = 0
         for decode in step.decodes:
             root, num_drafted, draft_end, num_kept = found[at : at + 4]
@@ -236,7 +237,7 @@ class CpuBackend:
             token, draft_end = found[at : at + 2]
             at += 2
             chunks.append(Prefilled(None if token == -2 else token, draft_end))
-        begin += 2 + size
+        begin += size
         trees = None
         if step.with_trees or self._reader.wishes:
             trees = read_trees(string_at(addressof(out) + 4 * begin, 4 * tree_size), decodes)
@@ -246,7 +247,8 @@ class CpuBackend:
             draw_s += time.perf_counter() - began
         seconds = {"draft": draft_s, "verify": rows_s + forward_s + draw_s, "keep": keep_s}
         parts = {} if self._parts is None else self._timed_parts(rows_s, draw_s)
-        output = StepOutput(decodes, chunks, num_draft_rows, seconds, parts, trees if step.with_trees else None)
+        shown = trees if step.with_trees else None
+        output = StepOutput(decodes, chunks, num_draft_rows, seconds, parts, shown, num_experts)
         return CpuPending(output), begin + tree_size
 
 

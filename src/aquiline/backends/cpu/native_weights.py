@@ -109,6 +109,30 @@ class PackedLinear:
         self.struct = AqLinear(address, None if self._bias is None else self._bias.ctypes.data, n, k, code)
 
 
+class PackedExperts:
+    """One linear of E experts, packed one by one at equal distances. struct: expert 0's, its bias that of all experts;
+    num_bytes: the distance.
+
+    Blocks are not rounded to `dtype`, and are multiplied as codes beside bfloat16 arithmetic."""
+
+    def __init__(
+        self, name: str, weights: Parts, biases: Array | None, arithmetic: str, arena: Arena, dtype: str | None
+    ) -> None:
+        n, k = weights[0].shape
+        self._arena = arena
+        if weights[0].is_blocks:
+            arithmetic, dtype = "float32" if arithmetic == "float32" else "int8", None
+        for index, weight in enumerate(weights):
+            values, scales, code = _source(name, weight, arithmetic, dtype)
+            if index == 0:
+                self.num_bytes = -(-library().packed_bytes(n, k, code) // 64) * 64
+                first = arena.take(self.num_bytes * len(weights))
+            scales_at = None if scales is None else scales.ctypes.data
+            library().pack(values.ctypes.data, scales_at, n, k, code, first + index * self.num_bytes)
+        self._biases = None if biases is None else np.ascontiguousarray(biases, np.float32)
+        self.struct = AqLinear(first, None if self._biases is None else self._biases.ctypes.data, n, k, code)
+
+
 class _PackInput(NamedTuple):
     """What aq_pack takes."""
 
@@ -140,15 +164,10 @@ def _source(name: str, weight: Weight, arithmetic: str, dtype: str | None) -> _P
     return _PackInput(weight.values, None, code)
 
 
-def interleave(gate_up: Parts) -> Parts:
-    """Rows [gate; up] reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds matching pairs.
-
-    Blocks lie by rows, so theirs move as bytes. Raises ValueError for a gate and up in blocks of two types."""
-    if len(gate_up) > 1:
-        kinds = " and ".join(part.kind for part in gate_up)
-        raise ValueError(f"gate_up is in blocks of {kinds}; load it with dtype='bfloat16'")
-    [part] = gate_up
-    return (replace(part, read=lambda: alternating(part.values)),)
+def interleave(gate_up: Weight) -> Weight:
+    """A weight [gate; up] whose rows are reordered to alternate in runs of KEY_GROUP, so that a panel of outputs holds
+    matching pairs. Blocks lie by rows, so theirs move as bytes."""
+    return replace(gate_up, read=lambda: alternating(gate_up.values))
 
 
 def alternating(rows: Array) -> Array:

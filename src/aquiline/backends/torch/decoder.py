@@ -1,4 +1,4 @@
-"""One decoder for llama, mistral, qwen2 and qwen3; the families differ by flags of ModelConfig.
+"""One decoder for all families, which differ by flags of ModelConfig.
 
 This is the readable twin of the native forward, the model that training differentiates and the path that runs where
 no native library is. It knows nothing of pages, trees or batches: rows are whatever leading shape the caller gives,
@@ -7,6 +7,7 @@ and everything they may look at lies behind `Attention`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -18,8 +19,8 @@ from aquiline.backends.torch import reference as ops
 from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.files import resolve
 from aquiline.models.load import read_target
-from aquiline.models.model_config import ModelConfig
-from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
+from aquiline.models.model_config import Experts, ModelConfig
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.models.rope import rotary
 from aquiline.ops.torch_arrays import array_of, tensor_of
 
@@ -56,6 +57,11 @@ def vector(weight: nn.Parameter | None) -> Array | None:
     return None if weight is None else array_of(weight)
 
 
+def each_stored(stack: nn.Parameter, count: int) -> Parts:
+    """A stack [E * N, K] as the weights of its E experts; they share memory on a CPU."""
+    return tuple(part for each in stack.detach().chunk(count) for part in stored(nn.Parameter(each)))
+
+
 def held(weight: Parts | Array) -> nn.Parameter:
     """A weight as a parameter that is not trained. Packed blocks become float32."""
     values = floats_of(weight) if isinstance(weight, tuple) else weight
@@ -87,12 +93,18 @@ class Rope(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU around a residual; `in_features` is 2H for the EAGLE-3 draft, which norms its own input."""
+    """Attention and an MLP around a residual; `in_features` is 2H for the EAGLE-3 draft, which norms its own input.
+
+    gate_up and down are stacks [E * 2 I, H] and [E * H, I] where there are E experts, their biases [E, 2 I] and
+    [E, H]."""
 
     def __init__(self, config: ModelConfig, index: int, in_features: int | None = None) -> None:
         super().__init__()
         self.config, self.index = config, index
-        H, Dh = config.hidden_size, config.head_dim
+        H, Dh, inner = config.hidden_size, config.head_dim, config.intermediate_size
+        experts = config.experts
+        stack = () if experts is None else (experts.count,)
+        has_bias = config.mlp_bias if experts is None else experts.has_bias
         q_width, kv_width = config.num_heads * Dh, config.num_kv_heads * Dh
         self.split = [q_width, kv_width, kv_width]
         self.qkv = parameter(q_width + 2 * kv_width, in_features or H)
@@ -100,10 +112,12 @@ class DecoderLayer(nn.Module):
         self.o = parameter(H, q_width)
         self.o_bias = optional(config.o_bias, H)
         self.sinks = optional(config.sinks, config.num_heads)
-        self.gate_up = parameter(2 * config.intermediate_size, H)
-        self.gate_up_bias = optional(config.mlp_bias, 2 * config.intermediate_size)
-        self.down = parameter(H, config.intermediate_size)
-        self.down_bias = optional(config.mlp_bias, H)
+        self.router = optional(experts is not None, *stack, H)
+        self.router_bias = optional(experts is not None and has_bias, *stack)
+        self.gate_up = parameter(math.prod(stack) * 2 * inner, H)
+        self.gate_up_bias = optional(has_bias, *stack, 2 * inner)
+        self.down = parameter(math.prod(stack) * H, inner)
+        self.down_bias = optional(has_bias, *stack, H)
         self.input_norm = parameter(H)
         self.post_norm = parameter(H)
         self.q_norm = optional(config.qk_norm, Dh)
@@ -122,8 +136,34 @@ class DecoderLayer(nn.Module):
             q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         q, k = ops.rope(q, rotation.cos, rotation.sin), ops.rope(k, rotation.cos, rotation.sin)
         hidden = residual + ops.linear(attn.attend(self.index, q, k, v, self.sinks), self.o, self.o_bias)
-        gate_up = ops.linear(self.norm(hidden, self.post_norm), self.gate_up, self.gate_up_bias)
-        return hidden + ops.linear(ops.swiglu(gate_up), self.down, self.down_bias)
+        return hidden + self.mlp(self.norm(hidden, self.post_norm))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The MLP or the mixture of experts of a normed input [..., H]."""
+        experts = self.config.experts
+        if experts is not None:
+            return self.mixture(x, experts)
+        return ops.linear(ops.swiglu(ops.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+
+    def mixture(self, x: Tensor, config: Experts) -> Tensor:
+        """The weighted sum of the experts that the router chooses for each row of x [..., H], in the router's order."""
+        assert self.router is not None, "a layer without a router"
+        rows = x.flatten(0, -2)
+        ids, weights = ops.route(ops.linear(rows, self.router, self.router_bias), config.per_token, config.over_all)
+        outputs = x.new_zeros(*ids.shape, x.shape[-1])
+        for expert in set(ids.flatten().tolist()):
+            row, rank = torch.nonzero(ids == expert, as_tuple=True)
+            outputs[row, rank] = self.expert(rows[row], expert, config)
+        total = torch.zeros_like(rows)
+        for weight, output in zip(weights.unbind(1), outputs.unbind(1), strict=True):
+            total = total + weight[:, None] * output
+        return total.view_as(x)
+
+    def expert(self, x: Tensor, index: int, config: Experts) -> Tensor:
+        """One expert's MLP of rows x [R, H]."""
+        gate_up, down = (stack.chunk(config.count)[index] for stack in (self.gate_up, self.down))
+        first, second = (None if bias is None else bias[index] for bias in (self.gate_up_bias, self.down_bias))
+        return ops.linear(ops.swiglu(ops.linear(x, gate_up, first), config.limit), down, second)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm with this model's epsilon."""
@@ -135,9 +175,13 @@ class DecoderLayer(nn.Module):
             stored(self.qkv), stored(self.o), vector(self.qkv_bias), vector(self.o_bias), vector(self.q_norm),
             vector(self.k_norm), vector(self.sinks), self.config.window(self.index),
         )  # fmt: skip
-        mlp = DenseWeights(
-            stored(self.gate_up), stored(self.down), vector(self.gate_up_bias), vector(self.down_bias)
-        )  # fmt: skip
+        biases = vector(self.gate_up_bias), vector(self.down_bias)
+        mlp: DenseWeights | MoeWeights
+        if self.router is None:
+            mlp = DenseWeights(stored(self.gate_up), stored(self.down), *biases)
+        else:
+            gate_up, down = (each_stored(stack, len(self.router)) for stack in (self.gate_up, self.down))
+            mlp = MoeWeights(stored(self.router), gate_up, down, vector(self.router_bias), *biases)
         norms = array_of(self.input_norm), array_of(self.post_norm)
         return LayerWeights(attention, mlp, *norms, vector(hidden_norm))
 

@@ -28,10 +28,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2 I], gate first."""
+def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    """silu(gate) * up for gate_up [..., 2 I], gate first. With a limit it is gpt-oss's: (up + 1) * gate * sigmoid(1.702
+    gate), gate at most `limit` and up within it."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if limit == 0.0:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+def route(logits: Tensor, per_token: int, over_all: bool) -> tuple[Tensor, Tensor]:
+    """The ids int64 [R, per_token] of the highest of a router's logits [R, E], descending, ties to the lowest id, and
+    the experts' weights: their softmax probabilities among all experts (over_all) or among the chosen ones."""
+    best, ids = (each[:, :per_token] for each in torch.sort(logits, dim=-1, descending=True, stable=True))
+    return ids, torch.softmax(logits, -1).gather(1, ids) if over_all else torch.softmax(best, -1)
 
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
