@@ -51,6 +51,9 @@ _HALVES = {
 }  # fmt: skip
 """Where a block's float16 scale is, and its minimum: all that can be NaN or infinite."""
 
+MXFP4 = "MXFP4"
+"""The one type that Hugging Face checkpoints have too: their experts' blocks stay packed whatever the `dtype`."""
+
 MXFP4_LARGEST = 252
 """The largest scale of a block of MXFP4: a block's values are 2^(scale - 128) times up to 12. 253 overflows a float32,
 and 255 is NaN."""
@@ -163,7 +166,21 @@ def _have_no(exponent: int, bits: NDArray[np.unsignedinteger[Any]]) -> bool:
 def blocks_are_finite(kind: str, blocks: Array) -> bool:
     """Whether the scales of blocks of a type, uint8 [N, bytes of a row], are finite."""
     rows = blocks.reshape(-1, block_size(kind)[1])
-    if kind == "MXFP4":
+    if kind == MXFP4:
         return not (rows[:, 0] > MXFP4_LARGEST).any()
     halves = rows.view(np.uint16)
     return all(_have_no(_EXPONENTS["float16"], halves[:, at // 2]) for at in _HALVES[kind])
+
+
+def mxfp4_blocks(nibbles: Array, scales: Array) -> Array:
+    """Blocks uint8 [N, 17 K / 32] as GGUF has them, from Hugging Face's nibbles uint8 [N, K / 32, 16] and scales uint8
+    [N, K / 32]. Byte i of 16 has inputs 2i (low) and 2i + 1 there, and inputs i and i + 16 here.
+
+    Source: transformers 5.23, integrations/mxfp4.py; gguf-py 0.19, quants.py."""
+    num_rows, num_blocks = scales.shape
+    blocks = np.empty((num_rows, num_blocks, GGUF_BLOCKS[MXFP4].num_bytes), np.uint8)
+    first, second = nibbles[..., :8], nibbles[..., 8:]  # inputs 0 to 15, and 16 to 31
+    blocks[..., 0] = scales
+    blocks[..., 1::2] = (first & 0x0F) | (second << 4)
+    blocks[..., 2::2] = (first >> 4) | (second & 0xF0)
+    return blocks.reshape(num_rows, -1)

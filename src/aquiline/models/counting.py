@@ -14,7 +14,16 @@ from pathlib import Path
 from aquiline.blocks import BLOCK_TYPES
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import FC_NORM_FLAGS
-from aquiline.models.families import FAMILIES, UNKNOWN, Family, config_file, read_fields
+from aquiline.models.families import (
+    EXPERT_COUNTS,
+    EXPERTS_PER_TOKEN,
+    FAMILIES,
+    UNKNOWN,
+    Family,
+    config_file,
+    field_among,
+    read_fields,
+)
 from aquiline.models.files import is_gguf, is_hub_id, resolve
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, texts
@@ -36,8 +45,6 @@ from aquiline.models.shape import (
 )
 
 _UNCOUNTED = ("kv_lora_rank", "mamba_d_state", "state_size", "linear_num_key_heads", "is_encoder_decoder")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 
 
 def read_shape(model: str | Path, dtype: str | None = None, kv_dtype: str | None = None) -> ModelShape:
@@ -123,7 +130,10 @@ def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
     layers = tuple(_layer_of(config, i, hidden) for i in range(config.num_layers))
     return ModelShape(
         family=config.family, tied_head=config.tied_head, max_positions=config.max_positions,
-        body=BodyShape(hidden, layers, Matrix(config.vocab_size, hidden), hidden, precision_of(dtype)),
+        body=BodyShape(
+            hidden, layers, Matrix(config.vocab_size, hidden), hidden,
+            precision_of(dtype, is_moe=config.experts is not None),
+        ),
     )  # fmt: skip
 
 
@@ -177,7 +187,11 @@ def _layer_of(config: ModelConfig, index: int, inputs: int) -> LayerShape:
         config.hidden_size, inputs, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
         config.o_bias, config.qk_norm, config.sinks, config.window(index),
     )  # fmt: skip
-    return LayerShape(attention, Dense(config.hidden_size, config.intermediate_size, config.mlp_bias))
+    experts = config.experts
+    if experts is None:
+        return LayerShape(attention, Dense(config.hidden_size, config.intermediate_size, config.mlp_bias))
+    expert = Dense(config.hidden_size, config.intermediate_size, experts.has_bias)
+    return LayerShape(attention, MoE(expert, experts.count, experts.per_token, experts.has_bias))
 
 
 def _block_types(file: Path) -> str | None:
@@ -220,8 +234,8 @@ def _layers(raw: Raw, file: Path, facts: Family) -> tuple[LayerShape, ...]:
 
 def _experts(raw: Raw, file: Path, facts: Family) -> MoE:
     hidden = count(raw, file, "hidden_size")
-    num_experts = max(count(raw, file, name, 0, least=0) for name in _EXPERTS)
-    name = next((name for name in _PER_TOKEN if raw.get(name)), _PER_TOKEN[0])
+    num_experts = max(count(raw, file, name, 0, least=0) for name in EXPERT_COUNTS)
+    name = field_among(raw, EXPERTS_PER_TOKEN)
     per_token = count(raw, file, name)
     if per_token > num_experts:
         raise CheckpointError(f"{file}: {name}={per_token} exceeds the {num_experts} experts")
@@ -237,7 +251,7 @@ def _experts(raw: Raw, file: Path, facts: Family) -> MoE:
 
 def _sparse_layers(raw: Raw, file: Path, num_layers: int) -> list[bool]:
     """Which layers have experts."""
-    if not any(count(raw, file, name, 0, least=0) for name in _EXPERTS):
+    if not any(count(raw, file, name, 0, least=0) for name in EXPERT_COUNTS):
         return [False] * num_layers
     dense, step = raw.get("mlp_only_layers") or [], count(raw, file, "decoder_sparse_step", 1, least=0) or 1
     if not isinstance(dense, list):

@@ -3,12 +3,13 @@
 What a family means is data (`FAMILIES`), for the loader here and for the arithmetic of `aquiline limits`; whatever a
 config asks for beyond what runs is refused, naming field and value.
 The metadata of a GGUF file come as the fields of a config.json (`gguf/metadata.py`) and are read like one.
-Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3}/configuration_*.py and modeling_rope_utils.py.
+Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt_oss,qwen3_moe}/configuration_*.py and
+modeling_rope_utils.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from aquiline.models.files import is_gguf, read_json, resolve
 from aquiline.models.gguf.metadata import config_fields
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
-from aquiline.models.model_config import ModelConfig, RopeConfig
+from aquiline.models.model_config import Experts, ModelConfig, RopeConfig
 from aquiline.models.producers import draft_mark
 
 
@@ -29,8 +30,13 @@ class Family:
     counted (`aquiline limits`). windows: which layers have a sliding window: none, all, those that the config lists, or
     all but every n-th. head_dim, num_kv_heads and window (the window's size in tokens) apply if the config names none;
     head_dim = 0 means hidden_size / num_attention_heads, num_kv_heads = 0 means num_attention_heads. biases: *_bias
-    flags of the config that add weights, those of attention to q, k, v and o. bias_ignored: *_bias flags that change
-    nothing."""
+    flags of the config that add weights, those of attention to q, k, v and o; attention_bias: that flag where a config
+    does not have it. bias_ignored: *_bias flags that change nothing.
+
+    Experts that run: expert_size names the field with the width of one. weights_over_all: their weights are
+    probabilities among all experts unless the config says norm_topk_prob. swiglu_limit: gpt-oss's activation, and its
+    limit where the config names none. quantised: methods of a quantization_config that are read. rope: the rotation of
+    a config that names none."""
 
     architecture: str = ""
     qkv_bias: bool = False
@@ -46,6 +52,11 @@ class Family:
     window: int = 0
     biases: tuple[str, ...] = ()
     bias_ignored: tuple[str, ...] = ()
+    expert_size: str = ""
+    weights_over_all: bool = False
+    swiglu_limit: float = 0.0
+    quantised: tuple[str, ...] = ()
+    rope: Raw = field(default_factory=dict)
 
     @property
     def full_every(self) -> int:
@@ -53,6 +64,11 @@ class Family:
         the config lists."""
         return self.windows if isinstance(self.windows, int) else int(self.windows == "all")
 
+
+_GPT_OSS_ROPE: Raw = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
@@ -67,8 +83,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(num_kv_heads=8, windows="all"),
     "qwen2_moe": Family(qkv_bias=True, num_kv_heads=16),
-    "qwen3_moe": Family(qk_norm=True, num_kv_heads=4),
-    "gpt_oss": Family(attention_bias=True, expert_bias=True, sinks=True, head_dim=64, windows=2, window=128),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qk_norm=True, num_kv_heads=4, biases=("attention_bias",),
+        expert_size="moe_intermediate_size", weights_over_all=True,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", attention_bias=True, expert_bias=True, sinks=True, head_dim=64, num_kv_heads=8, windows=2,
+        window=128, biases=("attention_bias",), expert_size="intermediate_size", swiglu_limit=7.0, quantised=("mxfp4",),
+        rope=_GPT_OSS_ROPE,
+    ),
     "gemma2": Family(num_norms=4, tied_head=True, head_dim=256, windows=2, window=4096),
     "gemma3_text": Family(num_norms=4, qk_norm=True, tied_head=True, head_dim=256, windows=6, window=4096),
     "phi3": Family(windows="all"),
@@ -98,7 +121,11 @@ _ROPE_REQUIRED = {
     "factors": {"factors"},
 }
 EOS = "eos_token_id"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+"""The names under which configs have these two; the first that a config has counts."""
+_WITH_EXPERTS: Raw = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
+_SWIGLU_ALPHA = 1.702
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
@@ -111,7 +138,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     generation = file.with_name("generation_config.json")
     extra = read_json(generation) if generation.exists() and not is_gguf(file) else {}
     family = _family(raw, file)
-    refuse_features(raw, file, FAMILIES[family].biases + FAMILIES[family].bias_ignored)
+    refuse_features(raw, file, FAMILIES[family])
     vocab_size = count(raw, file, "vocab_size")
     eos = (*token_ids(raw, file, EOS, vocab_size), *token_ids(extra, generation, EOS, vocab_size))
     return geometry(raw, file, family, eos)
@@ -141,26 +168,19 @@ def read_fields(file: Path) -> Raw:
 def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> ModelConfig:
     """A ModelConfig from raw config fields under Hugging Face names. Raises CheckpointError on missing or odd ones."""
     kind = FAMILIES[family]
-    heads, hidden = count(raw, file, "num_attention_heads"), count(raw, file, "hidden_size")
     layers = count(raw, file, "num_hidden_layers", most=MAX_LAYERS)
-    by_family = kind.num_kv_heads if "num_key_value_heads" not in raw else 0  # null stands for all heads
-    kv_heads = count(raw, file, "num_key_value_heads", by_family or heads)
-    head_dim = count(raw, file, "head_dim", kind.head_dim or hidden // heads)
-    if heads % kv_heads:
-        raise CheckpointError(f"{file}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    if head_dim % 2:
-        raise CheckpointError(f"{file}: head_dim={head_dim} is odd; rotary embedding needs pairs")
+    heads, kv_heads, head_dim = _heads(raw, file, kind)
     max_positions = count(raw, file, "max_position_embeddings")
-    rope = read_rope(raw, file, max_positions)
+    rope = read_rope(raw, file, max_positions, kind.rope)
     if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
         raise CheckpointError(f"{file}: {len(rope.factors)} rope factors; head_dim={head_dim} takes {head_dim // 2}")
     bos = token_ids(raw, file, "bos_token_id")
-    has_bias = {name: name in kind.biases and flag(raw, file, name) for name in ("attention_bias", "mlp_bias")}
+    attention_bias = "attention_bias" in kind.biases and flag(raw, file, "attention_bias", kind.attention_bias)
     return ModelConfig(
         family=family,
         vocab_size=count(raw, file, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=count(raw, file, "intermediate_size"),
+        hidden_size=count(raw, file, "hidden_size"),
+        intermediate_size=count(raw, file, kind.expert_size or "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -168,44 +188,87 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         max_positions=max_positions,
         rms_norm_eps=number(raw.get("rms_norm_eps", 1e-6), file, "rms_norm_eps"),
         rope=rope,
-        qkv_bias=kind.qkv_bias or has_bias["attention_bias"],
-        o_bias=has_bias["attention_bias"],
-        mlp_bias=has_bias["mlp_bias"],
+        qkv_bias=kind.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias="mlp_bias" in kind.biases and flag(raw, file, "mlp_bias"),
+        sinks=kind.sinks,
         qk_norm=kind.qk_norm,
         tied_head=flag(raw, file, "tie_word_embeddings"),
         windows=_windows(raw, file, kind, layers),
+        experts=_experts(raw, file, kind) if kind.expert_size else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos[0] if bos else None,
     )
 
 
-def refuse_features(raw: Raw, file: Path, allowed: tuple[str, ...] = ()) -> None:
-    """Raise CheckpointError for the first thing a config switches on that no decoder here does."""
+def _heads(raw: Raw, file: Path, kind: Family) -> tuple[int, int, int]:
+    """Heads of the queries, of keys and values, and their width."""
+    heads = count(raw, file, "num_attention_heads")
+    by_family = kind.num_kv_heads if "num_key_value_heads" not in raw else 0  # null stands for all heads
+    kv_heads = count(raw, file, "num_key_value_heads", by_family or heads)
+    head_dim = count(raw, file, "head_dim", kind.head_dim or count(raw, file, "hidden_size") // heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"{file}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+    if head_dim % 2:
+        raise CheckpointError(f"{file}: head_dim={head_dim} is odd; rotary embedding needs pairs")
+    return heads, kv_heads, head_dim
+
+
+def _experts(raw: Raw, file: Path, kind: Family) -> Experts:
+    """The experts of every layer. Raises CheckpointError for layers without experts, and for another activation."""
+    for name, supported in _WITH_EXPERTS.items():
+        if raw.get(name) not in (None, supported):
+            raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported beside experts; use {supported!r}")
+    of_total, of_token = (field_among(raw, names) for names in (EXPERT_COUNTS, EXPERTS_PER_TOKEN))
+    total, per_token = count(raw, file, of_total), count(raw, file, of_token)
+    if per_token > total:
+        raise CheckpointError(f"{file}: {of_token}={per_token} exceeds {of_total}={total}")
+    limit = 0.0
+    if kind.swiglu_limit:
+        if raw.get("swiglu_alpha") not in (None, _SWIGLU_ALPHA):
+            raise CheckpointError(f"{file}: swiglu_alpha={raw['swiglu_alpha']!r}; supported is {_SWIGLU_ALPHA}")
+        own = raw.get("swiglu_limit")
+        limit = kind.swiglu_limit if own is None else number(own, file, "swiglu_limit")
+    over_all = kind.weights_over_all and not flag(raw, file, "norm_topk_prob")
+    return Experts(total, per_token, kind.expert_bias, over_all, limit)
+
+
+def field_among(raw: Raw, names: tuple[str, ...]) -> str:
+    """The first of these names that a config has, or else the first of all."""
+    return next((name for name in names if raw.get(name)), names[0])
+
+
+def refuse_features(raw: Raw, file: Path, kind: Family | None = None) -> None:
+    """Raise CheckpointError for the first thing a config switches on that no decoder here does, or that this kind of
+    decoder does not."""
+    kind = kind or Family()
     act = raw.get("hidden_act", "silu")
     if act != "silu":
         raise CheckpointError(f"{file}: hidden_act={act!r}; supported is 'silu'")
     if quantised := nested(raw, file, "quantization_config"):
         method = quantised.get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{file}: quantization_config (quant_method={method!r}) is not supported; use the bfloat16 checkpoint"
-        )
-    for name in _EXPERTS:
+        if method not in kind.quantised:
+            raise CheckpointError(
+                f"{file}: quantization_config (quant_method={method!r}) is not supported; use the bfloat16 checkpoint"
+            )
+    for name in () if kind.expert_size else EXPERT_COUNTS + EXPERTS_PER_TOKEN:
         if raw.get(name):
             raise CheckpointError(f"{file}: {name}={raw[name]!r}; mixture-of-experts layers are not supported")
     for name in ("attention_bias", "mlp_bias"):
-        if flag(raw, file, name) and name not in allowed:
-            kind = raw.get("model_type")
-            raise CheckpointError(f"{file}: {name}=true adds biases that {kind} does not have here; supported is false")
+        if flag(raw, file, name) and name not in kind.biases + kind.bias_ignored:
+            own = raw.get("model_type")
+            raise CheckpointError(f"{file}: {name}=true adds biases that {own} does not have here; supported is false")
     if flag(raw, file, "use_mrope"):
         raise CheckpointError(f"{file}: use_mrope=true is not supported; supported is false")
 
 
-def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
-    """RoPE from rope_parameters (transformers 5) or rope_theta and rope_scaling; base 10000 when none is named.
+def read_rope(raw: Raw, file: Path, max_positions: int, default: Raw) -> RopeConfig:
+    """RoPE from rope_parameters (transformers 5) or rope_theta and rope_scaling; `default` where a config names none,
+    and base 10000 where none is named there either.
 
     Source: transformers 5.23 RotaryEmbeddingConfigMixin (rope_scaling wins; original_max_position_embeddings falls
     back to max_position_embeddings). Raises CheckpointError for schemes and fields that are not supported."""
-    name, kind, theta, fields = _rope_fields(raw, file)
+    name, kind, theta, fields = _rope_fields(raw, file, default)
     if kind == "default":
         return RopeConfig(theta)
     unknown, missing = sorted(set(fields) - _ROPE_FIELDS[kind]), sorted(_ROPE_REQUIRED[kind] - set(fields))
@@ -228,17 +291,18 @@ def read_rope(raw: Raw, file: Path, max_positions: int) -> RopeConfig:
     return RopeConfig(theta, kind, parameters)
 
 
-def _rope_fields(raw: Raw, file: Path) -> tuple[str, str, float, Raw]:
+def _rope_fields(raw: Raw, file: Path, default: Raw) -> tuple[str, str, float, Raw]:
     """Where a config has its RoPE, the scheme, the base, and the fields that are the scheme's own."""
     name = "rope_scaling" if nested(raw, file, "rope_scaling") else "rope_parameters"
-    fields = nested(raw, file, name)
+    fields = nested(raw, file, name) or {key: value for key, value in default.items() if key != "rope_theta"}
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError(f"{file}: {name}={fields!r}; one flat set of parameters for all layers is supported")
     fields = {key: value for key, value in fields.items() if value is not None}
     kind = fields.pop("rope_type", fields.pop("type", "default"))
     fields.pop("type", None)
-    fallback = raw.get("rope_theta")
-    theta = number(fields.pop("rope_theta", 10000.0 if fallback is None else fallback), file, "rope_theta")
+    own = raw.get("rope_theta")
+    fallback = default.get("rope_theta", 10000.0) if own is None else own
+    theta = number(fields.pop("rope_theta", fallback), file, "rope_theta")
     if theta <= 1:
         raise CheckpointError(f"{file}: rope_theta={theta} must be above 1; its powers are the rotation's wavelengths")
     partial = fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
@@ -274,13 +338,16 @@ def _windows(raw: Raw, file: Path, kind: Family, layers: int) -> tuple[int, ...]
         _check_types(raw, file, layers, {"full_attention"} if kind.windows == "listed" else None)
         return ()
     if raw.get("sliding_window", kind.window) is None:
-        _check_types(raw, file, layers, {"full_attention"})
+        if _check_types(raw, file, layers, {"full_attention"}) is None and kind.full_every > 1:
+            raise CheckpointError(f"{file}: sliding_window is null; name its size, or layer_types that are all full")
         return ()
     window = count(raw, file, "sliding_window", kind.window)
     if kind.windows == "all":
         _check_types(raw, file, layers, {"sliding_attention"})
         return (window,) * layers
     types = _check_types(raw, file, layers, {"full_attention", "sliding_attention"})
+    if types is None and kind.full_every > 1:
+        types = ["sliding_attention" if (i + 1) % kind.full_every else "full_attention" for i in range(layers)]
     if types is None:
         first = count(raw, file, "max_window_layers", 28, least=0)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -25,6 +25,8 @@ from aquiline.models.known_pairs import target_of
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _IGNORED = ["original/*", "consolidated*", "metal/*"]
+BYTES = ("U8", "uint8")
+"""The dtype of packed blocks in Hugging Face checkpoints, by its names in their files."""
 
 
 def resolve(path: str | Path, *, revision: str | None = None) -> Path:
@@ -114,8 +116,8 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> str:
         """A tensor's dtype as its file names it, without reading it."""
 
-    def get(self, name: str) -> Array:
-        """Read one tensor; it is not kept."""
+    def get(self, name: str, index: int | None = None) -> Array:
+        """Read one tensor, or the slice at an index of its first axis alone; it is not kept."""
 
 
 class Tensors:
@@ -174,12 +176,13 @@ class Tensors:
             return self._loaded[name].dtype.name
         return str(self._handles[name].get_slice(name).get_dtype())
 
-    def get(self, name: str) -> Array:
-        """Read one tensor; it is not kept."""
+    def get(self, name: str, index: int | None = None) -> Array:
+        """Read one tensor, or the slice at an index of its first axis alone; it is not kept."""
         if name in self._loaded:
-            return self._loaded[name]
+            return self._loaded[name] if index is None else self._loaded[name][index]
+        handle = self._handles[name]
         try:
-            tensor: Array = self._handles[name].get_tensor(name)
+            tensor: Array = handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read ({error}); download it again") from error
         return tensor
@@ -230,17 +233,32 @@ class Entry:
     """One line of a weight map: the tensor `source` of `shape` fills rows [start, start + ...) of parameter `target`.
 
     Fused parameters have several entries. `shard` is the source's axis that tensor parallelism splits, None where
-    every rank keeps a copy."""
+    every rank keeps a copy.
+
+    is_stacked: the first axis counts experts, each of which is read as a matrix of its own. is_transposed: an expert is
+    [inputs, outputs]. pairs: the axis of what is read along which outputs of gate and up take turns. holds: floats, or
+    half of a weight in MXFP4: nibbles [E, N, K / 32, 16] or scales [E, N, K / 32]."""
 
     source: str
     target: str
     shape: tuple[int, ...]
     start: int = 0
     shard: int | None = None
+    is_stacked: bool = False
+    is_transposed: bool = False
+    pairs: int | None = None
+    holds: Literal["floats", "nibbles", "scales"] = "floats"
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and inputs of the matrix of floats, or of one expert's."""
+        rows, inputs = self.shape[-2:]
+        return (inputs, rows) if self.is_transposed else (rows, inputs)
 
 
 def check_entries(tensors: TensorSource, entries: Iterable[Entry], is_ignored: Callable[[str], bool]) -> list[str]:
-    """Every missing, unexpected, mis-shaped or non-float tensor, one line each; empty if the checkpoint fits."""
+    """Every missing, unexpected or mis-shaped tensor, and every one whose dtype is not read there, one line each; empty
+    if the checkpoint fits."""
     problems, known = [], set()
     for entry in entries:
         known.add(entry.source)
@@ -249,11 +267,14 @@ def check_entries(tensors: TensorSource, entries: Iterable[Entry], is_ignored: C
         elif tensors.shape(entry.source) != entry.shape:
             found = list(tensors.shape(entry.source))
             problems.append(f"tensor {entry.source} has shape {found}, the config says {list(entry.shape)}")
-        elif tensors.dtype(entry.source) not in tensors.readable:
-            dtype, readable = tensors.dtype(entry.source), ", ".join(tensors.readable)
-            problems.append(f"tensor {entry.source} has dtype {dtype}; {readable} are read")
+        elif (dtype := tensors.dtype(entry.source)) not in (readable := _readable(tensors, entry)):
+            problems.append(f"tensor {entry.source} has dtype {dtype}; {', '.join(readable)} are read")
     extra = [name for name in tensors.names if name not in known and not is_ignored(name)]
     return problems + [f"unexpected tensor {name} {list(tensors.shape(name))}" for name in extra]
+
+
+def _readable(tensors: TensorSource, entry: Entry) -> tuple[str, ...]:
+    return tensors.readable if entry.holds == "floats" else BYTES
 
 
 def refuse(where: Path | str, problems: list[str]) -> None:

@@ -12,32 +12,53 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from aquiline.blocks import PACKED, Array
+from aquiline.blocks import GGUF_BLOCKS, MXFP4, PACKED, Array
 from aquiline.errors import CheckpointError, OutOfMemory
+from aquiline.models.expert_entries import (
+    COLUMNS,
+    ROWS,
+    ExpertLayout,
+    expert_entries,
+    expert_layout,
+    mlp_entries,
+)
 from aquiline.models.families import read_model_config
-from aquiline.models.files import Entry, Tensors, TensorSource, check_entries, is_gguf, refuse, resolve
+from aquiline.models.files import BYTES, Entry, Tensors, TensorSource, check_entries, is_gguf, refuse, resolve
 from aquiline.models.gguf.tensors import GGUFTensors
 from aquiline.models.model_config import ModelConfig
-from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
-from aquiline.models.parameters import Parameters
+from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
+from aquiline.models.parameters import OF_FILES, Parameters
 from aquiline.types import storage_dtype
 
 __all__ = [
-    "check_fits", "layer_entries", "layer_weights", "open_tensors", "read_model_config", "read_target", "resolve",
-    "target_entries", "target_weights",
+    "ROWS", "check_fits", "layer_entries", "layer_weights", "open_tensors", "read_model_config", "read_target",
+    "resolve", "target_entries", "target_weights",
 ]  # fmt: skip
 
-ROWS, COLUMNS = 0, 1  # the axes tensor parallelism splits: a projection's outputs, or its inputs
 
-
-def layer_entries(config: ModelConfig, source: str, target: str, in_features: int) -> list[Entry]:
+def layer_entries(
+    config: ModelConfig, source: str, target: str, in_features: int, layout: ExpertLayout = "separate"
+) -> list[Entry]:
     """The weight map of one decoder layer, from names under `source` to parameters under `target`.
 
     The names are those of every Llama-like checkpoint, target or draft; in_features is 2H in a draft."""
-    H, Dh, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    H, mlp = config.hidden_size, f"{source}.mlp"
+    return [
+        *_attention_entries(config, f"{source}.self_attn", target, in_features),
+        *(
+            _dense_entries(config, mlp, target)
+            if config.experts is None
+            else expert_entries(config, mlp, target, layout)
+        ),
+        Entry(f"{source}.input_layernorm.weight", f"{target}.input_norm", (H,)),
+        Entry(f"{source}.post_attention_layernorm.weight", f"{target}.post_norm", (H,)),
+    ]
+
+
+def _attention_entries(config: ModelConfig, attn: str, target: str, in_features: int) -> list[Entry]:
+    H, Dh = config.hidden_size, config.head_dim
     q, kv = config.num_heads * Dh, config.num_kv_heads * Dh
     parts = (("q", 0, q), ("k", q, kv), ("v", q + kv, kv))
-    attn, mlp = f"{source}.self_attn", f"{source}.mlp"
     entries = [
         Entry(f"{attn}.{name}_proj.weight", f"{target}.qkv", (rows, in_features), start, ROWS)
         for name, start, rows in parts
@@ -48,33 +69,34 @@ def layer_entries(config: ModelConfig, source: str, target: str, in_features: in
         ]
     if config.o_bias:
         entries.append(Entry(f"{attn}.o_proj.bias", f"{target}.o_bias", (H,)))
-    if config.mlp_bias:
-        entries += [
-            Entry(f"{mlp}.gate_proj.bias", f"{target}.gate_up_bias", (inner,), 0, ROWS),
-            Entry(f"{mlp}.up_proj.bias", f"{target}.gate_up_bias", (inner,), inner, ROWS),
-            Entry(f"{mlp}.down_proj.bias", f"{target}.down_bias", (H,)),
-        ]
     if config.sinks:
         entries.append(Entry(f"{attn}.sinks", f"{target}.sinks", (config.num_heads,), 0, ROWS))
     if config.qk_norm:
         entries += [Entry(f"{attn}.{name}_norm.weight", f"{target}.{name}_norm", (Dh,)) for name in "qk"]
-    return [
-        *entries,
-        Entry(f"{attn}.o_proj.weight", f"{target}.o", (H, q), 0, COLUMNS),
-        Entry(f"{mlp}.gate_proj.weight", f"{target}.gate_up", (inner, H), 0, ROWS),
-        Entry(f"{mlp}.up_proj.weight", f"{target}.gate_up", (inner, H), inner, ROWS),
-        Entry(f"{mlp}.down_proj.weight", f"{target}.down", (H, inner), 0, COLUMNS),
-        Entry(f"{source}.input_layernorm.weight", f"{target}.input_norm", (H,)),
-        Entry(f"{source}.post_attention_layernorm.weight", f"{target}.post_norm", (H,)),
-    ]
+    return [*entries, Entry(f"{attn}.o_proj.weight", f"{target}.o", (H, q), 0, COLUMNS)]
 
 
-def target_entries(config: ModelConfig) -> list[Entry]:
-    """The weight map of a whole target. A tied head has no entry: it is the embedding."""
+def _dense_entries(config: ModelConfig, mlp: str, target: str) -> list[Entry]:
+    entries, inner = mlp_entries(config, mlp, f"{target}.gate_up", f"{target}.down"), config.intermediate_size
+    if config.mlp_bias:
+        entries += [
+            Entry(f"{mlp}.gate_proj.bias", f"{target}.gate_up_bias", (inner,), 0, ROWS),
+            Entry(f"{mlp}.up_proj.bias", f"{target}.gate_up_bias", (inner,), inner, ROWS),
+            Entry(f"{mlp}.down_proj.bias", f"{target}.down_bias", (config.hidden_size,)),
+        ]
+    return entries
+
+
+def target_entries(config: ModelConfig, tensors: TensorSource | None = None) -> list[Entry]:
+    """The weight map of a whole target, its experts as these tensors have them; without tensors, as checkpoints of
+    floats have them. A tied head has no entry: it is the embedding.
+
+    Raises CheckpointError for packed experts whose rows are no whole blocks."""
     V, H = config.vocab_size, config.hidden_size
+    layout = expert_layout(config, tensors)
     entries = [Entry("model.embed_tokens.weight", "embed", (V, H), 0, ROWS)]
     for i in range(config.num_layers):
-        entries += layer_entries(config, f"model.layers.{i}", f"layers.{i}", H)
+        entries += layer_entries(config, f"model.layers.{i}", f"layers.{i}", H, layout)
     entries.append(Entry("model.norm.weight", "final_norm", (H,)))
     if not config.tied_head:
         entries.append(Entry("lm_head.weight", "head", (V, H), 0, ROWS))
@@ -89,11 +111,12 @@ def open_tensors(checkpoint: Path) -> TensorSource:
 def read_target(checkpoint: Path, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()) -> ModelWeights:
     """The weights of a target from a directory or GGUF file that `resolve` found, floats stored in `dtype` (bfloat16,
     float16 or float32). With int8 and int4 the weights are bfloat16 here: the backend's Pair rounds the linears. With
-    "packed" the weights of a GGUF file stay as they are: blocks are blocks, floats have their own dtype.
+    "packed" the weights of a GGUF file, and of a checkpoint whose experts are in MXFP4, stay as they are: blocks are
+    blocks, floats have their own dtype. Experts in MXFP4 stay blocks in any dtype: their values are exact.
 
     `capture` names the layers whose outputs are features, ascending. Linears and embeddings are read when the backend
-    packs them, one at a time. float32 files and GGUF's packed blocks round to bfloat16 storage; into float32 everything
-    is exact.
+    packs them, one tensor or one expert at a time. float32 files and GGUF's packed blocks round to bfloat16 storage;
+    into float32 everything is exact.
     Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file or the
     unsupported field; reading a weight raises it for tensors that are not finite or that float16 cannot hold. Raises
     ValueError for an unknown dtype or capture layers out of range."""
@@ -101,7 +124,8 @@ def read_target(checkpoint: Path, *, dtype: str = "bfloat16", capture: tuple[int
     config = read_model_config(checkpoint)
     if list(capture) != sorted({i for i in capture if 0 <= i < config.num_layers}):
         raise ValueError(f"capture={capture}: name different layers of 0 .. {config.num_layers - 1}, ascending")
-    tensors, entries = open_tensors(checkpoint), target_entries(config)
+    tensors = open_tensors(checkpoint)
+    entries = target_entries(config, tensors)
 
     def is_ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
@@ -126,25 +150,32 @@ def layer_weights(own: Parameters, name: str, config: ModelConfig, index: int) -
     def vectors(*names: str) -> dict[str, Array | None]:
         return {each: own.vector(f"{name}.{each}") for each in names}
 
-    matrices = {each: own.matrix(f"{name}.{each}") for each in ("qkv", "o", "gate_up", "down")}
     attention = AttentionWeights(
-        matrices["qkv"], matrices["o"], **vectors("qkv_bias", "o_bias", "q_norm", "k_norm", "sinks"),
-        window=config.window(index),
+        own.matrix(f"{name}.qkv"), own.matrix(f"{name}.o"),
+        **vectors("qkv_bias", "o_bias", "q_norm", "k_norm", "sinks"), window=config.window(index),
     )  # fmt: skip
-    mlp = DenseWeights(matrices["gate_up"], matrices["down"], **vectors("gate_up_bias", "down_bias"))
+    mlp: DenseWeights | MoeWeights
+    if config.experts is None:
+        mlp = DenseWeights(
+            own.matrix(f"{name}.gate_up"), own.matrix(f"{name}.down"), **vectors("gate_up_bias", "down_bias")
+        )
+    else:
+        gate_up, down = (own.experts(f"{name}.{each}", config.experts.count) for each in ("gate_up", "down"))
+        biases = vectors("router_bias", "gate_up_bias", "down_bias")
+        mlp = MoeWeights(own.matrix(f"{name}.router"), gate_up, down, **biases)
     norms = own.needed(f"{name}.input_norm"), own.needed(f"{name}.post_norm")
     return LayerWeights(attention, mlp, *norms, own.vector(f"{name}.hidden_norm"))
 
 
 def check_fits(checkpoints: Mapping[Path, str]) -> None:
     """Raises OutOfMemory if the weights of these checkpoints, each in its dtype, do not fit into the free memory beside
-    the largest tensor, which is there twice while it is packed."""
+    the largest tensor, or the largest expert of stacked ones, which is there twice while it is packed."""
     wanted = largest = 0
     for checkpoint, dtype in checkpoints.items():
         tensors = open_tensors(checkpoint)
-        sizes = [math.prod(tensors.shape(name)) * storage_dtype(dtype).itemsize for name in tensors.names]
-        wanted += checkpoint.stat().st_size if dtype == PACKED else sum(sizes)
-        largest = max([largest, *sizes])
+        sizes = {name: _stored_bytes(tensors, name, dtype) for name in tensors.names}
+        wanted += checkpoint.stat().st_size if dtype == PACKED and is_gguf(checkpoint) else sum(sizes.values())
+        largest = max([largest, *(size // _num_parts(tensors, name) for name, size in sizes.items())])
     free = psutil.virtual_memory().available
     if wanted + largest > free:
         kinds = " and ".join(dict.fromkeys(checkpoints.values()))
@@ -153,6 +184,23 @@ def check_fits(checkpoints: Mapping[Path, str]) -> None:
             f"{(wanted + largest) / 1e9:.2f} GB while they are packed, and {free / 1e9:.2f} GB are free; free memory "
             "or take a smaller model"
         )
+
+
+def _num_parts(tensors: TensorSource, name: str) -> int:
+    """How many matrices a tensor holds that are read one at a time: those of stacked experts alone have three axes."""
+    shape = tensors.shape(name)
+    return max(1, shape[0]) if len(shape) > 2 else 1
+
+
+def _stored_bytes(tensors: TensorSource, name: str, dtype: str) -> int:
+    """Bytes of a tensor in the memory of a model with this `dtype`. Experts in MXFP4 stay as they are."""
+    num_values, kind = math.prod(tensors.shape(name)), tensors.dtype(name)
+    if kind in BYTES:
+        return num_values
+    if kind == MXFP4 and len(tensors.shape(name)) > 2:
+        return num_values // GGUF_BLOCKS[MXFP4].inputs * GGUF_BLOCKS[MXFP4].num_bytes
+    stored = OF_FILES.get(kind, storage_dtype(dtype)) if dtype == PACKED else storage_dtype(dtype)
+    return num_values * stored.itemsize
 
 
 def _check_tied(config: ModelConfig, tensors: TensorSource) -> None:

@@ -95,11 +95,12 @@ class RandomTensors:
     def dtype(self, name: str) -> str:  # noqa: D102
         return "F32"
 
-    def get(self, name: str) -> Array:  # noqa: D102
+    def get(self, name: str, index: int | None = None) -> Array:  # noqa: D102
+        shape = self._shapes[name] if index is None else self._shapes[name][1:]
         if "norm" in name:
-            return np.ones(self._shapes[name], np.float32)
-        generator = np.random.default_rng(zlib.crc32(name.encode()))
-        return np.float32(0.02) * generator.standard_normal(self._shapes[name], np.float32)
+            return np.ones(shape, np.float32)
+        generator = np.random.default_rng(zlib.crc32((name if index is None else f"{name}[{index}]").encode()))
+        return np.float32(0.02) * generator.standard_normal(shape, np.float32)
 
 
 def random_models(config: ModelConfig, how: Loading) -> LoadedModels:

@@ -20,14 +20,18 @@ from aquiline.models.gguf.reader import GGUFFile
 from aquiline.models.model_config import RopeConfig
 from aquiline.models.rope import rotary
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""GGUF's names, which are also Hugging Face's model types. GGUF calls Mistral's models llama."""
+ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt-oss": "gpt_oss", "qwen3moe": "qwen3_moe",
+}  # fmt: skip
+"""Hugging Face's model types by GGUF's names. GGUF calls Mistral's models llama."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of tokens in tokenizer.ggml.token_type."""
 END_TEXTS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "<EOT>",
 )  # fmt: skip
 """Control tokens that end a turn or a text wherever a vocabulary has them."""
+HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+"""Those of a vocabulary with the first of them: OpenAI's Harmony ends messages with <|end|>, and the turn goes on."""
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that the rotation's frequencies are divided by."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
@@ -43,6 +47,14 @@ _SIZES = {
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
 }
+_OF_EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_OF_ARCHITECTURE = {
+    "gpt-oss": _OF_EXPERTS | {
+        "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window",
+    },
+    "qwen3moe": _OF_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
+}  # fmt: skip
+"""Sizes that only these architectures have, or have elsewhere."""
 _OTHERS = {
     "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base",
     "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
@@ -50,8 +62,8 @@ _OTHERS = {
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "tensor_data_layout",
 }  # fmt: skip
 _NEUTRAL = {
-    "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
+    "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "expert_weights_norm": True,
+    "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
 }  # fmt: skip
 """Fields of which one value is supported, the one that changes nothing."""
 _SPM_IDS = {"bos": 1, "eos": 2, "unknown": 0}
@@ -80,7 +92,8 @@ def _config_fields(gguf: GGUFFile) -> dict[str, Any]:
     sizes = _sizes(gguf, arch, own)
     ids = special_ids(gguf)
     return sizes | {
-        "model_type": arch,
+        "model_type": ARCHITECTURES[arch],
+        "norm_topk_prob": True,
         "rms_norm_eps": _number(gguf, arch, own, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(gguf, arch, own, sizes["head_dim"]),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -111,22 +124,26 @@ def special_ids(gguf: GGUFFile) -> dict[str, int]:
 
 
 def end_ids(gguf: GGUFFile) -> list[int]:
-    """Tokens that end a text or the model's turn: eos, eot and eom of the metadata, then END_TEXTS."""
+    """Tokens that end a text or the model's turn: eos, eot and eom of the metadata, then END_TEXTS or HARMONY_ENDS."""
     ids = special_ids(gguf)
     found = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
     if "tokenizer.ggml.token_type" in gguf.fields:
         tokens = gguf.strings("tokenizer.ggml.tokens")
         kinds = gguf.numbers("tokenizer.ggml.token_type", len(tokens))
-        found += [i for i, kind in enumerate(kinds) if kind == CONTROL and tokens[i] in END_TEXTS]
+        control = {tokens[i]: i for i, kind in enumerate(kinds) if kind == CONTROL}
+        is_harmony = HARMONY_ENDS[0] in control
+        ends = HARMONY_ENDS if is_harmony else END_TEXTS
+        goes_on = {control.get("<|end|>")} if is_harmony else set()
+        found = [i for i in found if i not in goes_on] + [i for text, i in control.items() if text in ends]
     return list(dict.fromkeys(found))
 
 
 def _refuse_unknown(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> None:
-    if own.get("expert_count"):
+    if arch not in _OF_ARCHITECTURE and own.get("expert_count"):
         raise CheckpointError(
             f"{gguf.path}: {arch}.expert_count={own['expert_count']}; mixture-of-experts layers are not supported"
         )
-    known = {*_SIZES.values(), *_OTHERS}
+    known = {*_SIZES.values(), *_OF_ARCHITECTURE.get(arch, {}).values(), *_OTHERS}
     odd = [name for name, value in own.items() if name not in known and _NEUTRAL.get(name) != value]
     if odd:
         named = ", ".join(f"{arch}.{name}={own[name]!r}" for name in sorted(odd))
@@ -134,14 +151,16 @@ def _refuse_unknown(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> None:
 
 
 def _sizes(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> dict[str, int]:
-    """The fields of _SIZES; a missing field gets the value that llama.cpp assumes."""
-    found = {name: own[key] for name, key in _SIZES.items() if key in own}
+    """The fields of _SIZES and _OF_ARCHITECTURE; a missing field gets the value that llama.cpp assumes."""
+    special = _OF_ARCHITECTURE.get(arch, {})
+    keys = _SIZES | special
+    found = {name: own[key] for name, key in keys.items() if key in own}
     for name, value in found.items():
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"{gguf.path}: {arch}.{_SIZES[name]}={value!r} must be a positive integer")
-    missing = [name for name in ("hidden_size", "num_attention_heads") if name not in found]
+            raise CheckpointError(f"{gguf.path}: {arch}.{keys[name]}={value!r} must be a positive integer")
+    missing = [name for name in ("hidden_size", "num_attention_heads", *special) if name not in found]
     if missing:
-        raise CheckpointError(f"{gguf.path}: {arch}.{_SIZES[missing[0]]} is missing")
+        raise CheckpointError(f"{gguf.path}: {arch}.{keys[missing[0]]} is missing")
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
     if "vocab_size" not in found:
@@ -195,6 +214,8 @@ def _yarn(gguf: GGUFFile, arch: str, own: dict[str, Any], factor: float, attenti
         "beta_slow": "rope.scaling.yarn_beta_slow",
     }
     found = {name: _number(gguf, arch, own, key) for name, key in names.items() if key in own}
+    if arch == "gpt-oss":
+        found["truncate"] = False  # the metadata cannot say it
     if attention != 1.0:
         found["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
     return found

@@ -21,7 +21,7 @@ from aquiline.models.gguf.reader import TensorInfo, read_gguf
 TYPES = (*GGUF_FLOATS, *GGUF_BLOCKS)
 _FLOATS = {"F32": FLOATS["float32"], "F16": FLOATS["float16"], "BF16": FLOATS["bfloat16"]}
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
+_ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -29,11 +29,24 @@ _IN_LAYER = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+}
+_DENSE = {
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_IN_LAYER = {
+    "gpt-oss": _ATTENTION | _EXPERTS | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn"},
+    "qwen3moe": _ATTENTION | _EXPERTS | {"ffn_norm": "post_attention_layernorm"},
+}
+"""Names in a layer by GGUF's architecture, where they are not those of _ATTENTION and _DENSE."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
@@ -49,8 +62,8 @@ class GGUFTensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = read_gguf(path)
-        infos = self._gguf.tensors
-        self._infos = {hugging_face_name(name): info for name, info in infos.items() if name != ROPE_FACTORS}
+        infos, arch = self._gguf.tensors, self._gguf.text("general.architecture")
+        self._infos = {hugging_face_name(name, arch): info for name, info in infos.items() if name != ROPE_FACTORS}
 
     @property
     def names(self) -> list[str]:
@@ -68,24 +81,27 @@ class GGUFTensors:
         """How the file stores a tensor: F32, Q4_K, ..."""
         return self._infos[name].type_name
 
-    def get(self, name: str) -> Array:
-        """Unpack one tensor to float32, the rows of queries and keys in a checkpoint's order; it is not kept."""
+    def get(self, name: str, index: int | None = None) -> Array:
+        """Unpack one tensor to float32, or the slice at an index of its first axis alone; the rows of queries and keys
+        in a checkpoint's order. It is not kept."""
         info = self._infos[name]
+        rows = self._rows(info, index)
         if info.type_name in GGUF_FLOATS:
-            return self._rows(info).view(_FLOATS[info.type_name]).astype(np.float32)
+            return rows.view(_FLOATS[info.type_name]).astype(np.float32)
         from gguf import GGMLQuantizationType, quants
 
-        values = quants.dequantize(self._rows(info), GGMLQuantizationType[info.type_name])
+        values = quants.dequantize(rows, GGMLQuantizationType[info.type_name])
         return np.require(values, np.float32, ["C", "W"])
 
-    def blocks(self, name: str) -> Weight:
-        """One tensor of a type of BLOCK_TYPES as its blocks, the rows of queries and keys in a checkpoint's order."""
+    def blocks(self, name: str, index: int | None = None) -> Weight:
+        """One tensor of a type of BLOCK_TYPES, or its slice, as its blocks; the rows of queries and keys in a
+        checkpoint's order."""
         info = self._infos[name]
-        num_rows, width = info.shape
-        return Weight(info.type_name, (num_rows, width), lambda: self._rows(info).reshape(num_rows, -1))
+        num_rows, width = info.shape[-2:]
+        return Weight(info.type_name, (num_rows, width), lambda: self._rows(info, index).reshape(num_rows, -1))
 
-    def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
-        rows = self._gguf.raw(info)
+    def _rows(self, info: TensorInfo, index: int | None) -> NDArray[np.uint8]:
+        rows = self._gguf.raw(info) if index is None else self._gguf.raw(info)[index]
         rotated = _ROTATED.fullmatch(info.name)
         if rotated and self._gguf.text("general.architecture") == "llama":
             heads, kv_heads = head_counts(self._gguf)
@@ -93,12 +109,13 @@ class GGUFTensors:
         return rows
 
 
-def hugging_face_name(name: str) -> str:
-    """The name that a weight of GGUF has in a Hugging Face checkpoint; any other name as it is."""
+def hugging_face_name(name: str, arch: str | None = None) -> str:
+    """The name that a weight of GGUF's architecture has in a Hugging Face checkpoint; any other name as it is. Stacked
+    experts are named as those of qwen3_moe, without a number."""
     stem, _, kind = name.rpartition(".")
-    layer = _LAYER.fullmatch(stem)
-    if layer and layer[2] in _IN_LAYER:
-        return f"model.layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{kind}"
+    layer, known = _LAYER.fullmatch(stem), _IN_LAYER.get(arch or "", _ATTENTION | _DENSE)
+    if layer and layer[2] in known:
+        return f"model.layers.{layer[1]}.{known[layer[2]]}.{'sinks' if layer[2] == 'attn_sinks' else kind}"
     return f"{_WHOLE[stem]}.{kind}" if stem in _WHOLE else name
 
 
