@@ -149,6 +149,12 @@ def config_file(checkpoint: Path) -> Path:
     return checkpoint if is_gguf(checkpoint) else checkpoint / "config.json"
 
 
+def has_blocks(checkpoint: Path) -> bool:
+    """Whether a checkpoint that `resolve` found may hold packed blocks: a GGUF file, or experts in MXFP4."""
+    file = config_file(checkpoint)
+    return is_gguf(file) or bool(nested(read_fields(file), file, "quantization_config"))
+
+
 def read_fields(file: Path) -> Raw:
     """The fields of a config.json, or those that a GGUF file's metadata stand for.
 
