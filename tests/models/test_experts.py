@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,14 @@ def test_a_rotation_that_no_config_names_is_the_familys(places: dict[str, Path],
         assert rope.parameters == theirs
 
 
+def test_ends_are_those_of_the_generation_config_too(places: dict[str, Path], tmp_path: Path) -> None:
+    """As gpt-oss ships: <|return|> in the config, <|return|>, <|endoftext|> and <|call|> beside it, and no <|end|>."""
+    shutil.copytree(places["mxfp4"], tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", lambda c: c.update(eos_token_id=92))
+    edit_json(tmp_path / "generation_config.json", lambda c: c.update(eos_token_id=[92, 89, 94]))
+    assert read_model_config(tmp_path).eos_token_ids == (92, 89, 94)
+
+
 def expected_experts(layout: str, tensors: dict[str, torch.Tensor], layer: int, expert: int) -> list[torch.Tensor]:
     """gate_up [2 I, H] and down [H, I] of one expert, from a checkpoint of floats."""
     own = f"model.layers.{layer}.mlp.experts"
@@ -213,9 +222,7 @@ def test_blocks_of_other_types(kinds: tuple[str, str, str], places: dict[str, Pa
     gate, up, down = (held[f"model.layers.1.mlp.experts.{name}.weight"] for name in table)
     stored = {"F16": "float16", "BF16": "bfloat16"}
     for expert in range(E):
-        assert moe.gate_up[expert].kind == (
-            stored.get(kinds[0], kinds[0]) if kinds[0] == kinds[1] else "float32"
-        )
+        assert moe.gate_up[expert].kind == (stored.get(kinds[0], kinds[0]) if kinds[0] == kinds[1] else "float32")
         assert moe.down[expert].kind == stored.get(kinds[2], kinds[2])
         for each in (moe, exact):
             assert np.array_equal(each.gate_up[expert].dequantised(), np.concatenate([gate[expert], up[expert]]))
