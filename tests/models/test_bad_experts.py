@@ -58,6 +58,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu'; supported is 'silu'"),
     ("gpt_oss", {"mlp_bias": True}, "mlp_bias=true adds biases that gpt_oss does not have here"),
     ("gpt_oss", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_local_experts=8"),
+    ("qwen3_moe", {"num_local_experts": 2**31 - 1}, "num_local_experts=2147483647 must be a positive integer, at most"),
     ("gpt_oss", {"num_local_experts": None}, "num_local_experts is missing"),
     ("gpt_oss", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
     ("gpt_oss", {"sliding_window": None, "layer_types": None}, "sliding_window is null"),
