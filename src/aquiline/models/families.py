@@ -17,7 +17,7 @@ from aquiline.errors import CheckpointError
 from aquiline.models.files import is_gguf, read_json, resolve
 from aquiline.models.gguf.metadata import config_fields
 from aquiline.models.gguf.reader import read_gguf
-from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
+from aquiline.models.json_fields import MAX_EXPERTS, MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
 from aquiline.models.model_config import Experts, ModelConfig, RopeConfig
 from aquiline.models.producers import draft_mark
 
@@ -124,7 +124,9 @@ EOS = "eos_token_id"
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 """The names under which configs have these two; the first that a config has counts."""
-_WITH_EXPERTS: Raw = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
+_BESIDE_EXPERTS: Raw = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
+"""Fields of configs with experts of which one value is supported: every layer has experts, and windows are the
+family's."""
 _SWIGLU_ALPHA = 1.702
 
 
@@ -201,7 +203,7 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         qk_norm=kind.qk_norm,
         tied_head=flag(raw, file, "tie_word_embeddings"),
         windows=_windows(raw, file, kind, layers),
-        experts=_experts(raw, file, kind) if kind.expert_size else None,
+        experts=_experts(raw, file, kind, layers) if kind.expert_size else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos[0] if bos else None,
     )
@@ -220,13 +222,13 @@ def _heads(raw: Raw, file: Path, kind: Family) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
-def _experts(raw: Raw, file: Path, kind: Family) -> Experts:
+def _experts(raw: Raw, file: Path, kind: Family, layers: int) -> Experts:
     """The experts of every layer. Raises CheckpointError for layers without experts, and for another activation."""
-    for name, supported in _WITH_EXPERTS.items():
+    for name, supported in _BESIDE_EXPERTS.items():
         if raw.get(name) not in (None, supported):
             raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported beside experts; use {supported!r}")
     of_total, of_token = (field_among(raw, names) for names in (EXPERT_COUNTS, EXPERTS_PER_TOKEN))
-    total, per_token = count(raw, file, of_total), count(raw, file, of_token)
+    total, per_token = count(raw, file, of_total, most=MAX_EXPERTS // layers), count(raw, file, of_token)
     if per_token > total:
         raise CheckpointError(f"{file}: {of_token}={per_token} exceeds {of_total}={total}")
     limit = 0.0

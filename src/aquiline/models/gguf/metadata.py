@@ -93,7 +93,7 @@ def _config_fields(gguf: GGUFFile) -> dict[str, Any]:
     ids = special_ids(gguf)
     return sizes | {
         "model_type": ARCHITECTURES[arch],
-        "norm_topk_prob": True,
+        "norm_topk_prob": True,  # as llama.cpp weights experts
         "rms_norm_eps": _number(gguf, arch, own, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(gguf, arch, own, sizes["head_dim"]),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
