@@ -200,7 +200,9 @@ def test_packed_experts_are_those_that_transformers_dequantises(places: dict[str
     from transformers import GptOssForCausalLM, Mxfp4Config
 
     config = Mxfp4Config(dequantize=True)
-    model = GptOssForCausalLM.from_pretrained(places["mxfp4"], quantization_config=config, dtype=torch.bfloat16)
+    model = GptOssForCausalLM.from_pretrained(
+        places["mxfp4"], quantization_config=config, dtype=torch.bfloat16, trust_remote_code=False
+    )
     tensors = model.state_dict()
     weights = read_target(places["mxfp4"])
     for layer in range(4):
