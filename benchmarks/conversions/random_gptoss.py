@@ -1,5 +1,5 @@
-"""A gpt-oss of full geometry with random weights as a GGUF file, which other engines run too: experts in MXFP4, the other
-linears in Q8_0, floats where the real files have them, plain RoPE.
+"""A gpt-oss of full geometry with random weights as a GGUF file, which other engines run too: experts in MXFP4, the
+other linears in Q8_0, floats where the real files have them, plain RoPE.
 
 The rotation is plain because engines round YaRN's ramp differently, and weights of another size would lose themselves
 in bfloat16: scales of experts are 2^-10 to 2^-6, as in the real weights. The vocabulary is made up, of the real size.

@@ -244,8 +244,8 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
 
 
 def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:
-    """The settings with dtypes to load: if none is named, a checkpoint's own blocks if it has any and the native library
-    runs, else bfloat16.
+    """The settings with dtypes to load: if none is named, a checkpoint's own blocks if it has any and the native
+    library runs, else bfloat16.
 
     Raises ValueError for blocks that nothing here can multiply."""
     native = runs_natively(how.device, environment)
