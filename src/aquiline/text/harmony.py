@@ -192,7 +192,7 @@ class Harmony:
         role, channel = words.get(START, [ROLE]), words.get(CHANNEL, [])
         others = role[1:] + channel[1:]
         recipients = [word for word in others if word.startswith(RECIPIENT)]
-        num_types = len(others) - len(recipients)  # "json", where no marker stands before it
+        num_types = len(others) - len(recipients) + len(words.get(CONSTRAIN, []))  # "json", with and without a marker
         if len(words) < len(header) or role[:1] != [ROLE] or len(recipients) > 1 or num_types > 1:
             return None
         kind = CHANNELS.get(channel[0]) if channel else None
