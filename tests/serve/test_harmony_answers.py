@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from tests.conftest import needs_native
 from tests.harmony import ANSWER, ARGUMENTS, CALL, harmony_tokenizer, write_harmony_pair
-from tests.serve.serving import KEY, Server, running
+from tests.serve.serving import ENGINE, KEY, LIMITS, PAIR, Server, running
 
-from aquiline.config import PairConfig
+from aquiline.config import ChatConfig, PairConfig
+from aquiline.serve.server import open_service
 from aquiline.serve.server_config import ServerConfig
+from aquiline.spec.drafting import Chain
 
 pytestmark = needs_native
 TOKENIZER = harmony_tokenizer()
@@ -125,6 +127,12 @@ def test_what_cannot_be_read_is_text_and_one_warning(served: Server, caplog: pyt
     assert "no function that may be called" in warning.fields["why"]  # type: ignore[attr-defined]
     (choice,) = served.chat("Hi", **SETTINGS | {"max_tokens": 2})["choices"]
     assert choice["message"]["content"] == "analysis" and choice["finish_reason"] == "length"
+
+
+def test_a_target_without_the_markers_is_refused() -> None:
+    config = ServerConfig(tool_call_parser="harmony")
+    with pytest.raises(ValueError, match=r"tool_call_parser='harmony': the vocabulary has no token <\|start\|>; take"):
+        open_service(PAIR, ENGINE, Chain(), config, LIMITS, ChatConfig())
 
 
 def test_history_reaches_the_template_as_it_takes_it(served: Server) -> None:
