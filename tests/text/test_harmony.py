@@ -276,6 +276,8 @@ def test_stop_strings_are_looked_for_in_what_is_written() -> None:
         got = read(ids_of(text), "length", [size], reader(("STOP", "final", "assistant", "analysis")))
         assert got.parts == [reasoning("one fi"), content("nal two ")]
         assert got.finish_reason == "stop" and got.num_tokens == len(ids_of(text)) - len(" three")
+    shown = read(ids_of("<|channel|>a final STOP"), "length", [2], reader(("STOP",)))
+    assert shown.parts == [content("a final ")] and shown.finish_reason == "stop", "a header that came out as text"
     held = read(ids_of("<|channel|>final<|message|>no STO<|return|>"), "stop", [1], reader(("STOP",)))
     assert held.parts == [content("no STO")]
 

@@ -42,7 +42,7 @@ GAP = "\n\n"
 """Written between two messages whose texts go to the same place."""
 
 
-class Span(NamedTuple):
+class HeaderSpan(NamedTuple):
     """A marker of a header and the tokens after it, up to the next marker."""
 
     marker: str
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 @dataclass(eq=False)
-class Message:
+class HarmonyMessage:
     """The message whose body is being written. function: the one that it calls; header: the tokens of its header."""
 
     detokenizer: Detokenizer
@@ -81,8 +81,8 @@ class Harmony:
         self.markers = {tokenizer.token_to_id(marker): marker for marker in MARKERS}
         self.skipped = skipped_tokens(tokenizer)
         # At most one of the two is there, and neither between messages.
-        self.header: list[Span] | None = None
-        self.message: Message | None = None
+        self.header: list[HeaderSpan] | None = None
+        self.message: HarmonyMessage | None = None
         self.parts: list[Part] = []
         self.written: set[Channel] = set()  # where text went to
         self.num_pending = 0  # tokens of the answer that may turn out to be reasoning: those of an open header
@@ -112,6 +112,7 @@ class Harmony:
                 break
         if finish_reason is not None:
             self._end()
+            finish_reason = "stop" if self.is_stopped else finish_reason  # in a header that came out as text
         return Read(num_tokens, self.parts, num_reasoning, finish_reason)
 
     @property
@@ -149,19 +150,19 @@ class Harmony:
         """A marker. Inside a body <|message|> and <|constrain|> mean nothing; <|start|> and <|channel|> end it."""
         if marker == START:
             self._end()
-            self.header = [Span(START, [])]
+            self.header = [HeaderSpan(START, [])]
         elif marker == CHANNEL and self.header is None:
             self._end()
-            self.header = [Span(CHANNEL, [])]
+            self.header = [HeaderSpan(CHANNEL, [])]
         elif marker in (CHANNEL, CONSTRAIN):
             if self.header is not None:
-                self.header.append(Span(marker, []))
+                self.header.append(HeaderSpan(marker, []))
         elif marker in ENDS:
             self._end()
         elif self.message is None:
             self._open(self.header or [])
 
-    def _may_be_header(self, header: list[Span]) -> bool:
+    def _may_be_header(self, header: list[HeaderSpan]) -> bool:
         """Whether a header may begin so. Its channel is judged when it is whole."""
         if sum(len(span.ids) for span in header) > MAX_HEADER_TOKENS:
             return False
@@ -171,7 +172,7 @@ class Harmony:
         text = self._decode(first.ids)
         return ROLE.startswith(text) or BEGUN.fullmatch(text) is not None
 
-    def _open(self, header: list[Span]) -> None:
+    def _open(self, header: list[HeaderSpan]) -> None:
         """The body begins whose header this is."""
         message = self._read(header)
         if message is None:
@@ -180,13 +181,13 @@ class Harmony:
         else:
             self.header, self.message = None, message
 
-    def _open_unread(self, header: list[Span], problem: str) -> None:
+    def _open_unread(self, header: list[HeaderSpan], problem: str) -> None:
         """A message begins whose header says nothing: the header's text is the first of its content."""
         self.problem = self.problem or problem
-        self.header, self.message = None, Message(self._detokenizer())
+        self.header, self.message = None, HarmonyMessage(self._detokenizer())
         self._write(self._ids(header))
 
-    def _read(self, header: list[Span]) -> Message | None:
+    def _read(self, header: list[HeaderSpan]) -> HarmonyMessage | None:
         """The message that a header describes; None if it describes none."""
         words = {span.marker: self._decode(span.ids).split() for span in header}
         role, channel = words.get(START, [ROLE]), words.get(CHANNEL, [])
@@ -199,10 +200,10 @@ class Harmony:
         if not recipients:
             if kind is None:
                 return None
-            return Message(self._detokenizer(), kind if self.thinks else "content")
+            return HarmonyMessage(self._detokenizer(), kind if self.thinks else "content")
         name = recipients[0].removeprefix(RECIPIENT + FUNCTIONS)
         is_known = self.has_tools and name not in ("", recipients[0]) and (kind is not None or not channel)
-        return Message(self._detokenizer(), "content", name, self._ids(header)) if is_known else None
+        return HarmonyMessage(self._detokenizer(), "content", name, self._ids(header)) if is_known else None
 
     def _write(self, token_ids: list[int]) -> None:
         """Tokens of the body."""
@@ -234,7 +235,7 @@ class Harmony:
                 self._call(self.message, self.message.function)
         self.header = self.message = None
 
-    def _call(self, message: Message, function: str) -> None:
+    def _call(self, message: HarmonyMessage, function: str) -> None:
         """A call whose arguments are there, or a message that only looked like one."""
         text = "".join(message.arguments)
         try:
@@ -248,7 +249,7 @@ class Harmony:
         message.function = None
         self._tell(self._decode(message.header) + text)
 
-    def _ids(self, header: list[Span]) -> list[int]:
+    def _ids(self, header: list[HeaderSpan]) -> list[int]:
         """The tokens of a header without the role."""
         ids = [token for span in header for token in span.ids]
         if header and header[0].marker == START:
