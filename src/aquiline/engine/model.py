@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from aquiline.backends.base import Pair
 from aquiline.backends.choose import new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
-from aquiline.config import Environment, PairConfig
+from aquiline.config import Environment, PairConfig, SamplingParams
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
 from aquiline.models.families import has_blocks
 from aquiline.models.fingerprint import fingerprint
@@ -103,6 +103,10 @@ class LoadedModels:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
         return self.pair.target.eos_token_ids
+
+    def end_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Tokens that end a text under these parameters."""
+        return frozenset(() if sampling.ignore_eos else self.eos_token_ids) | frozenset(sampling.stop_token_ids)
 
     @cached_property
     def template(self) -> ChatTemplate:
