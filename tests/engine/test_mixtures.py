@@ -41,7 +41,9 @@ def write(place: Path, layout: str, **overrides: Any) -> Any:
     else:
         write_target(place, layout, dtype=torch.bfloat16, **overrides)
     how = {"quantization_config": Mxfp4Config(dequantize=True)} if layout == "mxfp4" else {}
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, attn_implementation="eager", **how).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        place, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager", **how
+    ).eval()
 
 
 def loaded(place: Path, dtype: str = "float32") -> LoadedModels:
