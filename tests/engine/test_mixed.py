@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.conftest import TINY, TINY_DRAFT, engine_config, from_modules, needs_native, tiny_llm, tiny_pair
+from tests.conftest import GEMMA, TINY, TINY_DRAFT, engine_config, from_modules, needs_native, tiny_llm, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.config import Environment
@@ -19,6 +19,7 @@ FLAGS = {
     "qwen2": {"qkv_bias": True, "windows": (0, 0, 9, 9)},
     "qwen3": {"qk_norm": True, "tied_head": True},
     "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True},
+    "gemma3_text": GEMMA,
 }
 
 
