@@ -76,7 +76,7 @@ def test_targets_of_other_families(dtype: str, name: str) -> None:
         for way in ("chain3", "dynamic"):
             player.add(words(40, 5), WAYS[way], SAMPLED)
         player.run(12)
-        texts.append([text.tokens for text in player.texts])
+        texts.append([(text.tokens, text.trees) for text in player.texts])
         hidden.append(pair.open(player.sizes).score([np.array(words(40), np.int32)]).hidden.copy())
     tolerance = 1e-4 if dtype == "float32" else 1e-2  # keys that land on the other side of a rounding boundary
     np.testing.assert_allclose(*hidden, rtol=0, atol=tolerance * np.abs(hidden[0]).max())

@@ -175,8 +175,8 @@ def layer_weights(own: Parameters, name: str, config: ModelConfig, index: int) -
         biases = vectors("router_bias", "gate_up_bias", "down_bias")
         mlp = MoeWeights(own.matrix(f"{name}.router"), gate_up, down, **biases)
     norms = own.needed(f"{name}.input_norm"), own.needed(f"{name}.post_norm")
-    others = vectors("hidden_norm", "attention_out_norm", "mlp_out_norm")
-    return LayerWeights(attention, mlp, *norms, **others)
+    others = (own.vector(f"{name}.{each}") for each in ("hidden_norm", "attention_out_norm", "mlp_out_norm"))
+    return LayerWeights(attention, mlp, *norms, *others)
 
 
 def check_fits(checkpoints: Mapping[Path, str]) -> None:

@@ -111,7 +111,9 @@ def _config_fields(gguf: GGUFFile) -> dict[str, Any]:
 
 
 def _attention_scalar(sizes: dict[str, int]) -> int:
-    """Gemma 3's query_pre_attn_scalar, which no field says: that of 27B, told by its layers, is not the head's width."""
+    """Gemma 3's query_pre_attn_scalar, which no field says. It is the width of a head but for 27B, told by its layers.
+
+    Source: ggml-org/llama.cpp, src/llama-model.cpp, LLM_ARCH_GEMMA3."""
     is_27b = sizes["num_hidden_layers"] == 62
     return sizes["hidden_size"] // sizes["num_attention_heads"] if is_27b else sizes["head_dim"]
 
