@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aquiline.models.model_config import ModelConfig
@@ -29,6 +29,18 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
 }
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 4, "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 96}
+MOES: dict[str, dict[str, Any]] = {
+    "gpt_oss": EXPERTS | {
+        "num_local_experts": 8, "intermediate_size": 96, "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 128,
+        },
+    },
+    "qwen3_moe": EXPERTS | {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True},
+}  # fmt: skip
+
 
 def write_target(
     directory: str | Path,
@@ -44,9 +56,13 @@ def write_target(
     Norm weights and biases are random too, so that forgetting one shows. Overrides are config fields."""
     import transformers
 
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3_text": "Gemma3"}
-    name, kind = names[family], "TextConfig" if family == "gemma3_text" else "Config"
+    name = {
+        "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt_oss": "GptOss",
+        "qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3",
+    }[family]  # fmt: skip
+    kind = "TextConfig" if family == "gemma3_text" else "Config"
     fields = {key: value for key, value in SMALL.items() if family != "qwen2" or key != "head_dim"}
+    fields |= MOES.get(family, {})
     if family == "qwen2":
         fields["hidden_size"] = 64
     if family == "mistral":
@@ -59,12 +75,29 @@ def write_target(
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                is_from_zero = key.endswith("bias") or family == "gemma3_text"  # whose norms add 1 themselves
+            if parameter.dim() == 1 or key.endswith("bias"):
+                is_from_zero = (
+                    key.endswith(("bias", "sinks")) or family == "gemma3_text"
+                )  # whose norms add 1 themselves
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if is_from_zero else 1.0))
     model.generation_config.eos_token_id = config.eos_token_id
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
+
+
+def write_mxfp4(directory: str | Path, *, seed: int = 0, **overrides: Any) -> None:
+    """Write a random gpt_oss target whose experts are in MXFP4: random nibbles, and scales around 2^-6."""
+    place = Path(directory)
+    write_target(place, "gpt_oss", seed=seed, dtype=torch.bfloat16, **overrides)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(place / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, inputs, rows = tensors.pop(name).shape
+        shape = num_experts, rows, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    edit_json(place / "config.json", lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
 
 
 def edit_json(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FLOATS = ("F32", "F16", "BF16")
-QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 """Types that gguf-py packs itself. Of the others it only reads, so random blocks stand for them."""
 SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
 """Where a block of each of the others keeps float16 scales, in bytes."""
@@ -128,6 +129,13 @@ def write_fields(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if config.get("num_local_experts"):
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    if config["model_type"] == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        write_yarn(writer, config["rope_parameters"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     if config.get("head_dim"):
@@ -142,6 +150,46 @@ def write_fields(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
+
+
+def write_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def with_experts_stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint with experts as GGUF has them, by the names of qwen3_moe without an expert's number:
+    gate, up and down, each [E, outputs, inputs]. Packed ones are uint8 [E, outputs, 17 inputs / 32], as in llama.cpp's
+    converter (convert_hf_to_gguf.py, GptOssModel.repack_mxfp4)."""
+    found = {}
+    separate: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        before, _, own = name.partition(".mlp.experts.")
+        if not own:
+            found[name] = tensor
+        elif own[0].isdigit():
+            number, _, rest = own.partition(".")
+            separate.setdefault(f"{before}.mlp.experts.{rest}", {})[int(number)] = tensor
+        elif not own.endswith("_scales"):
+            part, end = own.split("_proj")
+            end = ".bias" if end == "_bias" else ".weight"
+            if own.endswith("_blocks"):
+                tensor = repacked(tensor, tensors[name.replace("_blocks", "_scales")])
+            elif end == ".weight":
+                tensor = tensor.transpose(1, 2)
+            halves = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if part == "gate_up" else {part: tensor}
+            found |= {f"{before}.mlp.experts.{half}_proj{end}": rows.contiguous() for half, rows in halves.items()}
+    return found | {name: torch.stack([own[i] for i in range(len(own))]) for name, own in separate.items()}
+
+
+def repacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """GGUF's blocks of MXFP4 from Hugging Face's, value by value."""
+    inputs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # one number of 4 bits each
+    packed = inputs[..., :16] | (inputs[..., 16:] << 4)
+    return torch.cat([scales[..., None], packed], -1).flatten(-2)
 
 
 def write_gguf_target(
@@ -160,7 +208,8 @@ def write_gguf_target(
     kind: the type of a matrix by its name in the checkpoint; vectors are F32. fields are added, behind the name of the
     architecture where they begin with a dot; extra tensors are added and those in `drop` left out, by GGUF's names."""
     config = json.loads((directory / "config.json").read_text())
-    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    other = {"mistral": "llama", "gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+    arch = other.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, arch)
     write_fields(writer, config)
     vocabulary.add_to(writer)
@@ -170,13 +219,16 @@ def write_gguf_target(
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     held = {}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for place, (name, tensor) in enumerate(sorted(load_file(directory / "model.safetensors").items())):
+    tensors = with_experts_stacked(load_file(directory / "model.safetensors"))
+    for place, (name, tensor) in enumerate(sorted(tensors.items())):
         target = names.get_name(name, (".weight", ".bias"))
+        target = f"{target}.weight" if name.endswith("sinks") else target
         if target in drop:
             continue
-        stored = kind(name) if tensor.dim() > 1 else "F32"
-        values = tensor.float().numpy() + np.float32(arch == "gemma3" and "norm" in name)
-        packed = pack(values, stored, place)
+        is_packed = tensor.dtype == torch.uint8
+        stored = "MXFP4" if is_packed else kind(name) if tensor.dim() > 1 and not name.endswith("bias") else "F32"
+        one = np.float32(arch == "gemma3" and "norm" in name)  # the converter adds it
+        packed = tensor.numpy() if is_packed else pack(tensor.float().numpy() + one, stored, place)
         held[name] = unpack(packed, stored)
         rotated = name.split(".")[-2]
         rows = converter_order(packed, heads[rotated]) if arch == "llama" and rotated in heads else packed

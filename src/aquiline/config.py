@@ -83,8 +83,8 @@ class PairConfig:
         None, "Feed the draft's normed output back. Default: as its checkpoint says.", MODEL
     )
     dtype: str = setting(
-        "auto", "Storage of weights: bfloat16, float16, float32, int8, int4, or packed, as a .gguf file has them; "
-        "auto: packed for such a file, else bfloat16.", MODEL,
+        "auto", "Storage of weights: bfloat16, float16, float32, int8, int4, or packed, as the file has its blocks; "
+        "auto: packed for .gguf files and MXFP4 experts, else bfloat16.", MODEL,
     )  # fmt: skip
     draft_dtype: str = setting(
         "auto", "Storage of the draft's weights; auto: the target's, int4 beside packed ones.", MODEL

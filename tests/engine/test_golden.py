@@ -8,25 +8,42 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
+from tests.conftest import GEMMA, TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
 
 from aquiline.backends.cpu import calls, native
 from aquiline.blocks import FLOATS, Array, Parts, in_memory
 from aquiline.config import ISAS, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, from_weights
-from aquiline.models.model_config import ModelConfig
-from aquiline.models.model_weights import AttentionWeights, DenseWeights, DraftWeights, LayerWeights, ModelWeights
+from aquiline.models.model_config import Experts, ModelConfig
+from aquiline.models.model_weights import (
+    AttentionWeights,
+    DenseWeights,
+    DraftWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from aquiline.spec.drafting import Chain, NoDraft
 from aquiline.types import Float32
 
 pytestmark = needs_native
 
 GOLDEN = Path(__file__).with_name("golden.json")
+WITH_EXPERTS = replace(
+    TINY, windows=(24, 0) * 2, experts=Experts(count=8, per_token=4, has_bias=True), activation="clamped",
+    activation_limit=7.0,
+)  # fmt: skip
+FAMILIES: dict[str, tuple[ModelConfig, dict[str, str]]] = {
+    "experts": (WITH_EXPERTS, {"float32": "packed", "int8": "packed"}),
+    "gemma": (replace(TINY, **GEMMA), {"float32": "bfloat16", "int8": "int8"}),
+}
+"""Targets of other families, and their dtype in each arithmetic."""
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=32, ignore_eos=True),
     "sampled": SamplingParams(max_tokens=32, temperature=0.9, seed=1, ignore_eos=True),
@@ -56,22 +73,44 @@ class Integers:
     def matrix(self, *shape: int) -> Parts:
         return (in_memory((self._whole(*shape) / np.float32(96)).astype(FLOATS["bfloat16"])),)
 
-    def layer(self, config: ModelConfig, inputs: int, hidden_norm: Array | None = None) -> LayerWeights:
+    def layer(
+        self, config: ModelConfig, inputs: int, hidden_norm: Array | None = None, window: int = 0
+    ) -> LayerWeights:
         H, inner, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         kv = config.num_kv_heads * config.head_dim
-        attention = AttentionWeights(self.matrix(q + 2 * kv, inputs), self.matrix(H, q))
-        mlp = DenseWeights(self.matrix(2 * inner, H), self.matrix(H, inner))
-        return LayerWeights(attention, mlp, self.norm(H), self.norm(H), hidden_norm)
+        qkv, o = self.matrix(q + 2 * kv, inputs), self.matrix(H, q)
+        q_norm, k_norm = [self.norm(config.head_dim) for _ in "qk"] if config.qk_norm else [None, None]
+        attention = AttentionWeights(qkv, o, q_norm=q_norm, k_norm=k_norm, window=window)
+        mlp: DenseWeights | MoeWeights = (
+            self.mixture(config, config.experts)
+            if config.experts
+            else DenseWeights(self.matrix(2 * inner, H), self.matrix(H, inner))
+        )
+        norms = self.norm(H), self.norm(H), hidden_norm
+        return LayerWeights(attention, mlp, *norms, *([self.norm(H), self.norm(H)] if config.output_norms else []))
+
+    def mixture(self, config: ModelConfig, experts: Experts) -> MoeWeights:
+        """Experts in MXFP4, with scales of 2^-8 to 2^-6."""
+        H, inner, count = config.hidden_size, config.intermediate_size, experts.count
+
+        def blocks(rows: int, inputs: int) -> Parts:
+            found = self.rng.integers(0, 256, (count, rows, inputs // 32, 17)).astype(np.uint8)
+            found[..., 0] = 120 + found[..., 0] % 3
+            return tuple(in_memory(each.reshape(rows, -1), "MXFP4") for each in found)
+
+        router = self.matrix(count, H)
+        biases = (self._whole(*shape) / np.float32(96) for shape in ((count,), (count, 2 * inner), (count, H)))
+        return MoeWeights(router, blocks(2 * inner, H), blocks(H, inner), *biases)
 
     def _whole(self, *shape: int) -> Float32:
         return self.rng.integers(-24, 25, shape).astype(np.float32)
 
 
-def golden_target() -> ModelWeights:
+def golden_target(config: ModelConfig = TINY) -> ModelWeights:
     of, H = Integers(0), TINY.hidden_size
     embed, final_norm, head = of.matrix(TINY.vocab_size, H), of.norm(H), of.matrix(TINY.vocab_size, H)
-    layers = tuple(of.layer(TINY, H) for _ in range(TINY.num_layers))
-    return ModelWeights(TINY, embed, layers, final_norm, head, TINY_CAPTURE)
+    layers = tuple(of.layer(config, H, window=config.window(i)) for i in range(TINY.num_layers))
+    return ModelWeights(config, embed, layers, final_norm, head, TINY_CAPTURE)
 
 
 def golden_draft(target: ModelWeights) -> DraftWeights:
@@ -83,14 +122,14 @@ def golden_draft(target: ModelWeights) -> DraftWeights:
     return DraftWeights(TINY_DRAFT, model, fc, np.arange(num_ids, dtype=np.int64))
 
 
-def golden_llm(dtype: str, arithmetic: str) -> LLM:
-    target = golden_target()
+def golden_llm(dtype: str, arithmetic: str, config: ModelConfig = TINY) -> LLM:
+    target = golden_target(config)
     models = from_weights(target, golden_draft(target), None, Loading(dtype, arithmetic), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 
-def observe(dtype: str = "bfloat16", arithmetic: str = "float32") -> dict[str, object]:
-    llm = golden_llm(dtype, arithmetic)
+def observe(dtype: str = "bfloat16", arithmetic: str = "float32", config: ModelConfig = TINY) -> dict[str, object]:
+    llm = golden_llm(dtype, arithmetic, config)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, TINY.vocab_size, n).tolist() for n in (70, 3)]
     found: dict[str, object] = {}
@@ -122,3 +161,20 @@ def test_every_path_reproduces_the_golden_run(
     monkeypatch.setenv("AQUILINE_ISA", isa)
     monkeypatch.setenv("AQUILINE_THREADS", str(threads))
     assert observe() == json.loads(GOLDEN.read_text()), f"{isa} with {threads} threads differs from the golden run"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("arithmetic", ["float32", "int8"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_path_reproduces_the_golden_run_of_a_family(
+    name: str, isa: str, arithmetic: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = native.load()
+    assert library is not None
+    if isa not in library.available_isas():
+        pytest.skip(f"this CPU has {', '.join(library.available_isas())}")
+    monkeypatch.setenv("AQUILINE_ISA", isa)
+    monkeypatch.setenv("AQUILINE_THREADS", "2")
+    config, dtypes = FAMILIES[name]
+    expected = json.loads(GOLDEN.with_name(f"golden_{name}.json").read_text())[arithmetic]
+    assert observe(dtypes[arithmetic], arithmetic, config) == expected, f"{isa} differs from the golden run"

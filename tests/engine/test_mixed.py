@@ -11,6 +11,7 @@ from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading
+from aquiline.models.model_config import Experts
 
 pytestmark = needs_native
 
@@ -19,8 +20,13 @@ FLAGS = {
     "qwen2": {"qkv_bias": True, "windows": (0, 0, 9, 9)},
     "qwen3": {"qk_norm": True, "tied_head": True},
     "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True},
+    "gpt_oss": {
+        "qkv_bias": True, "o_bias": True, "sinks": True, "windows": (24, 0) * 2, "activation": "clamped",
+        "activation_limit": 7.0, "experts": Experts(count=8, per_token=4, has_bias=True),
+    },
+    "qwen3_moe": {"qk_norm": True, "experts": Experts(count=6, per_token=2)},
     "gemma3_text": GEMMA,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FLAGS)

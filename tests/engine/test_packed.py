@@ -179,7 +179,7 @@ def test_a_draft_without_a_head_takes_rows_of_the_blocks(tmp_path: Path) -> None
 
 def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
     file, draft = write_pair(tmp_path, "Q4_0")
-    with pytest.raises(CheckpointError, match=r"dtype='packed' is for \.gguf files; use 'bfloat16', 'int8' or 'int4'"):
+    with pytest.raises(CheckpointError, match=r"dtype='packed' is for \.gguf files and experts in MXFP4; use"):
         LLM(tmp_path / "hf", dtype="packed")
     with pytest.raises(ValueError, match="draft_dtype='packed': a draft has no blocks"):
         LLM(file, draft, draft_dtype="packed")

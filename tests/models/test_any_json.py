@@ -16,9 +16,9 @@ from tests.json_values import ANY_JSON, nested
 from aquiline.backends.torch.decoder import Decoder, load_target
 from aquiline.backends.torch.eagle import load_draft
 from aquiline.errors import CheckpointError
-from aquiline.models.load import read_model_config
+from aquiline.models.load import read_model_config, read_target
 from aquiline.text.chat_template import ChatTemplate
-from checkpoints import edit_json, write_draft, write_target
+from checkpoints import edit_json, write_draft, write_mxfp4, write_target
 
 CONFIG = (
     "model_type", "architectures", "hidden_act", "quantization_config", "num_experts", "attention_bias", "mlp_bias",
@@ -45,6 +45,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4.0},
     "factors": {"factors": [1.0] * 8},
 }
+EXPERTS = (
+    "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token", "moe_intermediate_size",
+    "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "swiglu_alpha", "swiglu_limit", "quantization_config",
+    "layer_types", "sliding_window", "attention_bias", "rope_parameters", "model_type", "hidden_size",
+)  # fmt: skip
 MANY = settings(max_examples=150)
 
 
@@ -99,6 +104,28 @@ def test_any_fields_of_a_config(qwen: Path, fields: dict[str, Any]) -> None:
         config.update(fields)
 
     loads_or_is_refused(qwen / "config.json", change, lambda: load_target(qwen, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("experts")
+    write_mxfp4(folder / "gpt_oss", num_hidden_layers=2)
+    write_target(folder / "qwen3_moe", "qwen3_moe", num_hidden_layers=2)
+    return {name: folder / name for name in ("gpt_oss", "qwen3_moe")}
+
+
+@MANY
+@given(
+    name=st.sampled_from(["gpt_oss", "qwen3_moe"]),
+    fields=st.dictionaries(st.sampled_from(EXPERTS), ANY_JSON, min_size=1, max_size=2),
+)
+@example("qwen3_moe", {"num_local_experts": 2**31 - 1})
+@example("gpt_oss", {"quantization_config": {"quant_method": {}}})
+@example("gpt_oss", {"layer_types": [["full_attention"]] * 2})
+@example("gpt_oss", {"hidden_size": 65})
+def test_any_fields_of_a_config_with_experts(experts: dict[str, Path], name: str, fields: dict[str, Any]) -> None:
+    place = experts[name]
+    loads_or_is_refused(place / "config.json", lambda c: c.update(fields), lambda: read_target(place))
 
 
 @MANY

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from aquiline.backends.torch.decoder import load_target
 from aquiline.errors import CheckpointError
 from aquiline.models.gguf.reader import read_gguf
-from aquiline.models.load import check_fits, read_model_config
+from aquiline.models.load import check_fits, read_model_config, read_target
 from aquiline.text.gguf_tokenizer import chat_template, special_tokens
 from aquiline.text.tokenizer import load_tokenizer
-from checkpoints import write_target
+from checkpoints import write_mxfp4, write_target
 from gguf_files import chatml, trained, write_gguf_target
 
 HUGE = (0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -90,6 +90,34 @@ def test_any_number_of_the_header(data: st.DataObject, sound: bytes, header: int
 @given(share=st.floats(0, 1))
 def test_any_truncation(share: float, sound: bytes, tmp_path: Path) -> None:
     assert_loads_or_is_refused(sound[: int(share * len(sound))], tmp_path / "m.gguf")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A whole file of experts in MXFP4."""
+    folder = tmp_path_factory.mktemp("experts")
+    write_mxfp4(folder, num_hidden_layers=1)
+    write_gguf_target(folder / "m.gguf", folder)
+    return (folder / "m.gguf").read_bytes()
+
+
+@fuzz(80)
+@given(data=st.data())
+def test_any_number_of_the_header_with_experts(data: st.DataObject, experts: bytes, tmp_path: Path) -> None:
+    changed, file = bytearray(experts), tmp_path / "m.gguf"
+    form, top = data.draw(st.sampled_from((("<I", 2**32), ("<Q", 2**64))))
+    at = data.draw(st.integers(8, experts.index(b"token_embd") + 60))  # the list of tensors ends there
+    struct.pack_into(form, changed, at, data.draw(st.sampled_from(HUGE)) % top)
+    file.write_bytes(changed)
+    for use in (
+        lambda: read_target(file, dtype="packed"),
+        lambda: read_target(file),
+        lambda: check_fits({file: "int8"}),
+    ):
+        try:
+            use()
+        except CheckpointError as error:
+            assert str(file) in str(error)
 
 
 def infos(sound: bytes, name: str) -> int:

@@ -89,7 +89,7 @@ def kind_of(name: str) -> str:
     """A type for every tensor of a model of width 256, whose o_proj alone has shorter rows."""
     layer = int(name.split(".")[2]) if "layers" in name else 0
     long = {"q_proj": "Q4_K", "k_proj": "Q5_K", "v_proj": "Q6_K", "gate_proj": "IQ4_NL", "up_proj": "Q4_1"}
-    other = {"q_proj": "Q8_0", "k_proj": "F16", "v_proj": "Q5_1", "gate_proj": "BF16", "up_proj": "Q5_0"}
+    other = {"q_proj": "MXFP4", "k_proj": "F16", "v_proj": "Q5_1", "gate_proj": "BF16", "up_proj": "Q5_0"}
     table = (long if layer == 0 else other) | {"o_proj": "Q4_0", "embed_tokens": "Q8_0", "lm_head": "Q6_K"}
     return table.get(name.split(".")[-2], "F32")
 
@@ -149,6 +149,11 @@ def test_names_are_the_inverse_of_gguf_pys_map() -> None:
     parts = ("input_layernorm", "self_attn.q_proj", "self_attn.k_norm", "self_attn.o_proj", "mlp.down_proj")
     for name in ("model.embed_tokens", "model.norm", "lm_head", *(f"model.layers.11.{part}" for part in parts)):
         assert hugging_face_name(names.get_name(f"{name}.weight", (".weight",)) or "") == f"{name}.weight"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, 12)
+    for name in ("post_attention_layernorm.weight", "mlp.router.weight", "mlp.router.bias", "mlp.experts.up_proj.bias"):
+        theirs = names.get_name(f"model.layers.3.{name}", (".weight", ".bias"))
+        assert hugging_face_name(theirs or "", "gpt-oss") == f"model.layers.3.{name}"
+    assert hugging_face_name("blk.3.attn_sinks.weight", "gpt-oss") == "model.layers.3.self_attn.sinks"
     for name in ("blk.1.attn_sinks.weight", "rope_freqs.weight", "output_norm", "v.blk.0.attn_q.weight"):
         assert hugging_face_name(name) == name
 
@@ -231,6 +236,26 @@ def test_ends_of_a_text(tmp_path: Path) -> None:
     write_gguf_target(tmp_path / "model.gguf", tmp_path / "hf", vocabulary=vocabulary)
     config = read_model_config(tmp_path / "model.gguf")
     assert (config.eos_token_ids, config.bos_token_id) == ((2, 11, 12, 7, 9), 1)
+
+
+def test_a_harmony_vocabulary_ends_turns_and_not_messages(tmp_path: Path) -> None:
+    """<|end|> ends a message there, whatever the metadata say; elsewhere it ends a turn."""
+    write_target(tmp_path / "hf")
+    tokens, kinds = [f"t{i}" for i in range(160)], [NORMAL] * 160
+    for place, text in ((9, "<|return|>"), (8, "<|end|>"), (7, "<|endoftext|>"), (6, "<|call|>"), (5, "<|im_end|>")):
+        tokens[place], kinds[place] = text, CONTROL
+
+    def ends(**others: int) -> tuple[int, ...]:
+        vocabulary = Vocabulary(
+            "none", None, tokens, kinds, others={f"ggml.{k}_token_id": i for k, i in others.items()}
+        )
+        write_gguf_target(tmp_path / "model.gguf", tmp_path / "hf", vocabulary=vocabulary)
+        return read_model_config(tmp_path / "model.gguf").eos_token_ids
+
+    assert ends(eos=9) == (9, 6, 7)
+    assert ends(eos=8, eot=8, eom=11) == (11, 6, 7, 9)
+    tokens[9] = "<|stop|>"
+    assert ends(eos=8) == (8, 5, 7)
 
 
 def test_what_a_path_stands_for(tmp_path: Path) -> None:

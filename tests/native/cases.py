@@ -32,7 +32,7 @@ from aquiline.types import Rows
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 import native_calls as ops
 from blocks import WIDTHS, random_blocks
-from test_experts import GPT_OSS, with_experts
+from test_expert_rows import GPT_OSS, with_experts
 from test_forward import TOKENS, chunk_rows, like_gemma, new_kv, random_weights, run
 from test_sampling import sampling
 

@@ -25,6 +25,7 @@ KEY = "a key for tests"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 ENGINE = EngineConfig(max_batch=4, max_context=1024, page_size=16, check=True, calibration=False)
 LIMITS = Limits(max_waiting=4, max_body_bytes=100_000, max_stored_bytes=20_000)
+PAIR = PairConfig("bundled")
 PROMPT = "def fibonacci(n):"
 OTHER = "class Stack:\n    def __init__(self):\n"
 
@@ -103,9 +104,11 @@ def held(server: Server) -> Iterator[None]:
 
 
 @contextmanager
-def running(config: ServerConfig, limits: Limits = LIMITS, engine: EngineConfig = ENGINE) -> Iterator[Server]:
+def running(
+    config: ServerConfig, limits: Limits = LIMITS, engine: EngineConfig = ENGINE, pair: PairConfig = PAIR
+) -> Iterator[Server]:
     """A server that is ready."""
-    service = open_service(PairConfig("bundled"), engine, Chain(), config, limits, ChatConfig())
+    service = open_service(pair, engine, Chain(), config, limits, ChatConfig())
     server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -14,11 +14,12 @@ from aquiline.config import SamplingParams
 from aquiline.engine.sequence import Request
 from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.serve.choices import Choice, Gain, Job
-from aquiline.serve.parsers import Parsing, Part, Text
 from aquiline.serve.reply import drafting_so_far
 from aquiline.serve.sampling import Wanted
 from aquiline.serve.wire import Begin, Delta
 from aquiline.spec.drafting import Chain
+from aquiline.text.parsers import Part, Text
+from aquiline.text.parsing import Parsing
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.types import TokenLogprobs
 
@@ -51,7 +52,8 @@ def ids_of(name: str) -> list[int]:
 def choice_of(by_token: bool = False) -> Choice:
     prompt = tuple(tokenizer().encode("a prompt", add_special_tokens=False).ids)
     request = Request(0, prompt, SamplingParams(seed=0), Chain(K), with_text=False)
-    return Choice(request, STOP, tokenizer(), Parsing(True, "hermes").parser("a prompt", True), by_token, True)
+    reader = Parsing(True, "hermes").reader(tokenizer(), prompt, "a prompt", STOP, True)
+    return Choice(request, reader, by_token, True)
 
 
 def gains(name: str, sizes: list[int], by_token: bool) -> tuple[Choice, list[Gain]]:

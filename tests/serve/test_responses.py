@@ -103,6 +103,27 @@ def test_items_become_messages() -> None:
     assert chat.tools is not None and chat.tools[0].function.name == "add"
 
 
+def test_reasoning_goes_back_with_the_calls_it_led_to() -> None:
+    """Up to the next turn of a user or a tool; in front of an answer it is not said again."""
+
+    def reasoned(text: str) -> dict[str, object]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"}
+    items = [
+        {"type": "message", "role": "user", "content": "Add."}, reasoned("first"), call, call,
+        {"type": "function_call_output", "call_id": "a", "output": "2"}, call,
+        {"type": "function_call_output", "call_id": "a", "output": "2"}, reasoned("second"),
+        {"type": "message", "role": "assistant", "content": "I add."}, call,
+        {"type": "function_call_output", "call_id": "a", "output": "2"}, reasoned("third"),
+        {"type": "message", "role": "assistant", "content": "4"}, {"type": "message", "role": "user", "content": "So?"},
+        {"type": "reasoning", "content": 5}, {"type": "reasoning", "content": [5, {"text": 5}]}, call,
+    ]  # fmt: skip
+    said = as_chat(ResponseRequest(input=""), items).messages
+    told = [(message.model_extra or {}).get("reasoning_content") for message in said if message.role == "assistant"]
+    assert told == ["first", None, "second", None, None]
+
+
 def test_the_oldest_responses_are_dropped() -> None:
     """What is counted is what is held: bytes, and what Python needs around them."""
     store = ResponseStore(20_000)

@@ -1,6 +1,7 @@
 """Chat formats of public model families, and a byte-level tokenizer that knows their markers.
 
-The templates are written here, for messages of text alone; tools are left out. What they write is the published format:
+The templates are written here, for messages of text alone; tools are left out but in Harmony's, where a message has one
+call. What they write is the published format:
 SmolLM2 and Qwen: ChatML, with the default system prompts of HuggingFaceTB/SmolLM2-135M-Instruct and
 Qwen/Qwen2.5-7B-Instruct; Qwen/Qwen3-8B, whose template drops the reasoning of earlier answers and opens the last one
 with a block for it; meta-llama/Llama-3.1-8B-Instruct; openai/gpt-oss-20b: Harmony (developers.openai.com/cookbook,
@@ -107,17 +108,52 @@ Current date: {{ strftime_now('%Y-%m-%d') }}
 Reasoning: {{ reasoning_effort | default('medium') }}
 
 # Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>
-{%- if messages[0].role == 'system' -%}
-<|start|>developer<|message|># Instructions
+{%- if messages[0].role == 'system' or tools -%}
+<|start|>developer<|message|>
+{%- if messages[0].role == 'system' %}
+# Instructions
 
 {{ messages[0].content }}
 
+{% endif -%}
+{% if tools %}
+# Tools
+
+## functions
+
+namespace functions {
+
+{% for tool in tools %}
+// {{ tool.function.description }}
+type {{ tool.function.name }} = (_: {
+{% for name, kind in tool.function.parameters.properties.items() %}
+{{ name }}: {{ kind.type }},
+{% endfor %}
+}) => any;
+
+{% endfor %}
+} // namespace functions
+{%- endif -%}
 <|end|>
 {%- endif -%}
+{% set called = namespace(name='') -%}
 {% for message in messages if message.role != 'system' %}
 {% set is_last = loop.last and not add_generation_prompt -%}
 {% if message.role == 'user' -%}
 <|start|>user<|message|>{{ message.content }}<|end|>
+{%- elif message.role == 'tool' -%}
+<|start|>functions.{{ called.name }} to=assistant<|channel|>commentary<|message|>{{ message.content | tojson }}<|end|>
+{%- elif message.tool_calls -%}
+{% if message.content and message.thinking %}
+{{ raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}
+{% endif -%}
+{% if message.content or message.thinking -%}
+<|start|>assistant<|channel|>analysis<|message|>{{ message.content or message.thinking }}<|end|>
+{%- endif -%}
+{% set call = message.tool_calls[0].function %}
+{% set called.name = call.name -%}
+<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
+{{- call.arguments | tojson }}<|call|>
 {%- else -%}
 {% if is_last and message.thinking -%}
 <|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
@@ -132,7 +168,7 @@ Reasoning: {{ reasoning_effort | default('medium') }}
 
 MARKERS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eot_id|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>",
+    "<|eot_id|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|constrain|>", "<|call|>",
 )  # fmt: skip
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 

@@ -41,6 +41,7 @@ PIECES = {
     "llama-bpe": "I 'LL _pay _$ 123 4 . 56 _to _Ann 's _abCD \n\n _ _if _ 1 == 2 : _ _ok __",
     "qwen2": "I 'LL _pay _$ 1 2 3 4 . 5 6 _to _Ann 's _abCD \n\n _ _if _ 1 == 2 : _ _ok __",
     "tekken": "I 'LL _pay _$ 1 2 3 4 . 5 6 _to _Ann 's _ab CD \n\n _ _if _ 1 == 2 : _ _ok __",
+    "gpt-4o": "I'LL _pay _$ 123 4 . 56 _to _Ann's _ab CD \n\n _ _if _ 1 == 2 : _ _ok __",
     "default": "I ' LL _pay _ $ 123 4 . 56 _to _Ann ' s _abCD \n\n_ _if _ 1 == 2 : _ _ok __",
 }
 """How each rule cuts one text, spaces shown as _."""
@@ -119,6 +120,25 @@ def test_every_rule_cuts_text_its_own_way(pre: str, write: Write) -> None:
     expected = [piece.replace("_", " ") for piece in PIECES[pre].split(" ")]
     assert "".join(found) == text
     assert found == expected
+
+
+ODD = (
+    "DON'T we'LL HeLLo's x'sy 'tis it’s naïveÉté's ǅungla ʰa a\u0301b\u0301C 中文's 12345 ١٢٣٤ Ⅷ½²",
+    "a/b//c\n/d !!\r\n\r\n/x \t\n  \n y\u2028z\u00a0\u3000w  ",
+    'path/to/File.PY:42 -- {"k": 1e-05}\n\n\n\tend 🙂👩‍👧\'s <|end|>',
+)
+
+
+@pytest.mark.parametrize("pre", ["gpt-4o", "llama-bpe", "tekken"])
+def test_odd_texts_are_cut_as_transformers_cuts_them(pre: str, write: Write) -> None:
+    """Its pattern, on another engine."""
+    import regex
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    tokenizer = load(write(chatml(pre)))
+    for text in (*TEXTS, *ODD):
+        found = [text[start:end] for _, (start, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        assert found == regex.findall(GGUF_PRE_TOKENIZER_SPLITS[pre], text), text
 
 
 def test_special_tokens_are_whole_and_only_control_tokens_are_hidden(write: Write) -> None:
@@ -226,7 +246,9 @@ def test_what_cannot_be_read_is_refused_by_name(vocabulary: Vocabulary, words: l
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="not installed: llama_cpp")
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "default", "sentencepiece"])
+@pytest.mark.parametrize(
+    "pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o", "default", "sentencepiece"]
+)
 def test_tokens_are_llama_cpps(pre: str, tmp_path: Path) -> None:
     """An independent oracle. llama.cpp wants a model around the vocabulary."""
     from llama_cpp import Llama

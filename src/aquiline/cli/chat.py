@@ -44,6 +44,7 @@ def chat(
     """Talk to a model: answers stream as they are written, tokens of the draft in colour, figures after each answer.
 
     The target's chat template turns the conversation into its prompt. Without a terminal each line of stdin is a turn.
+    Reasoning in Harmony's channel for it is dimmed in a terminal, left out of pipes, and "reasoning" with --json.
     """
     from aquiline.cli.show.conversation import converse
     from aquiline.engine.chat_session import ChatSession

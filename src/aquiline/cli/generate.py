@@ -46,7 +46,12 @@ Prediction = Annotated[
     str | None, typer.Option(help="Text that is expected to come back, or @FILE; --drafter lookup copies from it.")
 ]
 AsChat = Annotated[
-    bool, typer.Option("--chat", help="The prompt is a user's message: wrap it in the target's chat template.")
+    bool,
+    typer.Option(
+        "--chat",
+        help="The prompt is a user's message: wrap it in the target's chat template. Of Harmony's channels the final "
+        'one is printed; with --json, and in files, the others are "reasoning".',
+    ),
 ]
 PromptsFile = Annotated[
     Path | None, typer.Option(help='JSONL of {"prompt": text}; resumes where --out ends.', rich_help_panel=BULK_HEADING)
@@ -96,7 +101,7 @@ def generate(
     wrapped = _template_of(llm, chat, template)
     ids = llm.encode(text) if wrapped is None else user_prompt(wrapped, text, template.system)
     sampling = sampling if wrapped is None else ending_with(wrapped, sampling)
-    show_continuation(llm, text, ids, sampling, expected, as_json)
+    show_continuation(llm, text, ids, sampling, expected, as_json, wrapped)
 
 
 generate.__doc__ = f"{inspect.getdoc(generate)}\n{EXAMPLES}"

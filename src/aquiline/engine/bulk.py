@@ -19,7 +19,7 @@ from typing import Any
 
 from aquiline.checks import is_unicode, parse_json
 from aquiline.config import SamplingParams
-from aquiline.engine.chat_session import user_prompt
+from aquiline.engine.chat_session import AnswerPieces, user_prompt
 from aquiline.engine.encode import encode_prediction, ending_with
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.progress import RequestProgress
@@ -34,12 +34,14 @@ SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
 @dataclass
 class BulkResult:
-    """The result of a run over a file. failed: line number (from 1) and reason of each row without text."""
+    """The result of a run over a file. failed: line number (from 1) and reason of each row without text; unread: the
+    same of each row of this run whose answer could not be read to its end and has the rest as text."""
 
     num_rows: int
     num_resumed: int
     summary: RunSummary
     failed: dict[int, str] = field(default_factory=dict)
+    unread: dict[int, str] = field(default_factory=dict)
 
 
 class BulkRun:
@@ -60,6 +62,8 @@ class BulkRun:
         self.settings = json.dumps(settings | asdict(sampling), sort_keys=True, default=str)
         self.done: dict[int, dict[str, Any]] = {}  # results by line, until the lines before them are written
         self.failed: dict[int, str] = {}
+        self.unread: dict[int, str] = {}
+        self.answers: dict[int, AnswerPieces] = {}  # by line, of the answers to users' messages that run
         self.num_written = self._resume()
 
     def run(
@@ -88,7 +92,8 @@ class BulkRun:
                 self._write(out)
                 bar.advance()
             self._write(out)
-        return BulkResult(len(self.lines), num_resumed, engine.meter.since(began), dict(sorted(self.failed.items())))
+        failed, unread = (dict(sorted(lines.items())) for lines in (self.failed, self.unread))
+        return BulkResult(len(self.lines), num_resumed, engine.meter.since(began), failed, unread)
 
     def _requests(self) -> Iterator[Request]:
         for index in range(self.num_written, len(self.lines)):
@@ -99,6 +104,10 @@ class BulkRun:
                 self.failed[index + 1] = str(error)
                 self.done[index] = {"error": str(error)}
             else:
+                if self.template is not None:
+                    self.answers[index] = AnswerPieces.of(
+                        self.llm.models, self.template, request.prompt_ids, request.sampling
+                    )
                 yield request
 
     def _row(self, index: int) -> dict[str, Any]:
@@ -146,15 +155,24 @@ class BulkRun:
         return encode_prediction(self.llm.models, given)
 
     def _describe(self, output: Output) -> dict[str, Any]:
+        index = int(output.request_id)
+        answer, text = self.answers.pop(index, None), output.text
         if output.error is not None:
             return {"error": output.error}
+        if answer is not None:
+            answer.take(output.token_ids, output.sources, output.finish_reason)
+            text = answer.text
+            if answer.reader.problem is not None:
+                self.unread[index + 1] = answer.reader.problem
         described: dict[str, Any] = {
-            "text": output.text,
+            "text": text,
             "token_ids": output.token_ids,
             "finish_reason": output.finish_reason,
             "num_prompt_tokens": len(output.prompt_ids),
             "tau": output.metrics.tau,
         }
+        if answer is not None and answer.reasoning is not None:
+            described["reasoning"] = answer.reasoning
         if output.logprobs is not None:
             described["logprobs"] = [asdict(entry) for entry in output.logprobs]
         if output.prompt_logprobs is not None:

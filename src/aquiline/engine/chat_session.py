@@ -6,7 +6,7 @@ Owns no model and no terminal. One LLM serves all turns, so the prefix cache hol
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
@@ -14,28 +14,87 @@ from tokenizers import Tokenizer
 from aquiline.config import SamplingParams
 from aquiline.engine.encode import ending_with
 from aquiline.engine.llm import LLM, Output, output_of
-from aquiline.engine.sequence import Sequence, TokenDelta
+from aquiline.engine.model import LoadedModels
 from aquiline.errors import NumericalError
 from aquiline.metrics import RunSummary
 from aquiline.text.chat_template import ChatTemplate, Message, conversation
 from aquiline.text.detokenizer import Detokenizer
-from aquiline.types import Source
+from aquiline.text.parsers import Channel, Read, Text
+from aquiline.text.parsing import Parsing, Reader
+from aquiline.types import FinishReason, Source
 
 
 @dataclass(frozen=True)
 class AttributedText:
-    """Text that one token made final, and who wrote that token."""
+    """Text that one token made final, who wrote that token, and whether it is the answer or the reasoning."""
 
     text: str
     source: Source
+    channel: Channel = "content"
+
+
+class AnswerPieces:
+    """One answer as the texts that its tokens wrote. Reasoning is told apart in the Harmony format, which is not text
+    as the tokens stand; any other answer is all content."""
+
+    def __init__(self, reader: Reader, end_ids: frozenset[int], tells_reasoning: bool) -> None:
+        self.reader, self.end_ids, self.tells_reasoning = reader, end_ids, tells_reasoning
+        self.pieces: list[AttributedText] = []
+        self.last: Source = "target"
+
+    @classmethod
+    def of(
+        cls, models: LoadedModels, template: ChatTemplate, prompt_ids: tuple[int, ...], sampling: SamplingParams
+    ) -> AnswerPieces:
+        """Those of an answer to a prompt that the template wrote."""
+        assert models.tokenizer is not None, "prompts of templates are text"
+        found = Parsing.of(template.source, models.tokenizer)
+        parsing = found if found.is_harmony else Parsing()
+        reader = parsing.reader(models.tokenizer, prompt_ids, stop=sampling.stop)
+        return cls(reader, models.end_ids(sampling), parsing.thinks)
+
+    def take(
+        self, token_ids: Sequence[int], sources: Sequence[Source], finish_reason: FinishReason | None
+    ) -> list[AttributedText]:
+        """The texts that the next tokens made final, token by token. A stop token has none."""
+        before, written = len(self.pieces), list(zip(token_ids, sources, strict=True))
+        if finish_reason == "stop" and written and written[-1][0] in self.end_ids:
+            written.pop()
+        for token, source in written:
+            self._add(self.reader.take([token], None), source)
+        self.last = sources[-1] if sources else self.last
+        if finish_reason is not None:
+            self._add(self.reader.take([], finish_reason), self.last)
+        return self.pieces[before:]
+
+    def _add(self, read: Read, source: Source) -> None:
+        self.pieces += [
+            AttributedText(part.text, source, part.channel) for part in read.parts if isinstance(part, Text)
+        ]
+
+    @property
+    def text(self) -> str:
+        """The answer so far, without reasoning."""
+        return "".join(piece.text for piece in self.pieces if piece.channel == "content")
+
+    @property
+    def reasoning(self) -> str | None:
+        """The reasoning so far; None where it is not told apart."""
+        if not self.tells_reasoning:
+            return None
+        return "".join(piece.text for piece in self.pieces if piece.channel == "reasoning")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the model and the figures of writing it."""
+    """One answer of the model and the figures of writing it. reasoning: None where it is not told apart; problem: what
+    of the answer could not be read and is told as text, if anything."""
 
     output: Output
     summary: RunSummary
+    text: str
+    reasoning: str | None = None
+    problem: str | None = None
 
     def share_by(self, source: Source) -> float:
         """Share of the answer's tokens that `source` wrote."""
@@ -96,7 +155,8 @@ class ChatSession:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
         answer = self._run(prompt, sampling, on_piece, is_stopped)
         answer = replace(answer, output=replace(answer.output, prompt=text))
-        self.messages = [*asked, {"role": "assistant", "content": answer.output.text}]
+        thinking = {"thinking": answer.reasoning} if answer.reasoning else {}  # what Harmony's templates call it
+        self.messages = [*asked, {"role": "assistant", "content": answer.text} | thinking]
         return answer
 
     def _run(
@@ -110,30 +170,18 @@ class ChatSession:
         request = self.llm.request(f"turn {next(self._numbers)}", prompt, sampling)
         sequence = engine.add(request)
         began = engine.meter.mark()
-        pieces = Detokenizer(self.llm.models.tokenizer, request.prompt_ids, ())
+        pieces = AnswerPieces.of(self.llm.models, self.template, request.prompt_ids, request.sampling)
         try:
             while sequence.finish_reason is None:
                 for delta in [engine.abort(request.id)] if is_stopped() else engine.step():
-                    for piece in _pieces(delta, sequence, pieces):
+                    for piece in pieces.take(delta.token_ids, delta.sources, delta.finish_reason):
                         on_piece(piece)
         finally:
             engine.reset()  # whatever was raised, nothing keeps running
         if sequence.error is not None:
             raise NumericalError(sequence.error)
-        return Answer(output_of(sequence), engine.meter.since(began))
-
-
-def _pieces(delta: TokenDelta, sequence: Sequence, detokenizer: Detokenizer) -> Iterator[AttributedText]:
-    """The text of a step token by token. A stop token has none."""
-    written = list(zip(delta.token_ids, delta.sources, strict=True))
-    if delta.finish_reason == "stop" and delta.token_ids[-1] in sequence.eos_token_ids:
-        written.pop()
-    for token, source in written:
-        text = detokenizer.add([token])
-        if text:
-            yield AttributedText(text, source)
-    if delta.finish_reason is not None and (rest := detokenizer.finish()):
-        yield AttributedText(rest, sequence.sources[-1])
+        summary = engine.meter.since(began)
+        return Answer(output_of(sequence), summary, pieces.text, pieces.reasoning, pieces.reader.problem)
 
 
 def pieces_of(output: Output, tokenizer: Tokenizer) -> list[AttributedText]:

@@ -81,13 +81,12 @@ class Engine:
         if request.drafting.is_adaptive:
             self.prepare_choosing()
         sampling = request.sampling
-        eos = () if sampling.ignore_eos else self.models.eos_token_ids
         sequence = Sequence(
             request=request,
             detokenizer=Detokenizer(
                 self.models.tokenizer if request.with_text else None, request.prompt_ids, sampling.stop
             ),
-            eos_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
+            eos_token_ids=self.models.end_ids(sampling),
             tokens=list(request.prompt_ids),
             order=next(self._orders),
             proposer=self._proposer(request),

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from aquiline.backends.base import Pair
 from aquiline.backends.choose import new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
-from aquiline.config import Environment, PairConfig
+from aquiline.config import Environment, PairConfig, SamplingParams
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
-from aquiline.models.files import is_gguf
+from aquiline.models.families import has_blocks
 from aquiline.models.fingerprint import fingerprint
 from aquiline.models.formats import read_draft_weights
 from aquiline.models.known_pairs import checkpoints, draft_of
@@ -103,6 +103,10 @@ class LoadedModels:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
         return self.pair.target.eos_token_ids
+
+    def end_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Tokens that end a text under these parameters."""
+        return frozenset(() if sampling.ignore_eos else self.eos_token_ids) | frozenset(sampling.stop_token_ids)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -244,8 +248,8 @@ def load_models(target: str | Path, draft: str | Path | None, how: Loading, envi
 
 
 def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Loading:
-    """The settings with dtypes to load: if none is named, a GGUF file's own blocks if the native library runs, else
-    bfloat16.
+    """The settings with dtypes to load: if none is named, a checkpoint's own blocks if it has any and the native
+    library runs, else bfloat16.
 
     Raises ValueError for blocks that nothing here can multiply."""
     native = runs_natively(how.device, environment)
@@ -253,7 +257,7 @@ def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Load
         raise ValueError("dtype='packed': only the native library multiplies blocks; use dtype='bfloat16'")
     if how.draft_dtype == PACKED:
         raise ValueError("draft_dtype='packed': a draft has no blocks; use 'bfloat16', 'int8' or 'int4'")
-    if how.dtype == "auto" and is_gguf(target) and native and how.arithmetic != "bfloat16":
+    if how.dtype == "auto" and native and how.arithmetic != "bfloat16" and has_blocks(target):
         how = replace(how, dtype=PACKED)
     return how.settled
 

@@ -12,10 +12,8 @@ from typing import Literal
 
 from aquiline.blocks import GGUF_BLOCKS, MXFP4
 from aquiline.errors import CheckpointError
-from aquiline.models.files import Entry, TensorSource, is_gguf
+from aquiline.models.files import COLUMNS, ROWS, Entry, TensorSource, is_gguf
 from aquiline.models.model_config import Experts, ModelConfig
-
-ROWS, COLUMNS = 0, 1  # the axes tensor parallelism splits: a projection's outputs, or its inputs
 
 ExpertLayout = Literal["separate", "stacked", "transposed", "mxfp4"]
 """separate: each expert's tensors (qwen3_moe). stacked: gate, up and down of all, [E, outputs, inputs] (GGUF).

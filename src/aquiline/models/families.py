@@ -3,8 +3,7 @@
 What a family means is data (`FAMILIES`), for the loader here and for the arithmetic of `aquiline limits`; whatever a
 config asks for beyond what runs is refused, naming field and value.
 The metadata of a GGUF file come as the fields of a config.json (`gguf/metadata.py`) and are read like one.
-Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt_oss,qwen3_moe,gemma3}/configuration_*.py and
-modeling_rope_utils.py.
+Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt_oss,qwen3_moe,gemma3}/configuration_*.py.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from aquiline.errors import CheckpointError
 from aquiline.models.files import is_gguf, read_json, resolve
 from aquiline.models.gguf.metadata import config_fields
 from aquiline.models.gguf.reader import read_gguf
-from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
-from aquiline.models.model_config import Activation, Experts, ModelConfig, RopeConfig
+from aquiline.models.json_fields import MAX_EXPERTS, MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
+from aquiline.models.model_config import Activation, Experts, ModelConfig
 from aquiline.models.producers import draft_mark
+from aquiline.models.rope_fields import read_ropes
 
 
 @dataclass(frozen=True)
@@ -114,34 +114,16 @@ FAMILIES: dict[str, Family] = {
 UNKNOWN = Family(windows="all")
 """What any other family counts as."""
 
-_ORIGINAL = "original_max_position_embeddings"
-_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "truncate")
-_ROPE_FIELDS = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    },
-    "factors": {"factors"},
-}  # fmt: skip
-_ROPE_REQUIRED = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor"},
-    "factors": {"factors"},
-}
 EOS = "eos_token_id"
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 """The names under which configs have these two; the first that a config has counts."""
-_WITH_EXPERTS: Raw = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
+_BESIDE_EXPERTS: Raw = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
+"""Fields of configs with experts of which one value is supported: every layer has experts, and windows are the
+family's."""
 _SWIGLU_ALPHA = 1.702
 _ACTIVATIONS = {"geglu": ("hidden_activation", "gelu_pytorch_tanh")}
 """The field that names a family's activation, and the one value that runs, where these are not hidden_act and silu."""
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ABSENT = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -164,6 +146,12 @@ def read_model_config(path: str | Path) -> ModelConfig:
 def config_file(checkpoint: Path) -> Path:
     """The file that says what a checkpoint is: a directory's config.json, or a GGUF file itself."""
     return checkpoint if is_gguf(checkpoint) else checkpoint / "config.json"
+
+
+def has_blocks(checkpoint: Path) -> bool:
+    """Whether a checkpoint that `resolve` found may hold packed blocks: a GGUF file, or experts in MXFP4."""
+    file = config_file(checkpoint)
+    return is_gguf(file) or bool(nested(read_fields(file), file, "quantization_config"))
 
 
 def read_fields(file: Path) -> Raw:
@@ -189,7 +177,7 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     heads, kv_heads, head_dim = _heads(raw, file, kind)
     max_positions = count(raw, file, "max_position_embeddings")
     windows = _windows(raw, file, kind, layers)
-    rope, local_rope = _ropes(raw, file, max_positions, kind)
+    rope, local_rope = read_ropes(raw, file, max_positions, kind.rope, kind.local_rope)
     if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
         raise CheckpointError(f"{file}: {len(rope.factors)} rope factors; head_dim={head_dim} takes {head_dim // 2}")
     bos = token_ids(raw, file, "bos_token_id")
@@ -219,7 +207,7 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         activation_limit=_limit(raw, file, kind),
         embed_scale=count(raw, file, "hidden_size") ** 0.5 if kind.scales_embedding else 1.0,
         query_pre_attn_scalar=_attention_scalar(raw, file, kind),
-        experts=_experts(raw, file, kind) if kind.expert_size else None,
+        experts=_experts(raw, file, kind, layers) if kind.expert_size else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos[0] if bos else None,
     )
@@ -238,13 +226,13 @@ def _heads(raw: Raw, file: Path, kind: Family) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
-def _experts(raw: Raw, file: Path, kind: Family) -> Experts:
+def _experts(raw: Raw, file: Path, kind: Family, layers: int) -> Experts:
     """The experts of every layer. Raises CheckpointError for layers without experts, and for another activation."""
-    for name, supported in _WITH_EXPERTS.items():
+    for name, supported in _BESIDE_EXPERTS.items():
         if raw.get(name) not in (None, supported):
             raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported beside experts; use {supported!r}")
     of_total, of_token = (field_among(raw, names) for names in (EXPERT_COUNTS, EXPERTS_PER_TOKEN))
-    total, per_token = count(raw, file, of_total), count(raw, file, of_token)
+    total, per_token = count(raw, file, of_total, most=MAX_EXPERTS // layers), count(raw, file, of_token)
     if per_token > total:
         raise CheckpointError(f"{file}: {of_token}={per_token} exceeds {of_total}={total}")
     over_all = kind.weights_over_all and not flag(raw, file, "norm_topk_prob")
@@ -299,80 +287,6 @@ def refuse_features(raw: Raw, file: Path, kind: Family | None = None) -> None:
     for name in ("use_mrope", "use_bidirectional_attention"):
         if flag(raw, file, name):
             raise CheckpointError(f"{file}: {name}=true is not supported; supported is false")
-
-
-def _ropes(raw: Raw, file: Path, max_positions: int, kind: Family) -> tuple[RopeConfig, RopeConfig | None]:
-    """The RoPE of all layers, or those of layers without and with a window, where the family's differ.
-
-    transformers 5 has these in rope_parameters by layer type. Before, rope_theta and rope_scaling were those of layers
-    without a window, rope_local_base_freq the base of the others."""
-    if not kind.local_rope:
-        return read_rope(raw, file, max_positions, kind.rope), None
-    by_type = nested(raw, file, "rope_parameters")
-    if not set(by_type) <= set(_LAYER_TYPES):
-        raise CheckpointError(
-            f"{file}: rope_parameters={by_type!r}; supported here is an object with {' and '.join(_LAYER_TYPES)}"
-        )
-    whole, local = (raw | {"rope_parameters": nested(by_type, file, name)} for name in _LAYER_TYPES)
-    local |= {"rope_scaling": None, "rope_theta": raw.get("rope_local_base_freq")}
-    return read_rope(whole, file, max_positions, kind.rope), read_rope(local, file, max_positions, kind.local_rope)
-
-
-def read_rope(raw: Raw, file: Path, max_positions: int, default: Raw) -> RopeConfig:
-    """RoPE from rope_parameters (transformers 5) or rope_theta and rope_scaling; `default` where a config names none,
-    and base 10000 where none is named there either.
-
-    Source: transformers 5.23 RotaryEmbeddingConfigMixin (rope_scaling wins; original_max_position_embeddings falls
-    back to max_position_embeddings). Raises CheckpointError for schemes and fields that are not supported."""
-    name, kind, theta, fields = _rope_fields(raw, file, default)
-    if kind == "default":
-        return RopeConfig(theta)
-    unknown, missing = sorted(set(fields) - _ROPE_FIELDS[kind]), sorted(_ROPE_REQUIRED[kind] - set(fields))
-    if unknown or missing:
-        raise CheckpointError(f"{file}: {name} of type {kind!r}: unknown fields {unknown}, missing fields {missing}")
-    if kind == "factors":
-        return RopeConfig(theta, kind, factors=_factors(fields["factors"], file, f"{name}.factors"))
-    if kind in ("llama3", "yarn"):
-        fields.setdefault(_ORIGINAL, count(raw, file, _ORIGINAL, max_positions))
-    if "truncate" in fields:
-        fields["truncate"] = int(flag(fields, file, "truncate"))
-    parameters = {
-        key: number(value, file, f"{name}.{key}", may_be_zero=key in _MAY_BE_ZERO) for key, value in fields.items()
-    }
-    if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
-        raise CheckpointError(
-            f"{file}: {name}.low_freq_factor={fields['low_freq_factor']} must be below "
-            f"high_freq_factor={fields['high_freq_factor']}"
-        )
-    return RopeConfig(theta, kind, parameters)
-
-
-def _rope_fields(raw: Raw, file: Path, default: Raw) -> tuple[str, str, float, Raw]:
-    """Where a config has its RoPE, the scheme, the base, and the fields that are the scheme's own."""
-    name = "rope_scaling" if nested(raw, file, "rope_scaling") else "rope_parameters"
-    fields = nested(raw, file, name) or {key: value for key, value in default.items() if key != "rope_theta"}
-    if any(isinstance(value, dict) for value in fields.values()):
-        raise CheckpointError(f"{file}: {name}={fields!r}; one flat set of parameters for all layers is supported")
-    fields = {key: value for key, value in fields.items() if value is not None}
-    kind = fields.pop("rope_type", fields.pop("type", "default"))
-    fields.pop("type", None)
-    own = raw.get("rope_theta")
-    fallback = default.get("rope_theta", 10000.0) if own is None else own
-    theta = number(fields.pop("rope_theta", fallback), file, "rope_theta")
-    if theta <= 1:
-        raise CheckpointError(f"{file}: rope_theta={theta} must be above 1; its powers are the rotation's wavelengths")
-    partial = fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial is not None and (isinstance(partial, bool) or partial != 1):
-        raise CheckpointError(f"{file}: partial_rotary_factor={partial!r}; supported is 1.0")
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-        raise CheckpointError(f"{file}: {name} rope_type={kind!r}; supported are {', '.join(_ROPE_FIELDS)}")
-    return name, kind, theta, fields
-
-
-def _factors(value: object, file: Path, name: str) -> tuple[float, ...]:
-    if not isinstance(value, list):
-        raise CheckpointError(f"{file}: {name}={value!r} must be a list of positive numbers")
-    return tuple(number(factor, file, name) for factor in value)
 
 
 def _family(raw: Raw, file: Path) -> str:

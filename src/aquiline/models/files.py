@@ -228,6 +228,9 @@ def _read_bin(file: Path) -> dict[str, Array]:
     return {name: array_of(values) for name, values in data.items()}
 
 
+ROWS, COLUMNS = 0, 1  # the axes tensor parallelism splits: a projection's outputs, or its inputs
+
+
 @dataclass(frozen=True)
 class Entry:
     """One line of a weight map: the tensor `source` of `shape` fills rows [start, start + ...) of parameter `target`.

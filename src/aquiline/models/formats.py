@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 
 from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_config
-from aquiline.models.files import Entry, Tensors, check_entries, refuse, resolve
+from aquiline.models.files import ROWS, Entry, Tensors, check_entries, refuse, resolve
 from aquiline.models.known_pairs import draft_of
-from aquiline.models.load import ROWS, layer_entries, layer_weights
+from aquiline.models.load import layer_entries, layer_weights
 from aquiline.models.model_config import DraftConfig, RopeConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.models.parameters import Parameters

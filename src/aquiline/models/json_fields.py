@@ -16,6 +16,8 @@ MAX_COUNT = 2**31 - 1
 """Kernels count in int32."""
 MAX_LAYERS = 4096
 """A bound on num_hidden_layers: a broken config must not fill the memory before the tensors are looked for."""
+MAX_EXPERTS = 1 << 18
+"""A bound on the experts of all layers, likewise."""
 SMALLEST, LARGEST = 1e-30, 1e30
 """Bounds of numbers that are divisors, powers or arguments of a logarithm. A number within them fits float32, and its
 square fits a Python float."""

@@ -15,16 +15,20 @@ import psutil
 
 from aquiline.blocks import GGUF_BLOCKS, MXFP4, PACKED, Array
 from aquiline.errors import CheckpointError, OutOfMemory
-from aquiline.models.expert_entries import (
+from aquiline.models.expert_entries import ExpertLayout, expert_entries, expert_layout, mlp_entries
+from aquiline.models.families import FAMILIES, read_model_config
+from aquiline.models.files import (
+    BYTES,
     COLUMNS,
     ROWS,
-    ExpertLayout,
-    expert_entries,
-    expert_layout,
-    mlp_entries,
+    Entry,
+    Tensors,
+    TensorSource,
+    check_entries,
+    is_gguf,
+    refuse,
+    resolve,
 )
-from aquiline.models.families import FAMILIES, read_model_config
-from aquiline.models.files import BYTES, Entry, Tensors, TensorSource, check_entries, is_gguf, refuse, resolve
 from aquiline.models.gguf.tensors import GGUFTensors
 from aquiline.models.model_config import ModelConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
@@ -32,8 +36,8 @@ from aquiline.models.parameters import OF_FILES, Parameters
 from aquiline.types import storage_dtype
 
 __all__ = [
-    "ROWS", "check_fits", "layer_entries", "layer_weights", "open_tensors", "read_model_config", "read_target",
-    "resolve", "target_entries", "target_weights",
+    "check_fits", "layer_entries", "layer_weights", "open_tensors", "read_model_config", "read_target", "resolve",
+    "target_entries", "target_weights",
 ]  # fmt: skip
 
 
@@ -45,13 +49,10 @@ def layer_entries(
     The names are those of every Llama-like checkpoint, target or draft; in_features is 2H in a draft."""
     H, mlp = config.hidden_size, f"{source}.mlp"
     before_mlp = "pre_feedforward" if config.output_norms else "post_attention"
+    is_dense = config.experts is None
     entries = [
         *_attention_entries(config, f"{source}.self_attn", target, in_features),
-        *(
-            _dense_entries(config, mlp, target)
-            if config.experts is None
-            else expert_entries(config, mlp, target, layout)
-        ),
+        *(_dense_entries(config, mlp, target) if is_dense else expert_entries(config, mlp, target, layout)),
         Entry(f"{source}.input_layernorm.weight", f"{target}.input_norm", (H,)),
         Entry(f"{source}.{before_mlp}_layernorm.weight", f"{target}.post_norm", (H,)),
     ]

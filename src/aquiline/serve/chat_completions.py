@@ -9,11 +9,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from aquiline.serve.choices import Choice, Gain, Job
-from aquiline.serve.parsers import Call
 from aquiline.serve.protocol import ChatRequest
 from aquiline.serve.reply import FINISH_REASONS, ChunkedReply, drafting_so_far, finite, sources, stop_reason, texts
 from aquiline.serve.request_prompts import token_text
 from aquiline.serve.server_config import Detail
+from aquiline.text.parsers import Call
 from aquiline.types import TokenLogprobs
 
 

@@ -1,7 +1,7 @@
 """A client's request while it runs: its choices, whose deltas become text, parts of an answer and figures.
 
-The text is cut by the same `Detokenizer.take` that cuts sequences in the engine, so an answer is LLM.generate's of the
-same seed, whatever a step brings. No part ever ends inside a character.
+The text is cut by the same `Detokenizer` that cuts sequences in the engine, so an answer is LLM.generate's of the same
+seed, whatever a step brings. No part ever ends inside a character.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
-
 from aquiline.engine.sequence import Request
-from aquiline.serve.parsers import Parser, Part, Plain, Think
 from aquiline.serve.sampling import Wanted
 from aquiline.serve.wire import Begin, Delta
-from aquiline.text.detokenizer import Detokenizer
+from aquiline.text.parsers import Part
+from aquiline.text.parsing import Reader
 from aquiline.types import FinishReason, Source, TokenLogprobs
 
 
@@ -80,22 +78,12 @@ class Gain(NamedTuple):
 
 
 class Choice:
-    """The state of one answer. stop strings are looked for here: `request` goes to the engine without them.
+    """The state of one answer. stop strings are looked for by its reader: `request` goes to the engine without them.
 
     by_token: pieces are those of single tokens, so that it can be told who wrote which."""
 
-    def __init__(
-        self,
-        request: Request,
-        stop: tuple[str, ...],
-        tokenizer: Tokenizer,
-        parser: Parser | None = None,
-        by_token: bool = False,
-        is_detailed: bool = False,
-    ) -> None:
-        self.request, self.parser = request, parser or Plain()
-        self.detokenizer = Detokenizer(tokenizer, request.prompt_ids, stop)
-        self.by_token = by_token or isinstance(self.parser, Think)
+    def __init__(self, request: Request, reader: Reader, by_token: bool = False, is_detailed: bool = False) -> None:
+        self.request, self.reader, self.by_token = request, reader, by_token
         self.speculation = Speculation(steps=[] if is_detailed else None)
         self.num_tokens = self.num_reasoning = 0
         self.finish_reason: FinishReason | None = None
@@ -105,33 +93,23 @@ class Choice:
         """The next delta of the answer. After one with a finish_reason no more may come."""
         assert self.finish_reason is None, "the answer has ended"
         self.begin = delta.begin or self.begin
-        ids, pieces, reason, num = delta.token_ids, list[Piece](), delta.finish_reason, 0
-        if not self.by_token or len(ids) < 2:
-            num, text, reason = self.detokenizer.take(ids, reason)
-            pieces.append(self._piece(text, num, self._source(delta, len(ids) - 1), reason))
-        else:
-            reason = None
-            while num < len(ids) and reason is None:
-                last = num == len(ids) - 1
-                _, text, reason = self.detokenizer.take([ids[num]], delta.finish_reason if last else None)
-                pieces.append(self._piece(text, 1, self._source(delta, num), reason))
-                num += 1
+        ids, pieces, num = delta.token_ids, list[Piece](), 0
+        size = 1 if self.by_token else max(1, len(ids))
+        while True:
+            some = ids[num : num + size]
+            is_last = num + size >= len(ids)
+            read = self.reader.take(some, delta.finish_reason if is_last else None)
+            pieces.append(Piece(read.parts, self._source(delta, num + len(some) - 1)))
+            num += read.num_tokens
+            self.num_reasoning += read.num_reasoning
+            if is_last or read.finish_reason is not None:
+                break
         self.num_tokens += num
         if delta.is_decoded:
             self.speculation.add(delta.num_drafted, delta.num_confirmed, num)
-        self.finish_reason = reason
+        self.finish_reason = read.finish_reason
         logprobs = None if delta.logprobs is None else delta.logprobs[:num]
-        return Gain(pieces, ids[:num], logprobs, reason)
-
-    def _piece(self, text: str, num_tokens: int, source: Source, reason: FinishReason | None) -> Piece:
-        parser = self.parser
-        is_reasoning = isinstance(parser, Think) and parser.is_reasoning
-        parts = parser.feed(text)
-        if is_reasoning or (isinstance(parser, Think) and parser.is_reasoning):
-            self.num_reasoning += num_tokens  # its markers too
-        if reason is not None:
-            parts += parser.finish()
-        return Piece(parts, source)
+        return Gain(pieces, ids[:num], logprobs, read.finish_reason)
 
     @staticmethod
     def _source(delta: Delta, place: int) -> Source:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from aquiline.serve.api_errors import ApiError
 from aquiline.serve.choices import Choice, Gain, Job, Speculation
-from aquiline.serve.parsers import Text
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.request_prompts import dumps
 from aquiline.serve.server_config import Detail
+from aquiline.text.parsers import Text
 
 DONE = b"data: [DONE]\n\n"
 

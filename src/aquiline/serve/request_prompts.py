@@ -17,6 +17,7 @@ from aquiline.serve.admission import read_json
 from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import ChatMessage, ContentPart, Prediction, Tool
 from aquiline.text.chat_template import ChatTemplate, Message
+from aquiline.text.harmony import CHANNEL, GAP
 from aquiline.text.tokenizer import least_tokens
 
 
@@ -25,6 +26,7 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
+        self.is_harmony = CHANNEL in (template.source or "")
 
     def text(self, text: str, most: int, special: bool = True, name: str = "prompt") -> list[int]:
         """Token ids of a text; special: with the tokens that the tokenizer puts around one. Raises ApiError naming the
@@ -58,9 +60,8 @@ class Prompts:
         if tools:
             given["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         template = self.template.with_options(given)
-        text = template.render(
-            [_message(message, place) for place, message in enumerate(messages)], add_generation_prompt
-        )
+        told = [_message(message, place) for place, message in enumerate(messages)]
+        text = template.render([_with_thinking(m) for m in told] if self.is_harmony else told, add_generation_prompt)
         if not text:
             raise bad_request("messages: hold no text", "messages")
         return text, self.text(text, most, special=not template.has_template, name="messages")
@@ -86,6 +87,19 @@ def several(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[s
 
 def _context(most: int) -> str:
     return f"This model's maximum context length is {most} tokens."
+
+
+def _with_thinking(message: Message) -> Message:
+    """A message as Harmony's templates take it: `thinking` is what replies call reasoning_content. They refuse a call
+    that has both content and thinking, so a preamble joins the thinking, as which they would write it anyway."""
+    given = dict(message)
+    reasoning = given.pop("reasoning_content", None)
+    if given["role"] == "assistant" and isinstance(reasoning, str) and reasoning:
+        given.setdefault("thinking", reasoning)
+    thinking = given.get("thinking")
+    if given.get("tool_calls") and isinstance(thinking, str) and thinking and given["content"]:
+        given |= {"thinking": thinking + GAP + given["content"], "content": ""}
+    return given
 
 
 def _message(message: ChatMessage, place: int) -> Message:

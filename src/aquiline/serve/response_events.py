@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from aquiline.serve.api_errors import ApiError
 from aquiline.serve.chat_completions import logprob_entry
 from aquiline.serve.choices import Choice, Gain, Job
-from aquiline.serve.parsers import Call, Text
 from aquiline.serve.protocol import ResponseRequest
 from aquiline.serve.reply import drafting_so_far, sources
 from aquiline.serve.request_prompts import dumps
 from aquiline.serve.responses import Item, ResponseStore, StoredResponse
+from aquiline.text.parsers import Call, Text
 
 Kind = Literal["message", "reasoning"]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}

@@ -124,12 +124,15 @@ def as_chat(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Items as messages. Calls that follow each other are one message; reasoning is not said again."""
+    """Items as messages. Calls that follow each other are one message, with the reasoning that led to them; reasoning
+    before an answer is not said again."""
     messages: list[dict[str, Any]] = []
+    reasoning = ""
     for place, item in enumerate(items):
         kind = item["type"]
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
+            reasoning = reasoning if item.get("role") == "assistant" else ""
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -141,12 +144,22 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages[-1] |= {"reasoning_content": reasoning} if reasoning else {}
         elif kind == "function_call_output":
-            output = item.get("output")
+            output, reasoning = item.get("output"), ""
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            reasoning = _reasoning(item)
+        else:
             raise bad_request(f"input.{place}: an item of type {str(kind)[:40]!r} is not supported", f"input.{place}")
     return messages
+
+
+def _reasoning(item: Item) -> str:
+    """The text of an item of reasoning, "" where a client sends none back."""
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:

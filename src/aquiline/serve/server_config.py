@@ -42,10 +42,11 @@ class ServerConfig:
     )  # fmt: skip
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level of log lines.", SERVER)
     chat_template: str | None = setting(None, "File with the chat template. Default: the target's own.", OUTPUT)
-    reasoning_parser: Literal["auto", "none", "think"] = setting(
-        "auto", "How reasoning is told from the answer; auto: by <think> tags if the template has them.", OUTPUT
-    )
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json"] = setting(
+    reasoning_parser: Literal["auto", "none", "think", "harmony"] = setting(
+        "auto", "How reasoning is told from the answer; auto: by <think> tags, or Harmony's channels, if the template "
+        "has them.", OUTPUT,
+    )  # fmt: skip
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "harmony"] = setting(
         "auto", "How calls of tools are read; auto: by what the template writes.", OUTPUT
     )
     per_request_spec_decode_metrics: Detail = setting(

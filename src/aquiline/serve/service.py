@@ -22,13 +22,13 @@ from aquiline.serve.api_errors import ApiError, as_api_error, context_error, in_
 from aquiline.serve.choices import Choice, Gain, Job
 from aquiline.serve.client import EngineClient, EngineDown, Stream
 from aquiline.serve.logs import log
-from aquiline.serve.parsers import Parsing
 from aquiline.serve.prometheus import Metrics
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.request_prompts import Prompts, several
 from aquiline.serve.sampling import Wanted, wanted
 from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.spec.drafting import Drafting
+from aquiline.text.parsing import Parsing
 
 T = TypeVar("T")
 
@@ -50,7 +50,9 @@ class Service:
     ) -> None:
         self.client, self.prompts, self.drafting, self.names = client, prompts, drafting, names
         self.config, self.limits = config, limits
-        self.parsing = Parsing.of(prompts.template.source, config.reasoning_parser, config.tool_call_parser)
+        self.parsing = Parsing.of(
+            prompts.template.source, prompts.tokenizer, config.reasoning_parser, config.tool_call_parser
+        )
         self.metrics = Metrics(names[0])
         self.gate = Admission(1, limits.max_waiting)
         self.began = int(time.time())
@@ -108,8 +110,7 @@ class Service:
                 options, begins = request.chat_template_kwargs, request.add_generation_prompt
                 text, ids = self.prompts.chat(request.messages, most, tools, options, begins)
                 prediction = self.prompts.prediction(request.prediction, most)
-                parsed = text if self.parsing.thinks or tools else None
-                return self._job(prefix, model, asked, [ids], prediction, request, parsed)
+                return self._job(prefix, model, asked, [ids], prediction, request, text)
 
             return await self.apart(size, encoded)
 
@@ -145,10 +146,11 @@ class Service:
         prompts: Sequence[list[int]],
         prediction: tuple[int, ...],
         request: CompletionRequest | ChatRequest,
-        text: str | None = None,
+        text: str = "",
     ) -> Job:
         is_detailed = len(prompts) * asked.n == 1 and self.config.per_request_spec_decode_metrics == "detailed"
         has_tools = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+        parsing = self.parsing if isinstance(request, ChatRequest) else Parsing()
         choices = []
         for ids in prompts:
             room, prompt_ids = self._room(ids, asked, request), tuple(ids)
@@ -158,10 +160,8 @@ class Service:
                     self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.drafting, asked.priority,
                     self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
                 )  # fmt: skip
-                parser = None if text is None else self.parsing.parser(text, has_tools)
-                by_token = bool(request.return_token_sources)
-                tokenizer = self.prompts.tokenizer
-                choices.append(Choice(engine_request, sampling.stop, tokenizer, parser, by_token, is_detailed))
+                reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, sampling.stop, has_tools)
+                choices.append(Choice(engine_request, reader, bool(request.return_token_sources), is_detailed))
         if not request.stream or prefix == "resp":  # whose end repeats what was streamed
             has_sources = bool(request.return_token_sources)
             check_entries([choice.request for choice in choices], has_sources)
@@ -213,6 +213,8 @@ class Service:
         self.gate.leave(len(job.choices), now - job.began_s)
         reasons = [choice.finish_reason or "abort" for choice in job.choices]
         self.metrics.on_end(job, reasons, now)
+        for problem in [choice.reader.problem for choice in job.choices if choice.reader.problem is not None]:
+            log("part of an answer was not understood and is told as text", level="warning", id=job.id, why=problem)
         log(
             "request ended", id=job.id, finish_reasons=reasons, prompt_tokens=usage["prompt_tokens"],
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"], completion_tokens=usage["completion_tokens"],

@@ -108,7 +108,7 @@ def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
     L, dtype = config.num_layers, how.dtype
     capture = default_capture(L) if L >= 7 else tuple(sorted({0, L // 2, L - 1}))
     head = DraftConfig(
-        model=replace(config, num_layers=1), draft_vocab_size=min(config.vocab_size, 32_000),
+        model=replace(config, num_layers=1, experts=None, sinks=False), draft_vocab_size=min(config.vocab_size, 32_000),
         target_hidden_size=config.hidden_size, capture=capture,
     )  # fmt: skip
     of_target, of_draft = target_entries(config), draft_entries(head, "midlayer", embed=False, head=True)

@@ -9,7 +9,9 @@ from dataclasses import asdict, replace
 
 from aquiline.config import SamplingParams
 from aquiline.engine.bulk import BulkResult, BulkRun
+from aquiline.engine.chat_session import Answer, AnswerPieces
 from aquiline.engine.llm import LLM, Output, Result
+from aquiline.engine.sequence import TokenDelta
 from aquiline.metrics import peak_memory_bytes
 from aquiline.text.chat_template import ChatTemplate
 
@@ -18,17 +20,30 @@ MAX_NAMED_ROWS = 10
 
 
 def show_continuation(
-    llm: LLM, prompt: str, ids: Sequence[int], sampling: SamplingParams, prediction: str | None, as_json: bool
-) -> None:
-    """Continue a prompt and print the text, token by token in a terminal."""
+    llm: LLM, prompt: str, ids: Sequence[int], sampling: SamplingParams, prediction: str | None, as_json: bool,
+    template: ChatTemplate | None,
+) -> None:  # fmt: skip
+    """Continue a prompt and print the text, token by token in a terminal. template: what wrote the prompt, if it is a
+    user's message; of the answer, its reasoning is then left out where it is told apart."""
     streams = not as_json and sys.stdout.isatty()
-    on_delta = (lambda delta: print(delta.text, end="", flush=True)) if streams else None
-    result = llm.run([list(ids)], sampling, predictions=[prediction], on_delta=on_delta)
+    answer = None if template is None else AnswerPieces.of(llm.models, template, tuple(ids), sampling)
+
+    def show(delta: TokenDelta) -> None:
+        texts = [delta.text]
+        if answer is not None:
+            pieces = answer.take(delta.token_ids, delta.sources, delta.finish_reason)
+            texts = [piece.text for piece in pieces if piece.channel == "content"]
+        if streams:
+            print(*texts, sep="", end="", flush=True)
+
+    result = llm.run([list(ids)], sampling, predictions=[prediction], on_delta=show)
+    if answer is not None:
+        tell_unread(answer.reader.problem)
     if as_json:
         result = replace(result, outputs=[replace(output, prompt=prompt) for output in result.outputs])
-        print(json.dumps(as_dict(result, llm)))
+        print(json.dumps(as_dict(result, llm, answer)))
         return
-    print("" if streams else result.outputs[0].text, flush=True)
+    print("" if streams else result.outputs[0].text if answer is None else answer.text, flush=True)
     s = result.summary
     print(
         f"{len(result.outputs[0].token_ids)} tokens, {s.decode_tokens_per_s:.0f} tok/s, tau {s.counters.tau:.2f}, "
@@ -45,6 +60,8 @@ def show_file(run: BulkRun, llm: LLM, template: ChatTemplate | None, system: str
     result = run.run(llm, template, system, progress=not as_json)
     for line, reason in result.failed.items():
         print(f"aquiline: {run.rows}, line {line}: {reason}", file=sys.stderr)
+    for line, problem in result.unread.items():
+        tell_unread(f"line {line}: {problem}")
     s = result.summary
     if as_json:
         print(json.dumps({
@@ -69,23 +86,36 @@ def show_file(run: BulkRun, llm: LLM, template: ChatTemplate | None, system: str
     return result
 
 
-def as_dict(result: Result, llm: LLM) -> dict[str, object]:
-    """The JSON of `aquiline generate --json`."""
+def as_dict(result: Result, llm: LLM, answer: AnswerPieces | None = None) -> dict[str, object]:
+    """The JSON of `aquiline generate --json`. answer: the output, if it is one, as an answer to a user."""
     return {
-        "outputs": [described(output) for output in result.outputs],
+        "outputs": [described(output, answer) for output in result.outputs],
         "metrics": result.summary.as_dict(),
         "memory": llm.engine.memory.as_dict(),
         "system": llm.models.system(),
     }
 
 
-def described(output: Output) -> dict[str, object]:
-    """One output of `--json`."""
+def tell_unread(problem: str | None) -> None:
+    """Say on stderr what of an answer could not be read, if anything."""
+    if problem is not None:
+        print(f"aquiline: part of the answer was not understood and is shown as text: {problem}", file=sys.stderr)
+
+
+def described(output: Output, answer: Answer | AnswerPieces | None = None) -> dict[str, object]:
+    """One output of `--json`. answer: the same as an answer to a user, with its reasoning apart where that is told."""
+    told: dict[str, object] = {} if answer is None else {"text": answer.text}
+    if answer is not None and answer.reasoning is not None:
+        told["reasoning"] = answer.reasoning
     both = (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs))
-    return {
-        "prompt": output.prompt,
-        "token_ids": output.token_ids,
-        "text": output.text,
-        "finish_reason": output.finish_reason,
-        "accepted_by": output.sources,
-    } | {name: [asdict(entry) for entry in entries] for name, entries in both if entries is not None}
+    return (
+        {
+            "prompt": output.prompt,
+            "token_ids": output.token_ids,
+            "text": output.text,
+            "finish_reason": output.finish_reason,
+            "accepted_by": output.sources,
+        }
+        | told
+        | {name: [asdict(entry) for entry in entries] for name, entries in both if entries is not None}
+    )

@@ -13,10 +13,11 @@ from types import FrameType
 
 from rich.console import Console
 
-from aquiline.cli.show.continuations import described
+from aquiline.cli.show.continuations import described, tell_unread
 from aquiline.cli.show.writers import COLOURS, has_colours, legend
 from aquiline.engine.chat_session import Answer, AttributedText, ChatSession
 from aquiline.errors import AquilineError
+from aquiline.text.parsers import Channel
 
 PROMPT = "> "
 COMMAND_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends"
@@ -51,12 +52,21 @@ def _talk(session: ChatSession, drafts: bool) -> None:
 
 
 def _show(session: ChatSession, line: str, console: Console) -> None:
+    """One turn: the reasoning dimmed, an empty line, the answer, the figures."""
+    last: Channel | None = None
+
     def show(piece: AttributedText) -> None:
-        console.print(piece.text, style=COLOURS[piece.source], end="", soft_wrap=True)
+        nonlocal last
+        if last not in (None, piece.channel):
+            console.print("\n")
+        last = piece.channel
+        style = "dim" if piece.channel == "reasoning" else COLOURS[piece.source]
+        console.print(piece.text, style=style, end="", soft_wrap=True)
 
     with _interruptible() as pressed:
         answer = session.ask(line, show, lambda: pressed.is_set)
     console.print(f"\n{answer.footer}\n", style="dim")
+    tell_unread(answer.problem)
 
 
 def _answer_lines(session: ChatSession, as_json: bool) -> None:
@@ -66,16 +76,25 @@ def _answer_lines(session: ChatSession, as_json: bool) -> None:
         if said is not None:
             print(f"aquiline: {said}", file=sys.stderr)
         elif as_json:
-            print(json.dumps(_as_dict(session.ask(line))), flush=True)
+            answer = session.ask(line)
+            tell_unread(answer.problem)
+            print(json.dumps(_as_dict(answer)), flush=True)
         else:
-            answer = session.ask(line, lambda piece: print(piece.text, end="", flush=True))
+            answer = session.ask(line, _print_content)
             print(flush=True)
+            tell_unread(answer.problem)
             print(answer.footer, file=sys.stderr)
+
+
+def _print_content(piece: AttributedText) -> None:
+    """Print a piece of the answer; reasoning is left out."""
+    if piece.channel == "content":
+        print(piece.text, end="", flush=True)
 
 
 def _as_dict(answer: Answer) -> dict[str, object]:
     shares = {"share_by_draft": answer.share_by("draft"), "share_copied": answer.share_by("lookup")}
-    return described(answer.output) | shares | {"metrics": answer.summary.as_dict()}
+    return described(answer.output, answer) | shares | {"metrics": answer.summary.as_dict()}
 
 
 def _turns(lines: Iterable[str]) -> Iterator[str]:

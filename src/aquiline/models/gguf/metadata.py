@@ -101,7 +101,7 @@ def _config_fields(gguf: GGUFFile) -> dict[str, Any]:
         rope = {"full_attention": rope, "sliding_attention": local}
     return sizes | {
         "model_type": ARCHITECTURES[arch],
-        "norm_topk_prob": True,
+        "norm_topk_prob": True,  # as llama.cpp weights experts
         "rms_norm_eps": _number(gguf, arch, own, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,

@@ -2,17 +2,18 @@
 
 A parser is fed text in pieces that may be cut anywhere, in the middle of a marker too, and gives parts. The parts of
 all pieces together do not depend on where the text was cut. Text that only looked like a call comes out as content, so
-no parser ever loses text or ends a generation.
+no parser ever loses text or ends a generation. A format whose markers are tokens and not text is read in harmony.py;
+parsing.py chooses.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from aquiline.checks import parse_json
+from aquiline.types import FinishReason
 
 Channel = Literal["content", "reasoning"]
 
@@ -36,6 +37,24 @@ class Call(NamedTuple):
 
 
 Part = Text | Call
+
+
+class Read(NamedTuple):
+    """What some tokens of an answer brought. num_tokens: how many of them belong to it, the others come after a stop
+    string; parts: those that became certain; num_reasoning: tokens of reasoning and its markers among them;
+    finish_reason: why the answer has ended, None if it continues."""
+
+    num_tokens: int
+    parts: list[Part]
+    num_reasoning: int
+    finish_reason: FinishReason | None
+
+    def joined(self, later: Read) -> Read:
+        """This and the next one as one."""
+        return Read(
+            self.num_tokens + later.num_tokens, self.parts + later.parts, self.num_reasoning + later.num_reasoning,
+            later.finish_reason,
+        )  # fmt: skip
 
 
 class Parser(Protocol):
@@ -224,28 +243,6 @@ class LlamaJson:
 
 
 TOOL_PARSERS: dict[str, Callable[[], Parser]] = {"hermes": Hermes, "llama3_json": LlamaJson}
-
-
-@dataclass(frozen=True)
-class Parsing:
-    """Which parsers a target's answers need. tools: a name of TOOL_PARSERS, None where the template has no tools."""
-
-    thinks: bool = False
-    tools: str | None = None
-
-    @classmethod
-    def of(cls, template: str | None, reasoning: str, tools: str) -> Parsing:
-        """As the settings say; "auto" is told by what the template writes."""
-        text = template or ""
-        if tools == "auto":
-            tools = "hermes" if CALL in text else "llama3_json" if "tools" in text and "ipython" in text else "none"
-        thinks = reasoning == "think" or (reasoning == "auto" and END_THINK in text)
-        return cls(thinks, None if tools == "none" else tools)
-
-    def parser(self, prompt: str, has_tools: bool) -> Parser:
-        """A parser for one answer to a prompt; has_tools: the request names tools that may be called."""
-        inner = TOOL_PARSERS[self.tools]() if has_tools and self.tools else Plain()
-        return Think(inner, prompt.rstrip(SPACE).endswith(THINK)) if self.thinks else inner
 
 
 def read_call(text: str, arguments: str) -> Call | None:

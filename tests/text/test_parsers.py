@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aquiline.serve.parsers import Call, Parser, Parsing, Part, Plain, Text
+from aquiline.text.parsers import Call, Parser, Part, Plain, Text
+from aquiline.text.parsing import Parsing
 
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADD = Call("add", '{"a": 1, "b": "é"}')
@@ -146,9 +147,9 @@ def test_what_is_certain_comes_at_once() -> None:
 
 
 def test_parsers_are_told_by_the_template() -> None:
-    assert Parsing.of(None, "auto", "auto") == Parsing()
-    assert Parsing.of("x <tool_call> y </think>", "auto", "auto") == Parsing(True, "hermes")
-    assert Parsing.of("{% if tools %} ipython", "auto", "auto") == Parsing(False, "llama3_json")
-    assert Parsing.of("x <tool_call> y </think>", "none", "none") == Parsing()
-    assert Parsing.of(None, "think", "hermes") == Parsing(True, "hermes")
+    assert Parsing.of(None, None, "auto", "auto") == Parsing()
+    assert Parsing.of("x <tool_call> y </think>", None, "auto", "auto") == Parsing(True, "hermes")
+    assert Parsing.of("{% if tools %} ipython", None, "auto", "auto") == Parsing(False, "llama3_json")
+    assert Parsing.of("x <tool_call> y </think>", None, "none", "none") == Parsing()
+    assert Parsing.of(None, None, "think", "hermes") == Parsing(True, "hermes")
     assert isinstance(Parsing(False, "hermes").parser("", has_tools=False), Plain)
