@@ -58,22 +58,28 @@ def write_target(
 
     name = {
         "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt_oss": "GptOss",
-        "qwen3_moe": "Qwen3Moe",
+        "qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3",
     }[family]  # fmt: skip
+    kind = "TextConfig" if family == "gemma3_text" else "Config"
     fields = {key: value for key, value in SMALL.items() if family != "qwen2" or key != "head_dim"}
     fields |= MOES.get(family, {})
     if family == "qwen2":
         fields["hidden_size"] = 64
     if family == "mistral":
         fields["sliding_window"] = None
-    config = getattr(transformers, f"{name}Config")(**fields | overrides)
+    if family == "gemma3_text":
+        fields |= {"sliding_window": 24, "query_pre_attn_scalar": 16}
+    config = getattr(transformers, name + kind)(**fields | overrides)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1 or key.endswith("bias"):
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if key.endswith(("bias", "sinks")) else 1.0))
+                is_from_zero = (
+                    key.endswith(("bias", "sinks")) or family == "gemma3_text"
+                )  # whose norms add 1 themselves
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if is_from_zero else 1.0))
     model.generation_config.eos_token_id = config.eos_token_id
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

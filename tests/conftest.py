@@ -38,6 +38,11 @@ TINY = ModelConfig(
     family="llama", vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2,
     head_dim=16, max_positions=400, rms_norm_eps=1e-5, rope=RopeConfig(), eos_token_ids=(0,),
 )  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "windows": (9, 9, 0, 9), "local_rope": RopeConfig(100.0), "output_norms": True, "activation": "geglu",
+    "embed_scale": 8.0, "query_pre_attn_scalar": 24.0, "qk_norm": True, "tied_head": True,
+}  # fmt: skip
+"""What makes TINY a model like Gemma 3."""
 TINY_CAPTURE = (0, 1, 2)
 TINY_DRAFT = DraftConfig(
     model=dataclasses.replace(TINY, num_layers=1), draft_vocab_size=48, target_hidden_size=64, capture=TINY_CAPTURE

@@ -142,7 +142,11 @@ def write_fields(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
@@ -204,7 +208,7 @@ def write_gguf_target(
     kind: the type of a matrix by its name in the checkpoint; vectors are F32. fields are added, behind the name of the
     architecture where they begin with a dot; extra tensors are added and those in `drop` left out, by GGUF's names."""
     config = json.loads((directory / "config.json").read_text())
-    other = {"mistral": "llama", "gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe"}
+    other = {"mistral": "llama", "gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
     arch = other.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, arch)
     write_fields(writer, config)
@@ -223,7 +227,8 @@ def write_gguf_target(
             continue
         is_packed = tensor.dtype == torch.uint8
         stored = "MXFP4" if is_packed else kind(name) if tensor.dim() > 1 and not name.endswith("bias") else "F32"
-        packed = tensor.numpy() if is_packed else pack(tensor.float().numpy(), stored, place)
+        one = np.float32(arch == "gemma3" and "norm" in name)  # the converter adds it
+        packed = tensor.numpy() if is_packed else pack(tensor.float().numpy() + one, stored, place)
         held[name] = unpack(packed, stored)
         rotated = name.split(".")[-2]
         rows = converter_order(packed, heads[rotated]) if arch == "llama" and rotated in heads else packed

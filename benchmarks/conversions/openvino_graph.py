@@ -67,7 +67,11 @@ def _save(graph: Any, file: Path, config: dict[str, Any]) -> None:
 
 
 def target_graph(decoder: Decoder, int8: bool) -> Any:
-    """A target as OpenVINO GenAI runs it: token ids in, logits out. int8 rounds its linears' weights by output row."""
+    """A target as OpenVINO GenAI runs it: token ids in, logits out. int8 rounds its linears' weights by output row.
+
+    Raises ValueError for a target that norms the outputs of its blocks (gemma3)."""
+    if decoder.config.output_norms:
+        raise ValueError("target: output_norms=true; the OpenVINO peer writes targets without it")
     graph = _Graph(decoder.config, int8)
     embed = graph.floats(decoder.embed)
     hidden = ops.gather(embed, graph.ids, graph.ints(0))

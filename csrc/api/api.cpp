@@ -113,7 +113,7 @@ struct Engine {
   std::vector<Tile> tiles;
   double* seconds = nullptr;
   Buffer normed, qkv, attended, gate_up, codes, embedded, cosine, sine, partials, workspace, logits, best, second;
-  Buffer expert_inputs, expert_outputs, routing;
+  Buffer expert_inputs, expert_outputs, routing, outputs;
 };
 
 Engine& engine() {
@@ -220,6 +220,12 @@ bool takes_codes(const AqModel& model) {
   for (int i = 0; i < model.num_layers; i++)
     if (host::takes_codes(model.layers[i].attention.o.dtype) || host::takes_codes(model.layers[i].mlp.down.dtype))
       return true;
+  return false;
+}
+
+bool norms_outputs(const AqModel& model) {
+  for (int i = 0; i < model.num_layers; i++)
+    if (model.layers[i].attention_out_norm != nullptr || model.layers[i].mlp_out_norm != nullptr) return true;
   return false;
 }
 
@@ -383,8 +389,10 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
     AQ_RESERVE(job.codes, codes, Codes, num_normed * ((widest + 31) / 32));
   }
   if (host::is_in_blocks(model->embed_dtype)) AQ_RESERVE(job.embedded, embedded, float, n * model->hidden);
-  AQ_RESERVE(job.cosine, cosine, float, n * model->head_dim / 2);
-  AQ_RESERVE(job.sine, sine, float, n * model->head_dim / 2);
+  const size_t num_angles = n * model->head_dim / 2 * (model->local_inv_freq == nullptr ? 1 : 2);
+  AQ_RESERVE(job.cosine, cosine, float, num_angles);
+  AQ_RESERVE(job.sine, sine, float, num_angles);
+  if (norms_outputs(*model)) AQ_RESERVE(job.outputs, outputs, float, n * model->hidden);
   AqRows with_states = *rows;
   with_states.num_rows = num_states;
   AQ_TRY(plan_attention(*kv, with_states, model->num_heads, &job.attention));

@@ -19,7 +19,7 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h and lookup/lookup.h too: backends/cpu/native.py
 // computes it from its mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0xb95fe912u
+#define AQ_ABI 0x5d9b2e9cu
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -51,9 +51,9 @@ typedef struct {
 } AqExperts;
 
 // down(activation(gate(x), up(x))), where activation(g, u) is AQ_SWIGLU: silu(g) * u; AQ_CLAMPED: (u + 1) * g *
-// sigmoid(1.702 g) with g at most `limit` and u within it. gate_up: the rows of gate and up, and their biases,
-// alternate in runs of 16.
-enum { AQ_SWIGLU = 0, AQ_CLAMPED = 1 };
+// sigmoid(1.702 g) with g at most `limit` and u within it; AQ_GEGLU: gelu(g) * u, gelu by its tanh form. gate_up: the
+// rows of gate and up, and their biases, alternate in runs of 16.
+enum { AQ_SWIGLU = 0, AQ_CLAMPED = 1, AQ_GEGLU = 2 };
 typedef struct {
   AqLinear gate_up, down;          // of expert 0 if there are experts
   const AqExperts* experts;        // NULL: a dense MLP
@@ -66,13 +66,16 @@ typedef struct {
   AqMlp mlp;
   const float *input_norm, *post_norm;  // [hidden], before attention and before the MLP
   const float* hidden_norm;             // draft only
+  const float *attention_out_norm, *mlp_out_norm;  // [hidden] or NULL: of what o and down add to the residual stream
 } AqLayer;
 
 typedef struct {
   int32_t hidden, num_layers, num_heads, num_kv_heads, head_dim, intermediate, vocab;
   int32_t embed_dtype, is_draft, norm_before_residual, num_capture;
-  float eps, attn_scale, rope_scale;
-  const float* inv_freq;           // [head_dim / 2]
+  float eps, attn_scale, embed_scale;  // embed_scale: a factor on a target's embeddings
+  float rope_scale, local_rope_scale;
+  const float *inv_freq,
+      *local_inv_freq;  // [head_dim / 2]; the local one, if not NULL, is that of layers with a window
   const void* embed;               // [vocab, hidden] row-major
   const AqLayer* layers;
   const float* final_norm;

@@ -91,8 +91,8 @@ int check_experts(const AqModel& m, const AqExperts& experts) {
 int check_layer(const AqModel& m, const AqLayer& layer) {
   AQ_TRY(check_attention(m, layer.attention));
   if (layer.mlp.experts != nullptr) AQ_TRY(check_experts(m, *layer.mlp.experts));
-  AQ_REQUIRE(layer.mlp.activation == AQ_SWIGLU || layer.mlp.activation == AQ_CLAMPED,
-             "mlp.activation=%d: must be 0 (SwiGLU) or 1 (clamped)", layer.mlp.activation);
+  AQ_REQUIRE(layer.mlp.activation >= AQ_SWIGLU && layer.mlp.activation <= AQ_GEGLU,
+             "mlp.activation=%d: must be 0 (SwiGLU), 1 (clamped) or 2 (GeGLU)", layer.mlp.activation);
   AQ_REQUIRE(layer.mlp.activation != AQ_CLAMPED || layer.mlp.limit > 0.0f, "mlp.limit=%g: must be positive",
              (double)layer.mlp.limit);
   AQ_TRY(check_linear("gate_up", layer.mlp.gate_up, 2 * m.intermediate, m.hidden));
@@ -100,6 +100,10 @@ int check_layer(const AqModel& m, const AqLayer& layer) {
   AQ_TRY(check_floats("input_norm", layer.input_norm));
   AQ_TRY(check_floats("post_norm", layer.post_norm));
   if (m.is_draft) AQ_TRY(check_floats("hidden_norm", layer.hidden_norm));
+  AQ_TRY(check_optional("attention_out_norm", layer.attention_out_norm));
+  AQ_TRY(check_optional("mlp_out_norm", layer.mlp_out_norm));
+  AQ_REQUIRE(layer.mlp_out_norm == nullptr || layer.mlp.experts == nullptr,
+             "mlp_out_norm must be NULL in a layer with experts");
   return 0;
 }
 
@@ -212,6 +216,7 @@ int check_model(const AqModel* model) {
   AQ_REQUIRE(m.hidden % channels == 0, "hidden=%d: must be a multiple of %d for an embedding in blocks", m.hidden,
              channels);
   AQ_TRY(check_floats("inv_freq", m.inv_freq));
+  AQ_TRY(check_optional("local_inv_freq", m.local_inv_freq));
   AQ_TRY(check_floats("final_norm", m.final_norm));
   AQ_TRY(check_linear("head", m.head, 0, m.hidden));
   AQ_TRY(check_pointer("layers", m.layers, alignof(AqLayer)));

@@ -1,5 +1,6 @@
 // A whole decoder forward as one call of the pool: every worker walks all layers, meeting the others at barriers. For
 // few rows a barrier costs as much as a small linear, so there are four a layer: after attention, o, gate_up and down.
+// A norm of what a layer adds to the residual stream takes one more.
 #pragma once
 #include "attention.h"
 #include "experts.h"
@@ -51,7 +52,7 @@ static void enter_row(const ForwardJob& job, int row, const E* embedding) {
   const int width = model.hidden;
   float* hidden = job.hidden + (size_t)row * width;
   if (!model.is_draft) {
-    for (int i = 0; i < width; i += 16) store(hidden + i, load(embedding + i));
+    for (int i = 0; i < width; i += 16) store(hidden + i, mul(load(embedding + i), set1(model.embed_scale)));
     return;
   }
   const float* g = job.g + (size_t)row * width;
@@ -68,9 +69,13 @@ static void enter(const Worker& worker, const ForwardJob& job) {
   const AqModel& model = *job.model;
   const int width = model.hidden, half = model.head_dim / 2, num_rows = job.rows->num_rows;
   const Share angles = share(worker, num_rows * half), rows = share(worker, num_rows);
-  for (int i = angles.begin; i < angles.end; i++)
-    rope_table(job.rows->positions[i / half], model.inv_freq + i % half, model.rope_scale, 1, job.cosine + i,
-               job.sine + i);
+  for (int i = angles.begin; i < angles.end; i++) {
+    const int position = job.rows->positions[i / half], local = num_rows * half + i;
+    rope_table(position, model.inv_freq + i % half, model.rope_scale, 1, job.cosine + i, job.sine + i);
+    if (model.local_inv_freq != nullptr)
+      rope_table(position, model.local_inv_freq + i % half, model.local_rope_scale, 1, job.cosine + local,
+                 job.sine + local);
+  }
   for (int r = rows.begin; r < rows.end; r++) {
     const size_t token = (size_t)job.rows->tokens[r] * width;
     with_elements(model.embed_dtype, [&](auto* element) { enter_row(job, r, (decltype(element))model.embed + token); });
@@ -90,7 +95,9 @@ static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, 
   float* x = job.qkv + (size_t)row * job.attention.q_stride + (size_t)head * dim;
   const float* norm = kv_head < 0 ? layer.attention.q_norm : layer.attention.k_norm;
   if (norm != nullptr) rms_norm_row(x, norm, dim, model.eps, x);
-  rotate(x, job.cosine + (size_t)row * half, job.sine + (size_t)row * half, half);
+  const bool is_local = model.local_inv_freq != nullptr && layer.attention.window > 0;
+  const size_t angles = ((size_t)row + (is_local ? job.rows->num_rows : 0)) * half;
+  rotate(x, job.cosine + angles, job.sine + angles, half);
   if (kv_head >= 0) store_key(*job.kv, index, kv_head, *job.rows, row, x, x + (size_t)model.num_kv_heads * dim);
 }
 
@@ -149,6 +156,23 @@ static float* feature_of(const ForwardJob& job, int index) {
   return nullptr;
 }
 
+// Adds what a linear gives for x to the residual stream, after `norm` if that is not NULL. If `copy` is not NULL, it
+// also receives the new values; its rows are copy_stride floats apart. The last barrier is the caller's.
+static void add_output(const Worker& worker, const ForwardJob& job, const AqLinear& linear, const float* norm,
+                       const void* x, int rows, float* copy = nullptr, size_t copy_stride = 0) {
+  if (norm == nullptr) return linear_add(worker, linear, x, rows, job.hidden, copy, copy_stride);
+  const int width = linear.n;
+  linear_store(linear, share_blocks(worker, linear), x, rows, job.outputs);
+  worker.barrier();
+  const Share mine = share(worker, rows);
+  for (size_t r = mine.begin; r < (size_t)mine.end; r++) {
+    float *own = job.outputs + r * width, *to = job.hidden + r * width;
+    rms_norm_row(own, norm, width, job.model->eps, own);
+    for (int i = 0; i < width; i += 16) store(to + i, add(load(to + i), load(own + i)));
+    if (copy != nullptr) memcpy(copy + r * copy_stride, to, width * sizeof(float));
+  }
+}
+
 // The MLP of a dense layer, from the residual stream to the residual stream and, if `copy` is not NULL, to copy too.
 // The last barrier is the caller's.
 static void dense(const Worker& worker, const ForwardJob& job, const AqLayer& layer, int rows, float* copy,
@@ -159,7 +183,7 @@ static void dense(const Worker& worker, const ForwardJob& job, const AqLayer& la
   linear_activated(worker, mlp, normed, rows, job.gate_up);
   worker.barrier();
   const void* gated = rounded_rows(worker, mlp.down, job.gate_up, rows, job.codes);
-  linear_add(worker, mlp.down, gated, rows, job.hidden, copy, copy_stride);
+  add_output(worker, job, mlp.down, layer.mlp_out_norm, gated, rows, copy, copy_stride);
 }
 
 static void forward(const Worker& worker, const ForwardJob& job) {
@@ -189,7 +213,7 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     else attend_shared(worker, job, attend, normed);
     worker.barrier();
     const void* attended = rounded_rows(worker, layer.attention.o, job.attended, num_states, job.codes);
-    linear_add(worker, layer.attention.o, attended, num_states, job.hidden);
+    add_output(worker, job, layer.attention.o, layer.attention_out_norm, attended, num_states);
     worker.barrier();
     lap(0);
     float* feature = feature_of(job, index);

@@ -114,7 +114,9 @@ struct ForwardJob {
   // normed holds norm_copies copies of what the linear that reads it takes. attended and gate_up hold Rounded if the
   // linear that reads them takes it, else float; a linear that takes Codes rounds them into `codes`, norm_copies of
   // [rows, the widest k / 32].
-  float *normed, *qkv, *attended, *gate_up, *cosine, *sine;
+  float *normed, *qkv, *attended, *gate_up;
+  float *cosine, *sine;    // [rows, head_dim / 2], and behind them those of layers with a window if these differ
+  float* outputs;          // [rows, hidden], if any layer norms what it adds to the residual stream
   Codes* codes;
   float* embedded;         // [rows, hidden], if the embedding is packed in blocks
   ExpertScratch experts;   // if any layer has experts; gate_up then holds floats, a row for each expert of a row

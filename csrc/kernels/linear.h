@@ -138,7 +138,8 @@ static void linear_add(const Worker& worker, const AqLinear& linear, const void*
 }
 
 AQ_INLINE Vec activated(const AqMlp& mlp, Vec gate, Vec up) {
-  return mlp.activation == AQ_CLAMPED ? clamped_swiglu(gate, up, mlp.limit) : mul(silu(gate), up);
+  if (mlp.activation == AQ_CLAMPED) return clamped_swiglu(gate, up, mlp.limit);
+  return mlp.activation == AQ_GEGLU ? geglu(gate, up) : mul(silu(gate), up);
 }
 
 // Writes the activations of `width` sums, in which runs of 16 of gate and up alternate: half as many.

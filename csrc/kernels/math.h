@@ -71,6 +71,13 @@ AQ_INLINE Vec clamped_swiglu(Vec gate, Vec up, float limit) {
   return mul(add(up, set1(1.0f)), div(gate, add(set1(1.0f), exp(mul(gate, set1(-1.702f))))));
 }
 
+// gelu(gate) * up by the tanh form of gelu, 0.5 x (1 + tanh u) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+AQ_INLINE Vec geglu(Vec gate, Vec up) {
+  const Vec cubic = fma(mul(gate, gate), set1(0.044715f), set1(1.0f));
+  const Vec angle = mul(mul(gate, cubic), set1(-1.59576912f));  // -2 u
+  return mul(div(gate, add(set1(1.0f), exp(angle))), up);
+}
+
 // Cosine and sine in double of an angle up to about 1.6e6: a two-part pi/2, of which n times the first is exact, then
 // the polynomials of fdlibm on [-pi/4, pi/4].
 AQ_INLINE void cos_sin(float angle, double* cosine, double* sine) {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, words
-from tests.conftest import TINY, TINY_DRAFT, needs_native, round_to, tiny_pair, weights_of
+from tests.conftest import GEMMA, TINY, TINY_DRAFT, needs_native, round_to, tiny_pair, weights_of
 
 from aquiline.backends.base import VerifiedTrees
 from aquiline.backends.cpu.native_pair import CpuPair
@@ -52,10 +53,18 @@ def test_the_same_trees_and_texts(name: str, draft: DraftConfig) -> None:
         assert [p.draft_end for p in ours.first] == [p.draft_end for p in theirs.first]
 
 
+TARGETS: dict[str, dict[str, Any]] = {
+    "biases and sinks": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True},
+    "gemma3": GEMMA,
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_biases_and_sinks(dtype: str) -> None:
-    """A target with a bias on every linear and sinks: hidden states within 1e-4, and the same texts."""
-    config = dataclasses.replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True)
+def test_targets_of_other_families(dtype: str, name: str) -> None:
+    """A target with a bias on every linear and sinks, and one like Gemma 3: hidden states within 1e-4, and the same
+    texts."""
+    config = dataclasses.replace(TINY, **TARGETS[name])
     hidden, texts = [], []
     for new in (CpuPair, TorchPair):
         decoder, head = tiny_pair(7, config)
@@ -64,10 +73,10 @@ def test_biases_and_sinks(dtype: str) -> None:
         pair = new(*weights_of(decoder, head), dtype)
         assert pair.kv_dtype == ("float32" if dtype == "float32" else "bfloat16")
         player = Player(pair, num_slots=2)
-        for name in ("chain3", "dynamic"):
-            player.add(words(40, 5), WAYS[name], SAMPLED)
+        for way in ("chain3", "dynamic"):
+            player.add(words(40, 5), WAYS[way], SAMPLED)
         player.run(12)
-        texts.append([text.tokens for text in player.texts])
+        texts.append([(text.tokens, text.trees) for text in player.texts])
         hidden.append(pair.open(player.sizes).score([np.array(words(40), np.int32)]).hidden.copy())
     tolerance = 1e-4 if dtype == "float32" else 1e-2  # keys that land on the other side of a rounding boundary
     np.testing.assert_allclose(*hidden, rtol=0, atol=tolerance * np.abs(hidden[0]).max())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
+from tests.conftest import GEMMA, TINY, TINY_CAPTURE, TINY_DRAFT, engine_config, needs_native
 
 from aquiline.backends.cpu import calls, native
 from aquiline.blocks import FLOATS, Array, Parts, in_memory
@@ -35,8 +35,15 @@ from aquiline.types import Float32
 pytestmark = needs_native
 
 GOLDEN = Path(__file__).with_name("golden.json")
-GOLDEN_EXPERTS = Path(__file__).with_name("golden_experts.json")
-WITH_EXPERTS = replace(TINY, windows=(24, 0) * 2, experts=Experts(count=8, per_token=4, has_bias=True, limit=7.0))
+WITH_EXPERTS = replace(
+    TINY, windows=(24, 0) * 2, experts=Experts(count=8, per_token=4, has_bias=True), activation="clamped",
+    activation_limit=7.0,
+)  # fmt: skip
+FAMILIES: dict[str, tuple[ModelConfig, dict[str, str]]] = {
+    "experts": (WITH_EXPERTS, {"float32": "packed", "int8": "packed"}),
+    "gemma": (replace(TINY, **GEMMA), {"float32": "bfloat16", "int8": "int8"}),
+}
+"""Targets of other families, and their dtype in each arithmetic."""
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=32, ignore_eos=True),
     "sampled": SamplingParams(max_tokens=32, temperature=0.9, seed=1, ignore_eos=True),
@@ -66,16 +73,21 @@ class Integers:
     def matrix(self, *shape: int) -> Parts:
         return (in_memory((self._whole(*shape) / np.float32(96)).astype(FLOATS["bfloat16"])),)
 
-    def layer(self, config: ModelConfig, inputs: int, hidden_norm: Array | None = None) -> LayerWeights:
+    def layer(
+        self, config: ModelConfig, inputs: int, hidden_norm: Array | None = None, window: int = 0
+    ) -> LayerWeights:
         H, inner, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         kv = config.num_kv_heads * config.head_dim
-        attention = AttentionWeights(self.matrix(q + 2 * kv, inputs), self.matrix(H, q))
+        qkv, o = self.matrix(q + 2 * kv, inputs), self.matrix(H, q)
+        q_norm, k_norm = [self.norm(config.head_dim) for _ in "qk"] if config.qk_norm else [None, None]
+        attention = AttentionWeights(qkv, o, q_norm=q_norm, k_norm=k_norm, window=window)
         mlp: DenseWeights | MoeWeights = (
             self.mixture(config, config.experts)
             if config.experts
             else DenseWeights(self.matrix(2 * inner, H), self.matrix(H, inner))
         )
-        return LayerWeights(attention, mlp, self.norm(H), self.norm(H), hidden_norm)
+        norms = self.norm(H), self.norm(H), hidden_norm
+        return LayerWeights(attention, mlp, *norms, *([self.norm(H), self.norm(H)] if config.output_norms else []))
 
     def mixture(self, config: ModelConfig, experts: Experts) -> MoeWeights:
         """Experts in MXFP4, with scales of 2^-8 to 2^-6."""
@@ -97,7 +109,7 @@ class Integers:
 def golden_target(config: ModelConfig = TINY) -> ModelWeights:
     of, H = Integers(0), TINY.hidden_size
     embed, final_norm, head = of.matrix(TINY.vocab_size, H), of.norm(H), of.matrix(TINY.vocab_size, H)
-    layers = tuple(of.layer(config, H) for _ in range(TINY.num_layers))
+    layers = tuple(of.layer(config, H, window=config.window(i)) for i in range(TINY.num_layers))
     return ModelWeights(config, embed, layers, final_norm, head, TINY_CAPTURE)
 
 
@@ -153,8 +165,9 @@ def test_every_path_reproduces_the_golden_run(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("arithmetic", ["float32", "int8"])
-def test_every_path_reproduces_the_golden_run_of_experts(
-    isa: str, arithmetic: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_path_reproduces_the_golden_run_of_a_family(
+    name: str, isa: str, arithmetic: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = native.load()
     assert library is not None
@@ -162,5 +175,6 @@ def test_every_path_reproduces_the_golden_run_of_experts(
         pytest.skip(f"this CPU has {', '.join(library.available_isas())}")
     monkeypatch.setenv("AQUILINE_ISA", isa)
     monkeypatch.setenv("AQUILINE_THREADS", "2")
-    expected = json.loads(GOLDEN_EXPERTS.read_text())[arithmetic]
-    assert observe("packed", arithmetic, WITH_EXPERTS) == expected, f"{isa} differs from the golden run"
+    config, dtypes = FAMILIES[name]
+    expected = json.loads(GOLDEN.with_name(f"golden_{name}.json").read_text())[arithmetic]
+    assert observe(dtypes[arithmetic], arithmetic, config) == expected, f"{isa} differs from the golden run"

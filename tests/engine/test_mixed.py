@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.conftest import TINY, TINY_DRAFT, engine_config, from_modules, needs_native, tiny_llm, tiny_pair
+from tests.conftest import GEMMA, TINY, TINY_DRAFT, engine_config, from_modules, needs_native, tiny_llm, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, prompts, tokens
 
 from aquiline.config import Environment
@@ -21,10 +21,11 @@ FLAGS = {
     "qwen3": {"qk_norm": True, "tied_head": True},
     "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True},
     "gpt_oss": {
-        "qkv_bias": True, "o_bias": True, "sinks": True, "windows": (24, 0) * 2,
-        "experts": Experts(count=8, per_token=4, has_bias=True, limit=7.0),
+        "qkv_bias": True, "o_bias": True, "sinks": True, "windows": (24, 0) * 2, "activation": "clamped",
+        "activation_limit": 7.0, "experts": Experts(count=8, per_token=4, has_bias=True),
     },
     "qwen3_moe": {"qk_norm": True, "experts": Experts(count=6, per_token=2)},
+    "gemma3_text": GEMMA,
 }  # fmt: skip
 
 

@@ -26,6 +26,8 @@ CONFIG = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "eos_token_id",
     "bos_token_id", "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "original_max_position_embeddings",
+    "hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern",
+    "attn_logit_softcapping", "use_bidirectional_attention",
 )  # fmt: skip
 DRAFT = (
     *CONFIG, "draft_vocab_size", "target_hidden_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",

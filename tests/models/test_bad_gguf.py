@@ -57,7 +57,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"tokenizer.ggml.padding_token_id": True}, ["tokenizer.ggml.padding_token_id=True must be a token id"]),
     ({".block_count": True}, ["llama.block_count=True must be a positive integer"]),
     ({"split.count": 3}, ["split.count=3", "llama-gguf-split --merge"]),
-    ({"general.architecture": "gemma3"}, ["general.architecture='gemma3'", "llama, qwen2, qwen3"]),
+    ({"general.architecture": "gemma2"}, ["general.architecture='gemma2'", "llama, qwen2, qwen3"]),
+    ({"general.architecture": "gemma3"}, ["gemma3.embedding_length is missing"]),
 ]
 
 

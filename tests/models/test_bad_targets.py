@@ -114,6 +114,15 @@ def test_unsupported_config_is_refused_by_name(change: dict[str, Any], words: li
         ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'; supported is 'gelu_pytorch_tanh'"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "full_attention and sliding_attention"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": 1e4}}, "sliding_attention=10000.0 must be an object"),
+        ("gemma3_text", {"sliding_window": None}, "layer_types"),
+        ("gemma3_text", {"mlp_bias": True}, "mlp_bias"),
     ],
 )
 def test_family_specific_refusals(family: str, change: dict[str, Any], word: str, tmp_path: Path) -> None:

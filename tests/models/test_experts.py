@@ -63,7 +63,8 @@ def moe_of(weights: ModelWeights, layer: int) -> MoeWeights:
 
 def test_what_the_configs_say(places: dict[str, Path]) -> None:
     gpt_oss, qwen = read_model_config(places["mxfp4"]), read_model_config(places["qwen3_moe"])
-    assert gpt_oss.experts == Experts(E, 4, has_bias=True, limit=7.0)
+    assert gpt_oss.experts == Experts(E, 4, has_bias=True)
+    assert (gpt_oss.activation, gpt_oss.activation_limit) == ("clamped", 7.0)
     assert (gpt_oss.family, gpt_oss.windows, gpt_oss.sinks) == ("gpt_oss", (8, 0, 8, 0), True)
     assert (gpt_oss.qkv_bias, gpt_oss.o_bias, gpt_oss.mlp_bias, gpt_oss.qk_norm) == (True, True, False, False)
     assert (gpt_oss.rope.kind, gpt_oss.rope.parameters["truncate"]) == ("yarn", 0.0)
@@ -81,9 +82,9 @@ def test_what_the_configs_say(places: dict[str, Path]) -> None:
         ("floats", {"layer_types": None, "sliding_window": "absent"}, "windows", (128, 0, 128, 0)),
         ("floats", {"attention_bias": False}, "qkv_bias", False),
         ("floats", {"attention_bias": None}, "o_bias", True),
-        ("floats", {"swiglu_limit": None}, "experts", Experts(E, 4, has_bias=True, limit=7.0)),
-        ("floats", {"swiglu_limit": 5}, "experts", Experts(E, 4, has_bias=True, limit=5.0)),
-        ("floats", {"num_experts_per_tok": None, "experts_per_token": 3}, "experts", Experts(E, 3, True, limit=7.0)),
+        ("floats", {"swiglu_limit": None}, "activation_limit", 7.0),
+        ("floats", {"swiglu_limit": 5}, "activation_limit", 5.0),
+        ("floats", {"num_experts_per_tok": None, "experts_per_token": 3}, "experts", Experts(E, 3, True)),
         ("qwen3_moe", {"norm_topk_prob": False}, "experts", Experts(E, 4, over_all=True)),
         ("qwen3_moe", {"norm_topk_prob": None}, "experts", Experts(E, 4, over_all=True)),
         ("qwen3_moe", {"num_local_experts": None, "num_experts": E}, "experts", Experts(E, 4)),

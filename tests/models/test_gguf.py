@@ -61,10 +61,12 @@ def factors_of(config: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     return factors
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_model_is_the_checkpoints(family: str, tied: bool, tmp_path: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 5e5}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
+    if family == "gemma3_text":
+        rope = {"full_attention": rope}
     write_target(tmp_path / "hf", family, tie_word_embeddings=tied, rope_parameters=rope)
     file = tmp_path / "model.gguf"
     write_gguf_target(file, tmp_path / "hf", kind=lambda name: "BF16" if "mlp" in name else "F32")

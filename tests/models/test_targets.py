@@ -23,6 +23,8 @@ YARN_FULL = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3
 YARN_MSCALE = YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 20000.0}
 
+BY_TYPE = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+
 LISTED = ["full_attention", "sliding_attention"] * 4
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -42,6 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 3}),
     "qwen3": ("qwen3", {}),
     "qwen3_biases": ("qwen3", {"attention_bias": True}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3_biases": ("gemma3_text", {"attention_bias": True, "query_pre_attn_scalar": 40}),
+    "gemma3_types": ("gemma3_text", {"layer_types": LISTED, "rope_parameters": BY_TYPE, "tie_word_embeddings": False}),
     "qwen3_types": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "layer_types": LISTED}),
 }
 LENGTHS = (1, 7, 23, 24, 25, 100)

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 import native_calls as ops
 from blocks import WIDTHS, random_blocks
 from test_expert_rows import GPT_OSS, with_experts
-from test_forward import TOKENS, chunk_rows, new_kv, random_weights, run
+from test_forward import TOKENS, chunk_rows, like_gemma, new_kv, random_weights, run
 from test_sampling import sampling
 
 sys.path.pop(0)
@@ -165,6 +165,12 @@ def forwards(recorder: Recorder) -> None:
         recorder.label(f"forward with experts, {kind} in {arithmetic}")
         weights = with_experts(GPT_OSS, torch.bfloat16, kind)
         model = calls.NativeModel(weights, arithmetic)
+        kv, table = new_kv(weights)
+        run(model, kv, chunk_rows(table, TOKENS, 0, 40), features=2)
+        run(model, kv, tree_rows(table, 40), features=2)
+    for quantised, arithmetic in ((None, "float32"), ("int8", "int8")):
+        recorder.label(f"forward with norms of outputs, {quantised} in {arithmetic}")
+        model = calls.NativeModel(like_gemma(random_weights(extras=True)), arithmetic, quantised)
         kv, table = new_kv(weights)
         run(model, kv, chunk_rows(table, TOKENS, 0, 40), features=2)
         run(model, kv, tree_rows(table, 40), features=2)

@@ -89,9 +89,13 @@ FIELDS: dict[type[ctypes.Structure], dict[str, Size]] = {
         "k_norm": lambda _, model: model.head_dim * WORD,
         "sinks": lambda _, model: model.num_heads * WORD,
     },
-    AqLayer: {name: lambda _, model: model.hidden * WORD for name in ("input_norm", "post_norm", "hidden_norm")},
+    AqLayer: {
+        name: lambda _, model: model.hidden * WORD
+        for name in ("input_norm", "post_norm", "hidden_norm", "attention_out_norm", "mlp_out_norm")
+    },
     AqModel: {
         "inv_freq": lambda s, _: s.head_dim // 2 * WORD,
+        "local_inv_freq": lambda s, _: s.head_dim // 2 * WORD,
         "embed": lambda s, _: embed_bytes(s),
         "layers": lambda s, _: s.num_layers,
         "final_norm": lambda s, _: s.hidden * WORD,

@@ -17,7 +17,7 @@ from aquiline.models.model_config import Experts
 from aquiline.models.model_weights import MoeWeights
 from aquiline.ops.torch_arrays import array_of
 
-GPT_OSS = Experts(count=8, per_token=4, has_bias=True, limit=7.0)
+GPT_OSS = Experts(count=8, per_token=4, has_bias=True)
 QWEN = Experts(count=19, per_token=3)
 ALONE = Experts(count=5, per_token=5, over_all=True)
 MANY = Experts(count=40, per_token=16, over_all=True)
@@ -45,7 +45,8 @@ def with_experts(experts, dtype=torch.float32, kind=None, extras=True, layers=3)
 
     w = random_weights(dtype, layers, extras=extras)
     found = tuple(replace(layer, mlp=mlp(i)) for i, layer in enumerate(w.layers))
-    return replace(w, config=replace(CONFIG, num_layers=layers, experts=experts), layers=found)
+    clamped = {"activation": "clamped", "activation_limit": 7.0} if experts is GPT_OSS else {}
+    return replace(w, config=replace(CONFIG, num_layers=layers, experts=experts, **clamped), layers=found)
 
 
 @pytest.mark.parametrize("experts", ALL.values(), ids=ALL)

@@ -81,7 +81,11 @@ def new_kv(weights, pages=12, page_size=16, dtype=torch.bfloat16):
 def reference_forward(w, tokens, positions, paths, g=None, kv_dtype=torch.bfloat16):
     """Every row's residual stream and features, written from the reference ops; paths[i]: the rows that row i sees."""
     embed = tensor(w.embed).float()[torch.as_tensor(tokens).long()]
-    cos, sin = ref.rope_cos_sin(torch.as_tensor(positions), tensor(w.rotary.inv_freq), w.rotary.scale)
+    if not w.is_draft:
+        embed = embed * w.config.embed_scale
+
+    def angles(rotary):
+        return ref.rope_cos_sin(torch.as_tensor(positions), tensor(rotary.inv_freq), rotary.scale)
 
     def norm(x, weight):
         return ref.rms_norm(x, tensor(weight), w.config.rms_norm_eps)
@@ -100,21 +104,26 @@ def reference_forward(w, tokens, positions, paths, g=None, kv_dtype=torch.bfloat
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         if a.q_norm is not None:
             q, k = norm(q, a.q_norm), norm(k, a.k_norm)
+        cos, sin = angles(w.local_rotary if a.window and w.local_rotary else w.rotary)
         q, k, v = ref.rope(q, cos, sin), ref.rope(k, cos, sin).to(kv_dtype).float(), v.to(kv_dtype).float()
         seen = [path[-a.window :] if a.window else path for path in paths]
-        rows = [ref.attention(q[i], k[p], v[p], DIM**-0.5, tensor(a.sinks)) for i, p in enumerate(seen)]
-        x = x + linear(torch.stack(rows), a.o, a.o_bias)
+        scale = w.config.attention_scale
+        rows = [ref.attention(q[i], k[p], v[p], scale, tensor(a.sinks)) for i, p in enumerate(seen)]
+        out = linear(torch.stack(rows), a.o, a.o_bias)
+        x = x + (out if layer.attention_out_norm is None else norm(out, layer.attention_out_norm))
         normed = norm(x, layer.post_norm)
         if w.config.experts is not None:
-            x = x + mixture(normed, mlp, w.config.experts)
+            out = mixture(normed, mlp, w.config.experts, w.config.activation_limit)
         else:
-            x = x + linear(ref.swiglu(linear(normed, mlp.gate_up, mlp.gate_up_bias)), mlp.down, mlp.down_bias)
+            inner = ref.activate(linear(normed, mlp.gate_up, mlp.gate_up_bias), w.config.activation)
+            out = linear(inner, mlp.down, mlp.down_bias)
+        x = x + (out if layer.mlp_out_norm is None else norm(out, layer.mlp_out_norm))
         if index in w.capture:
             features.append(x)
     return x, torch.cat(features, -1) if features else None
 
 
-def mixture(x, w, config):
+def mixture(x, w, config, limit=0.0):
     """Each row's experts one after the other, in float64: the chosen ones by their logits, ties to the lowest id."""
     router, biases = tensor(w.router).double(), (w.router_bias, w.gate_up_bias, w.down_bias)
     router_bias, gate_up_bias, down_bias = (0 if b is None else tensor(b).double() for b in biases)
@@ -127,8 +136,8 @@ def mixture(x, w, config):
             gate, up = (tensor((w.gate_up[e],)).double() @ vector + (gate_up_bias[e] if config.has_bias else 0)).chunk(
                 2
             )
-            if config.limit:
-                gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+            if limit:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
                 inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
             else:
                 inner = up * gate * torch.sigmoid(gate)
@@ -155,10 +164,26 @@ def run(model, kv, rows, width=HIDDEN, features=0, g=None):
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, 140).astype(np.int32)
 
 
+def like_gemma(w):
+    """The same weights in a model that has what Gemma 3 adds."""
+    rng = np.random.default_rng(9)
+
+    def norm():
+        return (1 + 0.1 * rng.normal(size=HIDDEN)).astype(np.float32)
+
+    config = replace(
+        w.config, output_norms=True, local_rope=RopeConfig(100.0, "linear", {"factor": 2.0}), activation="geglu",
+        embed_scale=HIDDEN**0.5, query_pre_attn_scalar=20.0,
+    )  # fmt: skip
+    layers = [replace(layer, attention_out_norm=norm(), mlp_out_norm=norm()) for layer in w.layers]
+    return replace(w, config=config, layers=tuple(layers))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("extras", [False, True], ids=["llama", "norms-biases-window-sinks"])
-def test_target_matches_reference(dtype, extras, isa):
-    w = random_weights(dtype, extras=extras)
+@pytest.mark.parametrize("kind", ["llama", "norms-biases-window-sinks", "gemma"])
+def test_target_matches_reference(dtype, kind, isa):
+    w = random_weights(dtype, extras=kind != "llama")
+    w = like_gemma(w) if kind == "gemma" else w
     stored = torch.float32 if dtype == torch.float32 else torch.bfloat16
     kv, table = new_kv(w, dtype=stored)
     num = 100 if isa != "portable" else 20
@@ -189,9 +214,12 @@ def test_draft_matches_reference_and_feeds_back_in_place(norm_before_residual, i
     assert np.array_equal(bits(g), bits(hidden))
 
 
-def test_bits_do_not_depend_on_chunks_threads_or_isa():
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("codes", [None, "int8"])
+def test_bits_do_not_depend_on_chunks_threads_or_isa(kind, codes):
     w = random_weights(extras=True)
-    model = calls.NativeModel(w)
+    w = like_gemma(w) if kind == "gemma" else w
+    model = calls.NativeModel(w, "int8" if codes else "float32", codes)
     expected = None
     for isa, threads, sizes in (
         (ISAS[0], 1, [140]),

@@ -189,7 +189,8 @@ def _layer_of(config: ModelConfig, index: int, inputs: int) -> LayerShape:
     )  # fmt: skip
     experts = config.experts
     if experts is None:
-        return LayerShape(attention, Dense(config.hidden_size, config.intermediate_size, config.mlp_bias))
+        mlp = Dense(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        return LayerShape(attention, mlp, 4 if config.output_norms else 2)
     expert = Dense(config.hidden_size, config.intermediate_size, experts.has_bias)
     return LayerShape(attention, MoE(expert, experts.count, experts.per_token, experts.has_bias))
 

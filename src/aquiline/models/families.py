@@ -3,7 +3,7 @@
 What a family means is data (`FAMILIES`), for the loader here and for the arithmetic of `aquiline limits`; whatever a
 config asks for beyond what runs is refused, naming field and value.
 The metadata of a GGUF file come as the fields of a config.json (`gguf/metadata.py`) and are read like one.
-Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt_oss,qwen3_moe}/configuration_*.py.
+Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt_oss,qwen3_moe,gemma3}/configuration_*.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from aquiline.models.files import is_gguf, read_json, resolve
 from aquiline.models.gguf.metadata import config_fields
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import MAX_EXPERTS, MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
-from aquiline.models.model_config import Experts, ModelConfig
+from aquiline.models.model_config import Activation, Experts, ModelConfig
 from aquiline.models.producers import draft_mark
-from aquiline.models.rope_fields import read_rope
+from aquiline.models.rope_fields import read_ropes
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,14 @@ class Family:
     flags of the config that add weights, those of attention to q, k, v and o; attention_bias: that flag where a config
     does not have it. bias_ignored: *_bias flags that change nothing.
 
+    num_norms: of a layer; with four, the outputs of attention and MLP are normed too. norms_from_one: checkpoints hold
+    what is added to 1. scales_embedding: by the square root of hidden_size. attention_scalar: query_pre_attn_scalar of
+    a config that names none; 0: only head_dim counts.
+
     Experts that run: expert_size names the field with the width of one. weights_over_all: their weights are
-    probabilities among all experts unless the config says norm_topk_prob. swiglu_limit: gpt-oss's activation, and its
-    limit where the config names none. quantised: methods of a quantization_config that are read. rope: the rotation of
-    a config that names none."""
+    probabilities among all experts unless the config says norm_topk_prob. swiglu_limit: that of the clamped activation
+    where the config names none. quantised: methods of a quantization_config that are read. rope: the rotation of a
+    config that names none. local_rope: that of layers with a window, if it is another."""
 
     architecture: str = ""
     qkv_bias: bool = False
@@ -44,7 +48,11 @@ class Family:
     expert_bias: bool = False  # of experts and router
     qk_norm: bool = False
     sinks: bool = False
-    num_norms: int = 2  # of a layer
+    num_norms: int = 2
+    norms_from_one: bool = False
+    scales_embedding: bool = False
+    attention_scalar: float = 0.0
+    activation: Activation = "swiglu"
     tied_head: bool = False
     head_dim: int = 0
     num_kv_heads: int = 0
@@ -57,6 +65,7 @@ class Family:
     swiglu_limit: float = 0.0
     quantised: tuple[str, ...] = ()
     rope: Raw = field(default_factory=dict)
+    local_rope: Raw = field(default_factory=dict)
 
     @property
     def full_every(self) -> int:
@@ -89,11 +98,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM", attention_bias=True, expert_bias=True, sinks=True, head_dim=64, num_kv_heads=8, windows=2,
-        window=128, biases=("attention_bias",), expert_size="intermediate_size", swiglu_limit=7.0, quantised=("mxfp4",),
-        rope=_GPT_OSS_ROPE,
+        window=128, biases=("attention_bias",), expert_size="intermediate_size", activation="clamped", swiglu_limit=7.0,
+        quantised=("mxfp4",), rope=_GPT_OSS_ROPE,
     ),
     "gemma2": Family(num_norms=4, tied_head=True, head_dim=256, windows=2, window=4096),
-    "gemma3_text": Family(num_norms=4, qk_norm=True, tied_head=True, head_dim=256, windows=6, window=4096),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", qk_norm=True, num_norms=4, norms_from_one=True, scales_embedding=True, tied_head=True,
+        head_dim=256, num_kv_heads=4, windows=6, window=4096, attention_scalar=256.0, activation="geglu",
+        biases=("attention_bias",), rope={"rope_theta": 1e6}, local_rope={"rope_theta": 10000.0},
+    ),
     "phi3": Family(windows="all"),
 }  # fmt: skip
 """The families by the model_type of their config.json. Those with an architecture run."""
@@ -109,6 +122,9 @@ _BESIDE_EXPERTS: Raw = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sl
 """Fields of configs with experts of which one value is supported: every layer has experts, and windows are the
 family's."""
 _SWIGLU_ALPHA = 1.702
+_ACTIVATIONS = {"geglu": ("hidden_activation", "gelu_pytorch_tanh")}
+"""The field that names a family's activation, and the one value that runs, where these are not hidden_act and silu."""
+_ABSENT = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
@@ -160,7 +176,8 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     layers = count(raw, file, "num_hidden_layers", most=MAX_LAYERS)
     heads, kv_heads, head_dim = _heads(raw, file, kind)
     max_positions = count(raw, file, "max_position_embeddings")
-    rope = read_rope(raw, file, max_positions, kind.rope)
+    windows = _windows(raw, file, kind, layers)
+    rope, local_rope = read_ropes(raw, file, max_positions, kind.rope, kind.local_rope)
     if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
         raise CheckpointError(f"{file}: {len(rope.factors)} rope factors; head_dim={head_dim} takes {head_dim // 2}")
     bos = token_ids(raw, file, "bos_token_id")
@@ -182,8 +199,14 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         mlp_bias="mlp_bias" in kind.biases and flag(raw, file, "mlp_bias"),
         sinks=kind.sinks,
         qk_norm=kind.qk_norm,
-        tied_head=flag(raw, file, "tie_word_embeddings"),
-        windows=_windows(raw, file, kind, layers),
+        output_norms=kind.num_norms == 4,
+        tied_head=flag(raw, file, "tie_word_embeddings", kind.tied_head),
+        windows=windows,
+        local_rope=local_rope if windows else None,
+        activation=kind.activation,
+        activation_limit=_limit(raw, file, kind),
+        embed_scale=count(raw, file, "hidden_size") ** 0.5 if kind.scales_embedding else 1.0,
+        query_pre_attn_scalar=_attention_scalar(raw, file, kind),
         experts=_experts(raw, file, kind, layers) if kind.expert_size else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos[0] if bos else None,
@@ -212,14 +235,25 @@ def _experts(raw: Raw, file: Path, kind: Family, layers: int) -> Experts:
     total, per_token = count(raw, file, of_total, most=MAX_EXPERTS // layers), count(raw, file, of_token)
     if per_token > total:
         raise CheckpointError(f"{file}: {of_token}={per_token} exceeds {of_total}={total}")
-    limit = 0.0
-    if kind.swiglu_limit:
-        if raw.get("swiglu_alpha") not in (None, _SWIGLU_ALPHA):
-            raise CheckpointError(f"{file}: swiglu_alpha={raw['swiglu_alpha']!r}; supported is {_SWIGLU_ALPHA}")
-        own = raw.get("swiglu_limit")
-        limit = kind.swiglu_limit if own is None else number(own, file, "swiglu_limit")
     over_all = kind.weights_over_all and not flag(raw, file, "norm_topk_prob")
-    return Experts(total, per_token, kind.expert_bias, over_all, limit)
+    return Experts(total, per_token, kind.expert_bias, over_all)
+
+
+def _limit(raw: Raw, file: Path, kind: Family) -> float:
+    """The limit of the clamped activation; 0 for another one."""
+    if kind.activation != "clamped":
+        return 0.0
+    if raw.get("swiglu_alpha") not in (None, _SWIGLU_ALPHA):
+        raise CheckpointError(f"{file}: swiglu_alpha={raw['swiglu_alpha']!r}; supported is {_SWIGLU_ALPHA}")
+    own = raw.get("swiglu_limit")
+    return kind.swiglu_limit if own is None else number(own, file, "swiglu_limit")
+
+
+def _attention_scalar(raw: Raw, file: Path, kind: Family) -> float | None:
+    own = raw.get("query_pre_attn_scalar")
+    if not kind.attention_scalar:
+        return None
+    return kind.attention_scalar if own is None else number(own, file, "query_pre_attn_scalar")
 
 
 def field_among(raw: Raw, names: tuple[str, ...]) -> str:
@@ -231,9 +265,12 @@ def refuse_features(raw: Raw, file: Path, kind: Family | None = None) -> None:
     """Raise CheckpointError for the first thing a config switches on that no decoder here does, or that this kind of
     decoder does not."""
     kind = kind or Family()
-    act = raw.get("hidden_act", "silu")
-    if act != "silu":
-        raise CheckpointError(f"{file}: hidden_act={act!r}; supported is 'silu'")
+    name, supported = _ACTIVATIONS.get(kind.activation, ("hidden_act", "silu"))
+    if raw.get(name, supported) != supported:
+        raise CheckpointError(f"{file}: {name}={raw[name]!r}; supported is {supported!r}")
+    for name in _ABSENT:
+        if raw.get(name) is not None:
+            raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported; supported is null")
     if quantised := nested(raw, file, "quantization_config"):
         method = quantised.get("quant_method", "unknown")
         if method not in kind.quantised:
@@ -247,8 +284,9 @@ def refuse_features(raw: Raw, file: Path, kind: Family | None = None) -> None:
         if flag(raw, file, name) and name not in kind.biases + kind.bias_ignored:
             own = raw.get("model_type")
             raise CheckpointError(f"{file}: {name}=true adds biases that {own} does not have here; supported is false")
-    if flag(raw, file, "use_mrope"):
-        raise CheckpointError(f"{file}: use_mrope=true is not supported; supported is false")
+    for name in ("use_mrope", "use_bidirectional_attention"):
+        if flag(raw, file, name):
+            raise CheckpointError(f"{file}: {name}=true is not supported; supported is false")
 
 
 def _family(raw: Raw, file: Path) -> str:
@@ -279,7 +317,8 @@ def _windows(raw: Raw, file: Path, kind: Family, layers: int) -> tuple[int, ...]
         return (window,) * layers
     types = _check_types(raw, file, layers, {"full_attention", "sliding_attention"})
     if types is None and kind.full_every > 1:
-        types = ["sliding_attention" if (i + 1) % kind.full_every else "full_attention" for i in range(layers)]
+        every = count(raw, file, "sliding_window_pattern", kind.full_every)
+        types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     if types is None:
         first = count(raw, file, "max_window_layers", 28, least=0)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]

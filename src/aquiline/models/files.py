@@ -240,7 +240,8 @@ class Entry:
 
     is_stacked: the first axis counts experts, each of which is read as a matrix of its own. is_transposed: an expert is
     [inputs, outputs]. pairs: the axis of what is read along which outputs of gate and up take turns. holds: floats, or
-    half of a weight in MXFP4: nibbles [E, N, K / 32, 16] or scales [E, N, K / 32]."""
+    half of a weight in MXFP4: nibbles [E, N, K / 32, 16] or scales [E, N, K / 32]. offset: added in float32 to a vector
+    that stays float32 in any dtype; None for one that is rounded to the dtype."""
 
     source: str
     target: str
@@ -251,6 +252,7 @@ class Entry:
     is_transposed: bool = False
     pairs: int | None = None
     holds: Literal["floats", "nibbles", "scales"] = "floats"
+    offset: float | None = None
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import psutil
 from aquiline.blocks import GGUF_BLOCKS, MXFP4, PACKED, Array
 from aquiline.errors import CheckpointError, OutOfMemory
 from aquiline.models.expert_entries import ExpertLayout, expert_entries, expert_layout, mlp_entries
-from aquiline.models.families import read_model_config
+from aquiline.models.families import FAMILIES, read_model_config
 from aquiline.models.files import (
     BYTES,
     COLUMNS,
@@ -47,13 +48,20 @@ def layer_entries(
 
     The names are those of every Llama-like checkpoint, target or draft; in_features is 2H in a draft."""
     H, mlp = config.hidden_size, f"{source}.mlp"
+    before_mlp = "pre_feedforward" if config.output_norms else "post_attention"
     is_dense = config.experts is None
-    return [
+    entries = [
         *_attention_entries(config, f"{source}.self_attn", target, in_features),
         *(_dense_entries(config, mlp, target) if is_dense else expert_entries(config, mlp, target, layout)),
         Entry(f"{source}.input_layernorm.weight", f"{target}.input_norm", (H,)),
-        Entry(f"{source}.post_attention_layernorm.weight", f"{target}.post_norm", (H,)),
+        Entry(f"{source}.{before_mlp}_layernorm.weight", f"{target}.post_norm", (H,)),
     ]
+    if config.output_norms:
+        entries += [
+            Entry(f"{source}.post_attention_layernorm.weight", f"{target}.attention_out_norm", (H,)),
+            Entry(f"{source}.post_feedforward_layernorm.weight", f"{target}.mlp_out_norm", (H,)),
+        ]
+    return entries
 
 
 def _attention_entries(config: ModelConfig, attn: str, target: str, in_features: int) -> list[Entry]:
@@ -101,7 +109,10 @@ def target_entries(config: ModelConfig, tensors: TensorSource | None = None) -> 
     entries.append(Entry("model.norm.weight", "final_norm", (H,)))
     if not config.tied_head:
         entries.append(Entry("lm_head.weight", "head", (V, H), 0, ROWS))
-    return entries
+    if not FAMILIES[config.family].norms_from_one:
+        return entries
+    offset = 0.0 if tensors is not None and is_gguf(tensors.path) else 1.0  # GGUF's converter has added the 1
+    return [replace(entry, offset=offset) if entry.target.endswith("norm") else entry for entry in entries]
 
 
 def open_tensors(checkpoint: Path) -> TensorSource:
@@ -165,7 +176,8 @@ def layer_weights(own: Parameters, name: str, config: ModelConfig, index: int) -
         biases = vectors("router_bias", "gate_up_bias", "down_bias")
         mlp = MoeWeights(own.matrix(f"{name}.router"), gate_up, down, **biases)
     norms = own.needed(f"{name}.input_norm"), own.needed(f"{name}.post_norm")
-    return LayerWeights(attention, mlp, *norms, own.vector(f"{name}.hidden_norm"))
+    others = (own.vector(f"{name}.{each}") for each in ("hidden_norm", "attention_out_norm", "mlp_out_norm"))
+    return LayerWeights(attention, mlp, *norms, *others)
 
 
 def check_fits(checkpoints: Mapping[Path, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
 
 
+Activation = Literal["swiglu", "clamped", "geglu"]
+"""What an MLP makes of gate and up. swiglu: silu(gate) * up. clamped: gpt-oss's (up + 1) * gate * sigmoid(1.702 gate),
+gate at most a limit and up within it. geglu: gelu(gate) * up, gelu by its tanh form."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of a layer's MLP: each row is computed by the `per_token` experts that the router
@@ -26,7 +32,6 @@ class Experts:
     per_token: int
     has_bias: bool = False  # of the router and of every expert's gate, up and down
     over_all: bool = False  # weights are softmax probabilities among all experts; false: among the chosen ones
-    limit: float = 0.0  # gpt-oss: gate at most this, up within it, (up + 1) * gate * sigmoid(1.702 gate); 0: SwiGLU
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,14 @@ class ModelConfig:
     mlp_bias: bool = False  # of gate, up and down
     sinks: bool = False  # a logit per head in the softmax's denominator
     qk_norm: bool = False  # qwen3: one RMS norm per head on q and k, before the rotation
+    output_norms: bool = False  # gemma3: norms also of what attention and MLP add to the residual stream
     tied_head: bool = False
     windows: tuple[int, ...] = ()  # per layer, 0 for none; empty: none anywhere
+    local_rope: RopeConfig | None = None  # of layers with a window; None: that of all layers
+    activation: Activation = "swiglu"
+    activation_limit: float = 0.0  # of the clamped one
+    embed_scale: float = 1.0  # a factor on embeddings
+    query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: by that of head_dim
     experts: Experts | None = None  # of every layer; None: dense layers
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -59,6 +70,11 @@ class ModelConfig:
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer in positions, the current one included; 0 means none."""

@@ -35,7 +35,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, eq=False)
 class DenseWeights:
-    """The SwiGLU MLP of one layer: gate_up [2 I, H], the gate's rows first, and down [H, I], with row biases."""
+    """The gated MLP of one layer: gate_up [2 I, H], the gate's rows first, and down [H, I], with row biases."""
 
     gate_up: Parts
     down: Parts
@@ -59,13 +59,17 @@ class MoeWeights:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One decoder layer: its blocks and the norms [H] before them. A draft's layer also norms the hidden state."""
+    """One decoder layer: its blocks and the norms [H] before them. A draft's layer also norms the hidden state.
+
+    attention_out_norm and mlp_out_norm [H] norm what the blocks add to the residual stream (gemma3)."""
 
     attention: AttentionWeights
     mlp: DenseWeights | MoeWeights
     input_norm: Array
     post_norm: Array
     hidden_norm: Array | None = None
+    attention_out_norm: Array | None = None
+    mlp_out_norm: Array | None = None
 
     def named(self) -> Iterator[tuple[str, Parts | Array]]:
         """Every weight with its name."""
@@ -93,6 +97,12 @@ class ModelWeights:
     def rotary(self) -> Rotary:
         """The inverse frequencies of the rotary embedding, and the factor on cos and sin."""
         return rotary(self.config.rope, self.config.head_dim, self.config.max_positions)
+
+    @property
+    def local_rotary(self) -> Rotary | None:
+        """The same for layers with a window, where they have a rotation of their own."""
+        local = self.config.local_rope
+        return None if local is None else rotary(local, self.config.head_dim, self.config.max_positions)
 
     def named(self) -> Iterator[tuple[str, Parts | Array]]:
         """Every weight with its name in its block, layer by layer. Shared weights are given for each use."""

@@ -143,6 +143,8 @@ class Parameters:
 
     def _rounded(self, entry: Entry, found: Array) -> Array:
         """A tensor as it is stored; what the storage cannot hold becomes infinite."""
+        if entry.offset is not None:
+            return found.astype(np.float32, order="C") + np.float32(entry.offset)
         with np.errstate(over="ignore"):
             return found.astype(self._stored(entry.target), order="C", copy=False)
 

@@ -1,6 +1,6 @@
-"""The rotation that a config.json names, old and transformers-5 style, as a RopeConfig. Knows no family.
+"""The rotations that a config.json names, old and transformers-5 style, as RopeConfigs. Knows no family.
 
-Source: transformers 5.23, modeling_rope_utils.py.
+Source: transformers 5.23, modeling_rope_utils.py; models/gemma3/configuration_gemma3.py for rotations by layer type.
 """
 
 from __future__ import annotations
@@ -30,6 +30,28 @@ _ROPE_REQUIRED = {
     "yarn": {"factor"},
     "factors": {"factors"},
 }
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_ropes(
+    raw: Raw, file: Path, max_positions: int, default: Raw, local_default: Raw
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The RoPE of all layers, and None; with a `local_default`, those of layers without and with a window.
+
+    transformers 5 has these in rope_parameters by layer type. Before, rope_theta and rope_scaling were those of layers
+    without a window, rope_local_base_freq the base of the others. Raises as read_rope."""
+    if not local_default:
+        return read_rope(raw, file, max_positions, default), None
+    by_type = nested(raw, file, "rope_parameters")
+    if not set(by_type) <= set(_LAYER_TYPES):
+        raise CheckpointError(
+            f"{file}: rope_parameters={by_type!r}; supported here is an object with {' and '.join(_LAYER_TYPES)}"
+        )
+    whole, local = (raw | {"rope_parameters": nested(by_type, file, name)} for name in _LAYER_TYPES)
+    local |= {"rope_scaling": None, "rope_theta": raw.get("rope_local_base_freq")}
+    return read_rope(whole, file, max_positions, default), read_rope(local, file, max_positions, local_default)
 
 
 def read_rope(raw: Raw, file: Path, max_positions: int, default: Raw) -> RopeConfig:

@@ -89,7 +89,8 @@ def new_head(
     t = target.config
     model = replace(
         t, family="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, sinks=False,
-        qk_norm=False, tied_head=False, windows=(),
+        qk_norm=False, tied_head=False, windows=(), output_norms=False, local_rope=None, activation="swiglu",
+        activation_limit=0.0, embed_scale=1.0, query_pre_attn_scalar=None, experts=None,
         intermediate_size=intermediate_size or t.intermediate_size,
         num_heads=num_heads or t.num_heads, num_kv_heads=num_kv_heads or t.num_kv_heads,
     )  # fmt: skip

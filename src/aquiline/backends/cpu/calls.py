@@ -123,7 +123,7 @@ class NativeModel:
                 )
 
     def _describe(self, weights: ModelWeights) -> AqModel:
-        config, rotary = weights.config, weights.rotary
+        config, rotary, local = weights.config, weights.rotary, weights.local_rotary
         head = self._pack("head", weights.head)  # the largest comes first, where little is in memory yet
         layers = (AqLayer * len(weights.layers))(*(self._layer(layer, config) for layer in weights.layers))
         embed_at, embed_dtype, vocab = self._embedding(weights.embed)
@@ -142,9 +142,12 @@ class NativeModel:
             norm_before_residual=weights.norm_before_residual,
             num_capture=len(weights.capture),
             eps=config.rms_norm_eps,
-            attn_scale=config.head_dim**-0.5,
+            attn_scale=config.attention_scale,
+            embed_scale=config.embed_scale,
             rope_scale=rotary.scale,
+            local_rope_scale=1.0 if local is None else local.scale,
             inv_freq=self._floats(rotary.inv_freq),
+            local_inv_freq=self._floats(None if local is None else local.inv_freq),
             embed=embed_at,
             layers=layers,
             final_norm=self._floats(weights.final_norm),
@@ -153,8 +156,9 @@ class NativeModel:
         )
 
     def _layer(self, weights: LayerWeights, config: ModelConfig) -> AqLayer:
-        norms = {name: self._floats(getattr(weights, name)) for name in ("input_norm", "post_norm", "hidden_norm")}
-        layer = AqLayer(self._attention(weights.attention), self._mlp(weights.mlp, config.experts), **norms)
+        names = ("input_norm", "post_norm", "hidden_norm", "attention_out_norm", "mlp_out_norm")
+        norms = {name: self._floats(getattr(weights, name)) for name in names}
+        layer = AqLayer(self._attention(weights.attention), self._mlp(weights.mlp, config), **norms)
         give_back()  # what was read to be packed
         return layer
 
@@ -163,17 +167,19 @@ class NativeModel:
         floats = {name: self._floats(getattr(weights, name)) for name in ("q_norm", "k_norm", "sinks")}
         return AqAttention(qkv, o, **floats, window=weights.window)
 
-    def _mlp(self, weights: DenseWeights | MoeWeights, config: Experts | None) -> AqMlp:
+    def _mlp(self, weights: DenseWeights | MoeWeights, config: ModelConfig) -> AqMlp:
+        activation = native.ACTIVATIONS.index(config.activation), config.activation_limit
         if isinstance(weights, MoeWeights):
-            assert config is not None, "experts that the config does not have"
-            return self._experts(weights, config)
+            assert config.experts is not None, "experts that the config does not have"
+            gate_up, down, experts = self._experts(weights, config.experts)
+            return AqMlp(gate_up, down, pointer_to(experts), *activation)
         bias = weights.gate_up_bias
         interleaved = None if bias is None else alternating(bias[:, None])[:, 0]
         [weight] = weights.gate_up
         gate_up = self._pack("gate_up", (interleave(weight),), interleaved)
-        return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), None, native.SWIGLU)
+        return AqMlp(gate_up, self._pack("down", weights.down, weights.down_bias), None, *activation)
 
-    def _experts(self, weights: MoeWeights, config: Experts) -> AqMlp:
+    def _experts(self, weights: MoeWeights, config: Experts) -> tuple[AqLinear, AqLinear, AqExperts]:
         bias = weights.gate_up_bias
         biases = None if bias is None else np.stack([alternating(each[:, None])[:, 0] for each in bias])
         how = self._arithmetic, self._arena, self._dtype
@@ -184,8 +190,7 @@ class NativeModel:
         sizes = gate_up.num_bytes, down.num_bytes
         experts = AqExperts(router.struct, *sizes, config.count, config.per_token, config.over_all)
         self._kept += [gate_up, down, router, experts]
-        activation = native.CLAMPED if config.limit else native.SWIGLU
-        return AqMlp(gate_up.struct, down.struct, pointer_to(experts), activation, config.limit)
+        return gate_up.struct, down.struct, experts
 
     def _pack(self, name: str, weight: Parts, bias: Array | None = None) -> AqLinear:
         """A linear; the parts of a fused weight are linked. A tied head in blocks is packed once, embedding and all."""

@@ -29,7 +29,8 @@ FORMATS = (
 """Storage formats; a format's code is its place in this list."""
 
 FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
-SWIGLU, CLAMPED = range(2)
+ACTIVATIONS = ("swiglu", "clamped", "geglu")
+"""Activations of an MLP; an activation's code is its place in this list."""
 
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"
 
@@ -66,7 +67,7 @@ class AqExperts(Structure):
 
 
 class AqMlp(Structure):
-    """The MLP of one layer, or its first expert; activation is SWIGLU or CLAMPED."""
+    """The MLP of one layer, or its first expert; activation is a code of ACTIVATIONS."""
 
     _fields_ = [
         ("gate_up", AqLinear),
@@ -84,6 +85,7 @@ class AqLayer(Structure):
         ("attention", AqAttention),
         ("mlp", AqMlp),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "hidden_norm")),
+        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
     ]
 
 
@@ -93,9 +95,8 @@ class AqModel(Structure):
     _fields_ = [
         *((n, c_int32) for n in ("hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate")),
         *((n, c_int32) for n in ("vocab", "embed_dtype", "is_draft", "norm_before_residual", "num_capture")),
-        *((n, c_float) for n in ("eps", "attn_scale", "rope_scale")),
-        ("inv_freq", c_void_p),
-        ("embed", c_void_p),
+        *((n, c_float) for n in ("eps", "attn_scale", "embed_scale", "rope_scale", "local_rope_scale")),
+        *((n, c_void_p) for n in ("inv_freq", "local_inv_freq", "embed")),
         ("layers", POINTER(AqLayer)),
         ("final_norm", c_void_p),
         ("head", AqLinear),

@@ -19,7 +19,7 @@ from aquiline.backends.torch import reference as ops
 from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.files import resolve
 from aquiline.models.load import read_target
-from aquiline.models.model_config import Experts, ModelConfig
+from aquiline.models.model_config import Experts, ModelConfig, RopeConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.models.rope import rotary
 from aquiline.ops.torch_arrays import array_of, tensor_of
@@ -77,13 +77,13 @@ class Rotation:
 
 
 class Rope(nn.Module):
-    """Computes the rotation of positions [...] for one model."""
+    """Computes the rotation of positions [...] by one RoPE of a model."""
 
     inv_freq: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, own: RopeConfig | None = None) -> None:
         super().__init__()
-        rope = rotary(config.rope, config.head_dim, config.max_positions)
+        rope = rotary(own or config.rope, config.head_dim, config.max_positions)
         self.scale = rope.scale
         self.register_buffer("inv_freq", torch.from_numpy(rope.inv_freq), persistent=False)
 
@@ -120,6 +120,8 @@ class DecoderLayer(nn.Module):
         self.down_bias = optional(has_bias, *stack, H)
         self.input_norm = parameter(H)
         self.post_norm = parameter(H)
+        self.attention_out_norm = optional(config.output_norms, H)
+        self.mlp_out_norm = optional(config.output_norms, H)
         self.q_norm = optional(config.qk_norm, Dh)
         self.k_norm = optional(config.qk_norm, Dh)
 
@@ -135,15 +137,26 @@ class DecoderLayer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         q, k = ops.rope(q, rotation.cos, rotation.sin), ops.rope(k, rotation.cos, rotation.sin)
-        hidden = residual + ops.linear(attn.attend(self.index, q, k, v, self.sinks), self.o, self.o_bias)
-        return hidden + self.mlp(self.norm(hidden, self.post_norm))
+        if c.query_pre_attn_scalar not in (None, c.head_dim):  # the caller scales by head_dim
+            q = q * (c.attention_scale * c.head_dim**0.5)
+        attended = ops.linear(attn.attend(self.index, q, k, v, self.sinks), self.o, self.o_bias)
+        hidden = residual + self.output(attended, self.attention_out_norm)
+        return hidden + self.output(self.mlp(self.norm(hidden, self.post_norm)), self.mlp_out_norm)
+
+    def output(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What a block adds to the residual [..., H]: its output, normed where the model does."""
+        return x if norm is None else self.norm(x, norm)
 
     def mlp(self, x: Tensor) -> Tensor:
         """The MLP or the mixture of experts of a normed input [..., H]."""
         experts = self.config.experts
         if experts is not None:
             return self.mixture(x, experts)
-        return ops.linear(ops.swiglu(ops.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+        return ops.linear(self.activate(ops.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """This model's activation of gate and up [..., 2 I]."""
+        return ops.activate(gate_up, self.config.activation, self.config.activation_limit)
 
     def mixture(self, x: Tensor, config: Experts) -> Tensor:
         """The weighted sum of the experts that the router chooses for each row of x [..., H], in the router's order."""
@@ -163,7 +176,7 @@ class DecoderLayer(nn.Module):
         """One expert's MLP of rows x [R, H]."""
         gate_up, down = (stack.chunk(config.count)[index] for stack in (self.gate_up, self.down))
         first, second = (None if bias is None else bias[index] for bias in (self.gate_up_bias, self.down_bias))
-        return ops.linear(ops.swiglu(ops.linear(x, gate_up, first), config.limit), down, second)
+        return ops.linear(self.activate(ops.linear(x, gate_up, first)), down, second)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm with this model's epsilon."""
@@ -182,8 +195,8 @@ class DecoderLayer(nn.Module):
         else:
             gate_up, down = (each_stored(stack, len(self.router)) for stack in (self.gate_up, self.down))
             mlp = MoeWeights(stored(self.router), gate_up, down, vector(self.router_bias), *biases)
-        norms = array_of(self.input_norm), array_of(self.post_norm)
-        return LayerWeights(attention, mlp, *norms, vector(hidden_norm))
+        norms = array_of(self.input_norm), array_of(self.post_norm), vector(hidden_norm)
+        return LayerWeights(attention, mlp, *norms, vector(self.attention_out_norm), vector(self.mlp_out_norm))
 
     def hold(self, weights: LayerWeights) -> None:
         """Take the values of weights; the norm of a draft's hidden state is its head's."""
@@ -211,14 +224,16 @@ class Decoder(nn.Module):
         self.final_norm = parameter(config.hidden_size)
         self.head = self.embed if config.tied_head else parameter(config.vocab_size, config.hidden_size)
         self.rope = Rope(config)
+        self.local_rope = None if config.local_rope is None else Rope(config, config.local_rope)
 
     def forward(self, tokens: Tensor, positions: Tensor, attn: Attention) -> DecoderOutput:
         """tokens and positions [...] -> the residual stream after the last layer, and the captured features."""
-        hidden = self.embed[tokens].to(self.compute_dtype)
+        hidden = self.embed[tokens].to(self.compute_dtype) * self.config.embed_scale
         rotation = self.rope(positions)
+        local = rotation if self.local_rope is None else self.local_rope(positions)
         features = []
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, attn)
+            hidden = layer(hidden, local if self.config.window(index) else rotation, attn)
             if index in self.capture:
                 features.append(hidden)
         return DecoderOutput(hidden, torch.cat(features, -1) if features else hidden[..., :0])

@@ -24,8 +24,9 @@ from aquiline.ops.torch_arrays import array_of, tensor_of
 class DraftHead(nn.Module):
     """fc over captured features, a decoder layer on [embed; hidden], norm and head over the draft vocabulary.
 
-    `embed` is [V, H]: the target's unless the checkpoint ships one. d2t holds int64 offsets: target id = draft id +
-    d2t[draft id]."""
+    `embed` is [V, H]: the target's unless the checkpoint ships one. Its rows are taken as they are stored, also where
+    the target scales its embeddings (gemma3): SpecForge and EAGLE look them up in a plain copy. d2t holds int64
+    offsets: target id = draft id + d2t[draft id]."""
 
     d2t: Tensor
 

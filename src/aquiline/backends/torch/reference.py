@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aquiline.models.model_config import Activation
 from aquiline.types import Logprobs, TopK
 
 _MASK32 = 0xFFFFFFFF
@@ -28,12 +29,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2 I], gate first. With a limit it is gpt-oss's: (up + 1) * gate * sigmoid(1.702
-    gate), gate at most `limit` and up within it."""
+def activate(gate_up: Tensor, activation: Activation = "swiglu", limit: float = 0.0) -> Tensor:
+    """The activation of gate_up [..., 2 I], gate first. limit: of the clamped one."""
     gate, up = gate_up.chunk(2, dim=-1)
-    if limit == 0.0:
+    if activation == "swiglu":
         return F.silu(gate) * up
+    if activation == "geglu":
+        return F.gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 

@@ -22,6 +22,7 @@ from aquiline.models.rope import rotary
 
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt-oss": "gpt_oss", "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
 }  # fmt: skip
 """Hugging Face's model types by GGUF's names. GGUF calls Mistral's models llama."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
@@ -53,6 +54,7 @@ _OF_ARCHITECTURE = {
         "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window",
     },
     "qwen3moe": _OF_EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"},
+    "gemma3": {"sliding_window": "attention.sliding_window"},
 }  # fmt: skip
 """Sizes that only these architectures have, or have elsewhere."""
 _OTHERS = {
@@ -61,6 +63,7 @@ _OTHERS = {
     "rope.scaling.attn_factor", "rope.scaling.finetuned", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "tensor_data_layout",
 }  # fmt: skip
+_LOCAL_BASE = "rope.freq_base_swa"
 _NEUTRAL = {
     "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "expert_weights_norm": True,
     "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
@@ -91,15 +94,28 @@ def _config_fields(gguf: GGUFFile) -> dict[str, Any]:
     _refuse_unknown(gguf, arch, own)
     sizes = _sizes(gguf, arch, own)
     ids = special_ids(gguf)
+    rope = _rope(gguf, arch, own, sizes["head_dim"])
+    if arch == "gemma3":
+        sizes |= {"query_pre_attn_scalar": _attention_scalar(sizes)}
+        local = {"rope_theta": _number(gguf, arch, own, _LOCAL_BASE, 10000.0)}
+        rope = {"full_attention": rope, "sliding_attention": local}
     return sizes | {
         "model_type": ARCHITECTURES[arch],
         "norm_topk_prob": True,  # as llama.cpp weights experts
         "rms_norm_eps": _number(gguf, arch, own, "attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(gguf, arch, own, sizes["head_dim"]),
+        "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "bos_token_id": ids.get("bos"),
         "eos_token_id": end_ids(gguf),
     }
+
+
+def _attention_scalar(sizes: dict[str, int]) -> int:
+    """Gemma 3's query_pre_attn_scalar, which no field says. It is the width of a head but for 27B, told by its layers.
+
+    Source: ggml-org/llama.cpp, src/llama-model.cpp, LLM_ARCH_GEMMA3."""
+    is_27b = sizes["num_hidden_layers"] == 62
+    return sizes["hidden_size"] // sizes["num_attention_heads"] if is_27b else sizes["head_dim"]
 
 
 def head_counts(gguf: GGUFFile) -> tuple[int, int]:
@@ -144,6 +160,7 @@ def _refuse_unknown(gguf: GGUFFile, arch: str, own: dict[str, Any]) -> None:
             f"{gguf.path}: {arch}.expert_count={own['expert_count']}; mixture-of-experts layers are not supported"
         )
     known = {*_SIZES.values(), *_OF_ARCHITECTURE.get(arch, {}).values(), *_OTHERS}
+    known |= {_LOCAL_BASE} if arch == "gemma3" else set()
     odd = [name for name, value in own.items() if name not in known and _NEUTRAL.get(name) != value]
     if odd:
         named = ", ".join(f"{arch}.{name}={own[name]!r}" for name in sorted(odd))

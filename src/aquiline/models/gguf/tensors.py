@@ -45,7 +45,11 @@ _EXPERTS = {
 _IN_LAYER = {
     "gpt-oss": _ATTENTION | _EXPERTS | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn"},
     "qwen3moe": _ATTENTION | _EXPERTS | {"ffn_norm": "post_attention_layernorm"},
-}
+    "gemma3": _ATTENTION | _DENSE | {
+        "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
 """Names in a layer by GGUF's architecture, where they are not those of _ATTENTION and _DENSE."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
