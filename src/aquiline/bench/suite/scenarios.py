@@ -103,16 +103,26 @@ class RandomTensors:
         return np.float32(0.02) * generator.standard_normal(shape, np.float32)
 
 
-def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
-    """A target with random weights and a draft head of its width, always the same."""
-    L, dtype = config.num_layers, how.dtype
-    capture = default_capture(L) if L >= 7 else tuple(sorted({0, L // 2, L - 1}))
-    head = DraftConfig(
-        model=replace(config, num_layers=1, experts=None, sinks=False), draft_vocab_size=min(config.vocab_size, 32_000),
-        target_hidden_size=config.hidden_size, capture=capture,
+def random_head(config: ModelConfig) -> DraftConfig:
+    """The EAGLE-3 head that would be published for a target of this config: one llama layer with the target's attention
+    heads and rotation, without biases, norms of heads, sinks and windows; dense, as wide as the experts of one row.
+
+    Source: the config.json of nvidia/gpt-oss-120b-Eagle3 (one dense MLP of 17280, no sinks) and SpecForge's configs."""
+    L, experts = config.num_layers, config.experts
+    layer = replace(
+        config, family="llama", num_layers=1, experts=None, windows=(), sinks=False, qk_norm=False, qkv_bias=False,
+        o_bias=False, mlp_bias=False,
+        intermediate_size=config.intermediate_size * (1 if experts is None else experts.per_token),
     )  # fmt: skip
+    capture = default_capture(L) if L >= 7 else tuple(sorted({0, L // 2, L - 1}))
+    return DraftConfig(layer, min(config.vocab_size, 32_000), config.hidden_size, capture)
+
+
+def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
+    """A target with random weights and the head that would be published for it, always the same."""
+    head, dtype = random_head(config), how.dtype
     of_target, of_draft = target_entries(config), draft_entries(head, "midlayer", embed=False, head=True)
-    target = target_weights(config, Parameters(RandomTensors(of_target), of_target, dtype), capture)
+    target = target_weights(config, Parameters(RandomTensors(of_target), of_target, dtype), head.capture)
     own = Parameters(RandomTensors(of_draft), of_draft, dtype)
     draft = draft_weights(head, own, target.embed, own.matrix("head"), np.zeros(head.draft_vocab_size, np.int64))
     return from_weights(target, draft, None, how, Environment.read())
