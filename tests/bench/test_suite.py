@@ -75,6 +75,7 @@ def test_every_result_is_whole_and_tau_follows_from_output_lengths(results: Path
         assert problems(result) == [], name
         assert recomputed_tau(result) == pytest.approx(result["eagle_speculation"]["mean_acceptance_length"], abs=1e-12)
         assert set(result["output"]["num_tokens"]) == {25}
+        assert result["slots"]["num_experts"] == 0 < result["slots"]["num_verify_rows"], name
         assert ("adaptive" in result) == ("roofline" not in result) == name.endswith("adaptive.json")
         assert result["prefill_tokens_per_sec"]["median"] > 0 and result["ttft_ms"]["median"] > 0
 

@@ -139,9 +139,9 @@ def test_speculation_on_a_mixture_is_bounded_by_its_experts(tmp_path: Path) -> N
         assert [cell["speculative"][0]["speedup"] for cell in cells] == pytest.approx(speedups, abs=0.0051)
         assert [cell["break_even"][0]["tau"] for cell in cells] == pytest.approx(pays, abs=0.0051)
     shown = run(*asked, "--overlap", "0.35").stdout
-    assert "break-even │ tau 1.84 │" in shown and "35% of a row's experts" in shown
+    assert "tau 1.84 │" in shown and "35% of a row's experts" in shown
     slow = run(mixture, "--bandwidth", 3000, "--flops", 0.001, "--batch", 1, "--num-spec-tokens", 3, "--context", 512)
-    assert "break-even │   never │" in slow.stdout
+    assert "break-even │" in slow.stdout and "never │" in slow.stdout
     assert "has no effect" in run("bundled", *GIVEN, "--overlap", "0.35").stdout
 
 

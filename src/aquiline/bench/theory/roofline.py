@@ -1,9 +1,9 @@
 """The least time that a step can take: the bytes it must move and the FLOPs it must do, at the device's rates.
 
 Counted once per forward: the weights it reads (of experts, the expected union over its rows: `Routing`), every cached
-key and value it attends to, the new ones it writes, one row of the embedding per token. Not counted: activations, norms'
-arithmetic, sampling, anything on the host. Linears and attention are two phases, each bound by memory or by arithmetic;
-their times add up. A model that a cache holds can be faster than this: `notes` says when.
+key and value it attends to, the new ones it writes, one row of the embedding per token. Not counted: activations,
+arithmetic of norms, sampling, anything on the host. Linears and attention are two phases, each bound by memory or by
+arithmetic; their times add up. A model that a cache holds can be faster than this: `notes` says when.
 
 A cycle of speculation consists of the draft's passes and one verifying forward; each counts as a forward. The draft
 first processes the committed tokens (tau rows, after fc), then makes one pass per further level; see spec/drafting.py.
@@ -301,5 +301,7 @@ def roofline_of(models: LoadedModels) -> Roofline:
     """The roofline of loaded models on this machine. Its ceilings are measured once and kept."""
     target = shape_of(models.target_config, models.storage)
     draft = None if models.draft_config is None else draft_shape_of(models.draft_config, target)
+    if draft is not None and models.draft_storage is not None:
+        draft = replace(draft, body=replace(draft.body, precision=precision_of(models.draft_storage)))
     ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
     return Roofline(target, draft, ceilings)
