@@ -83,14 +83,16 @@ def new_head(
     num_kv_heads: int | None = None,
     seed: int = 0,
 ) -> DraftHead:
-    """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry.
+    """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry, and for a
+    mixture the width of the experts that one row uses, in a dense layer.
 
     vocab int64 [Vd]: target ids, ascending. The embedding is a frozen copy of the target's. `fit` makes it useful."""
     t = target.config
+    width = t.intermediate_size * (1 if t.experts is None else t.experts.per_token)
     model = replace(
-        t, family="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, sinks=False,
+        t, family="llama", num_layers=1, experts=None, qkv_bias=False, o_bias=False, mlp_bias=False, sinks=False,
         qk_norm=False, tied_head=False, windows=(),
-        intermediate_size=intermediate_size or t.intermediate_size,
+        intermediate_size=intermediate_size or width,
         num_heads=num_heads or t.num_heads, num_kv_heads=num_kv_heads or t.num_kv_heads,
     )  # fmt: skip
     if model.num_heads % model.num_kv_heads:
