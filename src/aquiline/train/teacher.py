@@ -68,14 +68,14 @@ class Teacher:
 
     def __init__(self, path: Path, capture: tuple[int, ...], device: str, max_tokens: int) -> None:
         self.device, self.max_tokens, self.capture = device, max_tokens, capture
-        environment = Environment.read()
-        geometry = read_model_config(path)
+        place, environment = resolve(path), Environment.read()
+        geometry = read_model_config(place)
         if geometry.sinks and not runs_natively(device, environment):
             raise ValueError(
-                f"device={device!r}: training reads a target with attention sinks ({geometry.family}) through the native "
-                "library alone; use device='cpu', where the library runs"
+                f"device={device!r}: training reads a target with attention sinks ({geometry.family}) through the "
+                "native library alone; use device='cpu', where the library runs"
             )
-        weights = read_target(resolve(path), dtype="bfloat16", capture=capture)
+        weights = read_target(place, dtype="bfloat16", capture=capture)
         self.decoder = Decoder.of(weights)
         self.config = self.decoder.config
         self.head = self.decoder.head.detach().float().to(device)
