@@ -104,10 +104,10 @@ class RandomTensors:
 
 
 def random_head(config: ModelConfig) -> DraftConfig:
-    """The EAGLE-3 head that would be published for a target of this config: one llama layer with the target's attention
-    heads and rotation, without biases, norms of heads, sinks and windows; dense, as wide as the experts of one row.
+    """An EAGLE-3 head as they are published, whatever the target's layers have: one dense llama layer with the target's
+    attention heads, without biases, norms of heads, sinks and windows. Its width is that of the experts of one row.
 
-    Source: the config.json of nvidia/gpt-oss-120b-Eagle3 (one dense MLP of 17280, no sinks) and SpecForge's configs."""
+    Source: nvidia/gpt-oss-120b-Eagle3, whose one layer is dense, 17280 wide; SpecForge's gpt-oss-20B-eagle3.json."""
     L, experts = config.num_layers, config.experts
     layer = replace(
         config, family="llama", num_layers=1, experts=None, windows=(), sinks=False, qk_norm=False, qkv_bias=False,
