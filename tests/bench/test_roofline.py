@@ -27,7 +27,7 @@ from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.bench.theory.ceilings import Ceilings, Figure
-from aquiline.bench.theory.roofline import Cost, Roofline, forward_cost, keys_read, keys_seen
+from aquiline.bench.theory.roofline import Cost, Roofline, Routing, forward_cost, keys_read, keys_seen
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
@@ -164,6 +164,31 @@ def test_an_moe_step_reads_its_experts_and_multiplies_by_its_own(tmp_path: Path)
     assert one.linear_flops == 2 * (shape.num_active - biases_and_norms)
 
 
+def test_rows_that_share_experts_read_fewer(tmp_path: Path) -> None:
+    """Between independent rows and rows that all choose alike; sequences stay independent of one another."""
+    shape = read_shape(write_config(tmp_path, GPT_OSS_120B))
+
+    def read(batch: int, rows: int, overlap: float) -> float:
+        embedding = 2 * 2880 * batch * rows
+        return forward_cost(shape.body, batch, 0, rows, routing=Routing(overlap)).weight_bytes - embedding
+
+    assert read(1, 4, 0) == forward_cost(shape.body, 1, 0, 4).weight_bytes - 2 * 2880 * 4
+    assert read(1, 4, 1) == pytest.approx(read(1, 1, 0)) and read(3, 4, 1) == pytest.approx(read(3, 1, 0))
+    assert read(1, 4, 1 / 3) == pytest.approx(read(1, 3, 0)), "4 rows as 1 + 3 * 2 / 3 = 3 independent ones"
+    assert read(5, 1, 0.7) == read(5, 1, 0), "single rows have no neighbours"
+
+
+@pytest.mark.parametrize("rows", [2, 4, 3.5])
+def test_routing_is_read_off_experts(rows: float, tmp_path: Path) -> None:
+    shape = read_shape(write_config(tmp_path / "moe", GPT_OSS_120B))
+    layer = shape.body.layers[0]
+    for overlap in (0.0, 0.35, 1.0, -0.2):
+        seen = Routing.seen(layer, Routing(overlap).experts(layer, 1, rows), rows)
+        assert seen is not None and seen.overlap == pytest.approx(overlap, abs=1e-9)
+    assert Routing.seen(layer, 4, 1) is None and Routing.seen(layer, 128, 400) is None
+    assert Routing.seen(shape_of(TINY).body.layers[0], 4, rows) is None
+
+
 def test_windows_cap_what_is_read() -> None:
     for window in (0, 1, 5, 64):
         for context in (0, 3, 5, 100):
@@ -235,6 +260,21 @@ def test_speedup_is_the_ratio_of_the_ideals(tmp_path: Path) -> None:
     assert none.speedup == 1.0 and none.draft.cost == Cost()
 
 
+def test_from_its_break_even_on_a_chain_pays(tmp_path: Path) -> None:
+    shape = read_shape(write_config(tmp_path / "target", GPT_OSS_120B))
+    draft = read_draft_shape(write_config(tmp_path / "head", GPT_OSS_HEAD), shape)
+    found = []
+    for overlap in (0.0, 0.35):
+        roofline = Roofline(shape, draft, H100, Routing(overlap))
+        for length in (1, 2, 3):
+            tau = roofline.break_even(Chain(length), 1, 32768)
+            assert tau is not None and roofline.cycle(Chain(length), tau, 1, 32768).speedup == pytest.approx(1)
+            found.append(tau)
+    assert found == pytest.approx([1.41, 1.80, 2.18, 1.30, 1.60, 1.88], abs=0.0051)
+    slow = dataclasses.replace(H100, linear_flops=Figure(1e9, "given"))
+    assert Roofline(shape, draft, slow).break_even(Chain(3), 1, 32768) is None, "rows cost arithmetic"
+
+
 def test_each_phase_takes_the_longer_of_its_two_times() -> None:
     device = Ceilings("toy", None, Figure(10.0, "given"), Figure(100.0, "given"), Figure(50.0, "given"))
     roofline = Roofline(shape_of(TINY), None, device)
@@ -293,4 +333,6 @@ def test_a_model_that_a_cache_holds_is_noted(tmp_path: Path) -> None:
     assert "50% of it" in notes(0.5 * step) and "100% of it" in notes(2 * step)
     assert "draft's" in notes(0.09 * step, draft)
     moe = read_shape(write_config(tmp_path, GPT_OSS_120B))
-    assert "uniform" in " ".join(Roofline(moe, None, H100).notes())
+    assert "uniform and independent" in " ".join(Roofline(moe, None, H100).notes())
+    assert "uniform; 35% of a row's experts" in " ".join(Roofline(moe, None, H100, Routing(0.35)).notes())
+    assert "overlap=0.35 has no effect" in " ".join(Roofline(target, None, H100, Routing(0.35)).notes())

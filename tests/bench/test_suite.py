@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress as Bar
 from tests.backends.playing import words
+from tests.bench.published import GPT_OSS_120B, write_config
+from tests.checkpoints import write_target
 from tests.conftest import tiny_models
 from tests.disk import MESSAGE, full_after
 from typer.testing import CliRunner
@@ -18,7 +20,7 @@ from aquiline.bench.results.integrity import differences, problems, recomputed_t
 from aquiline.bench.results.result import read_results, write_result
 from aquiline.bench.results.table import report
 from aquiline.bench.suite import suite
-from aquiline.bench.suite.scenarios import RANDOM, ModelSource
+from aquiline.bench.suite.scenarios import RANDOM, ModelSource, random_config, random_head, random_models
 from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.suite.suite import Progress, run_suite
 from aquiline.bench.suite.suite_plan import CPU, Load, Plan
@@ -28,6 +30,8 @@ from aquiline.cli.show.results import shown_progress
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
+from aquiline.engine.model import Loading
+from aquiline.models.counting import assumed_draft, draft_shape_of, shape_of
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
@@ -71,6 +75,7 @@ def test_every_result_is_whole_and_tau_follows_from_output_lengths(results: Path
         assert problems(result) == [], name
         assert recomputed_tau(result) == pytest.approx(result["eagle_speculation"]["mean_acceptance_length"], abs=1e-12)
         assert set(result["output"]["num_tokens"]) == {25}
+        assert result["slots"]["num_experts"] == 0 < result["slots"]["num_verify_rows"], name
         assert ("adaptive" in result) == ("roofline" not in result) == name.endswith("adaptive.json")
         assert result["prefill_tokens_per_sec"]["median"] > 0 and result["ttft_ms"]["median"] > 0
 
@@ -91,6 +96,30 @@ def test_settings_compare_with_their_baseline(results: Path) -> None:
         else:
             assert simulated is None
             assert result["output"]["sha256"] == baseline["output"]["sha256"]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "qwen2"])
+def test_a_random_draft_is_a_head_as_they_are_published(family: str, tmp_path: Path) -> None:
+    """A dense llama layer, whatever the target's layers have; it writes the target's text."""
+    write_target(tmp_path, family)
+    config = random_config(str(tmp_path))
+    models = random_models(config, Loading("bfloat16", "auto").settled)
+    target = shape_of(config)
+    assert models.draft_config == random_head(config)
+    assert draft_shape_of(random_head(config), target).body == assumed_draft(target).body
+    llm = LLM.from_models(models, EngineConfig(max_batch=1, max_context=64), NoDraft())
+    texts = [
+        llm.run([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True), drafting=drafting).outputs[0].token_ids
+        for drafting in (NoDraft(), Chain(3))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_the_random_draft_of_gpt_oss_has_the_layer_that_limits_assumes(tmp_path: Path) -> None:
+    place = write_config(tmp_path, GPT_OSS_120B | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    layer = random_head(random_config(str(place))).model
+    assert (layer.intermediate_size, layer.experts, layer.sinks, layer.windows) == (4 * 2880, None, False, ())
+    assert not (layer.qkv_bias or layer.o_bias or layer.mlp_bias or layer.qk_norm)
 
 
 def test_what_is_there_is_not_run_again(results: Path) -> None:

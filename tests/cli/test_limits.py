@@ -130,6 +130,21 @@ def test_notes_say_what_to_doubt(llama: Path, tmp_path: Path) -> None:
     assert any("last-level cache holds" in note for note in bundled["notes"])
 
 
+def test_speculation_on_a_mixture_is_bounded_by_its_experts(tmp_path: Path) -> None:
+    """The figures of docs/limits.md: a chain of three on gpt-oss-120b, with every draft accepted."""
+    mixture = write_config(tmp_path, GPT_OSS_120B)
+    asked = (mixture, "--device", "h100", "--context", 32768, "--batch", 1, 64, "--num-spec-tokens", 3, "--tau", 4)
+    for overlap, speedups, pays in (("0", (1.88, 3.43), (2.13, 1.17)), ("0.35", (2.18, 3.43), (1.84, 1.17))):
+        cells = as_json(*asked, "--overlap", overlap)["cells"]
+        assert [cell["speculative"][0]["speedup"] for cell in cells] == pytest.approx(speedups, abs=0.0051)
+        assert [cell["break_even"][0]["tau"] for cell in cells] == pytest.approx(pays, abs=0.0051)
+    shown = run(*asked, "--overlap", "0.35").stdout
+    assert "tau 1.84 │" in shown and "35% of a row's experts" in shown
+    slow = run(mixture, "--bandwidth", 3000, "--flops", 0.001, "--batch", 1, "--num-spec-tokens", 3, "--context", 512)
+    assert "break-even │" in slow.stdout and "never │" in slow.stdout
+    assert "has no effect" in run("bundled", *GIVEN, "--overlap", "0.35").stdout
+
+
 def test_one_line_says_what_to_expect(llama: Path) -> None:
     """The figures of the table in words; all three cases of where weights are, and of whether a chain can pay."""
     given = (llama, *GIVEN, "--context", 512, "--batch", 1, "--num-spec-tokens", 3, "--tau", 1)
@@ -181,6 +196,7 @@ def test_a_gguf_file_counts_as_it_is_stored(tmp_path: Path) -> None:
         (["--num-spec-tokens", "0", "3"], "num_spec_tokens=0"),
         (["--tau", "7"], "tau=7: must be between 1 and 6"),
         (["--tau", "0.5"], "tau=0.5"),
+        (["--overlap", "1.5"], "overlap=1.5: must be between 0"),
         (["--dtype", "int2"], "dtype='int2': must be one of float32"),
         (["--kv-dtype", "int4"], "kv_dtype='int4'"),
         (["--device", "tpu"], "device='tpu'"),

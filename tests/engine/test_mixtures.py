@@ -140,4 +140,4 @@ def test_experts_stay_packed_whatever_the_rest_is_stored_in(dtype: str, pair: tu
     texts = [[t % 96 for t in prompt] for prompt in prompts(3)]
     plain = tokens(llm.run(texts, SAMPLINGS["greedy"], drafting=BASELINE))
     assert tokens(llm.run(texts, SAMPLINGS["greedy"], drafting=SPECS["chain4"])) == plain
-    assert llm.models.storage.startswith("mxfp4")
+    assert llm.models.storage == f"mxfp4+{dtype}"

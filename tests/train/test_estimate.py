@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from tests.checkpoints import write_mxfp4
 from torch.utils.flop_counter import FlopCounterMode
 
 from aquiline.backends.torch.decoder import Decoder
 from aquiline.cli.train import train as train_command
-from aquiline.models.counting import shape_of
+from aquiline.models.counting import draft_shape_of, shape_of
 from aquiline.train import estimate as estimates
 from aquiline.train.distributed import World
 from aquiline.train.estimate import (
@@ -31,6 +32,8 @@ from aquiline.train.estimate import (
 from aquiline.train.recipes import configure, read_recipe, recipe_names
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock, Pace
+from aquiline.train.start import new_head
+from aquiline.train.teacher import Teacher
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 
@@ -170,10 +173,24 @@ def test_recipes_configure_a_run_and_match_what_is_published(name: str, monkeypa
     lines: list[str] = []
     told = dry_run(config, target_shape(config, recipe), lines.append, None)
     assert told["target"] == recipe.target and told["tokens_per_s"] is None and len(lines) == 4
-    if recipe.needs:
-        with pytest.raises(ValueError, match=f"recipe={name}: training needs .*--dry-run"):
-            configure({"data": (Path("d"),), "out": Path("o")}, recipe)
+    assert configure({"data": (Path("d"),), "out": Path("o")}, recipe).target == Path(recipe.target)
     assert name in str(get_type_hints(train_command, include_extras=True)["recipe"].__metadata__[0].help)
+
+
+def test_a_mixtures_memory_is_what_its_decoder_and_the_library_hold(tmp_path: Path) -> None:
+    """MXFP4 experts are float32 in the decoder and stay packed in the library."""
+    write_mxfp4(tmp_path, num_hidden_layers=8)
+    config = configure({"target": tmp_path, "capture": (1, 3, 4), "context": 64}, None, is_dry=True)
+    shape = target_shape(config)
+    teacher = Teacher(tmp_path, (1, 3, 4), "cpu", 256)
+    assert teacher.models is not None
+    held = {p.data_ptr(): p.nbytes for p in (*teacher.decoder.parameters(), teacher.head)}
+    assert estimates._decoded(shape).stored_bytes + teacher.head.nbytes == pytest.approx(sum(held.values()), rel=1e-3)
+    assert shape.stored_bytes == pytest.approx(teacher.models.weight_bytes, rel=0.1)
+    assert estimate(config, shape, World()).memory_bytes["target"] > sum(held.values()) + teacher.models.weight_bytes
+    head = new_head(teacher.decoder, torch.arange(10))
+    assert (head.config.model.experts, head.config.model.intermediate_size) == (None, 4 * 96)
+    assert trained_shape(config, shape).body.layers == draft_shape_of(head.config, shape).body.layers
 
 
 def test_a_recipe_of_ones_own_and_what_is_wrong_in_one(tmp_path: Path) -> None:

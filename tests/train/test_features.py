@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
+from tests.checkpoints import write_mxfp4
 
 from aquiline.train import features
 from aquiline.train.attention import PackedAttention
@@ -50,6 +51,26 @@ def test_views_are_what_the_decoder_says(teacher: Teacher) -> None:
         error = 1e-5 if teacher.models.system()["arithmetic"] == "bfloat16" else 0.01
         assert torch.allclose(view.lse, torch.logsumexp(again, -1), atol=error), "of the rounded hidden state"
         assert torch.allclose(again.gather(-1, view.best.long()[:, None])[:, 0], again.amax(-1), atol=error)
+
+
+def test_a_teacher_may_have_packed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library runs the blocks that transformers dequantises; rows whose experts nearly tie may differ."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    write_mxfp4(tmp_path, num_hidden_layers=8)
+    teacher = Teacher(tmp_path, (1, 3, 4), "cpu", 100)
+    assert teacher.path == "native" and teacher.models is not None and teacher.models.storage == "mxfp4+bfloat16"
+    (view,) = teacher.views(documents(40))
+    packed = Mxfp4Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=packed).eval()
+    with torch.no_grad():
+        layers = model(torch.from_numpy(documents(40)[0]).long()[None], output_hidden_states=True).hidden_states
+    expected = torch.cat([layers[layer + 1][0] for layer in (1, 3, 4)], -1)
+    apart = (view.features.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert apart.median() < 0.02
+    monkeypatch.setenv("AQUILINE_ISA", "off")
+    with pytest.raises(ValueError, match=r"device='cpu': training reads a target with attention sinks \(gpt_oss\)"):
+        Teacher(tmp_path, (1, 3, 4), "cpu", 100)
 
 
 def test_the_torch_path_says_the_same(teacher: Teacher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def storage_of(target: ModelWeights, dtype: str) -> str:
     if not sizes:
         return "bfloat16" if dtype == PACKED else dtype
     kind, head = sizes.most_common(1)[0][0], target.head[0]
-    other = head.kind.lower() if head.is_blocks else "bfloat16"
+    other = head.kind.lower() if head.is_blocks else "bfloat16" if dtype == PACKED else dtype
     return kind if other == kind else f"{kind}+{other}"
 
 

@@ -76,6 +76,19 @@ class ModelConfig:
         """What products of queries and keys are multiplied by."""
         return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
 
+    @property
+    def draft_layer(self) -> ModelConfig:
+        """The layer of an EAGLE-3 head as heads are published, whatever this model's layers have: a dense llama layer
+        with the same attention heads and rotation, and the width of the experts that one row uses.
+
+        Source: nvidia/gpt-oss-120b-Eagle3 and SpecForge's gpt-oss-20B-eagle3.json, whose layers are dense."""
+        width = self.intermediate_size * (1 if self.experts is None else self.experts.per_token)
+        return ModelConfig(
+            "llama", self.vocab_size, self.hidden_size, width, 1, self.num_heads, self.num_kv_heads, self.head_dim,
+            self.max_positions, self.rms_norm_eps, self.rope, eos_token_ids=self.eos_token_ids,
+            bos_token_id=self.bos_token_id,
+        )  # fmt: skip
+
     def window(self, layer: int) -> int:
         """Sliding window of a layer in positions, the current one included; 0 means none."""
         return self.windows[layer] if self.windows else 0

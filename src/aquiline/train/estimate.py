@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
 from aquiline.models.counting import draft_shape, read_shape
-from aquiline.models.shape import AttentionShape, Dense, DraftShape, LayerShape, ModelShape, MoE
+from aquiline.models.shape import STORAGES, AttentionShape, Dense, DraftShape, LayerShape, ModelShape, precision_of
 from aquiline.train.attention import CHUNK
 from aquiline.train.distributed import World, alone
 from aquiline.train.features import bytes_per_token
@@ -145,7 +145,8 @@ def _copies(config: TrainConfig) -> int:
 
 def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> dict[str, int]:
     H, V, on_cpu = target.body.hidden_size, target.vocab_size, world.device == "cpu"
-    weights = round(target.stored_bytes) * (2 if on_cpu else 1)  # on a CPU, as loaded and packed
+    packed = target.stored_bytes if on_cpu else 0.0  # on a CPU the native library runs the target, beside the decoder
+    weights = round(_decoded(target).stored_bytes + packed)
     kv = round(target.body.kv_bytes_per_token)
     slots = (-(-max(2048, config.context) // PAGE_SIZE) + MAX_DOCUMENTS) * PAGE_SIZE if on_cpu else 0
     split = world.size if world.parallel == "fsdp" else 1
@@ -155,6 +156,14 @@ def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: W
         "draft and optimizer": copies + 4 * V * H + 4 * draft.body.head.n * H,
         "one step": step_bytes(config, target, draft, world),
     }
+
+
+def _decoded(target: ModelShape) -> ModelShape:
+    """A target as the torch decoder holds it: experts in MXFP4 become float32."""
+    precision = target.body.precision
+    if precision.experts != STORAGES["mxfp4"]:
+        return target
+    return replace(target, body=replace(target.body, precision=replace(precision, experts=STORAGES["float32"])))
 
 
 def step_bytes(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> int:
@@ -210,17 +219,20 @@ def trained_shape(config: TrainConfig, target: ModelShape) -> DraftShape:
         H, 2 * H, config.num_heads or own.attention.num_heads, config.num_kv_heads or own.attention.num_kv_heads,
         own.attention.head_dim,
     )  # fmt: skip
-    inner = own.mlp.expert.inner if isinstance(own.mlp, MoE) else own.mlp.inner
-    layer = LayerShape(attention, Dense(H, config.intermediate_size or inner))
+    layer = LayerShape(attention, Dense(H, config.intermediate_size or own.mlp.width))
     vocab = config.draft_vocab_size or min(DEFAULT_SIZE, target.vocab_size)
     return draft_shape(layer, vocab, len(config.capture or (0, 0, 0)) * H, target)
 
 
 def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> ModelShape:
-    """The target's shape, from the recipe if the run trains for the recipe's target, else from the checkpoint."""
-    if recipe is not None and recipe.shape is not None and config.target == Path(recipe.target):
-        return recipe.shape
-    return read_shape(config.target, "bfloat16")  # as the teacher loads it
+    """The target's shape as the teacher loads it, in bfloat16 but for experts in MXFP4: from the recipe if the run
+    trains for the recipe's target, else from the checkpoint."""
+    known = None if recipe is None or config.target != Path(recipe.target) else recipe.shape
+    shape = read_shape(config.target) if known is None else known
+    precision = precision_of("bfloat16")
+    if shape.body.precision.experts == STORAGES["mxfp4"]:
+        precision = replace(precision, experts=STORAGES["mxfp4"])
+    return replace(shape, body=replace(shape.body, precision=precision))
 
 
 def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None], world: World) -> RunEstimate:

@@ -3,7 +3,6 @@
 target:    a folder or a hub id
 config:    the numbers of the target's config.json, so that a run can be estimated before anything is fetched
 train:     fields of TrainConfig
-needs:     what this version lacks to train it, if it lacks something; such a recipe gives estimates only
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Recipe:
     target: str
     shape: ModelShape | None
     settings: dict[str, Any]
-    needs: str | None
 
 
 def recipe_names() -> list[str]:
@@ -61,7 +59,7 @@ def read_recipe(name: str) -> Recipe:
         raise ValueError(f"recipe={name}: must name a target")
     settings, config = raw.get("train") or {}, raw.get("config")
     known = [f.name for f in fields(TrainConfig) if f.name not in NOT_IN_RECIPES]
-    _refuse_unknown(name, "", raw, ["target", "config", "train", "needs"])
+    _refuse_unknown(name, "", raw, ["target", "config", "train"])
     _refuse_unknown(name, "train.", settings, known)
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"recipe={name}: config must be fields with values")
@@ -70,15 +68,13 @@ def read_recipe(name: str) -> Recipe:
         shape = shape_of_fields(config, Path("config")) if config else None
     except (CheckpointError, ValueError) as error:
         raise ValueError(f"recipe={name}: {error}") from None
-    return Recipe(path.stem if path.suffix else name, raw["target"], shape, settings, raw.get("needs"))
+    return Recipe(path.stem if path.suffix else name, raw["target"], shape, settings)
 
 
 def configure(given: Mapping[str, Any], recipe: Recipe | None, *, is_dry: bool = False) -> TrainConfig:
     """The settings of a run: those given, then the recipe's, then the defaults. A dry run needs no data and no out.
 
-    Raises ValueError for a recipe that this version cannot train, and for settings that are missing or wrong."""
-    if recipe is not None and recipe.needs and not is_dry:
-        raise ValueError(f"recipe={recipe.name}: training needs {recipe.needs}; --dry-run shows what it will take")
+    Raises ValueError for settings that are missing or wrong."""
     settings: dict[str, Any] = {} if recipe is None else {"target": Path(recipe.target), **recipe.settings}
     if is_dry:
         settings |= {"data": (Path(),), "out": Path()}

@@ -83,16 +83,14 @@ def new_head(
     num_kv_heads: int | None = None,
     seed: int = 0,
 ) -> DraftHead:
-    """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry.
+    """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry, and for a
+    mixture the width of the experts that one row uses, in a dense layer.
 
     vocab int64 [Vd]: target ids, ascending. The embedding is a frozen copy of the target's. `fit` makes it useful."""
     t = target.config
     model = replace(
-        t, family="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, sinks=False,
-        qk_norm=False, tied_head=False, windows=(), output_norms=False, local_rope=None, activation="swiglu",
-        activation_limit=0.0, embed_scale=1.0, query_pre_attn_scalar=None, experts=None,
-        intermediate_size=intermediate_size or t.intermediate_size,
-        num_heads=num_heads or t.num_heads, num_kv_heads=num_kv_heads or t.num_kv_heads,
+        t.draft_layer, num_heads=num_heads or t.num_heads, num_kv_heads=num_kv_heads or t.num_kv_heads,
+        intermediate_size=intermediate_size or t.draft_layer.intermediate_size,
     )  # fmt: skip
     if model.num_heads % model.num_kv_heads:
         raise ValueError(f"num_heads={model.num_heads}: must be a multiple of num_kv_heads={model.num_kv_heads}")

@@ -5,6 +5,9 @@ the vectors that serving in bfloat16 computes (integer products of packed blocks
 without a library, it uses the torch decoder. The result for a document is a `View`, small enough to be kept on disk
 (`features.py`): features and the normed last hidden state in bfloat16, and the log-sum-exp of the whole vocabulary's
 logits, from which any part of the target's distribution can be computed.
+
+The torch decoder is held in either case. Of a mixture with experts in MXFP4 it holds float32, eight times their size;
+the native library runs them packed. Targets with attention sinks run in the native library alone.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from aquiline.backends.base import HEAD_ROWS
+from aquiline.backends.choose import runs_natively
 from aquiline.backends.torch import reference as ops
-from aquiline.backends.torch.decoder import load_target
+from aquiline.backends.torch.decoder import Decoder
 from aquiline.config import Environment
 from aquiline.engine.model import LoadedModels, Loading, from_weights
 from aquiline.engine.score import MAX_DOCUMENTS, Scorer
+from aquiline.models.load import read_model_config, read_target, resolve
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.train.attention import PackedAttention
 from aquiline.types import Int32
@@ -63,16 +68,21 @@ class Teacher:
 
     def __init__(self, path: Path, capture: tuple[int, ...], device: str, max_tokens: int) -> None:
         self.device, self.max_tokens, self.capture = device, max_tokens, capture
-        self.decoder = load_target(path, dtype="bfloat16", capture=capture)
+        place, environment = resolve(path), Environment.read()
+        geometry = read_model_config(place)
+        if geometry.sinks and not runs_natively(device, environment):
+            raise ValueError(
+                f"device={device!r}: training reads a target with attention sinks ({geometry.family}) through the "
+                "native library alone; use device='cpu', where the library runs"
+            )
+        weights = read_target(place, dtype="bfloat16", capture=capture)
+        self.decoder = Decoder.of(weights)
         self.config = self.decoder.config
         self.head = self.decoder.head.detach().float().to(device)
         self.models: LoadedModels | None = None
         self._scorer: Scorer | None = None
-        environment = Environment.read()
         if device == "cpu":
-            self.models = from_weights(
-                self.decoder.weights(), None, load_tokenizer(path), Loading("bfloat16"), environment
-            )
+            self.models = from_weights(weights, None, load_tokenizer(path), Loading("bfloat16"), environment)
         if self.models is not None and self.models.pair.is_exact:
             self._scorer = Scorer(self.models, max_tokens)
         else:

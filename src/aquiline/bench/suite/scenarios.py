@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -103,16 +103,18 @@ class RandomTensors:
         return np.float32(0.02) * generator.standard_normal(shape, np.float32)
 
 
-def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
-    """A target with random weights and a draft head of its width, always the same."""
-    L, dtype = config.num_layers, how.dtype
+def random_head(config: ModelConfig) -> DraftConfig:
+    """An EAGLE-3 head of this target's width, with at most 32,000 tokens."""
+    L = config.num_layers
     capture = default_capture(L) if L >= 7 else tuple(sorted({0, L // 2, L - 1}))
-    head = DraftConfig(
-        model=replace(config, num_layers=1, experts=None, sinks=False), draft_vocab_size=min(config.vocab_size, 32_000),
-        target_hidden_size=config.hidden_size, capture=capture,
-    )  # fmt: skip
+    return DraftConfig(config.draft_layer, min(config.vocab_size, 32_000), config.hidden_size, capture)
+
+
+def random_models(config: ModelConfig, how: Loading) -> LoadedModels:
+    """A target with random weights and the head that would be published for it, always the same."""
+    head, dtype = random_head(config), how.dtype
     of_target, of_draft = target_entries(config), draft_entries(head, "midlayer", embed=False, head=True)
-    target = target_weights(config, Parameters(RandomTensors(of_target), of_target, dtype), capture)
+    target = target_weights(config, Parameters(RandomTensors(of_target), of_target, dtype), head.capture)
     own = Parameters(RandomTensors(of_draft), of_draft, dtype)
     draft = draft_weights(head, own, target.embed, own.matrix("head"), np.zeros(head.draft_vocab_size, np.int64))
     return from_weights(target, draft, None, how, Environment.read())

@@ -3,11 +3,11 @@ on whether speculation pays."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aquiline.bench.theory.choice import DEFAULT_CONTEXTS, EXAMPLE_TAU, Grid
-from aquiline.bench.theory.roofline import Roofline
+from aquiline.bench.theory.roofline import Roofline, Routing
 from aquiline.models.shape import DraftShape, ModelShape
 from aquiline.spec.drafting import Chain
 
@@ -20,7 +20,9 @@ Cell = dict[str, Any]
 
 def limits_of(roofline: Roofline, grid: Grid) -> dict[str, Any]:
     """The JSON of `aquiline limits`: target, draft and device, and a cell for each context and batch; with speculation
-    if the roofline has a draft. A cell fits if the device has its memory_bytes, and None says that this is unknown."""
+    if the roofline has a draft. A cell fits if the device has its memory_bytes, and None says that this is unknown.
+    break_even: the tau from which on a chain pays, None for a chain that never does."""
+    roofline = replace(roofline, routing=Routing(grid.overlap))
     longest = roofline.target.max_positions
     fitting = tuple(c for c in DEFAULT_CONTEXTS if longest is None or c <= longest)
     contexts = grid.contexts or fitting or (longest or 1,)
@@ -66,6 +68,10 @@ def _cell(roofline: Roofline, grid: Grid, models: dict[str, Any], context: int, 
         "baseline_tokens_per_s": batch / step.seconds,
         "memory_bytes": memory,
         "fits": None if has is None else memory <= has,
+        "break_even": [
+            {"num_spec_tokens": chain, "tau": roofline.break_even(Chain(chain), batch, context)}
+            for chain in (grid.chains if roofline.draft else ())
+        ],
         "speculative": [
             _speculation(roofline, chain, tau, context, batch)
             for chain in (grid.chains if roofline.draft else ())

@@ -73,12 +73,15 @@ class Grid:
     taus: tuple[float, ...] = setting(
         (), "Tokens committed a step. Default: the most a chain can, and 2.5.", name="tau"
     )
+    overlap: float = setting(0.0, "Share of experts that a row has in common with its neighbours, 0 to 1.")
 
     def __post_init__(self) -> None:
         for name, values in (("context", self.contexts), ("batch", self.batches)):
             for value in values:
                 if value < 1:
                     raise ValueError(f"{name}={value}: must be at least 1")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap={self.overlap:g}: must be between 0 (independent rows) and 1 (the same experts)")
         Chain(max(self.chains))
         Chain(min(self.chains))
         for tau in self.taus:

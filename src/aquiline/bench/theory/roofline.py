@@ -1,9 +1,9 @@
 """The least time that a step can take: the bytes it must move and the FLOPs it must do, at the device's rates.
 
-Counted once per forward: the weights it reads (of experts, the expected union over its rows), every cached key and
-value it attends to, the new ones it writes, one row of the embedding per token. Not counted: activations, norms'
-arithmetic, sampling, anything on the host. Linears and attention are two phases, each bound by memory or by arithmetic;
-their times add up. A model that a cache holds can be faster than this: `notes` says when.
+Counted once per forward: the weights it reads (of experts, the expected union over its rows: `Routing`), every cached
+key and value it attends to, the new ones it writes, one row of the embedding per token. Not counted: activations,
+arithmetic of norms, sampling, anything on the host. Linears and attention are two phases, each bound by memory or by
+arithmetic; their times add up. A model that a cache holds can be faster than this: `notes` says when.
 
 A cycle of speculation consists of the draft's passes and one verifying forward; each counts as a forward. The draft
 first processes the committed tokens (tau rows, after fc), then makes one pass per further level; see spec/drafting.py.
@@ -11,6 +11,7 @@ first processes the committed tokens (tau rows, after fc), then makes one pass p
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -21,11 +22,13 @@ from aquiline.blocks import is_packed
 from aquiline.engine.model import LoadedModels
 from aquiline.models.counting import assumed_draft, draft_shape_of, read_draft_shape, read_shape, shape_of
 from aquiline.models.known_pairs import checkpoints
-from aquiline.models.shape import BodyShape, DraftShape, ModelShape, precision_of
+from aquiline.models.shape import BodyShape, DraftShape, LayerShape, ModelShape, MoE, precision_of
 from aquiline.spec.drafting import Drafting
 
 CACHE_SHARE = 0.1
 """If the cache may hold more than this share of a step's bytes, a note says so."""
+BREAK_EVEN_ERROR = 1e-6
+"""How far from 1 the speedup at a break-even tau may be."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,37 @@ class Ideal:
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How far the rows of a sequence choose experts alike. overlap: the share of experts that a row has in common with
+    its neighbours in the sequence, 0 for rows that choose independently, 1 for rows that choose the same. Sequences
+    always choose independently of one another.
+
+    m rows of one sequence count as 1 + (m - 1)(1 - overlap) independent ones."""
+
+    overlap: float = 0.0
+
+    def experts(self, layer: LayerShape, batch: int, rows: float) -> float:
+        """The expected number of experts that a layer reads for `rows` rows of each of `batch` sequences."""
+        return layer.touched_experts(batch * (1 + (rows - 1) * (1 - self.overlap)))
+
+    @classmethod
+    def seen(cls, layer: LayerShape, num_experts: float, rows: float) -> Routing | None:
+        """The routing at which `rows` rows of one sequence are expected to read num_experts experts of a layer. None
+        where no overlap shows: with one row, in a layer without experts or with all of them chosen by every row.
+
+        The overlap is negative where rows choose more differently than independent ones would."""
+        if rows <= 1 or not isinstance(layer.mlp, MoE) or layer.mlp.experts_per_token == layer.num_experts:
+            return None
+        if num_experts >= layer.num_experts:
+            return None
+        unread, left_by_one = 1 - num_experts / layer.num_experts, 1 - layer.mlp.experts_per_token / layer.num_experts
+        return cls(1 - (math.log(unread) / math.log(left_by_one) - 1) / (rows - 1))
+
+
+INDEPENDENT = Routing()
+
+
 def keys_read(context: float, rows: float, window: int) -> float:
     """How many keys of one sequence its new rows see together in one layer. With a window of w, a row sees itself and
     the w - 1 tokens before it."""
@@ -89,7 +123,10 @@ def keys_seen(context: float, rows: float, window: int) -> float:
     return growing * context + growing * (growing + 1) / 2 + (rows - growing) * window
 
 
-def forward_cost(body: BodyShape, batch: int, context: float, rows: float = 1, num_head: float | None = None) -> Cost:
+def forward_cost(
+    body: BodyShape, batch: int, context: float, rows: float = 1, num_head: float | None = None,
+    routing: Routing = INDEPENDENT,
+) -> Cost:  # fmt: skip
     """One forward of a target, or one pass of a draft without its fc: `rows` new tokens after each of `batch` contexts
     of `context` tokens. num_head: how many rows of each sequence go through the head; None for all."""
     precision, num_rows = body.precision, batch * rows
@@ -103,7 +140,7 @@ def forward_cost(body: BodyShape, batch: int, context: float, rows: float = 1, n
         heads = layer.attention
         key_flops = 4 * heads.num_heads * heads.head_dim * batch
         cost += Cost(
-            weight_bytes=times * layer.num_bytes(precision, layer.touched_experts(num_rows)),
+            weight_bytes=times * layer.num_bytes(precision, routing.experts(layer, batch, rows)),
             kv_bytes=times * precision.kv_bytes(layer.kv_per_token) * batch * keys_read(context, rows, heads.window),
             linear_flops=times * 2 * layer.multiply_adds * num_rows,
             attention_flops=times * key_flops * keys_seen(context, rows, heads.window),
@@ -144,6 +181,7 @@ class Roofline:
     target: ModelShape
     draft: DraftShape | None
     ceilings: Ceilings
+    routing: Routing = INDEPENDENT
 
     def ideal(self, cost: Cost) -> Ideal:
         """The least time of one forward."""
@@ -161,7 +199,7 @@ class Roofline:
 
     def step(self, batch: int, context: int, num_rows: int = 1) -> Ideal:
         """The ideal of a target forward with num_rows rows per sequence; one row is a step without speculation."""
-        return self.ideal(forward_cost(self.target.body, batch, context, num_rows))
+        return self.ideal(forward_cost(self.target.body, batch, context, num_rows, routing=self.routing))
 
     def cycle(self, drafting: Drafting, tau: float, batch: int, context: int) -> Cycle:
         """The ideal of drafting and verifying a tree of which tau tokens per sequence are committed.
@@ -172,6 +210,17 @@ class Roofline:
             raise ValueError(f"tau={tau:g}: must be between 1 and {most}, the most this draft can commit")
         draft = self._drafted(drafting, tau, batch, context) if drafting.is_speculative else Ideal()
         return Cycle(draft, self.step(batch, context, drafting.max_nodes), self.step(batch, context), tau, batch)
+
+    def break_even(self, drafting: Drafting, batch: int, context: int) -> float | None:
+        """The tau from which on drafting is as fast as a step without; None if the most that it can commit is less."""
+        tau = float(drafting.max_depth + 1)
+        cycle = self.cycle(drafting, tau, batch, context)
+        if cycle.speedup < 1:
+            return None
+        while cycle.speedup - 1 > BREAK_EVEN_ERROR:  # a smaller tau makes a cycle cheaper, if only a little
+            tau = cycle.seconds / cycle.plain.seconds
+            cycle = self.cycle(drafting, tau, batch, context)
+        return tau
 
     def _drafted(self, drafting: Drafting, tau: float, batch: int, context: int) -> Ideal:
         """The passes of the draft: over the committed tokens with fc before it, then one for each further level."""
@@ -206,9 +255,9 @@ class Roofline:
         found = [*self.target.assumptions, *(self.draft.assumptions if self.draft else ())]
         found += [self.ceilings.remark] if self.ceilings.remark else []
         if self.target.is_moe:
-            found.append(
-                "experts: routing is taken as uniform and independent; rows that share experts read fewer bytes"
-            )
+            found.append(_routed(self.routing.overlap))
+        elif self.routing.overlap:
+            found.append(f"overlap={self.routing.overlap:g} has no effect: the target has no experts")
         cache, step = self.ceilings.cache_bytes, self.step(1, 0).cost.num_bytes
         if cache and cache > CACHE_SHARE * step:
             found.append(
@@ -223,6 +272,13 @@ class Roofline:
                 "passes after the first may beat the memory bound"
             )
         return found
+
+
+def _routed(overlap: float) -> str:
+    """What is taken for granted of a mixture's routing."""
+    if not overlap:
+        return "experts: routing is taken as uniform and independent; rows that share experts read fewer bytes"
+    return f"experts: routing is taken as uniform; {overlap:.0%} of a row's experts are those of its neighbours"
 
 
 def named_roofline(
@@ -245,5 +301,7 @@ def roofline_of(models: LoadedModels) -> Roofline:
     """The roofline of loaded models on this machine. Its ceilings are measured once and kept."""
     target = shape_of(models.target_config, models.storage)
     draft = None if models.draft_config is None else draft_shape_of(models.draft_config, target)
+    if draft is not None and models.draft_storage is not None:
+        draft = replace(draft, body=replace(draft.body, precision=precision_of(models.draft_storage)))
     ceilings = ceilings_of(LimitsChoice(arithmetic=models.arithmetic), models.storage, lambda stage: None)
     return Roofline(target, draft, ceilings)

@@ -14,6 +14,7 @@ from aquiline.bench.theory.choice import EXAMPLE_TAU, Grid
 from aquiline.cli.options import wide_console
 
 UPPER_BOUND = "K+1"
+BREAK_EVEN = "break-even"
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def show_limits(found: dict[str, Any], grid: Grid, is_moe: bool) -> None:
     chains = [
         [str(cell["context"]), str(cell["batch"]), label, *(_chain(cell, k, label) for k in grid.chains)]
         for cell in cells
-        for label in labels
+        for label in (*labels, BREAK_EVEN)
     ]
     by_chain = ("context", "batch", "tau", *(f"K={chain}" for chain in grid.chains))
     console.print(
@@ -69,6 +70,9 @@ def _plain_step(cell: Cell, unit: float) -> list[str]:
 
 
 def _chain(cell: Cell, chain: int, label: str) -> str:
+    if label == BREAK_EVEN:
+        (tau,) = (found["tau"] for found in cell["break_even"] if found["num_spec_tokens"] == chain)
+        return "never" if tau is None else f"tau {tau:.2f}"
     for s in cell["speculative"]:
         tau = UPPER_BOUND if label == UPPER_BOUND and s["is_upper_bound"] else f"{s['tau']:g}"
         if (s["num_spec_tokens"], tau) == (chain, label):
