@@ -350,17 +350,17 @@ def precision_of(dtype: str, kv_dtype: str | None = None, *, is_moe: bool = Fals
 
     fp8 stores the linears of the layers; int8, int4 and packed blocks also the head; mxfp4 the experts, or all linears
     if there are no experts. The other tensors are then bfloat16. "A+B" stores layers as A and the head as B, as GGUF
-    files do. Keys and values have the dtype of those other tensors unless kv_dtype says otherwise.
+    files do; "mxfp4+B" beside experts all other linears as B. Keys and values have the dtype of those other tensors unless kv_dtype says otherwise.
 
     Raises ValueError for unknown names."""
     dtype, _, head_dtype = dtype.partition("+")
     storage = _storage("dtype", dtype, tuple(STORAGES))
-    head = _storage("dtype", head_dtype or dtype, tuple(STORAGES))
     plain = storage if storage.bits >= 16 else STORAGES["bfloat16"]
+    rest = plain if dtype in ("fp8", "mxfp4") else storage
+    head = _storage("dtype", head_dtype, tuple(STORAGES)) if head_dtype else rest
     kv = _storage("kv_dtype", kv_dtype or plain.name, KV_STORAGES)
     return Precision(
-        layers=plain if dtype == "mxfp4" and is_moe else storage, experts=storage,
-        head=plain if dtype in ("fp8", "mxfp4") else head, plain=plain, kv=kv,
+        layers=head if dtype == "mxfp4" and is_moe else storage, experts=storage, head=head, plain=plain, kv=kv,
     )  # fmt: skip
 
 
