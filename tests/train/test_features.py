@@ -62,7 +62,9 @@ def test_a_teacher_may_have_packed_experts(tmp_path: Path, monkeypatch: pytest.M
     assert teacher.path == "native" and teacher.models is not None and teacher.models.storage == "mxfp4+bfloat16"
     (view,) = teacher.views(documents(40))
     packed = Mxfp4Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=packed).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, trust_remote_code=False, dtype=torch.float32, quantization_config=packed
+    ).eval()
     with torch.no_grad():
         layers = model(torch.from_numpy(documents(40)[0]).long()[None], output_hidden_states=True).hidden_states
     expected = torch.cat([layers[layer + 1][0] for layer in (1, 3, 4)], -1)

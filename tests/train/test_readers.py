@@ -142,7 +142,7 @@ def test_the_target_brings_its_template(tmp_path: Path) -> None:
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(SMOLLM2)
     ids = row_reader(tmp_path, 400, None, (258,))
-    assert ids.template is not None and ids.template.has_template and len(ids.special) == 12 and ids.boundary == 258
+    assert ids.template is not None and ids.template.has_template and len(ids.special) == 14 and ids.boundary == 258
     (document,), _ = read(write_rows(tmp_path / "d.jsonl", [{"messages": CHAT}]), ids)
     assert counted(document) == "Hello.<|im_end|>"
 

@@ -350,7 +350,8 @@ def precision_of(dtype: str, kv_dtype: str | None = None, *, is_moe: bool = Fals
 
     fp8 stores the linears of the layers; int8, int4 and packed blocks also the head; mxfp4 the experts, or all linears
     if there are no experts. The other tensors are then bfloat16. "A+B" stores layers as A and the head as B, as GGUF
-    files do; "mxfp4+B" beside experts all other linears as B. Keys and values have the dtype of those other tensors unless kv_dtype says otherwise.
+    files do; beside experts "mxfp4+B" stores all other linears as B. Keys and values have the dtype of those other
+    tensors unless kv_dtype says otherwise.
 
     Raises ValueError for unknown names."""
     dtype, _, head_dtype = dtype.partition("+")
