@@ -180,7 +180,6 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
     rope, local_rope = read_ropes(raw, file, max_positions, kind.rope, kind.local_rope)
     if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
         raise CheckpointError(f"{file}: {len(rope.factors)} rope factors; head_dim={head_dim} takes {head_dim // 2}")
-    bos = token_ids(raw, file, "bos_token_id")
     attention_bias = "attention_bias" in kind.biases and flag(raw, file, "attention_bias", kind.attention_bias)
     return ModelConfig(
         family=family,
@@ -209,7 +208,7 @@ def geometry(raw: Raw, file: Path, family: str, eos: tuple[int, ...] = ()) -> Mo
         query_pre_attn_scalar=_attention_scalar(raw, file, kind),
         experts=_experts(raw, file, kind, layers) if kind.expert_size else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=bos[0] if bos else None,
+        bos_token_id=next(iter(token_ids(raw, file, "bos_token_id")), None),
     )
 
 
