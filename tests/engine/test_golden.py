@@ -149,17 +149,22 @@ def restored_isa() -> Iterator[None]:
     calls.select_isa(Environment.read().isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_every_path_reproduces_the_golden_run(
-    isa: str, threads: int, restored_isa: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def choose_isa(isa: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load what comes with this instruction set, or skip where the CPU lacks it."""
     library = native.load()
     assert library is not None
     if isa not in library.available_isas():
         pytest.skip(f"this CPU has {', '.join(library.available_isas())}")
     monkeypatch.setenv("AQUILINE_ISA", isa)
     monkeypatch.setenv("AQUILINE_THREADS", str(threads))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_path_reproduces_the_golden_run(
+    isa: str, threads: int, restored_isa: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_isa(isa, threads, monkeypatch)
     assert observe() == json.loads(GOLDEN.read_text()), f"{isa} with {threads} threads differs from the golden run"
 
 
@@ -181,12 +186,7 @@ def is_rare(isa: str, arithmetic: str) -> bool:
 def test_every_path_reproduces_the_golden_run_of_a_family(
     name: str, isa: str, arithmetic: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = native.load()
-    assert library is not None
-    if isa not in library.available_isas():
-        pytest.skip(f"this CPU has {', '.join(library.available_isas())}")
-    monkeypatch.setenv("AQUILINE_ISA", isa)
-    monkeypatch.setenv("AQUILINE_THREADS", "2")
+    choose_isa(isa, 2, monkeypatch)
     config, dtypes = FAMILIES[name]
     expected = json.loads(GOLDEN.with_name(f"golden_{name}.json").read_text())[arithmetic]
     assert observe(dtypes[arithmetic], arithmetic, config) == expected, f"{isa} differs from the golden run"

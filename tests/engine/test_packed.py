@@ -14,7 +14,7 @@ from tests.checkpoints import write_draft, write_target
 from tests.conftest import engine_config, needs_native
 from tests.engine.logits import logits_of
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
-from tests.engine.test_golden import restored_isa
+from tests.engine.test_golden import choose_isa, restored_isa
 from tests.gguf_files import write_gguf_target
 
 from aquiline.backends.cpu import native
@@ -120,12 +120,7 @@ def is_rare(kind: str, isa: str) -> bool:
 def test_every_path_reproduces_the_golden_run(
     kind: str, isa: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    library = native.load()
-    assert library is not None
-    if isa not in library.available_isas():
-        pytest.skip(f"this CPU has {', '.join(library.available_isas())}")
-    monkeypatch.setenv("AQUILINE_ISA", isa)
-    monkeypatch.setenv("AQUILINE_THREADS", "2")
+    choose_isa(isa, 2, monkeypatch)
     for arithmetic, expected in json.loads(GOLDEN.read_text())[kind].items():
         assert observe(tmp_path / arithmetic, kind, arithmetic) == expected, f"{kind} in {arithmetic} on {isa}"
 

@@ -13,10 +13,9 @@ from tests.conftest import TINY_DRAFT, engine_config, from_modules, needs_native
 from tests.engine.logits import head_of, logits_of
 from tests.engine.storage import native as backend_of
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
-from tests.engine.test_golden import observe, restored_isa
+from tests.engine.test_golden import choose_isa, observe, restored_isa
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Sizes, StepInput
-from aquiline.backends.cpu import native
 from aquiline.backends.cpu.native_pair import resolve_arithmetic
 from aquiline.blocks import FLOATS, Parts, in_memory
 from aquiline.config import ISAS, Environment, SamplingParams
@@ -74,12 +73,7 @@ def test_every_storage_has_its_own_text() -> None:
 def test_every_path_reproduces_the_golden_run(
     arithmetic: str, dtype: str, isa: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = native.load()
-    assert library is not None
-    if isa not in library.available_isas():
-        pytest.skip(f"this CPU has {', '.join(library.available_isas())}")
-    monkeypatch.setenv("AQUILINE_ISA", isa)
-    monkeypatch.setenv("AQUILINE_THREADS", "2")
+    choose_isa(isa, 2, monkeypatch)
     expected = json.loads(GOLDEN.read_text())[f"{dtype}, {arithmetic} arithmetic"]
     assert observe(dtype, arithmetic) == expected, f"{dtype} on {isa} differs from the golden run"
 

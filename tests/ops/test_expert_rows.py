@@ -8,8 +8,19 @@ import numpy as np
 import pytest
 import torch
 from blocks import random_blocks
-from native_calls import ISAS, bits, parts
-from test_forward import CONFIG, FFN, HIDDEN, TOKENS, chunk_rows, new_kv, random_weights, reference_forward, run
+from native_calls import bits, parts
+from test_forward import (
+    CONFIG,
+    FFN,
+    HIDDEN,
+    TOKENS,
+    check_same_bits,
+    chunk_rows,
+    new_kv,
+    random_weights,
+    reference_forward,
+    run,
+)
 
 from aquiline.backends.cpu import calls
 from aquiline.blocks import in_memory
@@ -91,25 +102,7 @@ SETTINGS = {
 def test_bits_do_not_depend_on_chunks_threads_or_isa(experts, setting):
     kind, dtype, arithmetic, quantised = setting
     w = with_experts(experts, dtype, kind)
-    model = calls.NativeModel(w, arithmetic, quantised)
-    expected = None
-    for isa, threads, sizes in (
-        (ISAS[0], 1, [140]),
-        (ISAS[0], 2, [1] * 140),
-        (ISAS[0], 3, [64, 7, 69]),
-        (ISAS[len(ISAS) // 2], 2, [13, 127]),
-        (ISAS[-1], 5, [100, 40]),
-    ):
-        calls.select_isa(isa)
-        calls.set_threads(threads)
-        kv, table = new_kv(w)
-        starts = np.cumsum([0, *sizes[:-1]])
-        found = [
-            run(model, kv, chunk_rows(table, TOKENS, s, n), features=2) for s, n in zip(starts, sizes, strict=True)
-        ]
-        got = bits(np.concatenate([np.concatenate(part, axis=1) for part in found]))
-        expected = got if expected is None else expected
-        assert np.array_equal(got, expected), (isa, threads, sizes)
+    check_same_bits(calls.NativeModel(w, arithmetic, quantised), w)
 
 
 def test_equal_logits_choose_the_lowest_ids(isa):

@@ -65,19 +65,17 @@ class Parameters:
         assert found is not None, name
         return found
 
-    def matrix(self, name: str) -> Parts:
-        """A linear or an embedding, to be read later. The parts of a fused one are joined where they are alike."""
-        return self._matrix(name)
-
     def experts(self, name: str, num_experts: int) -> Parts:
         """A linear of every expert, each to be read later on its own."""
         if name in self._own:
-            found = [self._matrix(name, expert) for expert in range(num_experts)]
+            found = [self.matrix(name, expert) for expert in range(num_experts)]
         else:
-            found = [self._matrix(f"{name}.{expert}") for expert in range(num_experts)]
+            found = [self.matrix(f"{name}.{expert}") for expert in range(num_experts)]
         return tuple(weight for (weight,) in found)
 
-    def _matrix(self, name: str, expert: int | None = None) -> Parts:
+    def matrix(self, name: str, expert: int | None = None) -> Parts:
+        """A linear or an embedding, or one expert's of a stack, to be read later. The parts of a fused one are joined
+        where they are alike."""
         own = self._own[name]
         if own[0].holds != "floats":
             return (self._mxfp4(own[0], own[1], expert),)
@@ -135,7 +133,7 @@ class Parameters:
 
     def _found(self, entry: Entry, expert: int | None) -> Array:
         """A tensor or one expert's, outputs first, those of gate before those of up."""
-        found = self._tensors.get(entry.source) if expert is None else self._tensors.get(entry.source, expert)
+        found = self._tensors.get(entry.source, expert)
         if entry.pairs is not None:
             ends = found.shape[entry.pairs]
             found = found.take(np.r_[0:ends:2, 1:ends:2], axis=entry.pairs)

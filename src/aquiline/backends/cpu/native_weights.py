@@ -99,14 +99,13 @@ class PackedLinear:
         n, k = weight.shape
         if k % KEY_GROUP != 0:
             raise ValueError(f"{name} is [{n}, {k}]: the native path needs a width that is a multiple of {KEY_GROUP}")
-        values, scales, code = _source(name, weight, arithmetic, dtype)
+        source = _source(name, weight, arithmetic, dtype)
         self._arena = arena
-        self.num_bytes = library().packed_bytes(n, k, code)
+        self.num_bytes = library().packed_bytes(n, k, source.code)
         address = arena.take(self.num_bytes)
-        scales_at = None if scales is None else scales.ctypes.data
-        library().pack(values.ctypes.data, scales_at, n, k, code, address)
+        source.pack(n, k, address)
         self._bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
-        self.struct = AqLinear(address, None if self._bias is None else self._bias.ctypes.data, n, k, code)
+        self.struct = AqLinear(address, None if self._bias is None else self._bias.ctypes.data, n, k, source.code)
 
 
 class PackedExperts:
@@ -123,14 +122,13 @@ class PackedExperts:
         if weights[0].is_blocks:
             arithmetic, dtype = "float32" if arithmetic == "float32" else "int8", None
         for index, weight in enumerate(weights):
-            values, scales, code = _source(name, weight, arithmetic, dtype)
+            source = _source(name, weight, arithmetic, dtype)
             if index == 0:
-                self.num_bytes = -(-library().packed_bytes(n, k, code) // 64) * 64
+                self.num_bytes = -(-library().packed_bytes(n, k, source.code) // 64) * 64
                 first = arena.take(self.num_bytes * len(weights))
-            scales_at = None if scales is None else scales.ctypes.data
-            library().pack(values.ctypes.data, scales_at, n, k, code, first + index * self.num_bytes)
+            source.pack(n, k, first + index * self.num_bytes)
         self._biases = None if biases is None else np.ascontiguousarray(biases, np.float32)
-        self.struct = AqLinear(first, None if self._biases is None else self._biases.ctypes.data, n, k, code)
+        self.struct = AqLinear(first, None if self._biases is None else self._biases.ctypes.data, n, k, source.code)
 
 
 class _PackInput(NamedTuple):
@@ -139,6 +137,11 @@ class _PackInput(NamedTuple):
     values: Array
     scales: Array | None
     code: int
+
+    def pack(self, n: int, k: int, address: int) -> None:
+        """Pack a weight [n, k] at an address."""
+        scales_at = None if self.scales is None else self.scales.ctypes.data
+        library().pack(self.values.ctypes.data, scales_at, n, k, self.code, address)
 
 
 def block_code(name: str, weight: Weight, arithmetic: str, dtype: str | None = None) -> int:
