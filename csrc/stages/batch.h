@@ -27,6 +27,7 @@ struct Slot {
   std::vector<float> held;  // features of the last computed tokens, [n, num_capture * H], that are not fused yet
 
   int root() const { return (int)history.size() - 1; }
+  int first_feature() const { return first_draft_key - 1; }  // no feature of an earlier token is read
   AqSampling sampling_at(int index) const {  // how the token with that index is drawn
     AqSampling own = sampling;
     own.position = index;

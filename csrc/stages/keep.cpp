@@ -71,7 +71,7 @@ std::vector<Featured> featured_rows(const AqBatch& batch) {
   for (size_t i = 0; i < batch.chunks.size(); i++) {
     const AqChunk& chunk = batch.chunks[i];
     if (!batch.slots[chunk.slot].drafts) continue;
-    for (int j = chunk.start; j < chunk.end; j++)
+    for (int j = std::max(chunk.start, batch.slots[chunk.slot].first_feature()); j < chunk.end; j++)
       found.push_back({batch.first_rows[i] + j - chunk.start, chunk.slot, j});
   }
   return found;

@@ -156,7 +156,8 @@ int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* mask
   const AqBatchConfig& c = batch->config;
   bool captures = false;
   for (const AqDecode& decode : batch->decodes) captures |= batch->slots[decode.slot].drafts;
-  for (const AqChunk& chunk : batch->chunks) captures |= batch->slots[chunk.slot].drafts;
+  for (const AqChunk& chunk : batch->chunks)
+    captures |= batch->slots[chunk.slot].drafts && batch->slots[chunk.slot].first_feature() < chunk.end;
   AQ_TRY(aq_forward(c.target, c.target_kv, &batch->rows.rows(), nullptr, batch->rows.num_rows(), c.hidden,
                     captures ? c.features : nullptr, &batch->num_experts));
   batch->lap(kVerifyTime);

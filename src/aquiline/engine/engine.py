@@ -44,7 +44,9 @@ class Engine:
         self.memory = plan_memory(models, config.page_size, num_pages, self.max_context)
         self.pool = PagePool(num_pages, config.page_size, config.max_batch, per_slot)
         self.prefix = PrefixCache(self.pool) if config.prefix_cache else None
-        self.scheduler = Scheduler(self.pool, self.prefix, config.max_batch, config.row_budget)
+        draft = models.draft_config
+        window = 0 if draft is None else draft.model.window(0)
+        self.scheduler = Scheduler(self.pool, self.prefix, config.max_batch, config.row_budget, window)
         sizes = Sizes(config.max_batch, num_pages, config.page_size, per_slot, config.row_budget)
         self.backend = models.pair.open(sizes)
         self.pipeline = Pipeline(self.backend.is_async if config.late_reads is None else config.late_reads)

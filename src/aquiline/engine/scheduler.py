@@ -48,10 +48,13 @@ class StepPlan(NamedTuple):
 class Scheduler:
     """Owns the waiting queue, the slots and, through the pool, the pages.
 
-    extends: by slot, the draft keys that published pages still lack; the next plan has the backend write them."""
+    draft_window: how many keys a draft row sees at most, its own among them; 0: all. extends: by slot, the draft keys
+    that published pages still lack; the next plan has the backend write them."""
 
-    def __init__(self, pool: PagePool, prefix: PrefixCache | None, num_slots: int, row_budget: int) -> None:
-        self.pool, self.prefix, self.row_budget = pool, prefix, row_budget
+    def __init__(
+        self, pool: PagePool, prefix: PrefixCache | None, num_slots: int, row_budget: int, draft_window: int = 0
+    ) -> None:
+        self.pool, self.prefix, self.row_budget, self.draft_window = pool, prefix, row_budget, draft_window
         self.running: list[Sequence | None] = [None] * num_slots
         self.admitted: list[Sequence] = []  # since the last plan
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
@@ -199,18 +202,27 @@ class Scheduler:
         self.running[slot] = sequence
         self.admitted.append(sequence)
         sequence.slot, sequence.nodes, sequence.is_published = slot, nodes, self.prefix is not None
-        sequence.num_hit = sequence.draft_end = len(nodes) * pool.page_size
+        sequence.num_hit = len(nodes) * pool.page_size
         sequence.prefill_end, sequence.in_flight = end, 0
         sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
-        # Pages published without draft keys cannot be drafted from. The first usable draft key is after the last such
-        # page: it pairs the first feature there with the token after it, so it stands one index further.
-        num_undrafted = max((i + 1 for i, node in enumerate(nodes) if not node.has_draft), default=0)
-        first_feature = min(num_undrafted * pool.page_size, sequence.num_cached) if num_undrafted else 0
-        sequence.first_draft_key = first_feature + 1
+        sequence.first_draft_key = self._first_draft_key(sequence)
+        sequence.draft_end = max(sequence.num_hit, sequence.first_draft_key)
         if sequence.num_preempted == 0:
             sequence.counters.num_prompt_tokens += end
             sequence.counters.num_prefix_hits += sequence.num_hit
         return True
+
+    def _first_draft_key(self, sequence: Sequence) -> int:
+        """The first draft key of a sequence that was given its slot. No draft row behind the prefill sees a key before
+        the window of the first, so none is computed there, but for the rest of the window's first page.
+
+        Pages published without draft keys cannot be drafted from. The first usable draft key is after the last such
+        page: it pairs the first feature there with the token after it, so it stands one index further."""
+        size, window = self.pool.page_size, self.draft_window
+        num_undrafted = max((i + 1 for i, node in enumerate(sequence.nodes) if not node.has_draft), default=0)
+        first_feature = min(num_undrafted * size, sequence.num_cached) if num_undrafted else 0
+        first_seen = (sequence.prefill_end - window + 1) // size * size if window else 0
+        return max(first_feature + 1, first_seen)
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence drafts, a page is
@@ -231,7 +243,8 @@ class Scheduler:
             tokens = sequence.tokens[index * size : (index + 1) * size]
             space = sequence.request.cache_salt
             has_draft = sequence.drafts and sequence.first_draft_key <= max(1, index * size)
-            node = self.prefix.publish(space, slot, parent, index, tokens, sequence.drafts, has_draft)
+            reads_draft = sequence.drafts and sequence.first_draft_key < (index + 1) * size
+            node = self.prefix.publish(space, slot, parent, index, tokens, reads_draft, has_draft)
             if node is None:
                 sequence.is_published = False
                 return

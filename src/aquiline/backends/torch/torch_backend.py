@@ -348,8 +348,9 @@ class TorchBackend:
         """Keep a chunk's features and write the draft keys of its tokens whose next token is known."""
         assert self._draft is not None
         host = self.state.hosts[chunk.slot]
-        index = torch.arange(chunk.start, chunk.end, device=self.device)[None]
-        self._draft.keep_features(self.state.places(slots, index)[0], features)
+        begin = min(max(chunk.start, host.admit.first_draft_key - 1), chunk.end)
+        index = torch.arange(begin, chunk.end, device=self.device)[None]
+        self._draft.keep_features(self.state.places(slots, index)[0], features[begin - chunk.start :])
         until = chunk.end if chunk.is_last else chunk.end + 1
         if until > host.draft_end:
             width = until - host.draft_end
