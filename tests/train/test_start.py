@@ -13,6 +13,7 @@ from aquiline.backends.torch.reference import rope
 from aquiline.train.start import fit, new_head
 from aquiline.train.teacher import View
 from aquiline.train.ttt import TokenBatch, passes
+from aquiline.train.weights import WIDE_LOGITS, default_lr
 
 H, NUM = tiny.CONFIG.hidden_size, 120
 
@@ -116,3 +117,22 @@ def test_the_start_is_the_same_every_time() -> None:
 def test_heads_must_divide() -> None:
     with pytest.raises(ValueError, match="num_heads=4: must be a multiple of num_kv_heads=3"):
         new_head(tiny.target(), torch.arange(40), num_kv_heads=3)
+
+
+def test_a_large_final_norm_goes_into_the_head() -> None:
+    """As Gemma 3's does. The function stays, to the bit: the share that moves is a power of two. The fit is the same,
+    and the default rate is as much lower as logits are larger."""
+    small, large = tiny.target(), tiny.target()
+    with torch.no_grad():
+        large.final_norm.mul_(64.0)
+    ids = torch.arange(48)
+    heads = [new_head(target, ids) for target in (small, large)]
+    texts = linear_world()
+    for head, factor in zip(heads, (1.0, 64.0), strict=True):
+        fit_to(head, [text._replace(hidden=text.hidden * factor) for text in texts])
+    assert torch.equal(heads[1].head * heads[1].norm, 64.0 * heads[0].head * heads[0].norm)
+    assert 1.0 <= heads[1].norm.square().mean().sqrt() < 2.0
+    torch.testing.assert_close(heads[1].fc, heads[0].fc)
+    size = float((large.head.float() * large.final_norm).square().sum(-1).mean().sqrt())
+    assert size > WIDE_LOGITS and default_lr(large) == pytest.approx(1e-3 * WIDE_LOGITS / size)
+    assert default_lr(small) == 1e-3

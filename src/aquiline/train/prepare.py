@@ -118,7 +118,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
         views, scale, head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device)).cpu(), teacher.head, device
     )
     derived = {
-        "lr": config.lr or default_lr(geometry.hidden_size), "target": digest, "capture": capture,
+        "lr": config.lr or default_lr(teacher.decoder), "target": digest, "capture": capture,
         "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_of(head),
         **reach_of(head),
     }  # fmt: skip

@@ -16,6 +16,7 @@ do. Later passes read a in the place of g; both stand for the target's final sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -103,7 +104,11 @@ def new_head(
 @torch.no_grad()
 def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> None:
     """Fill every parameter. Embedding, final norm and head rows are the target's; so are the MLP's gate and up weights
-    where the widths allow. Other norms are 1, the MLP's output weights 0, all other weights noise."""
+    where the widths allow. Other norms are 1, the MLP's output weights 0, all other weights noise.
+
+    A norm's weights go into the matrix behind it as far as they are a power of two. Gemma 3's final norm, for one,
+    makes the head's inputs 54 times as large as others do, so that each step of the optimizer would move logits as
+    much further; training then diverges."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in head.named_parameters():
         if parameter.ndim == 1 or name == "fc_norm":
@@ -111,8 +116,9 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> No
         elif name != "embed":
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * NOISE)
     head.embed.copy_(target.embed)
-    head.head.copy_(target.head[vocab])
-    head.norm.copy_(target.final_norm)
+    size = power_of_two(target.final_norm)
+    head.head.copy_(target.head[vocab] * size)
+    head.norm.copy_(target.final_norm / size)
     head.d2t.copy_(vocab - torch.arange(len(vocab)))
     last = target.layers[-1]
     assert isinstance(last, DecoderLayer)
@@ -121,9 +127,15 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> No
         gate, up = last.gate_up.float().chunk(2)
         weight = last.down.float().norm(dim=0) * up.norm(dim=1)  # keeps the neurons with the largest weights
         kept = weight.topk(width).indices.sort().values
-        head.layer.gate_up.copy_(torch.cat((gate[kept], up[kept])))
-        head.layer.post_norm.copy_(last.post_norm)
+        size = power_of_two(last.post_norm)
+        head.layer.gate_up.copy_(torch.cat((gate[kept], up[kept])) * size)
+        head.layer.post_norm.copy_(last.post_norm / size)
     head.layer.down.zero_()
+
+
+def power_of_two(norm: Tensor) -> float:
+    """The largest power of two that a norm's weights reach on average (root mean square), and at least 1."""
+    return max(1.0, 2.0 ** math.floor(math.log2(float(norm.float().square().mean().sqrt()))))
 
 
 @torch.no_grad()
@@ -131,7 +143,7 @@ def fit(head: DraftHead, documents: Sequence[Int32], views: Sequence[View], scal
     """Set fc and the attention of a new head by least squares over the target's views of documents, in place. scale
     [C * H]: brings features to unit size."""
     samples = [view.features.float() * scale for view in views]
-    states = [view.hidden.float() / head.norm for view in views]
+    states = [head.layer.norm(view.hidden.float() / head.norm, torch.ones_like(head.norm)) for view in views]
     head.fc.copy_(_solve(torch.cat(samples), torch.cat(states)))
     inputs, wanted = [], []
     for tokens, features, state in zip(documents, samples, states, strict=True):

@@ -95,7 +95,10 @@ class TrainConfig:
     )  # fmt: skip
     decay: float = setting(0.8, "Weight of each pass beside the one before it.", UPDATE)
     optimizer: str = setting("adamw", "adamw, or muon (Muon inside, AdamW for head and norms).", UPDATE)
-    lr: float | None = setting(None, "Peak learning rate; default: 0.35 / hidden size, at most 1e-3.", UPDATE)
+    lr: float | None = setting(
+        None, "Peak learning rate; default: 0.35 / hidden size, at most 1e-3, less where a target's logits are large.",
+        UPDATE,
+    )  # fmt: skip
     warmup: float = setting(0.02, "Share of the run until the peak, 50 steps at least; then a cosine to 2 %.", UPDATE)
     clip: float = setting(0.5, "Largest gradient norm.", UPDATE)
     weight_decay: float = setting(0.0, "Of matrices.", UPDATE)
