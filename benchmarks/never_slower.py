@@ -121,7 +121,7 @@ def main() -> None:
             continue
         limit = 4096 if is_bundled else 8192
         context = min(cell["context"], limit - LEAST_ROOM)
-        names = (None, None) if is_bundled else (args.smollm2, args.draft)
+        names = ("bundled", None) if is_bundled else (args.smollm2, args.draft)
         llm = open_llm(*names, cell["batch"], min(limit, context + ROOM))
         prompts = prompts_of(llm, not is_bundled, cell["text"], context, cell["batch"])
         texts = Texts(llm, prompts, cell["temperature"])

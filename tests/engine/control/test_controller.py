@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ from aquiline.config import SamplingParams
 from aquiline.engine.control.controller import (
     INITIAL_PROBES,
     PROBE_TIME_SHARE,
+    REPLAN_STEPS,
     SEARCH_PERIODS,
+    TRIAL_PERIOD,
+    TRIAL_STEPS,
     UNCOPIED_LIMITS,
     Controller,
     source_of,
@@ -148,3 +152,36 @@ def test_steps_that_admit_teach_no_times() -> None:
     assert learnt == []
     taken(controller, sequence, 40)
     assert learnt and all(abs(ms - PLAIN_MS) < 1e-6 for ms in learnt)
+
+
+def test_searches_that_take_long_are_rarer() -> None:
+    """A search of 3 ms in a step of 100 takes more than searches without a copy may take."""
+    looked = []
+    for seconds in (0.0, 0.003):
+        copies = Copies(lambda length, seconds=seconds: time.sleep(seconds) is not None)  # type: ignore[misc]
+        taken(controller_of(), sequence_of(copies), 64)
+        looked.append(len(copies.looked))
+    assert looked[1] < 0.6 * looked[0]
+    sequence = sequence_of(Copies(lambda length: time.sleep(0.003) is None))
+    assert set(taken(controller_of(), sequence, 40)) == {"lookup"}, "copying goes on as before"
+
+
+def test_a_way_to_draft_that_seems_a_little_too_dear_is_tried() -> None:
+    """What it really takes is then timed. One that seems far too dear is not tried."""
+    dear, far_too_dear = (
+        taken(controller_of(pass_ms=pass_ms), sequence_of(), 2 * TRIAL_PERIOD) for pass_ms in (85.0, 300.0)
+    )
+    tried = [number for number, source in enumerate(dear) if source == "draft"]
+    assert tried[:TRIAL_STEPS] == list(range(REPLAN_STEPS, REPLAN_STEPS + TRIAL_STEPS))
+    assert len(tried) == 2 * TRIAL_STEPS and TRIAL_PERIOD <= tried[-1] - tried[0] < TRIAL_PERIOD + REPLAN_STEPS
+    assert "draft" not in far_too_dear
+
+
+def test_sequences_that_come_and_go_share_a_plan() -> None:
+    controller, plans = controller_of(), list[object]()
+    plan = controller._planner.plan
+    controller._planner.plan = lambda *args: plans.append(args) or plan(*args)  # type: ignore[method-assign,func-returns-value]
+    for number in range(REPLAN_STEPS):
+        found = chosen(controller, sequence_of(slot=0), sequence_of(slot=number % 4 + 1))
+        assert len(found.decodes) == 2
+    assert len(plans) == 1

@@ -16,12 +16,21 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from aquiline.backends.base import Decode, Decoded
 from aquiline.config import MAX_CHAIN
 from aquiline.engine.control.acceptance import NUM_POOLS, POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, pool_number
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.planner import MIN_NODE_TOKENS, DraftingPlan, Planner, StepLoad, Terms, best_copies
+from aquiline.engine.control.planner import (
+    MIN_NODE_TOKENS,
+    MIN_SPEEDUP,
+    DraftingPlan,
+    Planner,
+    StepLoad,
+    Terms,
+    best_copies,
+)
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
@@ -30,8 +39,13 @@ from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
-REPLAN_STEPS, TIMING_STEPS = 16, 8
-"""Replan every 16 steps, and learn timings from every 8th. Each costs some tens of microseconds."""
+REPLAN_STEPS, TIMING_STEPS = 32, 8
+"""A plan is followed for 32 steps, and timings are learnt from every 8th step. A plan costs some hundreds of
+microseconds for a batch, a timing some tens."""
+
+TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP = 256, 4, 0.8
+"""Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
+the tokens: what rows cost beside each other is known for sure only where it was timed."""
 
 PROBE_TIME_SHARE = 0.004
 """Share of the time that probes may take."""
@@ -42,6 +56,14 @@ INITIAL_PROBES = 4
 SEARCH_PERIODS, UNCOPIED_LIMITS = (1, 2, 4, 16), (1, 4, 64)
 """After 1, 4, 64 steps without a copy, search for a match only every 2nd, 4th, 16th step."""
 
+SEARCH_SMOOTHING = 1 / 16
+"""Weight of a step in the average time of searches."""
+
+SEARCH_COST, SEARCH_TIME_SHARE = 3.0, 0.02
+"""A search takes this many times its own time, since it ends a run of repeated steps; a copy must bring as much. And
+the share of the time that searches without a copy may take. Where they would take more, they are as many times rarer,
+up to every 16th step."""
+
 INITIAL_OVERLAP = 0.8
 """Share of the rightly copied tokens that the draft's chain also has, before the first event."""
 
@@ -50,23 +72,35 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 """The Cut of a probe: one pass of the draft, and nothing is verified."""
 
 
+class _Planned(NamedTuple):
+    """The plan of a load. until: the number of the step from which it is old; tried: that of the last trial to draft;
+    is_trial: whether this is one."""
+
+    plan: DraftingPlan
+    until: int
+    tried: int
+    is_trial: bool = False
+
+
 @dataclass(eq=False)
 class _SequenceState:
-    """What the controller knows of one sequence. terms: on which it drafts, None while it does not; least_node: tokens
-    that a copied token must bring; last_probe: number of the step that last probed the draft; last_search: number of
-    the step that last searched for a match; num_uncopied: steps since the sequence copied text."""
+    """What the controller knows of one sequence. plan: the one that the next two follow; terms: on which it drafts,
+    None while it does not; least_node: tokens that a copied token must bring; last_probe: number of the step that last
+    probed the draft; last_search: number of the step that last searched for a match; num_uncopied: steps since the
+    sequence copied text."""
 
     record: Record | None  # None without a draft model
+    plan: DraftingPlan | None = None
     terms: Terms | None = None
     least_node: float = 0.0
     last_probe: int = 0
     last_search: int = -1
     num_uncopied: int = 0
 
-    @property
-    def search_period(self) -> int:
-        """The sequence searches for a match in one step of this many."""
-        return SEARCH_PERIODS[bisect_right(UNCOPIED_LIMITS, self.num_uncopied)]
+    def search_period(self, rarer: int) -> int:
+        """The sequence searches for a match in one step of this many; `rarer`: how much rarer than by the table."""
+        place = bisect_right(UNCOPIED_LIMITS, self.num_uncopied)
+        return min(SEARCH_PERIODS[-1], SEARCH_PERIODS[place] * rarer) if place else 1
 
 
 @dataclass(eq=False)
@@ -80,16 +114,17 @@ class Controller:
         self._pools = [Pool() for _ in range(NUM_POOLS)]
         self._states: dict[Sequence, _SequenceState] = {}
         self._overlap = Rates((INITIAL_OVERLAP,), PRIOR_EVENTS, POOL_MEMORY)  # of rightly copied first tokens
-        self._planned: tuple[Sequence, ...] = ()
-        self._plan_age = REPLAN_STEPS
         self._steps_untimed = TIMING_STEPS
-        self._with_chunks = False
         self._planner = Planner(self.costs)
-        self._plan = DraftingPlan(0.0, 0.0, 0, (), [])
+        self._plans: dict[tuple[int, int, bool], _Planned] = {}
+        self._planned = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0)
         self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = 0.0  # of the last step whose times were learnt
+        self._search_ms = 0.0  # of the searches of a step, its average
+        self._num_searches = 0
+        self._rarer = 1  # searches of sequences that do not copy
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
 
     def choose(self, plan: StepPlan) -> StepChoice | None:
@@ -99,11 +134,13 @@ class Controller:
         if not mine:
             return None
         self._num_steps += 1
-        self._plan_age += 1
-        if self._plan_age >= REPLAN_STEPS or mine != self._planned or self._with_chunks != bool(plan.chunks):
-            self._replan(plan, mine)
-        states = self._states
-        chosen = {s: self._choose(s, states[s]) for s in mine}
+        self._take_plan(plan, mine)
+        num_searches, started = self._num_searches, time.perf_counter()
+        chosen = {s: self._choose(s, self._state_of(s)) for s in mine}
+        if self._num_searches > num_searches:
+            self._search_ms += SEARCH_SMOOTHING * ((time.perf_counter() - started) * 1e3 - self._search_ms)
+            most_ms = SEARCH_TIME_SHARE * self._expected_ms
+            self._rarer = max(1, math.ceil(SEARCH_COST * self._search_ms / most_ms)) if most_ms else 1
         self._fit_copies(mine, chosen)
         self._probe_ms += PROBE_TIME_SHARE * self._expected_ms
         if self._probe_ms >= self._probe_cost:
@@ -115,19 +152,18 @@ class Controller:
     def most_steps(self, chosen: dict[Sequence, Decode]) -> int:
         """The number of steps for which the choice may stand: until a plan is due, and until a sequence must search for
         a match. A copy or a probe holds for one step."""
-        most = REPLAN_STEPS - self._plan_age
+        most = self._planned.until - self._num_steps
         for sequence, decode in chosen.items():
             if decode.proposal is not None or decode.cut is UNVERIFIED:
                 return 1
             if sequence.proposer is not None:
-                most = min(most, self._states[sequence].search_period)
+                most = min(most, self._states[sequence].search_period(self._rarer))
         return max(1, most)
 
     def repeated(self, choice: StepChoice, num_steps: int) -> None:
         """The choice held for num_steps steps."""
         more = num_steps - 1
         self._num_steps += more
-        self._plan_age += more
         self._probe_ms += more * PROBE_TIME_SHARE * self._expected_ms
         for sequence in choice.decodes:
             self._states[sequence].num_uncopied += more
@@ -136,7 +172,7 @@ class Controller:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
         output = step.output
         self._steps_untimed += 1
-        has_adaptive, is_timed = False, self._steps_untimed >= TIMING_STEPS
+        has_adaptive, is_timed = False, self._planned.is_trial or self._steps_untimed >= TIMING_STEPS
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             state = self._states.get(sequence)
             if state is None:
@@ -168,8 +204,26 @@ class Controller:
 
     # Planning
 
-    def _replan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
-        self._planned, self._plan_age, self._with_chunks = mine, 0, bool(plan.chunks)
+    @property
+    def _plan(self) -> DraftingPlan:
+        """The plan of this step's load."""
+        return self._planned.plan
+
+    def _take_plan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
+        """Follow the plan of this load, the last one if it is not old. Sequences come and go more often than that."""
+        load = _size(len(mine)), _size(len(plan.decoding)), bool(plan.chunks)
+        now, last = self._num_steps, self._plans.get(load)
+        if last is None:
+            last = _Planned(self._new_plan(plan, mine), now + REPLAN_STEPS, now - TRIAL_PERIOD)
+        elif now < last.until:
+            pass
+        elif not plan.chunks and not last.plan.planned_rate and now - last.tried >= TRIAL_PERIOD:
+            last = _Planned(self._new_plan(plan, mine, TRIAL_SPEEDUP), now + TRIAL_STEPS, now, is_trial=True)
+        else:
+            last = _Planned(self._new_plan(plan, mine), now + REPLAN_STEPS, last.tried)
+        self._planned = self._plans[load] = last
+
+    def _new_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], least_speedup: float = MIN_SPEEDUP) -> DraftingPlan:
         drafters = [(s, record) for s in mine if (record := self._state_of(s).record) is not None]
         drafters.sort(key=lambda pair: -pair[1].share(0))
         fixed_rows = sum(s.request.drafting.max_nodes for s in plan.decoding if not s.is_adaptive)
@@ -180,14 +234,15 @@ class Controller:
             keys=tuple(float(len(s.tokens)) for s, _ in drafters),
         )  # fmt: skip
         most = max((chain_of(s).num_spec_tokens for s, _ in drafters), default=0)
-        self._plan = self._planner.plan(load, [record for _, record in drafters], most)
-        row_ms = self.costs.row(self._plan.num_rows, max(2, len(mine)))
-        for sequence in mine:
-            state, key_ms = self._states[sequence], self.costs.row_keys(float(len(sequence.tokens)))
-            state.least_node = max(MIN_NODE_TOKENS, self._plan.rate * (row_ms + key_ms))
-            state.terms = None
-        for (sequence, _), terms in zip(drafters, self._plan.terms, strict=False):
-            self._states[sequence].terms = terms
+        return self._planner.plan(load, [record for _, record in drafters], most, least_speedup)
+
+    def _follow(self, sequence: Sequence, state: _SequenceState, plan: DraftingPlan) -> None:
+        """The sequence follows a plan from now on."""
+        key_ms = self.costs.row_keys(float(len(sequence.tokens)))
+        state.plan, state.least_node = plan, max(MIN_NODE_TOKENS, plan.rate * (plan.row_ms + key_ms))
+        state.terms = None
+        if state.record is not None:
+            state.terms = self._planner.terms(plan, state.record, chain_of(sequence).num_spec_tokens)
 
     def _state_of(self, sequence: Sequence) -> _SequenceState:
         found = self._states.get(sequence)
@@ -199,12 +254,15 @@ class Controller:
     # A step
 
     def _choose(self, sequence: Sequence, state: _SequenceState) -> Decode:
+        if state.plan is not self._plan:
+            self._follow(sequence, state, self._plan)
         proposer, slot = sequence.proposer, sequence.slot
-        period = state.search_period
+        period = state.search_period(self._rarer)
         if proposer is not None and self._num_steps // period > state.last_search // period:
             state.last_search = self._num_steps
+            self._num_searches += 1
             proposal = proposer.propose(sequence.tokens, sequence.max_step - 1)
-            worth, count = 0.0, 0
+            worth, count = -self._plan.rate * SEARCH_COST * self._search_ms, 0
             for chance in proposal.confidences:  # they fall from token to token
                 if chance < state.least_node:
                     break
@@ -278,6 +336,11 @@ class Controller:
         if self._plan.planned_rate > 0.0:
             rate = sum(len(decoded.kept) for decoded in output.decodes) / self._expected_ms
             self._planner.learn_rate(rate, self._plan.planned_rate)
+
+
+def _size(count: int) -> int:
+    """Counts that share a plan: each up to four, and then those within about a fifth of each other."""
+    return count if count <= 4 else round(4 * math.log2(count))
 
 
 def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:

@@ -109,15 +109,20 @@ class Terms(NamedTuple):
 
 
 class DraftingPlan(NamedTuple):
-    """A plan for some steps. rate: the price of time, in tokens per millisecond; planned_rate: the rate of the steps if
-    they draft, else 0; num_rows: rows of a step, copies apart; row_costs: the cost of their nodes, see StepInput;
-    terms: one entry for each sequence that drafts, from the first on."""
+    """A plan for some steps. rate: the price of time, in tokens per millisecond; row_ms: what a copied token costs;
+    num_rows: rows of a step, copies apart. If any sequence drafts: planned_rate: the rate of the steps; row_costs: the
+    cost of their nodes, see StepInput; least_share: the first-token acceptance from which a sequence drafts; part_ms:
+    its part of the passes; node: what a node costs on average, in tokens; least: the cost of the cheapest one."""
 
     rate: float
-    planned_rate: float
+    row_ms: float
     num_rows: int
-    row_costs: tuple[float, ...]
-    terms: list[Terms]
+    planned_rate: float = 0.0
+    row_costs: tuple[float, ...] = ()
+    least_share: float = 0.0
+    part_ms: float = 0.0
+    node: float = 0.0
+    least: float = 0.0
 
 
 class Planner:
@@ -130,45 +135,55 @@ class Planner:
         self._num_plans = 0
         self._correction = 1.0  # tokens per millisecond that drafting steps brought, as a share of the planned ones
 
-    def plan(self, load: StepLoad, records: Sequence[Record], most_levels: int) -> DraftingPlan:
-        """The best plan. records: of the sequences that may draft, in descending order of first-token acceptance."""
+    def plan(
+        self, load: StepLoad, records: Sequence[Record], most_levels: int, least_speedup: float = MIN_SPEEDUP
+    ) -> DraftingPlan:
+        """The best plan. records: of the sequences that may draft, in descending order of first-token acceptance;
+        least_speedup: a plan that drafts must be expected to be so many times as fast as one that does not."""
         most_nodes = min(MAX_STEP_NODES, BASE_NODES + NODES_PER_SEQUENCE * len(records)) if records else 0
         for _ in range(2 if self._price is None else 1):
             if self._num_plans % OUTLOOK_PLANS == 0:
                 self._outlook_cache.clear()
-            limits, outlooks = self._outlooks(records, most_levels)
-            best = best_drafting(self.costs, load, outlooks, most_nodes)
+            outlooks = [self._outlook(record, most_levels)[1] for record in records]
+            best = best_drafting(self.costs, load, outlooks, most_nodes, min(1.0, least_speedup))
             self._price = best.price
         self._num_plans += 1
         rate = best.price.rate * self._correction
-        if not best.num_drafting or rate <= best.plain * MIN_SPEEDUP:
+        if not best.num_drafting or rate <= best.plain * least_speedup:
             self._correction += (1 - self._correction) * RATE_SMOOTHING
-            return DraftingPlan(best.plain, 0.0, load.rows, (), [])
+            return DraftingPlan(best.plain, self.costs.row(load.rows, max(2, load.tokens)), load.rows)
         row_costs = tuple([rate * (ms - best.row_ms[0]) for ms in best.row_ms])
-        least = max(MIN_NODE_TOKENS, min(more - less for less, more in pairwise(row_costs)))
-        node, part_ms = row_costs[best.num_nodes] / best.num_nodes, best.draft_ms / best.num_drafting
-        terms = []
-        for record, limit, outlook in zip(records[: best.num_drafting], limits, outlooks, strict=False):
-            worth = sum(n * max(0.0, chance - node) for n, chance in zip(outlook.nodes, BIN_CHANCES, strict=True))
-            cut = Cut(chances_of(record), seconds_of(record), least, max(least, limit))
-            terms.append(Terms(cut, max(1, round(sum(outlook.passes))), worth - rate * part_ms))
-        return DraftingPlan(rate, best.price.rate, load.rows + best.num_nodes, row_costs, terms)
+        num_rows = load.rows + best.num_nodes
+        return DraftingPlan(
+            rate, self.costs.row(num_rows, max(2, load.tokens)), num_rows, best.price.rate, row_costs,
+            least_share=records[best.num_drafting - 1].share(0) if best.num_drafting < len(records) else 0.0,
+            part_ms=best.draft_ms / best.num_drafting, node=row_costs[best.num_nodes] / best.num_nodes,
+            least=max(MIN_NODE_TOKENS, min(more - less for less, more in pairwise(row_costs))),
+        )  # fmt: skip
+
+    def terms(self, plan: DraftingPlan, record: Record, most_levels: int) -> Terms | None:
+        """The terms on which a sequence drafts, None if it does not."""
+        if not plan.planned_rate or record.share(0) < plan.least_share:
+            return None
+        limit, outlook = self._outlook(record, most_levels)
+        worth = sum([n * (chance - plan.node) for n, chance in zip(outlook.nodes, BIN_CHANCES, strict=True)
+                     if chance > plan.node])  # fmt: skip
+        cut = Cut(chances_of(record), seconds_of(record), plan.least, max(plan.least, limit))
+        return Terms(cut, max(1, round(sum(outlook.passes))), worth - plan.rate * plan.part_ms)
 
     def learn_rate(self, rate: float, planned_rate: float) -> None:
         """Learn from a step that was planned at planned_rate and brought `rate` tokens per millisecond."""
         self._correction += (min(2.0, max(0.5, rate / planned_rate)) - self._correction) * RATE_SMOOTHING
 
-    def _outlooks(self, records: Sequence[Record], most: int) -> tuple[list[float], list[Outlook]]:
-        """For each sequence, the chance from which on it drafts the next level, and its outlook."""
-        cache, found = self._outlook_cache, []
-        for record in records:
-            key = record.pool, round(record.share(0) * SHARE_LEVELS) / SHARE_LEVELS, most
-            if key not in cache:
-                margins = margins_of(*key[:2])
-                least = math.inf if self._price is None else least_pass_of(margins, self._price)
-                cache[key] = least, outlook_of(margins, least, most)
-            found.append(cache[key])
-        return [least for least, _ in found], [outlook for _, outlook in found]
+    def _outlook(self, record: Record, most: int) -> tuple[float, Outlook]:
+        """The chance from which on a sequence drafts the next level, and its outlook."""
+        key = record.pool, round(record.share(0) * SHARE_LEVELS) / SHARE_LEVELS, most
+        found = self._outlook_cache.get(key)
+        if found is None:
+            margins = margins_of(*key[:2])
+            least = math.inf if self._price is None else least_pass_of(margins, self._price)
+            found = self._outlook_cache[key] = least, outlook_of(margins, least, most)
+        return found
 
 
 def least_pass_of(margins: Margins, price: Price) -> float:
@@ -208,15 +223,19 @@ def outlook_of(margins: Margins, least_pass: float, most: int) -> Outlook:
     return Outlook(nodes, passes)
 
 
-def best_drafting(costs: StepCosts, load: StepLoad, outlooks: Sequence[Outlook], most_nodes: int) -> BestDrafting:
-    """The best number of drafting sequences, counted from the first, and of nodes verified, up to most_nodes."""
+def best_drafting(
+    costs: StepCosts, load: StepLoad, outlooks: Sequence[Outlook], most_nodes: int, least_speedup: float = 1.0
+) -> BestDrafting:
+    """The best number of drafting sequences, counted from the first, and of nodes verified, up to most_nodes; nobody
+    drafts if that is not more than least_speedup times as fast as a step without."""
     keys = load.all_keys / max(1, load.tokens)
     chunk_ms = costs.verify(load.rows) - costs.verify(load.rows - load.chunk_rows)
     row_ms = tuple([
         ms - chunk_ms + costs.host_ms for ms in costs.verify_each(load.rows, most_nodes, load.all_keys, keys)
     ])  # fmt: skip
     plain = load.tokens / row_ms[0]
-    best, found = plain, BestDrafting(0, 0, plain, row_ms[0], 0.0, row_ms, Price(plain, 1.0, costs.draft_ms((1,))))
+    best, price = plain * least_speedup, Price(plain, 1.0, costs.draft_ms((1,)))
+    found = BestDrafting(0, 0, plain, row_ms[0], 0.0, row_ms, price)
     nodes, passes, draft_keys = [0.0] * NUM_BINS, list[float](), 0.0
     tried = _sizes(len(outlooks))
     for count, outlook in enumerate(outlooks, 1):
