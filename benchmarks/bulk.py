@@ -94,7 +94,7 @@ def main() -> None:
         text = "library" if args.smollm2 is None else "chat"
         prompts = prompts_of(llm, args.smollm2 is not None, text, args.prompt_tokens, args.prompts)
         for temperature in args.temperatures:
-            print(f"{names[0]}, batch {batch}, temperature {temperature:g}")
+            print(f"{'smollm2' if args.smollm2 else 'bundled'}, batch {batch}, temperature {temperature:g}")
             runs = measure(llm, prompts, temperature, args.new_tokens, args.rounds, args.settings)
             table.append({"batch": batch, "temperature": temperature} | row_of(runs))
         system = llm.models.system()

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="of a visit")
     args = parser.parse_args()
     is_chat = args.smollm2 is not None
-    llm = open_llm(args.smollm2, args.draft if is_chat else None, MAX_BATCH, MAX_CONTEXT)
+    llm = open_llm(args.smollm2 or "bundled", args.draft if is_chat else None, MAX_BATCH, MAX_CONTEXT)
     phases, rng = phases_of(is_chat), random.Random(0)
     for number in range(args.visits + 1):
         if number == 1:  # the first visits warm up

@@ -184,8 +184,8 @@ def take_turn(llm: LLM, setting: str, num_steps: int = STEPS) -> Turn:
     return Turn(tokens, time.perf_counter() - began)
 
 
-def open_llm(target: str | None, draft: str | None, batch: int, max_context: int) -> LLM:
-    """A pair, the bundled one if none is named, with room for the batch."""
+def open_llm(target: str, draft: str | None, batch: int, max_context: int) -> LLM:
+    """A pair, with room for the batch. draft: None is the target's own, if it has a name."""
     page = EngineConfig().page_size
     pages = batch * -(-(max_context + 320) // page)
     config = EngineConfig(max_batch=batch, max_context=max_context, num_pages=pages, row_budget=512)
