@@ -60,9 +60,8 @@ SEARCH_SMOOTHING = 1 / 16
 """Weight of a step in the average time of searches."""
 
 SEARCH_COST, SEARCH_TIME_SHARE = 3.0, 0.02
-"""A search takes this many times its own time, since it ends a run of repeated steps; a copy must bring as much. And
-the share of the time that searches without a copy may take. Where they would take more, they are as many times rarer,
-up to every 16th step."""
+"""A search takes this many times its own time, since it ends a run of repeated steps; and the share of the time that
+searches without a copy may take. Where they would take more, they are as many times rarer, up to every 16th step."""
 
 INITIAL_OVERLAP = 0.8
 """Share of the rightly copied tokens that the draft's chain also has, before the first event."""
@@ -262,7 +261,7 @@ class Controller:
             state.last_search = self._num_steps
             self._num_searches += 1
             proposal = proposer.propose(sequence.tokens, sequence.max_step - 1)
-            worth, count = -self._plan.rate * SEARCH_COST * self._search_ms, 0
+            worth, count = 0.0, 0
             for chance in proposal.confidences:  # they fall from token to token
                 if chance < state.least_node:
                     break
