@@ -108,7 +108,7 @@ def initialise(head: DraftHead, target: Decoder, vocab: Tensor, seed: int) -> No
 
     A norm's weights go into the matrix behind it as far as they are a power of two. Gemma 3's final norm, for one,
     makes the head's inputs 54 times as large as others do, so that each step of the optimizer would move logits as
-    much further; training then diverges."""
+    much further."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in head.named_parameters():
         if parameter.ndim == 1 or name == "fc_norm":

@@ -43,7 +43,7 @@ def default_lr(target: Decoder) -> float:
     1e-4 at 4096, and less where logits are large, because a step of the optimizer moves these further.
 
     Measured at 576: from a fitted start, rates of 3e-4 to 8e-4 give the same; higher rates undo the fit. For Gemma 3
-    270M 5e-4 does so within 20 steps."""
+    270M the loss of the 60th batch is 20.7 at 5e-4 and 13.8 at 5e-5."""
     some = target.head[:: 1 + len(target.head) // 8192].float()
     size = float((some * target.final_norm.float()).square().sum(-1).mean().sqrt())
     return min(1e-3, 0.35 / target.config.hidden_size) * min(1.0, WIDE_LOGITS / size)
