@@ -99,7 +99,9 @@ class _SequenceState:
     def search_period(self, rarer: int) -> int:
         """The sequence searches for a match in one step of this many; `rarer`: how much rarer than by the table."""
         place = bisect_right(UNCOPIED_LIMITS, self.num_uncopied)
-        return min(SEARCH_PERIODS[-1], SEARCH_PERIODS[place] * rarer) if place else 1
+        if self.record is None or place < 2:  # copies are all that it drafts, or it has just copied
+            return SEARCH_PERIODS[place]
+        return min(SEARCH_PERIODS[-1], SEARCH_PERIODS[place] * rarer)
 
 
 @dataclass(eq=False)
