@@ -42,7 +42,7 @@ def chosen(
     controller._overlap.hits[0] = alike * controller._overlap.trials[0]
     record = Record(Pool())
     record.pool.levels.hits[1] = share * record.pool.levels.trials[1]
-    terms = Terms(CUT, length, chain_worth) if length else None
+    terms = Terms(CUT, 8, length, chain_worth) if length else None
     choice = _SequenceState(record, controller._plan, terms, least)
     sequence: Any = SimpleNamespace(
         proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(drafting=Adaptive())

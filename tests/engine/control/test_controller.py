@@ -184,4 +184,11 @@ def test_sequences_that_come_and_go_share_a_plan() -> None:
     for number in range(REPLAN_STEPS):
         found = chosen(controller, sequence_of(slot=0), sequence_of(slot=number % 4 + 1))
         assert len(found.decodes) == 2
-    assert len(plans) == 1
+    assert len(plans) == 3, "for 16 steps of two sequences, for a trial of 4, and for 32"
+
+
+def test_chains_have_the_planned_levels() -> None:
+    """Before the first event about half of all tokens are right: a pass that costs a third of a step pays twice."""
+    controller = controller_of(pass_ms=PLAIN_MS / 3)
+    decode = chosen(controller, sequence := sequence_of()).decodes[sequence]
+    assert source_of(decode) == "draft" and decode.drafting == Chain(2)

@@ -40,8 +40,9 @@ from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
 REPLAN_STEPS, TIMING_STEPS = 32, 8
-"""A plan is followed for 32 steps, and timings are learnt from every 8th step. A plan costs some hundreds of
-microseconds for a batch, a timing some tens."""
+"""A plan is followed for 32 steps, the first one of a load until its sequences took 32 steps together, and the next
+ones for twice as many each; timings are learnt from every 8th step. A plan costs some hundreds of microseconds for a
+batch, a timing some tens."""
 
 TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP = 256, 4, 0.8
 """Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
@@ -72,11 +73,12 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 
 
 class _Planned(NamedTuple):
-    """The plan of a load. until: the number of the step from which it is old; tried: that of the last trial to draft;
-    is_trial: whether this is one."""
+    """The plan of a load. until: the number of the step from which it is old; steps: how many steps it is followed for;
+    tried: the number of the step of the last trial to draft; is_trial: whether this is one."""
 
     plan: DraftingPlan
     until: int
+    steps: int
     tried: int
     is_trial: bool = False
 
@@ -118,7 +120,7 @@ class Controller:
         self._steps_untimed = TIMING_STEPS
         self._planner = Planner(self.costs)
         self._plans: dict[tuple[int, int, bool], _Planned] = {}
-        self._planned = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0)
+        self._planned = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0, 0)
         self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
@@ -215,13 +217,15 @@ class Controller:
         load = _size(len(mine)), _size(len(plan.decoding)), bool(plan.chunks)
         now, last = self._num_steps, self._plans.get(load)
         if last is None:
-            last = _Planned(self._new_plan(plan, mine), now + REPLAN_STEPS, now - TRIAL_PERIOD)
+            steps = math.ceil(REPLAN_STEPS / len(mine))
+            last = _Planned(self._new_plan(plan, mine), now + steps, steps, now - TRIAL_PERIOD)
         elif now < last.until:
             pass
         elif not plan.chunks and not last.plan.planned_rate and now - last.tried >= TRIAL_PERIOD:
-            last = _Planned(self._new_plan(plan, mine, TRIAL_SPEEDUP), now + TRIAL_STEPS, now, is_trial=True)
+            last = _Planned(self._new_plan(plan, mine, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, now, True)
         else:
-            last = _Planned(self._new_plan(plan, mine), now + REPLAN_STEPS, last.tried)
+            steps = min(REPLAN_STEPS, 2 * last.steps)
+            last = _Planned(self._new_plan(plan, mine), now + steps, steps, last.tried)
         self._planned = self._plans[load] = last
 
     def _new_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], least_speedup: float = MIN_SPEEDUP) -> DraftingPlan:
@@ -298,7 +302,7 @@ class Controller:
             overlap *= deeper
         if count < 1 or worth <= least_worth:
             return None
-        chain = chain_of(sequence, (room - count) // 2)
+        chain = chain_of(sequence, min(terms.levels, (room - count) // 2))
         return Decode(sequence.slot, chain, first_of(proposal, count), cut=terms.cut)
 
     def _fit_copies(self, mine: Items[Sequence], chosen: dict[Sequence, Decode]) -> None:
@@ -335,8 +339,8 @@ class Controller:
         if measured_ms is not None:
             self.ledger.add_time(self._expected_ms, measured_ms)
         if self._plan.planned_rate > 0.0:
-            rate = sum(len(decoded.kept) for decoded in output.decodes) / self._expected_ms
-            self._planner.learn_rate(rate, self._plan.planned_rate)
+            tokens = sum(len(decoded.kept) for decoded in output.decodes)
+            self._planner.learn_rate(tokens, self._expected_ms, self._plan.planned_rate)
 
 
 def _size(count: int) -> int:
@@ -355,7 +359,7 @@ def uncopied(sequence: Sequence, state: _SequenceState) -> Decode:
     """The choice of a sequence that copies nothing: its chain, or nothing."""
     if state.terms is None:
         return Decode(sequence.slot, PLAIN)
-    return Decode(sequence.slot, chain_of(sequence), cut=state.terms.cut)
+    return Decode(sequence.slot, chain_of(sequence, state.terms.levels), cut=state.terms.cut)
 
 
 def first_of(proposal: Proposal, count: int) -> Proposal:

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aquiline.backends.base import Decode, Decoded, StepInput, StepOutput
 
 MAX_TABLE_ROWS = 256
@@ -132,22 +135,23 @@ class StepCosts:
         reads keys_each of all `keys`."""
         return [self.verify(rows + n, keys, keys + n * keys_each) for n in range(most + 1)]
 
-    def draft_ms(self, rows_of_passes: Sequence[float], keys: float = 0.0) -> float:
-        """The passes of the draft, by the rows of each, which may be expected numbers. The first pass has a table of
-        its own. keys: the number that all passes together read."""
+    def draft_ms(self, rows_of_passes: Sequence[int], keys: float = 0.0) -> float:
+        """The passes of the draft, by the rows of each. The first pass has a table of its own. keys: the number that
+        all passes together read."""
         if not rows_of_passes:
             return 0.0
         table = self.table
-        base = _between(table.first, rows_of_passes[0]) + sum(_between(table.deeper, n) for n in rows_of_passes[1:])
-        return self.draft_factor * base + self.draft_keys(keys)
+        base = ms_at(table.first, rows_of_passes[0]) + sum(ms_at(table.deeper, n) for n in rows_of_passes[1:])
+        return self.draft_factor * (base + table.draft_key_ms * keys)
 
-    def deeper_pass(self, rows: float) -> float:
-        """One pass of the draft after the first, of an expected number of rows."""
-        return self.draft_factor * _between(self.table.deeper, rows)
-
-    def draft_keys(self, keys: float) -> float:
-        """The time that this number of keys adds to the passes of the draft that read them."""
-        return self.draft_factor * self.table.draft_key_ms * keys
+    def draft_each(self, count: int, rows: NDArray[np.float64], keys: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The passes of a draft for `count` sequences that ends after its 1st, 2nd, ... pass. rows, keys [passes, ...]:
+        the expected rows of each pass, and the keys that it reads. A pass runs if any of the sequences needs it; their
+        needs are taken as independent and alike."""
+        runs = np.maximum(1.0 - (1.0 - np.minimum(1.0, rows / count)) ** count, 1e-9)
+        each = runs * np.interp(rows / runs, np.arange(MAX_TABLE_ROWS + 1), self.table.deeper)
+        each[0] = ms_at(self.table.first, count)
+        return self.draft_factor * np.cumsum(each + self.table.draft_key_ms * keys, axis=0)
 
     def row(self, rows: int, more: int) -> float:
         """One more verified row beside about `rows`, as the mean over the next `more`, keys apart."""
@@ -242,12 +246,6 @@ def passes_of(decodes: Sequence[Decode], outcomes: Sequence[Decoded], keys: Sequ
         for level, rows in enumerate(levels):
             passes[level] += rows
     return passes, float(num_keys)
-
-
-def _between(values: Sequence[float], rows: float) -> float:
-    """The milliseconds of an expected number of rows: linear between whole numbers."""
-    low = int(rows)
-    return ms_at(values, low) + (rows - low) * (ms_at(values, low + 1) - ms_at(values, low))
 
 
 def _ascends(times: Sequence[float]) -> bool:
