@@ -144,14 +144,17 @@ class StepCosts:
         base = ms_at(table.first, rows_of_passes[0]) + sum(ms_at(table.deeper, n) for n in rows_of_passes[1:])
         return self.draft_factor * (base + table.draft_key_ms * keys)
 
-    def draft_each(self, count: int, rows: NDArray[np.float64], keys: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The passes of a draft for `count` sequences that ends after its 1st, 2nd, ... pass. rows, keys [passes, ...]:
-        the expected rows of each pass, and the keys that it reads. A pass runs if any of the sequences needs it; their
-        needs are taken as independent and alike."""
-        runs = np.maximum(1.0 - (1.0 - np.minimum(1.0, rows / count)) ** count, 1e-9)
+    def draft_each(
+        self, counts: NDArray[np.int64], rows: NDArray[np.float64], keys: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """The passes of drafts for counts [C] sequences that end after their 1st, 2nd, ... pass. rows, keys
+        [C, passes, ...]: the expected rows of each pass, and the keys that it reads. A pass runs if any of the
+        sequences needs it; their needs are taken as independent and alike."""
+        number = counts.reshape(-1, *[1] * (rows.ndim - 1))
+        runs = np.maximum(1.0 - (1.0 - np.minimum(1.0, rows / number)) ** number, 1e-9)
         each = runs * np.interp(rows / runs, np.arange(MAX_TABLE_ROWS + 1), self.table.deeper)
-        each[0] = ms_at(self.table.first, count)
-        return self.draft_factor * np.cumsum(each + self.table.draft_key_ms * keys, axis=0)
+        each[:, :1] = np.reshape([ms_at(self.table.first, count) for count in counts], number.shape)
+        return self.draft_factor * np.cumsum(each + self.table.draft_key_ms * keys, axis=1)
 
     def row(self, rows: int, more: int) -> float:
         """One more verified row beside about `rows`, as the mean over the next `more`, keys apart."""

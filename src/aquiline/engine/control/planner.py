@@ -193,12 +193,14 @@ def outlook_of(margins: Margins, most: int) -> Outlook:
     goes_on = LEAST_PASSES[:, None] <= BIN_CHANCES
     parents = np.zeros(goes_on.shape)
     parents[:, 0] = 1.0
-    shares, nodes, passes = margins.first, list[NDArray[np.float64]](), list[NDArray[np.float64]]()
-    for _ in range(most):
+    first, deeper = ([_steps(own, each) for each in (margins.chances, margins.seconds)]
+                     for own in (margins.first, margins.deeper))  # fmt: skip
+    nodes, passes = list[NDArray[np.float64]](), list[NDArray[np.float64]]()
+    for to_tokens, to_leaves in [first, *[deeper] * (most - 1)]:
         passes.append(parents.sum(axis=1))
-        tokens = parents @ _steps(shares, margins.chances)
-        nodes.append(tokens + parents @ _steps(shares, margins.seconds))
-        parents, shares = tokens * goes_on, margins.deeper
+        tokens = parents @ to_tokens
+        nodes.append(tokens + parents @ to_leaves)
+        parents = tokens * goes_on
     return Outlook(np.cumsum(nodes, axis=0), np.array(passes))
 
 
@@ -214,21 +216,19 @@ def best_drafting(
         ms - chunk_ms + costs.host_ms for ms in costs.verify_each(load.rows, most_nodes, load.all_keys, keys)
     ])  # fmt: skip
     plain = load.tokens / row_ms[0]
-    best, found = plain * least_speedup, BestDrafting(0, 0, plain, plain, row_ms)
+    found = BestDrafting(0, 0, plain, plain, row_ms)
     if not outlooks:
         return found
-    nodes = np.cumsum([outlook.nodes for outlook in outlooks], axis=0)
-    passes = np.cumsum([outlook.passes for outlook in outlooks], axis=0)
-    all_keys = np.cumsum([key * outlook.passes for key, outlook in zip(load.keys, outlooks, strict=True)], axis=0)
-    for count in _sizes(len(outlooks)):
-        draft_ms = costs.draft_each(count, passes[count - 1], all_keys[count - 1])
-        rates = (load.tokens + _filled(nodes[count - 1], most_nodes)) / (draft_ms[..., None] + np.array(row_ms[1:]))
-        place = int(rates.argmax())
-        if rates.flat[place] > best:
-            best = float(rates.flat[place])
-            level, least_pass, node = (int(i) for i in np.unravel_index(place, rates.shape))
-            draft = float(draft_ms[level, least_pass])
-            found = BestDrafting(count, node + 1, plain, best, row_ms, draft, level + 1, least_pass)
+    counts = _sizes(len(outlooks))
+    nodes, passes = (_sums(parts, counts) for parts in zip(*outlooks, strict=True))
+    read = _sums([key * outlook.passes for key, outlook in zip(load.keys, outlooks, strict=True)], counts)
+    draft_ms = costs.draft_each(counts, passes, read)
+    rates = (load.tokens + _filled(nodes, most_nodes)) / (draft_ms[..., None] + np.array(row_ms[1:]))
+    place = int(rates.argmax())
+    if rates.flat[place] > plain * least_speedup:
+        number, level, least_pass, node = (int(i) for i in np.unravel_index(place, rates.shape))
+        drafting, rate = float(draft_ms[number, level, least_pass]), float(rates.flat[place])
+        return BestDrafting(int(counts[number]), node + 1, plain, rate, row_ms, drafting, level + 1, least_pass)
     return found
 
 
@@ -262,16 +262,34 @@ def _steps(shares: Sequence[float], chances: Sequence[float]) -> NDArray[np.floa
     return np.where(_BELOW >= 0, counts[np.maximum(_BELOW, 0)], 0.0)
 
 
-def _sizes(count: int) -> list[int]:
+def _sizes(count: int) -> NDArray[np.int64]:
     """The numbers of sequences that are tried: each up to four, and then in steps of about a third."""
     sizes = [1]
     while sizes[-1] < count:
         sizes.append(min(count, sizes[-1] + max(1, sizes[-1] // 3)))
-    return sizes
+    return np.array(sizes)
+
+
+def _sums(parts: Sequence[NDArray[np.float64]], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The sums of the first counts[i] parts. [counts, ...]"""
+    found, total = np.empty((len(counts), *parts[0].shape)), np.zeros(parts[0].shape)
+    for i, (start, end) in enumerate(pairwise((0, *counts))):
+        for part in parts[start:end]:
+            total += part
+        found[i] = total
+    return found
 
 
 def _filled(nodes: NDArray[np.float64], most: int) -> NDArray[np.float64]:
-    """[..., most]: the tokens that 1, 2, ... rows of the likeliest nodes should bring. nodes [..., NUM_BINS]."""
-    before = np.cumsum(nodes, axis=-1) - nodes
-    taken = np.arange(1.0, most + 1)[:, None] - before[..., None, :]
-    return np.minimum(np.maximum(taken, 0.0), nodes[..., None, :]) @ BIN_CHANCES
+    """[..., most]: the tokens that 1, 2, ... rows of the likeliest nodes should bring. nodes [..., NUM_BINS].
+
+    Tokens by rows are a line through the bins. The lines of all cases are joined into one, far from each other."""
+    flat = nodes.reshape(-1, NUM_BINS)
+    rows, tokens = np.zeros((2, len(flat), NUM_BINS + 2))
+    rows[:, 1:-1], tokens[:, 1:-1] = np.cumsum(flat, axis=1), np.cumsum(flat * BIN_CHANCES, axis=1)
+    tokens[:, -1] = tokens[:, -2]
+    far = rows[:, -2].max(initial=0.0) + most + 1.0
+    rows[:, -1] = far
+    starts = 2.0 * far * np.arange(len(flat))[:, None]
+    found = np.interp(starts + np.arange(1.0, most + 1), (starts + rows).ravel(), tokens.ravel())
+    return found.reshape(*nodes.shape[:-1], most)
