@@ -291,5 +291,5 @@ def _filled(nodes: NDArray[np.float64], most: int) -> NDArray[np.float64]:
     far = rows[:, -2].max(initial=0.0) + most + 1.0
     rows[:, -1] = far
     starts = 2.0 * far * np.arange(len(flat))[:, None]
-    found = np.interp(starts + np.arange(1.0, most + 1), (starts + rows).ravel(), tokens.ravel())
+    found: NDArray[np.float64] = np.interp(starts + np.arange(1.0, most + 1), (starts + rows).ravel(), tokens.ravel())
     return found.reshape(*nodes.shape[:-1], most)
