@@ -1,7 +1,7 @@
 """What `model.generate` was asked for, as prompts and sampling parameters of the engine. What the engine cannot do is
 refused by name, before anything is packed or computed.
 
-Source of the classes and of what they do to logits: transformers 5.24, generation/{logits_process,stopping_criteria}.py.
+Source of the classes and of what they do: transformers 5.24, generation/{logits_process,stopping_criteria}.py.
 """
 
 from __future__ import annotations
@@ -75,8 +75,11 @@ class Arguments:
         """The parameters of each row. Seeds are drawn from torch's generator, so `torch.manual_seed` decides them; rows
         of one prompt differ. Raises ValueError naming a value out of range."""
         most = self.max_length - self.length
-        common = self.params | {"max_tokens": most, "ignore_eos": True, "stop_token_ids": tuple(sorted(self.ends))}
-        common |= {"min_tokens": min(self.min_tokens, most)} | ({} if self.is_sampled else {"temperature": 0.0})
+        common = {
+            "temperature": 1.0 if self.is_sampled else 0.0,
+            "min_tokens": min(self.min_tokens, most),
+        } | self.params
+        common |= {"max_tokens": most, "ignore_eos": True, "stop_token_ids": tuple(sorted(self.ends))}
         rows = len(self.prompts)
         seeds = torch.randint(2**63 - 1, (rows,)).tolist() if self.is_sampled else [0] * rows
         return [SamplingParams(**common, seed=seed) for seed in seeds]
@@ -132,8 +135,8 @@ class Arguments:
         padding = torch.tensor([self.length - len(prompt) for prompt in self.prompts])
         if ignored is not None and not (torch.as_tensor(ignored).cpu() == padding).all():
             raise ValueError(
-                f"RepetitionPenaltyLogitsProcessor: prompt_ignore_length={ignored}: the whole prompt counts here; leave "
-                "it out"
+                f"RepetitionPenaltyLogitsProcessor: prompt_ignore_length={ignored}: the whole prompt counts here; "
+                "leave it out"
             )
 
 
@@ -156,7 +159,7 @@ def read_arguments(
     pad = getattr(config, "_pad_token_tensor", None)
     if others and pad is None and len(input_ids) > 1:
         names = ", ".join(type(each).__name__ for each in others)
-        raise ValueError(f"pad_token_id=None: rows that {names} ends early need one; pass pad_token_id")
+        raise ValueError(f"pad_token_id=None: rows that {names} may end early need one; pass pad_token_id")
     prompts = _prompts(input_ids, rest)
     is_sampled = bool(config.do_sample)
     pad_id = None if pad is None else int(pad)
@@ -192,14 +195,19 @@ def _prompts(input_ids: Tensor, rest: Mapping[str, Any]) -> list[list[int]]:
     mask = rest.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask: is {list(mask.shape)} beside input_ids {list(input_ids.shape)}; pass its like")
+        raise ValueError(
+            f"attention_mask: is {list(mask.shape)} beside input_ids {list(input_ids.shape)}; pass its like"
+        )
     is_token = mask != 0
     for row, kept in enumerate(is_token.tolist()):
         if not kept or not kept[-1] or kept != sorted(kept):
             raise ValueError(f"attention_mask: row {row} has zeros after its first one; pad on the left")
     expected = (is_token.long().cumsum(-1) - 1).clamp(min=0)
     positions = rest.get("position_ids")
-    if positions is not None and not (positions.to(expected.device) == expected)[is_token.expand_as(expected)].all():
+    if positions is None:
+        positions = expected
+    is_other = positions.shape[-1] != expected.shape[-1] or (positions.to(expected.device) != expected)[is_token].any()
+    if is_other:
         raise ValueError("position_ids: differ from those that attention_mask implies; leave them out")
     return [ids[kept].tolist() for ids, kept in zip(input_ids, is_token, strict=True)]
 

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from aquiline.config import EngineConfig, Environment
+from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading, from_weights, read_pair
 from aquiline.engine.sequence import TokenDelta
@@ -26,6 +26,7 @@ from aquiline.errors import NumericalError
 from aquiline.models.draft_config import DraftOverrides
 from aquiline.models.files import resolve
 from aquiline.models.known_pairs import draft_of
+from aquiline.models.model_config import ModelConfig
 from aquiline.ops.allocator import give_back
 from aquiline.spec.drafting import Drafting
 from aquiline.spec.registry import drafting_named
@@ -63,6 +64,7 @@ class Speculation:
         _check_lost()
         arguments = read_arguments(input_ids, stopping_criteria, generation_config, rest)
         arguments.read_processors(logits_processor)
+        sampling = arguments.sampling()
         if self.streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer: takes one row, and there are {len(input_ids)}; pass them one by one")
         unused = [name for name in _WITHOUT_EFFECT if getattr(generation_config, name, None) is not None]
@@ -71,15 +73,14 @@ class Speculation:
         packed = _packed(model)
         with packed.lock:
             llm = packed.llm(model, self)
-            rows = _Run(llm, arguments, input_ids, self.streamer).finish()
+            rows = _Run(llm, arguments, sampling, input_ids, self.streamer).finish()
         pad, longest = arguments.pad or 0, max(map(len, rows))
         padded = input_ids.new_tensor([row + [pad] * (longest - len(row)) for row in rows])
         sequences = torch.cat([input_ids, padded], dim=1)
         return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
 
-    def load(self, model: PreTrainedModel) -> LoadedModels:
+    def load(self, model: PreTrainedModel, config: ModelConfig) -> LoadedModels:
         """Pack a model's weights and the draft's. Raises as a call does."""
-        config = config_of(model)
         how = replace(self.asked, device=self.device or str(model.device))
         if how.dtype == "auto":
             how = replace(how, dtype=str(model.dtype).removeprefix("torch."))
@@ -113,7 +114,9 @@ def speculative(
     for an unknown drafter."""
     drafting = drafting_named(drafter) if isinstance(drafter, str) else drafter
     place = None if draft is None else resolve(draft_of(draft))
-    asked = Loading(dtype, arithmetic, kv_dtype, overrides=DraftOverrides(capture, norm_feedback), draft_dtype=draft_dtype)
+    asked = Loading(
+        dtype, arithmetic, kv_dtype, overrides=DraftOverrides(capture, norm_feedback), draft_dtype=draft_dtype
+    )
     return Speculation(place, drafting, asked, device, engine or EngineConfig(), streamer)
 
 
@@ -128,14 +131,15 @@ class _Packed:
 
     def llm(self, model: PreTrainedModel, how: Speculation) -> LLM:
         """An engine over a model's present weights."""
-        state = state_of(model)
+        config = config_of(model)
+        check_parts(model)
+        state = config, state_of(model)
         if state != self._state:
             self.drop()
             self._state = state
-        check_parts(model)
         storage = how.draft, how.asked, how.device
         if storage not in self._models:
-            self._models[storage] = how.load(model)
+            self._models[storage] = how.load(model, config)
             give_back()
         name = storage, how.engine, how.drafting
         if name not in self._llms:
@@ -165,7 +169,10 @@ def _packed(model: PreTrainedModel) -> _Packed:
 class _Run:
     """One call: rows of a batch on their way through an engine."""
 
-    def __init__(self, llm: LLM, arguments: Arguments, input_ids: Tensor, streamer: BaseStreamer | None) -> None:
+    def __init__(
+        self, llm: LLM, arguments: Arguments, sampling: list[SamplingParams], input_ids: Tensor,
+        streamer: BaseStreamer | None,
+    ) -> None:  # fmt: skip
         first = 1 + max((name for name in llm.engine.sequences if isinstance(name, int)), default=-1)
         self._llm, self._criteria, self._streamer = llm, arguments.criteria, streamer
         self._prompt, self._rows = input_ids.cpu(), {first + i: list[int]() for i in range(len(input_ids))}
@@ -173,7 +180,7 @@ class _Run:
         self._ended: set[int] = set()  # by a criterion
         self._requests = [
             replace(llm.request(name, prompt, params), bad_word_ids=arguments.bad_words)
-            for name, prompt, params in zip(self._rows, arguments.prompts, arguments.sampling(), strict=True)
+            for name, prompt, params in zip(self._rows, arguments.prompts, sampling, strict=True)
         ]
         for request in self._requests:
             llm.engine.check(request)
