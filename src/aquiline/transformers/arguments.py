@@ -184,10 +184,6 @@ def _refuse_inputs(rest: Mapping[str, Any]) -> None:
     for name, value in rest.items():
         if name not in _PREPARED and value is not None:
             raise ValueError(f"{name}: is an argument of the model's forward, which does not run here; leave it out")
-    for name in ("cache", "past_key_values"):
-        cache = rest.get(name)
-        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-            raise ValueError(f"{name}: the engine has its own cache, which keeps what prompts share; leave it out")
 
 
 def _prompts(input_ids: Tensor, rest: Mapping[str, Any]) -> list[list[int]]:

@@ -212,21 +212,23 @@ class _Run:
 
 
 def _check_lost() -> None:
-    """`generate` takes a streamer and an assistant and hands neither to a callable; they are still in its frame.
+    """Look at what `generate` was given and does not hand on, or hands on like values of its own: its frame has it.
 
-    Raises ValueError for an assistant. Warns of a streamer and ends it, so that nobody waits for it."""
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    caller = None if frame is None else frame.f_back
-    while caller is not None and caller.f_code is not code:
-        caller = caller.f_back
-    if caller is None:
+    Raises ValueError for an assistant and for a cache of the caller's. Warns of a streamer and ends it, so that nobody
+    waits for it."""
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
         return
-    if caller.f_locals.get("assistant_model") is not None:
+    given = {**frame.f_locals["kwargs"], **frame.f_locals}
+    if given.get("assistant_model") is not None:
         raise ValueError("assistant_model: is another way to draft; leave it out")
-    streamer = caller.f_locals.get("streamer")
+    for name in ("cache", "past_key_values"):
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: the engine has its own cache, which keeps what prompts share; leave it out")
+    streamer = given.get("streamer")
     if streamer is not None:
-        warnings.warn(
-            "streamer: transformers does not hand it to custom_generate; pass speculative(streamer=...)", stacklevel=4
-        )
+        told = "streamer: transformers does not hand it to custom_generate; pass speculative(streamer=...)"
+        warnings.warn(told, stacklevel=4)
         streamer.end()
