@@ -20,7 +20,7 @@ from aquiline.errors import OutOfMemory
 from aquiline.models.counting import read_shape, shape_of
 from aquiline.models.files import Tensors
 from aquiline.models.gguf.tensors import GGUFTensors
-from aquiline.models.load import check_fits, read_model_config, read_target, target_entries
+from aquiline.models.load import check_fits, open_tensors, read_model_config, read_target, target_entries
 from aquiline.models.model_config import Experts
 from aquiline.models.model_weights import ModelWeights, MoeWeights
 from aquiline.models.parameters import OF_FILES
@@ -272,7 +272,7 @@ def memory_asked(checkpoints: dict[Path, str], monkeypatch: pytest.MonkeyPatch) 
         middle = (low + high) // 2
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=middle: type("Memory", (), {"available": free}))
         try:
-            check_fits(checkpoints)
+            check_fits({open_tensors(place): dtype for place, dtype in checkpoints.items()})
             high = middle
         except OutOfMemory:
             low = middle

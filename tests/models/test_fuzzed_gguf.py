@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aquiline.backends.torch.decoder import load_target
 from aquiline.errors import CheckpointError
 from aquiline.models.gguf.reader import read_gguf
-from aquiline.models.load import check_fits, read_model_config, read_target
+from aquiline.models.load import check_fits, open_tensors, read_model_config, read_target
 from aquiline.text.gguf_tokenizer import chat_template, special_tokens
 from aquiline.text.tokenizer import load_tokenizer
 from checkpoints import write_mxfp4, write_target
@@ -51,7 +51,7 @@ def assert_loads_or_is_refused(data: bytes, file: Path) -> None:
         load_tokenizer,
         lambda path: load_target(path, dtype="packed"),
         lambda path: load_target(path, dtype="bfloat16"),
-        lambda path: check_fits({path: "float32"}),
+        lambda path: check_fits({open_tensors(path): "float32"}),
     ):
         run: Callable[[Path], object] = use
         try:
@@ -112,7 +112,7 @@ def test_any_number_of_the_header_with_experts(data: st.DataObject, experts: byt
     for use in (
         lambda: read_target(file, dtype="packed"),
         lambda: read_target(file),
-        lambda: check_fits({file: "int8"}),
+        lambda: check_fits({open_tensors(file): "int8"}),
     ):
         try:
             use()

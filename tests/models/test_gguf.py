@@ -23,7 +23,7 @@ from aquiline.models.counting import read_shape
 from aquiline.models.draft_config import read_draft_config
 from aquiline.models.gguf.reader import Strings, read_gguf
 from aquiline.models.gguf.tensors import TYPES, GGUFTensors, hugging_face_name
-from aquiline.models.load import check_fits, read_model_config, resolve
+from aquiline.models.load import check_fits, open_tensors, read_model_config, resolve
 from aquiline.models.rope import rotary
 from aquiline.text.tokenizer import load_tokenizer
 from aquiline.train.attention import PackedAttention
@@ -285,7 +285,7 @@ def test_benchmarks_take_files(tmp_path: Path) -> None:
     own = read_shape(tmp_path / "hf")
     assert replace(shape, body=replace(shape.body, precision=own.body.precision)) == own
     assert shape.body.precision.name == "bfloat16"
-    check_fits(dict.fromkeys(files, "bfloat16"))
+    check_fits(dict.fromkeys(map(open_tensors, files), "bfloat16"))
     assert stored_dtype(files[1]) == "float32"
     converted = conversion("converted", "tests").converted
     made = [converted([file], "nothing", lambda directory: (directory / "x").touch() or None) for file in files]

@@ -92,7 +92,7 @@ class Engine:
             tokens=list(request.prompt_ids),
             order=next(self._orders),
             proposer=self._proposer(request),
-            bad_words=self.models.token_sequences(sampling.bad_words),
+            bad_words=(*self.models.token_sequences(sampling.bad_words), *request.bad_word_ids),
         )
         self.scheduler.add(sequence)
         self.sequences[request.id] = sequence
@@ -253,6 +253,7 @@ class Engine:
         for name, ids in (
             ("prompt token", request.prompt_ids), ("prediction token", request.prediction),
             ("logit_bias: token id", sampling.logit_bias), ("stop_token_ids: token id", sampling.stop_token_ids),
+            ("bad_word_ids: token id", tuple(itertools.chain(*request.bad_word_ids))),
         ):  # fmt: skip
             if ids and not 0 <= min(ids) <= max(ids) < models.vocab_size:
                 bad = next(t for t in ids if not 0 <= t < models.vocab_size)

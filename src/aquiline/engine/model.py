@@ -20,10 +20,11 @@ from aquiline.blocks import PACKED
 from aquiline.config import Environment, PairConfig, SamplingParams
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
 from aquiline.models.families import has_blocks
+from aquiline.models.files import TensorSource
 from aquiline.models.fingerprint import fingerprint
 from aquiline.models.formats import read_draft_weights
 from aquiline.models.known_pairs import checkpoints, draft_of
-from aquiline.models.load import check_fits, read_model_config, read_target, resolve
+from aquiline.models.load import check_fits, open_tensors, read_model_config, resolve, target_of
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.allocator import give_back
@@ -220,26 +221,36 @@ class ResolvedPair:
 
         Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for
         settings this machine does not have."""
-        how, overrides = self.how, self.asked.overrides
-        capture: tuple[int, ...] = ()
-        if self.draft is not None:
-            reading = read_draft(self.draft, read_model_config(self.target), overrides)
-            how = how.for_draft(reading.config) if self.asked.draft_dtype == "auto" else how
-            capture = () if reading.problems else reading.config.capture  # which read_draft_weights lists, tensors' too
-        check_fits({self.target: how.dtype} | ({} if self.draft is None else {self.draft: how.draft_dtype}))
-        target = read_target(self.target, dtype=how.dtype, capture=capture)
-        draft = None
-        if self.draft is not None:
-            draft = read_draft_weights(
-                self.draft, target, dtype=how.draft_dtype, capture=overrides.capture,
-                norm_feedback=overrides.norm_feedback,
-            )  # fmt: skip
+        how, config = self.how, read_model_config(self.target)
+        if self.draft is not None and self.asked.draft_dtype == "auto":
+            how = how.for_draft(read_draft(self.draft, config, how.overrides).config)
+        target, draft = read_pair(config, open_tensors(self.target), self.draft, how)
         with ThreadPoolExecutor(1) as beside:  # packing is the library's, and leaves the interpreter to the tokenizer
             tokenizer = beside.submit(load_tokenizer, self.target)
             models = from_weights(target, draft, None, how, self.environment)
         models = replace(models, tokenizer=tokenizer.result(), checkpoint=self.target)
         give_back()
         return models
+
+
+def read_pair(
+    config: ModelConfig, tensors: TensorSource, draft: Path | None, how: Loading
+) -> tuple[ModelWeights, DraftWeights | None]:
+    """The weights of a target, from its geometry and tensors, and of its draft, from a directory. `how` is settled.
+
+    Raises CheckpointError listing everything that is wrong or does not fit, and OutOfMemory."""
+    capture: tuple[int, ...] = ()
+    fitting = {tensors: how.dtype}
+    if draft is not None:
+        reading = read_draft(draft, config, how.overrides)
+        capture = () if reading.problems else reading.config.capture  # which read_draft_weights lists, tensors' too
+        fitting[open_tensors(draft)] = how.draft_dtype
+    check_fits(fitting)
+    target = target_of(config, tensors, dtype=how.dtype, capture=capture)
+    if draft is None:
+        return target, None
+    wanted, fed_back = how.overrides.capture, how.overrides.norm_feedback
+    return target, read_draft_weights(draft, target, dtype=how.draft_dtype, capture=wanted, norm_feedback=fed_back)
 
 
 def load_models(target: str | Path, draft: str | Path | None, how: Loading, environment: Environment) -> LoadedModels:

@@ -36,6 +36,7 @@ class Request:
     it has. cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output
     that the caller expects, which drafts may be copied from; it changes how fast the text comes and never the text.
     with_text False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
+    bad_word_ids: bad words as token ids, beside those of `sampling`, which are texts.
 
     Raises ValueError naming a field of a wrong type or out of range: the engine's thread serves all requests and checks
     no field again. Engine.check says whether a request fits the models."""
@@ -50,6 +51,7 @@ class Request:
     cache_salt: str | None = None
     prediction: tuple[int, ...] = ()
     with_text: bool = True
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

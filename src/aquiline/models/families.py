@@ -133,10 +133,16 @@ def read_model_config(path: str | Path) -> ModelConfig:
 
     Raises CheckpointError naming file, field, value and what is supported."""
     file = config_file(resolve(path))
-    raw = read_fields(file)
-    generation = file.with_name("generation_config.json")
-    extra = read_json(generation) if generation.exists() and not is_gguf(file) else {}
-    family = _family(raw, file)
+    raw, generation = read_fields(file), file.with_name("generation_config.json")
+    return model_config(raw, file, read_json(generation) if generation.exists() and not is_gguf(file) else {})
+
+
+def model_config(raw: Raw, file: Path, extra: Raw) -> ModelConfig:
+    """The ModelConfig of a target from the fields of its config and of its generation config (`extra`). `file`: what
+    errors name.
+
+    Raises CheckpointError naming file, field, value and what is supported."""
+    family, generation = _family(raw, file), file.with_name("generation_config.json")
     refuse_features(raw, file, FAMILIES[family])
     vocab_size = count(raw, file, "vocab_size")
     eos = (*token_ids(raw, file, EOS, vocab_size), *token_ids(extra, generation, EOS, vocab_size))

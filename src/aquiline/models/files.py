@@ -97,9 +97,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 class TensorSource(Protocol):
-    """The tensors of a checkpoint by Hugging Face's names: shapes without reading, contents one at a time.
+    """The tensors of a model by Hugging Face's names: shapes without reading, contents one at a time.
 
-    `path`: the directory or file that holds them. `readable`: the dtypes that `get` can return as floats."""
+    `path`: the directory or file that holds them, or else what errors name. `readable`: the dtypes that `get` can
+    return as floats."""
 
     path: Path
     readable: tuple[str, ...]

@@ -37,7 +37,7 @@ from aquiline.types import storage_dtype
 
 __all__ = [
     "check_fits", "layer_entries", "layer_weights", "open_tensors", "read_model_config", "read_target", "resolve",
-    "target_entries", "target_weights",
+    "target_entries", "target_of", "target_weights",
 ]  # fmt: skip
 
 
@@ -132,17 +132,22 @@ def read_target(checkpoint: Path, *, dtype: str = "bfloat16", capture: tuple[int
     Raises CheckpointError listing every missing, unexpected and mis-shaped tensor, or naming the broken file or the
     unsupported field; reading a weight raises it for tensors that are not finite or that float16 cannot hold. Raises
     ValueError for an unknown dtype or capture layers out of range."""
+    return target_of(read_model_config(checkpoint), open_tensors(checkpoint), dtype=dtype, capture=capture)
+
+
+def target_of(
+    config: ModelConfig, tensors: TensorSource, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()
+) -> ModelWeights:
+    """The weights of a target from its geometry and its tensors, wherever they are. The rest is as in `read_target`."""
     storage_dtype(dtype)
-    config = read_model_config(checkpoint)
     if list(capture) != sorted({i for i in capture if 0 <= i < config.num_layers}):
         raise ValueError(f"capture={capture}: name different layers of 0 .. {config.num_layers - 1}, ascending")
-    tensors = open_tensors(checkpoint)
     entries = target_entries(config, tensors)
 
     def is_ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
 
-    refuse(checkpoint, check_entries(tensors, entries, is_ignored))
+    refuse(tensors.path, check_entries(tensors, entries, is_ignored))
     _check_tied(config, tensors)
     return target_weights(config, Parameters(tensors, entries, dtype), capture)
 
@@ -180,20 +185,19 @@ def layer_weights(own: Parameters, name: str, config: ModelConfig, index: int) -
     return LayerWeights(attention, mlp, *norms, *others)
 
 
-def check_fits(checkpoints: Mapping[Path, str]) -> None:
-    """Raises OutOfMemory if the weights of these checkpoints, each in its dtype, do not fit into the free memory beside
-    the largest tensor, or the largest expert of stacked ones, which is there twice while it is packed."""
+def check_fits(sources: Mapping[TensorSource, str]) -> None:
+    """Raises OutOfMemory if the weights of these models, each in its dtype, do not fit into the free memory beside the
+    largest tensor, or the largest expert of stacked ones, which is there twice while it is packed."""
     wanted = largest = 0
-    for checkpoint, dtype in checkpoints.items():
-        tensors = open_tensors(checkpoint)
+    for tensors, dtype in sources.items():
         sizes = {name: _stored_bytes(tensors, name, dtype) for name in tensors.names}
-        wanted += checkpoint.stat().st_size if dtype == PACKED and is_gguf(checkpoint) else sum(sizes.values())
+        wanted += tensors.path.stat().st_size if dtype == PACKED and is_gguf(tensors.path) else sum(sizes.values())
         largest = max([largest, *(size // _num_parts(tensors, name) for name, size in sizes.items())])
     free = psutil.virtual_memory().available
     if wanted + largest > free:
-        kinds = " and ".join(dict.fromkeys(checkpoints.values()))
+        kinds = " and ".join(dict.fromkeys(sources.values()))
         raise OutOfMemory(
-            f"{', '.join(map(str, checkpoints))}: {wanted / 1e9:.2f} GB of weights as {kinds} take "
+            f"{', '.join(str(tensors.path) for tensors in sources)}: {wanted / 1e9:.2f} GB of weights as {kinds} take "
             f"{(wanted + largest) / 1e9:.2f} GB while they are packed, and {free / 1e9:.2f} GB are free; free memory "
             "or take a smaller model"
         )
