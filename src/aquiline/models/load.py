@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from aquiline.blocks import GGUF_BLOCKS, MXFP4, PACKED, Array
 from aquiline.errors import CheckpointError, OutOfMemory
@@ -33,6 +32,7 @@ from aquiline.models.gguf.tensors import GGUFTensors
 from aquiline.models.model_config import ModelConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.models.parameters import OF_FILES, Parameters
+from aquiline.ops.control_groups import free_memory
 from aquiline.types import storage_dtype
 
 __all__ = [
@@ -193,7 +193,7 @@ def check_fits(sources: Mapping[TensorSource, str]) -> None:
         sizes = {name: _stored_bytes(tensors, name, dtype) for name in tensors.names}
         wanted += tensors.path.stat().st_size if dtype == PACKED and is_gguf(tensors.path) else sum(sizes.values())
         largest = max([largest, *(size // _num_parts(tensors, name) for name, size in sizes.items())])
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if wanted + largest > free:
         kinds = " and ".join(dict.fromkeys(sources.values()))
         raise OutOfMemory(

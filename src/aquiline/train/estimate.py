@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
 from aquiline.models.counting import draft_shape, read_shape
 from aquiline.models.shape import STORAGES, AttentionShape, Dense, DraftShape, LayerShape, ModelShape, precision_of
+from aquiline.ops import control_groups
 from aquiline.train.attention import CHUNK
 from aquiline.train.distributed import World, alone
 from aquiline.train.features import bytes_per_token
@@ -286,7 +286,7 @@ def free_memory(device: str) -> int:
     """Free bytes of memory on a device."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return control_groups.free_memory()
 
 
 def _bytes(size: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 
 from aquiline.backends.base import Sizes
 from aquiline.backends.cpu import calls, native_weights
@@ -19,6 +18,7 @@ from aquiline.blocks import FLOATS, PACKED, Array
 from aquiline.config import Environment
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.ops.control_groups import free_memory
 from aquiline.ops.quantise import QUANTISED
 from aquiline.ops.threads import usable_cores
 from aquiline.spec.match_events import MatchEvents
@@ -139,7 +139,7 @@ class CpuPair:
 
     def free_bytes(self) -> int:
         """Free memory of this machine."""
-        return int(psutil.virtual_memory().available)
+        return free_memory()
 
     def system(self) -> dict[str, object]:
         """What runs: instruction set, threads, arithmetic."""

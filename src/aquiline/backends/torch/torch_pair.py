@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import psutil
 import torch
 
 from aquiline.backends.base import Backend, Sizes
@@ -13,6 +12,7 @@ from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.rounding import rounded
 from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.ops.control_groups import free_memory
 from aquiline.ops.quantise import LINEARS, QUANTISED
 from aquiline.spec.match_events import MatchEvents
 from aquiline.spec.text_index import SuffixIndex
@@ -73,7 +73,7 @@ class TorchPair:
     def free_bytes(self) -> int:
         """Free memory of the CUDA device; of this machine for every other device."""
         embed = self.decoder.embed
-        return int(torch.cuda.mem_get_info(embed.device)[0] if embed.is_cuda else psutil.virtual_memory().available)
+        return int(torch.cuda.mem_get_info(embed.device)[0] if embed.is_cuda else free_memory())
 
     def system(self) -> dict[str, object]:  # noqa: D102
         how: dict[str, object] = {"isa": "torch", "threads": torch.get_num_threads(), "device": self.device}

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from aquiline.backends.cpu import calls
 from aquiline.backends.cpu.native_pair import configure, missing_reason
@@ -26,6 +25,7 @@ from aquiline.backends.cpu.native_weights import has_bf16_dot
 from aquiline.blocks import FLOATS
 from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
+from aquiline.ops.control_groups import free_memory
 from aquiline.ops.threads import usable_cores
 from aquiline.types import Float32
 
@@ -112,7 +112,7 @@ def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECON
 
 def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
     """The best rate of any call; each call processes `amount`. Measures for `seconds`, and up to four times as long
-    while the rate still rises.
+    while the rate still rises; then each way has been called once at least.
 
     Each way makes all its calls before the next way's turn: the worker threads of numpy and of the native library spin
     for a moment after a call and would slow the other's next call."""
@@ -123,6 +123,8 @@ def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
         for name, each in ways.items():
             for call in each:
                 began = time.perf_counter()
+                if began > limit and best[name] < math.inf:
+                    break
                 call()
                 ended = time.perf_counter()
                 if ended - began < 0.98 * min(best.values()):
@@ -151,7 +153,7 @@ def last_level_cache() -> int | None:
 
 def _pieces() -> list[Float32]:
     """Buffers that no cache holds together, small enough for calls of a fraction of a millisecond."""
-    total = min(max(STREAM_BYTES, 4 * (last_level_cache() or 0)), psutil.virtual_memory().available // 4)
+    total = min(max(STREAM_BYTES, 4 * (last_level_cache() or 0)), free_memory() // 4)
     return [np.ones((total // NUM_PIECES // 4 // WIDTH, WIDTH), np.float32) for _ in range(NUM_PIECES)]
 
 
