@@ -37,7 +37,7 @@ WAITS = (
     "aquiline.serve.server.serve",
     "aquiline.train.trainer.train", "aquiline.train.estimate.measure_rate", "aquiline.bench.data.datasets.fetch",
     "aquiline.bench.theory.ceilings.measured_once", "huggingface_hub.hf_hub_download",
-    "aquiline.bench.peers.comparison.conversion",
+    "aquiline.bench.peers.comparison.conversion", "aquiline.doctor.examination.examine",
 )  # fmt: skip
 """Where an example has shown that it runs: what is called then takes long, or needs a network."""
 

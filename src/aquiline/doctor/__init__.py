@@ -1,0 +1,1 @@
+"""What an installation has, what would run on it, and what is wrong with it."""
