@@ -36,6 +36,9 @@ class Server:
     made: int | None = None  # None: as many as asked for
     read_more: int = 0
     breaks_off: bool = False
+    refuses: str | None = None  # a field that it does not know
+    counts: list[float] | None = None  # drafts, drafted and accepted tokens; None: it has no /metrics
+    counts_more: tuple[float, float, float] = (0, 0, 0)  # for each request
     tail: bytes = b"data: [DONE]\n\n"
     asked: list[dict[str, Any]] = field(default_factory=list)
 
@@ -53,6 +56,15 @@ class Server:
             yield b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
         yield self.tail
 
+    def metrics(self) -> str:
+        """Figures as vLLM's server tells them, of two engines."""
+        lines = ["# HELP vllm:spec_decode_num_drafts_total Drafts.", "vllm:spec_decode_num_drafts_created 1.7e9"]
+        lines.append('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 7.0')
+        for name, value in zip(("drafts", "draft_tokens", "accepted_tokens"), self.counts or (), strict=False):
+            for engine in (0, 1):
+                lines.append(f'vllm:spec_decode_num_{name}_total{{engine="{engine}",model_name="m n"}} {value / 2}')
+        return "\n".join(lines) + "\n"
+
 
 @pytest.fixture
 def server() -> Iterator[Server]:
@@ -62,6 +74,9 @@ def server() -> Iterator[Server]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.reply(200 if state.counts else 404, state.metrics().encode())
+                return
             assert self.path == "/v1/models"
             found = state.models is not None
             self.reply(200 if found else 404, {"data": [{"id": name} for name in state.models or ()]})
@@ -69,6 +84,10 @@ def server() -> Iterator[Server]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.asked.append(asked)
+            if state.refuses in asked:
+                self.reply(400, {"error": f"{state.refuses}: Extra inputs are not permitted"})
+                return
+            state.counts = state.counts and [a + b for a, b in zip(state.counts, state.counts_more, strict=True)]
             if state.status != 200 or self.path != "/v1/completions":
                 self.reply(state.status, {"error": {"message": "no such\n model"}})
                 return
@@ -86,8 +105,8 @@ def server() -> Iterator[Server]:
                 time.sleep(GAP_S)
             self.wfile.write(b"0\r\n\r\n")
 
-        def reply(self, status: int, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
+        def reply(self, status: int, body: dict[str, Any] | bytes) -> None:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -140,6 +159,30 @@ def test_a_server_without_ids_tells_its_text(server: Server) -> None:
 def test_a_server_without_a_list_of_models_may_still_have_it(server: Server) -> None:
     server.models = None
     assert peer_of(server).generate([PROMPT], 2, 0.0)[0].num_tokens == 2
+
+
+def test_a_server_that_refuses_a_wish_is_asked_without_it(server: Server) -> None:
+    """TensorRT-LLM takes no field that it does not know, and says which one."""
+    server.refuses, server.tells_ids = "return_token_ids", False
+    peer = peer_of(server)
+    assert [peer.generate([PROMPT], 4, 0.0)[0].num_tokens for _ in range(2)] == [4, 4]
+    assert ["return_token_ids" in asked for asked in server.asked] == [True, False, False]
+    server.refuses = "ignore_eos"
+    with pytest.raises(ValueError, match=r"answered 400: .*ignore_eos: Extra inputs"):
+        peer.generate([PROMPT], 4, 0.0)
+
+
+def test_steps_are_those_that_the_servers_counters_say(server: Server) -> None:
+    server.counts, server.counts_more = [1e6, 3e6, 2e6], (4, 12, 5)
+    (output,) = peer_of(server).generate([PROMPT], 10, 0.0)
+    assert (output.num_steps, output.num_draft_tokens) == (4, 12), "9 tokens: 5 accepted, and one of each step"
+    server.counts_more = (4, 12, 2)
+    (output,) = peer_of(server).generate([PROMPT], 10, 0.0)
+    assert output.num_steps == 7, "three steps went without a draft"
+    run = peer_of(server).generate([PROMPT] * 3, 10, 0.0)
+    assert sum(o.num_steps for o in run) == 21 and sum(o.num_draft_tokens for o in run) == 36
+    server.counts_more = (0, 0, 0)
+    assert peer_of(server).generate([PROMPT], 10, 0.0)[0].num_steps == 0, "it drafts nothing"
 
 
 def refused(server: Server, **answers: object) -> str:

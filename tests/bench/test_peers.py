@@ -73,6 +73,7 @@ def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
         ("llamacpp:q8_0:noflash", PeerSpec("llamacpp", "int8", flags=("noflash",))),
         ("llamacpp:packed:eagle=2:noflash", PeerSpec("llamacpp", "packed", "eagle", 2, flags=("noflash",))),
         ("openai:http://h:8000/v1#a/b", PeerSpec("openai", where="http://h:8000/v1#a/b")),
+        ("openai:eagle=3:http://h:8000/v1#a", PeerSpec("openai", None, "eagle", 3, where="http://h:8000/v1#a")),
     ],
 )
 def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> None:
@@ -105,8 +106,11 @@ def test_peers_are_named_by_kind_and_options(text: str, expected: PeerSpec) -> N
         ("openvino:lookup:eagle", "choose one"),
         ("openvino:lookup=0", "lookup takes K, of 1 to 16"),
         ("openvino:lookup=x", "lookup takes K, of 1 to 16"),
-        ("openai:localhost:8000#m", "must be openai:http://HOST:PORT/v1#MODEL"),
-        ("openai:http://h/v1", "must be openai:http://HOST:PORT/v1#MODEL"),
+        ("openai:localhost:8000#m", "must be openai:[eagle=K:]http://HOST:PORT/v1#MODEL, K from 1 to 16"),
+        ("openai:http://h/v1", "must be openai:"),
+        ("openai:eagle=17:http://h/v1#m", "must be openai:"),
+        ("openai:eagle=0:http://h/v1#m", "must be openai:"),
+        ("openai:eagle:http://h/v1#m", "must be openai:"),
     ],
 )
 def test_a_peer_that_cannot_be_is_refused_by_name(text: str, named: str) -> None:
@@ -147,6 +151,8 @@ def test_a_model_that_is_ours_on_some_prompts_alone_is_another(target: Path, tmp
 
 
 def test_a_label_shows_options_but_no_paths() -> None:
+    assert parse_peer("openai:eagle=2:http://h:1/v1#m").label == "openai eagle=2 http://h:1/v1#m"
+    assert not parse_peer("openai:eagle=2:http://h/v1#m").obstacle(has_draft=False, batch=8), "the server has its own"
     assert parse_peer("openvino:/home/me/exported:bf16").label == "openvino exported bf16"
     assert "/home" not in parse_peer("openvino:/home/me/exported").model
     assert len({parse_peer(name).label for name in (*ALL_PEERS, *PACKED_PEERS)}) == len(ALL_PEERS) + len(PACKED_PEERS)

@@ -31,6 +31,7 @@ RESULTS = {
     "results": OWN,
     "results-of-last-week": OWN,
     "results-of-another-engine": ("peers/bundled/llamacpp-eagle=3.json",),
+    "compared": ("peers/bundled/llamacpp-eagle=3.json", "peers/bundled/aquiline-chain-3.json"),
 }
 WAITS = (
     "aquiline.engine.model.ResolvedPair.load",

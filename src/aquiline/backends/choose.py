@@ -47,7 +47,11 @@ def new_pair(
             "and then aquiline again, or pip install 'aquiline[torch]', which runs without it, slower"
         ) from None
     if device == "cpu":
-        logger.warning("native CPU library not used (%s): torch runs, slower, and trees are not bit-exact", reason)
+        logger.warning(
+            "native CPU library not used (%s): torch runs, slower, and trees are not bit-exact; "
+            "`aquiline doctor` says what helps",
+            reason,
+        )
     if arithmetic in ("bfloat16", "int8"):
         raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
     if arithmetic not in ("auto", "float32"):

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from aquiline.cli.fields import with_options
-from aquiline.cli.options import AsJson
+from aquiline.cli.options import AsJson, wide_console
 from aquiline.settings import setting
 
 EXAMPLES = """
@@ -24,6 +24,8 @@ Examples:
   aquiline gate results/ --set cpu-micro-greedy.min_speedup=1.3 --json
 
   aquiline gate results/ --parity results-of-another-engine/
+
+  aquiline gate compared/ --over-peers 1.0
 """
 
 
@@ -38,6 +40,11 @@ class GateChoice:
     parity: Path | None = setting(
         None, "Another engine's results of the same work; tau must be as near as max_tau_gap."
     )
+    over_peers: float | None = setting(
+        None, "Of results of `aquiline compare --out`: ours at least so many times as fast as each other engine's; "
+        "pass, fail or not decided. Gates are not asked.",
+    )  # fmt: skip
+    peer_tau_gap: float = setting(0.1, "With --over-peers: how far tau may be from an engine's that drafts as much.")
     state: Path | None = setting(None, "File of green streaks. Default: ~/.cache/aquiline/gates.json.")
 
 
@@ -53,8 +60,11 @@ def gate(
     A gate is asked if DIR has results of its model in its profile; one that then finds none of its own fails. Full
     gates open after three green micro runs in a row, each in a directory of its own, at one commit on one device.
 
-    Exits with 0 if all is green, with 1 if a gate is red, with 2 if results were refused or no gate was asked.
+    Exits with 0 if all is green, with 1 if a gate is red, with 2 if results were refused or no gate was asked. With
+    --over-peers: 0 if every limit is passed, 1 if one is failed, 2 if one is not decided.
     """
+    if choice.over_peers is not None:
+        raise typer.Exit(_beside_peers(directory, choice.over_peers, choice.peer_tau_gap, as_json))
     from aquiline.bench.gates.rules import BUILT_IN, override, read_gates
     from aquiline.bench.gates.streaks import Streaks
     from aquiline.bench.gates.verdicts import ask
@@ -70,6 +80,25 @@ def gate(
     else:
         show_report(report, rules, results)
     raise typer.Exit(report.exit_code)
+
+
+def _beside_peers(directory: Path, least: float, most_gap: float, as_json: bool) -> int:
+    """Print the verdict beside every other engine's setting; returns the exit code."""
+    from aquiline.bench.gates.beside import VERDICTS, beside_peers
+    from aquiline.bench.results.result import read_results
+    from aquiline.bench.tables import Table
+
+    checks = beside_peers(read_results(directory), least, most_gap)
+    code = max(checks, key=lambda check: (0, 2, 1)[VERDICTS.index(check.verdict)])
+    exit_code = VERDICTS.index(code.verdict)
+    if as_json:
+        print(json.dumps({"exit_code": exit_code, "checks": [asdict(check) for check in checks]}))
+        return exit_code
+    rows = [[c.theirs, c.ours, c.limit, c.measured, c.verdict, c.why] for c in checks]
+    marked = frozenset(number for number, check in enumerate(checks) if check.verdict == "fail")
+    columns = ("their setting", "ours", "limit", "measured", "verdict", "because")
+    wide_console().print(Table(columns, rows, "ours beside other engines", marked=marked).console())
+    return exit_code
 
 
 gate.__doc__ = f"{inspect.getdoc(gate)}\n{EXAMPLES}"

@@ -120,7 +120,7 @@ class Other:
             "scenario": asdict(scenario) | {"repeated_share": mean([repeated_share(o.token_ids) for o in first])},
             "setting": {
                 "name": spec.label,
-                "drafter": "other" if spec.is_speculative else "none",
+                "drafter": "other" if spec.is_speculative or any(o.num_draft_tokens for o in self.outputs) else "none",
                 "num_spec_tokens": spec.num_spec_tokens,
             },
             "engine": spec.kind,

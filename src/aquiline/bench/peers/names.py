@@ -129,7 +129,7 @@ class PeerSpec:
 
     def obstacle(self, has_draft: bool, batch: int) -> str:
         """Why the peer cannot run without a draft or with several prompts together; empty if it can."""
-        if self.drafter == "eagle" and not has_draft:
+        if self.drafter == "eagle" and not has_draft and self.kind != "openai":
             return "drafts with an EAGLE-3 head and none is given; pass --draft"
         is_single = self.is_speculative if self.kind == "transformers" else self.kind == "llamacpp" and self.is_served
         return f"runs one prompt at a time here; {batch} given" if batch > 1 and is_single else ""
@@ -165,15 +165,20 @@ def parse_peer(text: str) -> PeerSpec:
     """A peer from its name: `openai:http://HOST:PORT/v1#MODEL`, or `transformers`, `openvino` or `llamacpp` with
     options after colons: a dtype, a way to draft with or without its SIZES, flags, and for openvino a directory.
 
+    `openai:eagle=K:http://...` says that the server drafts K tokens a step with an EAGLE-3 head.
+
     Raises ValueError naming what is wrong and what is known."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise ValueError(f"peer={text!r}: must begin with one of {', '.join(KINDS)}")
     if kind == "openai":
-        address, _, model = rest.partition("#")
-        if not address.startswith(("http://", "https://")) or not model:
-            raise ValueError(f"peer={text!r}: must be openai:http://HOST:PORT/v1#MODEL")
-        return PeerSpec(kind, where=rest, label=f"openai {rest}")
+        found = re.fullmatch(r"(?:eagle=(\d{1,2}):)?(https?://[^#]+#.+)", rest)
+        length = int(found[1]) if found and found[1] else None
+        if not found or (length is not None and not 1 <= length <= MAX_CHAIN):
+            form = f"openai:[eagle=K:]http://HOST:PORT/v1#MODEL, K from 1 to {MAX_CHAIN}"
+            raise ValueError(f"peer={text!r}: must be {form}")
+        label = f"openai {rest.replace(':', ' ', 1) if length else rest}"
+        return PeerSpec(kind, drafter="eagle" if length else None, num_spec_tokens=length, where=found[2], label=label)
     options = [part for part in rest.split(":") if part]
     fields: dict[str, Any] = {}
     for option in options:

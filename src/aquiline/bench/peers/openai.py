@@ -7,9 +7,11 @@ is detected by its own usage counts and refused.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from typing import Any
@@ -36,6 +38,7 @@ class OpenAiPeer:
     def __init__(self, spec: PeerSpec) -> None:
         assert spec.where is not None
         self.address, _, self.model = spec.where.partition("#")
+        self._wishes: dict[str, object] = {"return_token_ids": True}
         with self._request("/models") as response:
             self.server = response.headers.get("Server", "unknown")
             try:
@@ -46,10 +49,21 @@ class OpenAiPeer:
             raise self._error(f"has no model {self.model!r}; it has {', '.join(map(str, names))}")
 
     def generate(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[PeerOutput]:
-        """Continue prompts, each by a request of its own, all at once."""
+        """Continue prompts, each by a request of its own, all at once. Steps are known where the server counts drafts
+        under vLLM's names; it must then serve nobody else meanwhile."""
+        before = self._counts()
         with ThreadPoolExecutor(len(prompts)) as pool:
             jobs = [pool.submit(self._continue, prompt, new_tokens, temperature) for prompt in prompts]
-            return [job.result() for job in jobs]
+            outputs = [job.result() for job in jobs]
+        drafts, drafted, accepted = (now - then for now, then in zip(self._counts(), before, strict=True))
+        if drafts <= 0:
+            return outputs
+        # A step adds one token to those it accepted, and the last one may be cut; a step may also go without a draft.
+        steps = max(drafts, sum(output.num_tokens - 1 for output in outputs) - accepted)
+        return [
+            replace(output, num_steps=_share(steps, i, len(outputs)), num_draft_tokens=_share(drafted, i, len(outputs)))
+            for i, output in enumerate(outputs)
+        ]
 
     def system(self) -> dict[str, object]:
         """The server's own header and the model's name."""
@@ -61,15 +75,14 @@ class OpenAiPeer:
     def _continue(self, prompt: list[int], new_tokens: int, temperature: float) -> PeerOutput:
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": new_tokens, "min_tokens": new_tokens,
-            "ignore_eos": True, "temperature": temperature, "stream": True, "return_token_ids": True,
-            "stream_options": {"include_usage": True},
+            "ignore_eos": True, "temperature": temperature, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         arrivals_ms: list[float] = []
         token_ids: list[int] = []
         texts: list[str] = []
         usage: dict[str, int] = {}
         began = time.perf_counter()
-        for chunk in self._events(self._request("/completions", body)):
+        for chunk in self._events(self._answer(body)):
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices", ()):
                 ids, text = choice.get("token_ids") or [], choice.get("text") or ""
@@ -85,6 +98,31 @@ class OpenAiPeer:
         if made != new_tokens:
             raise self._error(f"made {made} tokens, {new_tokens} were asked for; it must honour ignore_eos")
         return PeerOutput(made, arrivals_ms[0], arrivals_ms[-1], token_ids, text="".join(texts))
+
+    def _answer(self, body: dict[str, object]) -> HTTPResponse | HTTPError:
+        """The response to a request. TensorRT-LLM refuses fields that it does not know: it is asked again without the
+        wish for token ids, now and from then on."""
+        try:
+            return self._request("/completions", body | self._wishes)
+        except ValueError as error:
+            if not any(wish in str(error) for wish in self._wishes):
+                raise
+        self._wishes = {}
+        return self._request("/completions", body)
+
+    def _counts(self) -> list[int]:
+        """Drafts, drafted tokens and accepted tokens so far, as the server's /metrics counts them; zeros if it does
+        not."""
+        try:
+            with request_json(self.address.rstrip("/").removesuffix("/v1") + "/metrics") as response:
+                text = response.read().decode(errors="replace")
+        except (OSError, HTTPException):
+            return [0, 0, 0]
+        forms = [
+            rf"^vllm:spec_decode_num_{name}(?:_total)?(?:\{{.*\}})? ([0-9.e+]+)$"
+            for name in ("drafts", "draft_tokens", "accepted_tokens")
+        ]
+        return [int(sum(map(float, re.findall(form, text, re.MULTILINE)))) for form in forms]
 
     def _events(self, response: HTTPResponse | HTTPError) -> Iterator[dict[str, Any]]:
         """The JSON objects of a stream of server-sent events, up to [DONE]."""
@@ -127,3 +165,8 @@ class OpenAiPeer:
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"peer openai:{self.address}#{self.model}: the server {what}")
+
+
+def _share(total: int, index: int, count: int) -> int:
+    """The part of a sum that one of `count` outputs stands for; the parts add up to it."""
+    return total // count + (index < total % count)
