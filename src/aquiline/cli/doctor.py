@@ -74,7 +74,7 @@ def _lines(found: Examination) -> Iterator[tuple[str, str]]:
     for extra, lacking in LACKING.items():
         missing = [package.name for package in has.packages if package.extra == extra and package.version is None]
         yield f"[{extra}]", f"{', '.join(missing) or 'nothing'} missing; for {lacking}"
-    yield "runs", f"{course.backend} ({course.reason}), {course.threads} threads ({course.threads_reason})"
+    yield "runs", f"{course.backend} ({course.reason}), threads: {course.threads}, {course.threads_reason}"
     arithmetic = ", ".join(f"{arithmetic} over {storage}" for storage, arithmetic in course.arithmetics.items())
     yield "arithmetic", f"{arithmetic} weights"
     when = "" if course.share == 1 else f"; while the quota lets threads run, {course.share:.0%} of the time"

@@ -15,8 +15,8 @@ class Contest:
     """The peers by name, () for all, and their work. Every setting also runs once to warm up."""
 
     peer: tuple[str, ...] = setting(
-        (), "transformers, openvino, llamacpp with options after colons, or openai:URL#MODEL. Default: every setting "
-        "of the three."
+        (), "transformers, openvino, llamacpp with options after colons, or openai:URL#MODEL, with eagle=K: "
+        "before the URL for a server that drafts K tokens. Default: every setting of the three."
     )  # fmt: skip
     random_weights: str | None = setting(
         None, "llama-230m, llama-494m, llama-32m or a config.json: a target of random weights, and no draft."

@@ -172,13 +172,13 @@ def parse_peer(text: str) -> PeerSpec:
     if kind not in KINDS:
         raise ValueError(f"peer={text!r}: must begin with one of {', '.join(KINDS)}")
     if kind == "openai":
-        found = re.fullmatch(r"(?:eagle=(\d{1,2}):)?(https?://[^#]+#.+)", rest)
-        length = int(found[1]) if found and found[1] else None
-        if not found or (length is not None and not 1 <= length <= MAX_CHAIN):
+        address = re.fullmatch(r"(?:eagle=(\d{1,2}):)?(https?://[^#]+#.+)", rest)
+        length = int(address[1]) if address and address[1] else None
+        if not address or (length is not None and not 1 <= length <= MAX_CHAIN):
             form = f"openai:[eagle=K:]http://HOST:PORT/v1#MODEL, K from 1 to {MAX_CHAIN}"
             raise ValueError(f"peer={text!r}: must be {form}")
-        label = f"openai {rest.replace(':', ' ', 1) if length else rest}"
-        return PeerSpec(kind, drafter="eagle" if length else None, num_spec_tokens=length, where=found[2], label=label)
+        label, drafter = f"openai {rest.replace(':', ' ', 1) if length else rest}", "eagle" if length else None
+        return PeerSpec(kind, drafter=drafter, num_spec_tokens=length, where=address[2], label=label)
     options = [part for part in rest.split(":") if part]
     fields: dict[str, Any] = {}
     for option in options:
