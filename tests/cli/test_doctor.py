@@ -18,6 +18,7 @@ from aquiline.bench.theory.measure import Measurement, Rate
 from aquiline.cli.main import app
 from aquiline.doctor import examination
 from aquiline.doctor.findings import SEVERITIES
+from aquiline.models.known_pairs import PAIRS, KnownPair, Packaged
 from aquiline.ops.threads import usable_cores
 
 RUN = "from aquiline.cli.main import app; app()"
@@ -72,9 +73,19 @@ def test_a_small_memory_holds_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aquiline.doctor.facts.free_memory", lambda root: 20 << 20)
     done = run()
     assert done.exit_code == 2 and "it does not run (exit code 2" in done.stdout.splitlines()[-1]
-    assert "error: bundled: 0.04 GB of weights and their pages do not fit what is free" in done.stdout
+    assert "error: bundled: 0.04 GB of weights and pages do not fit what is free" in done.stdout
     for name in ("CPU", "cores", "memory", "library", "torch", "[serve]", "runs", "reads", "multiplies", "bundled"):
         assert any(line.startswith(name) for line in done.stdout.splitlines()), name
+
+
+@pytest.mark.usefixtures("known_rates")
+def test_a_pair_that_cannot_be_read_is_told_and_the_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Packaged("numpy==0.1", "numpy", "no.gguf", num_bytes=1, fingerprint="")
+    monkeypatch.setitem(PAIRS, "smollm2", KnownPair(other, Path("a"), Path("b"), Path("c")))
+    done = run("--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 2 and list(found["pairs"]) == ["bundled"]
+    assert "is installed, and numpy==0.1 is needed: no.gguf is missing" in found["findings"][0]["what"]
 
 
 @pytest.mark.usefixtures("known_rates")

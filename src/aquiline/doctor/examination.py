@@ -17,6 +17,7 @@ from aquiline.blocks import PACKED, is_packed
 from aquiline.config import EngineConfig, Environment
 from aquiline.doctor.facts import Facts, read_facts
 from aquiline.doctor.findings import SEVERITIES, Finding, findings_of
+from aquiline.errors import CheckpointError
 from aquiline.models.counting import read_shape
 from aquiline.models.known_pairs import PAIRS
 
@@ -70,11 +71,15 @@ def examine(on_stage: Callable[[str], None]) -> Examination:
         configure(Environment(facts.isa, facts.num_threads))
     machine = Machine(facts.cpu, course.threads, facts.library.isa if facts.is_native else "torch")
     rates = measure_ceilings(machine, lambda stage: on_stage(f"measuring: {stage}"), SECONDS)
-    pairs = {name: _fits(name, facts, course, rates) for name, pair in PAIRS.items() if pair.is_here}
-    findings = findings_of(facts)
-    for name, found in pairs.items():
-        if not found["contexts"][0]["num_sequences"]:
-            what = f"{name}: {found['weight_bytes'] / GIGA:.2f} GB of weights and their pages do not fit what is free"
+    pairs, findings = dict[str, dict[str, Any]](), findings_of(facts)
+    for name in [name for name, pair in PAIRS.items() if pair.is_here]:
+        try:
+            pairs[name] = _fits(name, facts, course, rates)
+        except CheckpointError as error:
+            findings.insert(0, Finding("error", f"{name}: {error}", "or name another pair, such as --target bundled"))
+            continue
+        if not pairs[name]["contexts"][0]["num_sequences"]:
+            what = f"{name}: {pairs[name]['weight_bytes'] / GIGA:.2f} GB of weights and pages do not fit what is free"
             findings.insert(0, Finding("error", what, "free memory, or take a machine with more"))
     return Examination(facts, course, rates, pairs, tuple(findings), time.perf_counter() - began)
 
