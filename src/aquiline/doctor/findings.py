@@ -36,7 +36,7 @@ def findings_of(facts: Facts) -> list[Finding]:
 def _backend(facts: Facts) -> Iterator[Finding]:
     """Whether what should run pairs does, or something else, or nothing."""
     compiling = "" if facts.compiler else "install a C++17 compiler (apt-get install g++, or Xcode's tools), then "
-    rebuild = f"{compiling}pip install --force-reinstall --no-deps aquiline, or pip install . in its checkout"
+    rebuild = f"{compiling}pip install --force-reinstall --no-deps . in aquiline's checkout"
     problem = facts.library.problem
     if facts.environment_problem is not None:
         yield Finding("error", facts.environment_problem, "mend or unset it; its default stands for it here")
