@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,37 @@ def check_place(path: Path | None, is_folder: bool = False) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OSError(f"{path}: {folder} is no folder that can be written; make it, or name another place")
+
+
+def check_new(path: Path, force: bool) -> None:
+    """Refuse a place where something is already, unless it may be replaced, or where nothing can be written. Raises
+    OSError naming it."""
+    if path.exists() and not force:
+        raise OSError(f"{path}: exists and is left alone; pass --force to replace it, or name another place")
+    check_place(path, is_folder=path.is_dir())
+
+
+@contextmanager
+def placing(path: Path, is_folder: bool = False) -> Iterator[Path]:
+    """A temporary file or folder beside `path`, which takes its name when the block ends without an error and is removed
+    otherwise. Into a folder that exists its files are moved, one rename each. Raises OSError."""
+    part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        with writing(path, "What was there is unchanged"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if is_folder:
+                part.mkdir()
+            yield part
+        if not path.is_dir():
+            part.replace(path)
+            return
+        for file in sorted(part.iterdir(), reverse=True):  # weights before the config that describes them
+            file.replace(path / file.name)
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)
 
 
 @contextmanager

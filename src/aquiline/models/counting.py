@@ -29,7 +29,7 @@ from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, texts
 from aquiline.models.known_pairs import draft_of, target_of
 from aquiline.models.model_config import DraftConfig, ModelConfig
-from aquiline.models.producers import LAYER_IDS, find_format, is_windowed, read_draft_fields
+from aquiline.models.producers import find_format, is_windowed, read_draft_fields
 from aquiline.models.shape import (
     AttentionShape,
     BodyShape,
@@ -104,7 +104,7 @@ def read_draft_shape(draft: str | Path, target: ModelShape) -> DraftShape:
     if not isinstance(ids, list | tuple):
         raise CheckpointError(f"{file}: {LAYER_IDS}={ids!r} must be a list of layer numbers")
     has_norm = any(flag(eagle, file, name) for name in FC_NORM_FLAGS)
-    window = count(raw, file, "sliding_window") if is_windowed(raw, find_format(outer, file), file) else 0
+    window = count(raw, file, "sliding_window") if is_windowed(raw, find_format(outer, file)[0], file) else 0
     attention = _attention(raw, file, UNKNOWN, inputs=2 * hidden, window=window)
     layer = LayerShape(attention, Dense(hidden, count(raw, file, "intermediate_size")))
     draft_vocab = count(outer, file, "draft_vocab_size", vocab)

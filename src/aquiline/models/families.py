@@ -14,6 +14,7 @@ from typing import Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.files import is_gguf, read_json, resolve
+from aquiline.models.gguf.draft import is_draft_file
 from aquiline.models.gguf.metadata import config_fields
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import MAX_EXPERTS, MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids
@@ -124,6 +125,12 @@ family's."""
 _SWIGLU_ALPHA = 1.702
 _ACTIVATIONS = {"geglu": ("hidden_activation", "gelu_pytorch_tanh")}
 """The field that names a family's activation, and the one value that runs, where these are not hidden_act and silu."""
+_NO_TARGET = (
+    "this is no target: it is an EAGLE-3 draft ({}); name it as the draft, and as the target the model that it was "
+    "trained for"
+)
+_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Fields in which models of several kinds of input have their text model's config."""
 _ABSENT = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -166,13 +173,13 @@ def read_fields(file: Path) -> Raw:
     Raises CheckpointError for a file that is missing or broken, for metadata that are not supported, and for a draft
     where a target is wanted."""
     if is_gguf(file):
-        return config_fields(read_gguf(file))
+        gguf = read_gguf(file)
+        if is_draft_file(gguf):
+            raise CheckpointError(f"{file}: {_NO_TARGET.format('general.architecture=eagle3')}")
+        return config_fields(gguf)
     raw = read_json(file)
     if (mark := draft_mark(raw)) is not None:
-        raise CheckpointError(
-            f"{file}: this is no target: it is an EAGLE-3 draft ({mark}); name it as the draft, and as the target the "
-            "model that it was trained for"
-        )
+        raise CheckpointError(f"{file}: {_NO_TARGET.format(mark)}")
     return raw
 
 
@@ -297,6 +304,12 @@ def refuse_features(raw: Raw, file: Path, kind: Family | None = None) -> None:
 def _family(raw: Raw, file: Path) -> str:
     family, architectures = raw.get("model_type"), texts(raw, file, "architectures")
     supported = ", ".join(kind.architecture for kind in FAMILIES.values() if kind.architecture)
+    for name in _INNER:
+        if isinstance(raw.get(name), dict):
+            raise CheckpointError(
+                f"{file}: {name} holds the text model (model_type={raw[name].get('model_type')!r}) of {family!r}; "
+                f"supported are checkpoints of a text model alone, {supported}: save its config and weights by themselves"
+            )
     if not isinstance(family, str) or not FAMILIES.get(family, UNKNOWN).architecture:
         raise CheckpointError(
             f"{file}: model_type={family!r}, architectures={architectures!r}; supported are {supported}"

@@ -141,6 +141,12 @@ class Tensors:
             for name in handle.keys():  # noqa: SIM118
                 self._handles[name] = handle
 
+    @property
+    def metadata(self) -> dict[str, str] | None:
+        """What the first safetensors file says beside its tensors; None without any."""
+        handle = next(iter(self._handles.values()), None)
+        return None if handle is None else handle.metadata()
+
     def _files(self) -> list[Path]:
         single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
         if index.exists():

@@ -1,6 +1,7 @@
-"""Draft heads in and out of checkpoints: read (SafeAILab, SpecForge, speculators), save (SpecForge).
+"""Draft heads in and out of checkpoints: read in any format of producers.py, saved in our own.
 
-`draft_config.py` reads what a checkpoint says it is; here its tensors become DraftWeights. Nothing falls back to
+`draft_config.py` reads what a checkpoint says it is; here its tensors become DraftWeights. `convert.py` writes other
+formats. Nothing falls back to
 random, zeros or identity: a head, an embedding or a vocabulary that is absent comes from the target by a rule, or is an
 error.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,23 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from aquiline.blocks import Array, Parts, Weight, floats_of
-from aquiline.models.draft_config import DraftOverrides, read_draft, read_draft_config
-from aquiline.models.files import ROWS, Entry, Tensors, check_entries, refuse, resolve
+from aquiline.models.draft_config import DraftOverrides, DraftReading, read_draft, read_draft_config
+from aquiline.models.draft_fields import draft_fields
+from aquiline.models.files import ROWS, Entry, Tensors, TensorSource, check_entries, is_gguf, refuse, resolve
+from aquiline.models.gguf.draft import GGUFDraftTensors
 from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import layer_entries, layer_weights
-from aquiline.models.model_config import DraftConfig, RopeConfig
+from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.models.parameters import Parameters
-from aquiline.models.producers import LAYER_IDS, PRODUCER, SPECFORGE
+from aquiline.models.producers import AQUILINE, Format
 from aquiline.types import Bool, Int64, storage_dtype
 
 __all__ = ["draft_entries", "draft_weights", "read_draft_config", "read_draft_weights", "save_draft"]
 
 logger = logging.getLogger(__name__)
 
-EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBED, HEAD, MAP, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 
 def draft_entries(config: DraftConfig, layer: str, *, embed: bool, head: bool) -> list[Entry]:
@@ -75,29 +78,65 @@ def read_draft_weights(
     tie_word_embeddings, else of the target's head; an absent d2t is the identity only if the draft vocabulary is the
     whole one. Raises CheckpointError listing EVERY mismatch with the target and every missing, unexpected or mis-shaped
     tensor; reading a weight raises it for tensors with a NaN or an infinity."""
-    directory = resolve(draft_of(path))
-    reading = read_draft(directory, target.config, DraftOverrides(capture, norm_feedback))
-    config, problems, tensors = reading.config, reading.problems, Tensors(directory)
-    if not reading.vocab_is_named and "d2t" in tensors:
-        config = replace(config, draft_vocab_size=tensors.shape("d2t")[0])
-    if target.capture and target.capture != config.capture:
-        problems.append(f"it needs capture={config.capture}, the target was loaded with capture={target.capture}")
+    found = open_draft(resolve(draft_of(path)), target.config, DraftOverrides(capture, norm_feedback))
+    if target.capture and target.capture != found.config.capture:
+        wanted = found.config.capture
+        found.problems.append(f"it needs capture={wanted}, the target was loaded with capture={target.capture}")
+    refuse(found.place, found.problems)
+    for notice in found.reading.notices:
+        logger.warning("%s: %s", found.place, notice)
+
+    dtype = dtype or ("bfloat16" if target.embed[0].is_blocks else target.embed[0].kind)
+    own, stored, d2t = Parameters(found.tensors, found.entries, dtype), storage_dtype(dtype), found.d2t
+    embed = own.matrix("embed") if EMBED in found.tensors else shared_embedding(target.embed, stored)
+    has_head, lender = HEAD in found.tensors, embed if found.reading.tied_head else target.head
+    head = own.matrix("head") if has_head else _rows_of(lender, d2t, stored)
+    return draft_weights(found.config, own, embed, head, d2t)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftFiles:
+    """A draft's checkpoint, opened: what it says it is, its tensors and their weight map, and everything about it that
+    does not fit itself or its target. d2t: offsets int64 [Vd], the identity where there are none."""
+
+    place: Path
+    reading: DraftReading
+    config: DraftConfig
+    tensors: TensorSource
+    layer: str
+    entries: list[Entry]
+    d2t: Int64
+    problems: list[str]
+
+
+def open_draft(place: Path, target: ModelConfig | None, overrides: DraftOverrides) -> DraftFiles:
+    """Open a draft that `resolve` found; without a target, as `read_draft` reads it. Raises CheckpointError for what
+    cannot be read at all."""
+    reading = read_draft(place, target, overrides)
+    tensors: TensorSource = GGUFDraftTensors(place) if is_gguf(place) else Tensors(place)
+    config, problems = reading.config, list(reading.problems)
+    if not reading.vocab_is_named and MAP in tensors:
+        config = replace(config, draft_vocab_size=tensors.shape(MAP)[0])
     own_embed, own_head = EMBED in tensors, HEAD in tensors
     if config.target_hidden_size != config.model.hidden_size:
         needs = [name for name, own in ((EMBED, own_embed), (HEAD, own_head or reading.tied_head)) if not own]
         problems += [f"missing tensor {name}: a draft of another hidden_size must ship its own" for name in needs]
-    entries = draft_entries(config, reading.format.layer, embed=own_embed, head=own_head)
-    problems += check_entries(tensors, entries, lambda name: name in ("d2t", "t2d") or name.endswith(".inv_freq"))
+    layer = _layer_prefix(reading.format, tensors)
+    entries = draft_entries(config, layer, embed=own_embed, head=own_head)
+    problems += check_entries(tensors, entries, is_beside)
     d2t = _read_d2t(config, tensors, problems)
-    refuse(directory, problems)
-    for notice in reading.notices:
-        logger.warning("%s: %s", directory, notice)
+    return DraftFiles(place, reading, config, tensors, layer, entries, d2t, problems)
 
-    dtype = dtype or ("bfloat16" if target.embed[0].is_blocks else target.embed[0].kind)
-    own, stored = Parameters(tensors, entries, dtype), storage_dtype(dtype)
-    embed = own.matrix("embed") if own_embed else shared_embedding(target.embed, stored)
-    head = own.matrix("head") if own_head else _rows_of(embed if reading.tied_head else target.head, d2t, stored)
-    return draft_weights(config, own, embed, head, d2t)
+
+def is_beside(name: str) -> bool:
+    """Whether a tensor is none of the parameters: a map between vocabularies, or frequencies that are computed."""
+    return name in (MAP, MASK) or name.endswith(".inv_freq")
+
+
+def _layer_prefix(fmt: Format, tensors: TensorSource) -> str:
+    """What the names of the decoder layer's tensors begin with."""
+    other = fmt.other_layer
+    return other if other is not None and any(name.startswith(f"{other}.") for name in tensors.names) else fmt.layer
 
 
 def draft_weights(config: DraftConfig, own: Parameters, embed: Parts, head: Parts, d2t: Int64) -> DraftWeights:
@@ -145,7 +184,7 @@ def check_d2t(d2t: Int64, vocab_size: int, problems: list[str]) -> None:
         problems.append(f"d2t is not strictly increasing: draft id {at} maps to {after} after {before}")
 
 
-def _read_d2t(config: DraftConfig, tensors: Tensors, problems: list[str]) -> Int64:
+def _read_d2t(config: DraftConfig, tensors: TensorSource, problems: list[str]) -> Int64:
     """The offsets int64 [Vd], checked against the vocabulary and t2d."""
     Vd, V = config.draft_vocab_size, config.model.vocab_size
     identity = np.zeros(Vd, np.int64)
@@ -164,37 +203,45 @@ def _read_d2t(config: DraftConfig, tensors: Tensors, problems: list[str]) -> Int
         if tensors.dtype("t2d") not in ("BOOL", "bool") or tensors.shape("t2d") != (V,):
             found = f"{tensors.dtype('t2d')} {list(tensors.shape('t2d'))}"
             problems.append(f"tensor t2d is {found}; expected bool [{V}]")
-        elif differ := int((tensors.get("t2d") != _t2d(d2t, V)).sum()):
+        elif differ := int((tensors.get("t2d") != vocabulary_mask(d2t, V)).sum()):
             problems.append(f"t2d and d2t disagree on {differ} target ids")
     return d2t
 
 
-def _t2d(d2t: Int64, vocab_size: int) -> Bool:
+def vocabulary_mask(d2t: Int64, vocab_size: int) -> Bool:
+    """t2d, bool [V]: which target ids offsets [Vd] reach."""
     t2d = np.zeros(vocab_size, np.bool_)
     t2d[head_rows(d2t)] = True
     return t2d
 
 
-def save_draft(head: DraftWeights, directory: str | Path, *, target: ModelWeights | None = None) -> None:
-    """Write a head in SpecForge's layout: config.json and model.safetensors, each put in place by a rename.
-
-    The embedding is left out if it is `target`'s. Loading the result gives bit-equal parameters in the same dtype. The
-    config declares this producer, so that norm_output keeps its one meaning here (the normed output is fed back);
-    layer ids are in SpecForge's numbering, which is the canonical one."""
-    place = Path(directory)
-    place.mkdir(parents=True, exist_ok=True)
+def draft_arrays(head: DraftWeights, layer: str, *, embed: bool) -> dict[str, Array]:
+    """A head's tensors by a checkpoint's names, in the order of its weight map, without maps of vocabularies."""
     own = {"fc": head.fc, "input_norm": head.input_norm, "fc_norm": head.fc_norm, "norm": head.model.final_norm}
     own |= {"embed": head.model.embed, "head": head.model.head}
     own |= {f"layer.{name}": weight for name, weight in head.model.layers[0].named()}
     arrays = {name: floats_of(weight) if isinstance(weight, tuple) else weight for name, weight in own.items()}
-    omit = target is not None and _is_same(floats_of(head.model.embed), target.embed)
-    tensors: dict[str, Array] = {"d2t": head.d2t, "t2d": _t2d(head.d2t, head.config.model.vocab_size)}
-    for entry in draft_entries(head.config, SPECFORGE.layer, embed=not omit, head=True):
+    found: dict[str, Array] = {}
+    for entry in draft_entries(head.config, layer, embed=embed, head=True):
         whole = arrays[entry.target]
         assert whole is not None, entry.target
         rows = entry.shape[0] if whole.ndim == len(entry.shape) else 1  # a stack of vectors has one row each
-        tensors[entry.source] = whole[entry.start : entry.start + rows].reshape(entry.shape)
-    config = json.dumps(_config_json(head), indent=2, sort_keys=True) + "\n"
+        found[entry.source] = whole[entry.start : entry.start + rows].reshape(entry.shape)
+    return found
+
+
+def save_draft(head: DraftWeights, directory: str | Path, *, target: ModelWeights | None = None) -> None:
+    """Write a head in this project's own format: config.json and model.safetensors, each put in place by a rename.
+
+    The embedding is left out if it is `target`'s. Loading the result gives bit-equal parameters in the same dtype. The
+    layout is SpecForge's. The config declares this producer, so that norm_output keeps its one meaning here (the normed
+    output is fed back); layer ids are in SpecForge's numbering, which is the canonical one."""
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    omit = target is not None and _is_same(floats_of(head.model.embed), target.embed)
+    tensors = {"d2t": head.d2t, "t2d": vocabulary_mask(head.d2t, head.config.model.vocab_size)}
+    tensors |= draft_arrays(head, AQUILINE.layer, embed=not omit)
+    config = json.dumps(draft_fields(head.config, AQUILINE, head.fc[0].kind), indent=2, sort_keys=True) + "\n"
 
     weights_tmp, config_tmp = place / "model.safetensors.tmp", place / "config.json.tmp"
     save_file({name: np.array(tensor, order="C") for name, tensor in tensors.items()}, weights_tmp, {"format": "pt"})
@@ -208,53 +255,3 @@ def _is_same(embed: Array, target: Parts) -> bool:
     if target[0].shape != embed.shape:
         return False
     return np.array_equal(embed, floats_of(target).astype(embed.dtype, copy=False))
-
-
-def _config_json(head: DraftWeights) -> dict[str, object]:
-    c, m = head.config, head.config.model
-    fields: dict[str, object] = {
-        "architectures": list(SPECFORGE.architectures),
-        "producer": PRODUCER,
-        "model_type": "llama",
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": head.fc[0].kind,
-        "vocab_size": m.vocab_size,
-        "draft_vocab_size": c.draft_vocab_size,
-        "hidden_size": m.hidden_size,
-        "intermediate_size": m.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": m.num_heads,
-        "num_key_value_heads": m.num_kv_heads,
-        "head_dim": m.head_dim,
-        "max_position_embeddings": m.max_positions,
-        "rms_norm_eps": m.rms_norm_eps,
-        "rope_theta": m.rope.theta,
-        "rope_scaling": _rope_scaling(m.rope),
-        "bos_token_id": m.bos_token_id,
-        "eos_token_id": list(m.eos_token_ids) or None,
-        "eagle_config": {LAYER_IDS: list(c.capture)},
-    }
-    if c.target_hidden_size != m.hidden_size:
-        fields["target_hidden_size"] = c.target_hidden_size
-    if m.window(0):  # both fields, so that readers that go by either of them window it
-        fields |= {"sliding_window": m.window(0), "layer_types": ["sliding_attention"]}
-    flags = {
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_before_residual": c.norm_before_residual,
-        "norm_output": c.norm_feedback,
-    }
-    return fields | {name: True for name, on in flags.items() if on}
-
-
-def _rope_scaling(rope: RopeConfig) -> dict[str, object] | None:
-    if rope.kind == "default":
-        return None
-    fields: dict[str, object] = {"rope_type": rope.kind, **rope.parameters}
-    if "truncate" in fields:  # a number among numbers in RopeConfig, a flag in a checkpoint
-        fields["truncate"] = bool(fields["truncate"])
-    if rope.factors:
-        fields["factors"] = list(rope.factors)
-    return fields

@@ -94,6 +94,10 @@ class ModelConfig:
         return self.windows[layer] if self.windows else 0
 
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""The field of configs that names the layers a draft captures, in the numbering of its producer."""
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     """An EAGLE-3 draft head. Source: arXiv 2503.01840; SafeAILab/EAGLE@cb7e084 and SpecForge@a6b6b02 for the flags."""

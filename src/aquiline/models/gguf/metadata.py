@@ -90,32 +90,45 @@ def _config_fields(gguf: GGUFFile) -> dict[str, Any]:
             f"{gguf.path}: split.count={gguf.fields['split.count']}; one file is read: merge them with "
             "llama-gguf-split --merge"
         )
-    own = {name.removeprefix(f"{arch}."): v for name, v in gguf.fields.items() if name.startswith(f"{arch}.")}
-    _refuse_unknown(gguf, arch, own)
-    sizes = _sizes(gguf, arch, own)
-    ids = special_ids(gguf)
-    rope = _rope(gguf, arch, own, sizes["head_dim"])
+    fields, ids = decoder_fields(gguf, arch), special_ids(gguf)
     if arch == "gemma3":
-        sizes |= {"query_pre_attn_scalar": _attention_scalar(sizes)}
-        local = {"rope_theta": _number(gguf, arch, own, _LOCAL_BASE, 10000.0)}
-        rope = {"full_attention": rope, "sliding_attention": local}
-    return sizes | {
+        fields |= {"query_pre_attn_scalar": _attention_scalar(fields)}
+        local = {"rope_theta": _number(gguf, arch, own_fields(gguf, arch), _LOCAL_BASE, 10000.0)}
+        fields |= {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local}}
+    return fields | {
         "model_type": ARCHITECTURES[arch],
         "norm_topk_prob": True,  # as llama.cpp weights experts
-        "rms_norm_eps": _number(gguf, arch, own, "attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "bos_token_id": ids.get("bos"),
         "eos_token_id": end_ids(gguf),
     }
 
 
-def _attention_scalar(sizes: dict[str, int]) -> int:
+def own_fields(gguf: GGUFFile, arch: str) -> dict[str, Any]:
+    """The metadata of an architecture, without its name in front of theirs."""
+    return {name.removeprefix(f"{arch}."): v for name, v in gguf.fields.items() if name.startswith(f"{arch}.")}
+
+
+def decoder_fields(gguf: GGUFFile, arch: str, others: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The fields of a config.json that every decoder has: sizes, norm, rotation. `others`: metadata that the caller
+    reads.
+
+    Raises CheckpointError for any other field of the architecture, and for values that are not supported."""
+    own = own_fields(gguf, arch)
+    _refuse_unknown(gguf, arch, {name: value for name, value in own.items() if name not in others})
+    sizes = _sizes(gguf, arch, own)
+    return sizes | {
+        "rms_norm_eps": _number(gguf, arch, own, "attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(gguf, arch, own, sizes["head_dim"]),
+    }
+
+
+def _attention_scalar(sizes: dict[str, Any]) -> int:
     """Gemma 3's query_pre_attn_scalar, which no field says. It is the width of a head but for 27B, told by its layers.
 
     Source: ggml-org/llama.cpp, src/llama-model.cpp, LLM_ARCH_GEMMA3."""
     is_27b = sizes["num_hidden_layers"] == 62
-    return sizes["hidden_size"] // sizes["num_attention_heads"] if is_27b else sizes["head_dim"]
+    return int(sizes["hidden_size"] // sizes["num_attention_heads"] if is_27b else sizes["head_dim"])
 
 
 def head_counts(gguf: GGUFFile) -> tuple[int, int]:

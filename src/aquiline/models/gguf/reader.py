@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from aquiline.blocks import GGUF_BLOCKS, GGUF_FLOATS, StoredType
 from aquiline.errors import CheckpointError
 
-_TYPES = GGUF_FLOATS | GGUF_BLOCKS
+INTEGERS = {"I32": StoredType(26, 1, 4), "I64": StoredType(27, 1, 8)}
+"""The types of maps between vocabularies."""
+_TYPES = GGUF_FLOATS | GGUF_BLOCKS | INTEGERS
 VERSIONS = (2, 3)
 _MAGIC = b"GGUF"
 _ALIGNMENT = 32

@@ -20,7 +20,11 @@ from aquiline.models.gguf.reader import TensorInfo, read_gguf
 
 TYPES = (*GGUF_FLOATS, *GGUF_BLOCKS)
 _FLOATS = {"F32": FLOATS["float32"], "F16": FLOATS["float16"], "BF16": FLOATS["bfloat16"]}
+DRAFT_ARCHITECTURE = "eagle3"
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_WHOLE_DRAFT = {
+    "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "enc.output_norm": "input_norm",
+}  # fmt: skip
 _ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -49,10 +53,13 @@ _IN_LAYER = {
         "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    DRAFT_ARCHITECTURE: _ATTENTION | _DENSE | {"attn_norm_2": "hidden_norm"},
 }  # fmt: skip
 """Names in a layer by GGUF's architecture, where they are not those of _ATTENTION and _DENSE."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
+_NEIGHBOURS = ("llama", DRAFT_ARCHITECTURE)
+"""Architectures that rotate neighbouring rows of queries and keys."""
 
 
 class GGUFTensors:
@@ -107,7 +114,7 @@ class GGUFTensors:
     def _rows(self, info: TensorInfo, index: int | None) -> NDArray[np.uint8]:
         rows = self._gguf.raw(info) if index is None else self._gguf.raw(info)[index]
         rotated = _ROTATED.fullmatch(info.name)
-        if rotated and self._gguf.text("general.architecture") == "llama":
+        if rotated and self._gguf.text("general.architecture") in _NEIGHBOURS:
             heads, kv_heads = head_counts(self._gguf)
             rows = as_halves(rows, heads if rotated[1] == "q" else kv_heads)
         return rows
@@ -118,9 +125,27 @@ def hugging_face_name(name: str, arch: str | None = None) -> str:
     experts are named as those of qwen3_moe, without a number."""
     stem, _, kind = name.rpartition(".")
     layer, known = _LAYER.fullmatch(stem), _IN_LAYER.get(arch or "", _ATTENTION | _DENSE)
+    is_draft = arch == DRAFT_ARCHITECTURE
     if layer and layer[2] in known:
-        return f"model.layers.{layer[1]}.{known[layer[2]]}.{'sinks' if layer[2] == 'attn_sinks' else kind}"
-    return f"{_WHOLE[stem]}.{kind}" if stem in _WHOLE else name
+        layers = "layers" if is_draft else "model.layers"
+        return f"{layers}.{layer[1]}.{known[layer[2]]}.{'sinks' if layer[2] == 'attn_sinks' else kind}"
+    whole = _WHOLE_DRAFT if is_draft else _WHOLE
+    return f"{whole[stem]}.{kind}" if stem in whole else name
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a draft's tensor, by its name in a checkpoint with `layers.0`."""
+    stem, _, kind = name.rpartition(".")
+    whole = {ours: theirs for theirs, ours in _WHOLE_DRAFT.items()}
+    in_layer = {f"layers.0.{ours}": f"blk.0.{theirs}" for theirs, ours in _IN_LAYER[DRAFT_ARCHITECTURE].items()}
+    known = whole | in_layer
+    return f"{known[stem]}.{kind}" if stem in known else name
+
+
+def as_neighbours(rows: Array, num_heads: int) -> Array:
+    """Rows [heads * Dh, ...] in the order that GGUF's llama and eagle3 architectures have them: `as_halves` undone."""
+    halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def as_halves(rows: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint8]:
