@@ -1,4 +1,4 @@
-"""Small random checkpoints on disk, laid out as Hugging Face, SpecForge, SafeAILab and speculators lay them out."""
+"""Small random checkpoints on disk, laid out as Hugging Face, SpecForge, SafeAILab, speculators and ModelOpt do it."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ MOES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": EXPERTS | {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True},
 }  # fmt: skip
+
+
+MARKS: dict[str, Any] = {
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+    "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
+}  # fmt: skip
+"""What ModelOpt exports as eagle_config, for a target of 8 layers."""
 
 
 def write_target(
@@ -145,6 +153,11 @@ def draft_tensors(
     tensors["d2t"] = ids - torch.arange(Vd)
     tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)
     tensors["t2d"][ids] = True
+    generator.manual_seed(seed + 2)
+    sizes = {"q": Hq * Dh, "k": Hkv * Dh, "v": Hkv * Dh, "o": H} if config.get("attention_bias") else {}
+    tensors |= {f"{layer}.self_attn.{n}_proj.bias": normal(size) for n, size in sizes.items()}
+    sizes = {"gate": inner, "up": inner, "down": H} if config.get("mlp_bias") else {}
+    tensors |= {f"{layer}.mlp.{n}_proj.bias": normal(size) for n, size in sizes.items()}
     if config.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": norm(target.hidden_size) for i in range(num_features)}
     if config.get("norm_before_fc"):
@@ -165,8 +178,8 @@ def write_draft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Write a random draft for a target and return its config and tensors; `edit` may change both before they go out.
 
-    format is specforge (model.safetensors), safeailab (pytorch_model.bin, no RoPE base) or speculators (nested
-    config). Overrides are config fields, flat in every format."""
+    format is specforge (model.safetensors), safeailab (pytorch_model.bin, no RoPE base), speculators (nested config) or
+    nvidia (its marks, no t2d). Overrides are config fields, flat in every format."""
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
     flat: dict[str, Any] = {
@@ -178,7 +191,10 @@ def write_draft(
     if format != "safeailab":
         flat["rope_theta"] = 500000.0
     flat |= overrides
-    tensors = draft_tensors(flat, target, "layers.0" if format == "speculators" else "midlayer", seed=seed)
+    layer = "layers.0" if format in ("speculators", "nvidia") else "midlayer"
+    tensors = draft_tensors(flat, target, layer, seed=seed)
+    if format == "nvidia":
+        del tensors["t2d"]
     if ship_embed:
         generator = torch.Generator().manual_seed(seed + 1)
         tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, flat["hidden_size"], generator=generator)
@@ -199,6 +215,9 @@ def _layout(flat: dict[str, Any], format: str) -> dict[str, Any]:
         return {"architectures": ["LlamaForCausalLM"], **flat}
     if format == "specforge":
         return {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16", "rope_scaling": None, **flat}
+    if format == "nvidia":
+        own = flat.pop("eagle_config", {})
+        return {"architectures": ["LlamaForCausalLMEagle3"], **flat, "eagle_config": MARKS | own}
     top = {"draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
            "eagle_aux_hidden_state_layer_ids"}  # fmt: skip
     return {

@@ -25,10 +25,15 @@ class Reference:
     theta: float = 500000.0
     feedback: bool = False
     window: int = 0
+    inv_freq: Tensor | None = None  # of a scaled rotation; None: plain, at base theta
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.config["rms_norm_eps"]
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.tensors[f"{name}.weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y, bias = x @ self.tensors[f"{self.layer}.{name}.weight"].T, self.tensors.get(f"{self.layer}.{name}.bias")
+        return y if bias is None else y + bias
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.get("norm_before_fc"):
@@ -41,24 +46,24 @@ class Reference:
     def rotate(self, x: Tensor) -> Tensor:
         """x [T, heads, Dh] at positions 0 .. T-1, as complex numbers of the two halves."""
         half = x.shape[-1] // 2
-        freqs = self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        plain = self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        freqs = plain if self.inv_freq is None else self.inv_freq.double()
         angle = torch.arange(x.shape[0], dtype=torch.float64)[:, None, None] * freqs
         z = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat((z.real, z.imag), dim=-1).float()
 
     def attention(self, x: Tensor) -> Tensor:
         c, T = self.config, x.shape[0]
-        weight = {n: self.tensors[f"{self.layer}.self_attn.{n}_proj.weight"] for n in "qkvo"}
-        q = self.rotate((x @ weight["q"].T).view(T, c["num_attention_heads"], -1))
-        k = self.rotate((x @ weight["k"].T).view(T, c["num_key_value_heads"], -1))
-        v = (x @ weight["v"].T).view(T, c["num_key_value_heads"], -1)
+        q = self.rotate(self.linear(x, "self_attn.q_proj").view(T, c["num_attention_heads"], -1))
+        k = self.rotate(self.linear(x, "self_attn.k_proj").view(T, c["num_key_value_heads"], -1))
+        v = self.linear(x, "self_attn.v_proj").view(T, c["num_key_value_heads"], -1)
         group, out = q.shape[1] // k.shape[1], []
         for t in range(T):
             first = max(0, t + 1 - self.window) if self.window else 0
             for h in range(q.shape[1]):
                 scores = k[first : t + 1, h // group] @ q[t, h] / math.sqrt(q.shape[-1])
                 out.append(torch.softmax(scores, 0) @ v[first : t + 1, h // group])
-        return torch.stack(out).view(T, -1) @ weight["o"].T
+        return self.linear(torch.stack(out).view(T, -1), "self_attn.o_proj")
 
     def forward(self, g: Tensor, tokens: Tensor) -> Tensor:
         """g [T, H] and the shifted tokens [T] -> a [T, H]."""
@@ -68,8 +73,8 @@ class Reference:
         residual = normed if self.config.get("norm_before_residual") else g
         hidden = residual + self.attention(x)
         y = self.norm(hidden, f"{L}.post_attention_layernorm")
-        gate, up = (y @ self.tensors[f"{L}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        return hidden + (gate * torch.sigmoid(gate) * up) @ self.tensors[f"{L}.mlp.down_proj.weight"].T
+        gate, up = self.linear(y, "mlp.gate_proj"), self.linear(y, "mlp.up_proj")
+        return hidden + self.linear(gate * torch.sigmoid(gate) * up, "mlp.down_proj")
 
     def next_g(self, a: Tensor) -> Tensor:
         return self.norm(a, "norm") if self.feedback else a
