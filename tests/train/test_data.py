@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from aquiline.models.draft_vocabulary import choose_vocabulary
 from aquiline.train.batches import Batches, RowPiece, cut, gather, pack
 from aquiline.train.documents import Rejects, RowReader
 from aquiline.train.readers import is_held_out, load_split, read_documents
-from aquiline.train.start import choose_vocabulary
 
 
 def ids(**changes: object) -> RowReader:

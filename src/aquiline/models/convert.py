@@ -27,7 +27,7 @@ from aquiline.models.gguf.draft import PROVENANCE, GGUFDraft
 from aquiline.models.json_fields import Raw
 from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import read_model_config
-from aquiline.models.model_config import ModelConfig
+from aquiline.models.model_config import LAYER_IDS, ModelConfig
 from aquiline.models.parameters import OF_FILES
 from aquiline.models.producers import FORMATS, GGUF, Format, read_draft_fields
 from aquiline.settings import about, setting
@@ -128,6 +128,8 @@ def convert(
     found = open_draft(resolve(draft_of(source)), model, overrides)
     refuse(found.place, found.problems)
     problems = cannot_say(found.config, fmt)
+    if not found.reading.layers_are_known:
+        problems.append(f"target: only the target tells which layers {LAYER_IDS} means here; name it, or --capture")
     if fmt.ids_in is None and model is None:
         problems.append(f"target: {fmt.title} names no layers; name the target, whose default layers its drafts read")
     _refuse(found, fmt, problems)

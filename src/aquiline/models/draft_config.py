@@ -49,7 +49,8 @@ class DraftReading:
 
     `declared`: the field by which the format was told. `vocab_is_named`: the config gives draft_vocab_size; otherwise
     the length of d2t does. `tied_head`: a head that the checkpoint does not hold is the draft's own embedding.
-    `notices`: fields that have no effect, to be logged."""
+    `notices`: fields that have no effect, to be logged. `layers_are_known`: false without a target where only that
+    tells which layers the config means; `config.capture` is then as long as theirs, and says nothing else."""
 
     format: Format
     declared: str
@@ -58,6 +59,7 @@ class DraftReading:
     vocab_is_named: bool = True
     tied_head: bool = False
     notices: list[str] = field(default_factory=list)
+    layers_are_known: bool = True
 
 
 def read_draft_config(
@@ -80,7 +82,7 @@ def read_draft_config(
 
 def read_draft(directory: Path, target: ModelConfig | None, overrides: DraftOverrides) -> DraftReading:
     """Read what a draft says it is; mismatches with the target are collected, what cannot be read at all is raised.
-    Without a target nothing is compared with one, and the draft must name its layers."""
+    Without a target nothing is compared with one."""
     file = config_file(directory)
     return draft_reading(read_draft_fields(file), file, target, overrides)
 
@@ -97,7 +99,12 @@ def draft_reading(raw: Raw, file: Path, target: ModelConfig | None, overrides: D
     notices: list[str] = []
     model = _geometry(section, fmt, file, notices)
     ids = None if overrides.capture is not None else _layer_ids(raw, eagle, problems)
-    layers = canonical_capture(ids, fmt, None if target is None else target.num_layers, overrides.capture, problems)
+    is_known = target is not None or overrides.capture is not None or (ids is not None and not fmt.last_is_input)
+    if is_known:
+        num_layers = None if target is None else target.num_layers
+        layers = canonical_capture(ids, fmt, num_layers, overrides.capture, problems)
+    else:
+        layers = tuple(range(len(ids) if isinstance(ids, list) and ids else 3))
     target_hidden = count(raw, file, "target_hidden_size", model.hidden_size)
     said = flag(eagle, file, POST_NORM) or flag_or_none(raw, file, "norm_output")
     config = DraftConfig(
@@ -120,7 +127,7 @@ def draft_reading(raw: Raw, file: Path, target: ModelConfig | None, overrides: D
     if config.draft_vocab_size > model.vocab_size:
         problems.append(f"draft_vocab_size={config.draft_vocab_size} exceeds vocab_size={model.vocab_size}")
     is_tied, vocab_is_named = flag(raw, file, "tie_word_embeddings"), raw.get("draft_vocab_size") is not None
-    return DraftReading(fmt, declared, config, problems, vocab_is_named, is_tied, notices)
+    return DraftReading(fmt, declared, config, problems, vocab_is_named, is_tied, notices, is_known)
 
 
 def canonical_capture(
@@ -133,12 +140,8 @@ def canonical_capture(
     to `problems` what does not fit; the result then only serves to look for further problems."""
     if override is not None:
         layers = tuple(override)
-    elif num_layers is None and (ids is None or fmt.last_is_input):
-        missing = f"{LAYER_IDS}={ids!r}: only the target tells which layers are meant: name it, or pass capture="
-        problems.append(missing)
-        return (0, 1, 2)
     elif ids is None:
-        assert num_layers is not None
+        assert num_layers is not None, "ids without a target"
         if num_layers < 7:
             problems.append(f"{LAYER_IDS} is missing and a target of {num_layers} layers has no default: pass capture=")
             return (0, 1, 2)

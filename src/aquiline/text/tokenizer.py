@@ -14,6 +14,16 @@ from aquiline.models.files import is_gguf
 from aquiline.text.gguf_tokenizer import gguf_tokenizer
 
 
+def special_ids(
+    tokenizer: Tokenizer | None, bos: int | None, eos: tuple[int, ...], vocab_size: int
+) -> tuple[int, ...]:
+    """Special tokens of a model, ascending: those that begin and end a text, and the tokenizer's."""
+    special = {i for i in (bos, *eos) if i is not None}
+    if tokenizer is not None:
+        special |= {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return tuple(sorted(i for i in special if i < vocab_size))
+
+
 def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
     """The tokenizer.json of a target's directory, or the tokenizer in its GGUF file; None where there is none (token
     ids in, token ids out).

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from aquiline.checks import is_unicode
 from aquiline.text.chat_template import ChatTemplate, MaskedTokens, Message
 from aquiline.text.questions import ROLES
-from aquiline.text.tokenizer import load_tokenizer
+from aquiline.text.tokenizer import load_tokenizer, special_ids
 from aquiline.types import Bool, Int32, Int64
 
 
@@ -192,13 +192,10 @@ def row_reader(
 
     Raises CheckpointError if either is broken."""
     tokenizer = load_tokenizer(target)
-    special = {i for i in (bos, *eos) if i is not None}
-    if tokenizer is not None:
-        special |= {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     boundary = bos if bos is not None else (eos[0] if eos else None)
     template = ChatTemplate.load(target, tokenizer)
-    known = tuple(sorted(i for i in special if i < vocab_size))
-    return RowReader(vocab_size, boundary, bos, tokenizer, known, template, loss_on)
+    special = special_ids(tokenizer, bos, eos, vocab_size)
+    return RowReader(vocab_size, boundary, bos, tokenizer, special, template, loss_on)
 
 
 def _flags(row: dict[str, Any], name: str, length: int) -> Bool | None:

@@ -17,6 +17,7 @@ import torch
 
 from aquiline.engine.score import MAX_DOCUMENTS, PAGE_SIZE
 from aquiline.models.counting import draft_shape, read_shape
+from aquiline.models.draft_vocabulary import DEFAULT_SIZE
 from aquiline.models.shape import STORAGES, AttentionShape, Dense, DraftShape, LayerShape, ModelShape, precision_of
 from aquiline.ops import control_groups
 from aquiline.train.attention import CHUNK
@@ -25,7 +26,6 @@ from aquiline.train.features import bytes_per_token
 from aquiline.train.losses import CHUNK_BYTES
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
-from aquiline.train.start import DEFAULT_SIZE
 from aquiline.train.teacher import has_bfloat16
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import num_rows

@@ -18,6 +18,7 @@ from aquiline.config import Environment
 from aquiline.engine.model import Loading, load_models
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import read_draft_config
+from aquiline.models.draft_vocabulary import choose_vocabulary
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
 from aquiline.models.model_config import ModelConfig, default_capture
@@ -29,7 +30,6 @@ from aquiline.train.features import FeatureCache, Views
 from aquiline.train.readers import Split, check_paths, load_split
 from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
 from aquiline.train.start import (
-    choose_vocabulary,
     fit,
     for_long_contexts,
     loaded_head,

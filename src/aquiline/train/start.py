@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,8 @@ from aquiline.backends.torch.eagle import DraftHead, load_draft
 from aquiline.models.model_config import DraftConfig, RopeConfig
 from aquiline.train.teacher import View
 from aquiline.train.train_config import TrainConfig, yarn_of
-from aquiline.types import Int32, Int64
+from aquiline.types import Int32
 
-DEFAULT_SIZE = 32000
-"""Tokens of a draft vocabulary at most, if the settings do not say."""
 NOISE = 0.02
 RIDGE = 1e-2
 """Ridge penalty as a share of the inputs' mean square: keeps a fit to few positions from following their noise."""
@@ -47,32 +45,6 @@ MOST_BLUR = 0.2
 """Root-mean-square error of the constant direction at most. Scores are about 30, so an error of 0.1 moves them by 3."""
 SELF_GAP = 5.0
 """A position's own score minus its neighbour's; at 5 its share of the attention is above 0.99."""
-
-
-@dataclass(frozen=True)
-class DraftVocabulary:
-    """The tokens that get a row of the draft's head: target ids [Vd], strictly ascending, and the share of the counts
-    that they cover."""
-
-    ids: Int64
-    coverage: float
-
-
-def choose_vocabulary(counts: Int64, special: tuple[int, ...], size: int | None) -> DraftVocabulary:
-    """Every special token, then the most frequent of the rest, ties to the lowest id. Source: FR-Spec, arXiv
-    2502.14856.
-
-    Raises ValueError if `size` cannot hold the special tokens or exceeds the target's vocabulary."""
-    size = min(len(counts), DEFAULT_SIZE) if size is None else size
-    if not len(special) < size <= len(counts):
-        raise ValueError(
-            f"draft_vocab_size={size}: must exceed the {len(special)} special tokens and not {len(counts)}, the "
-            "target's vocabulary"
-        )
-    ranked = counts.astype(np.int64).copy()
-    ranked[list(special)] = np.iinfo(np.int64).max
-    ids = np.sort(np.argsort(-ranked, kind="stable")[:size])
-    return DraftVocabulary(ids, float(counts[ids].sum() / max(1, counts.sum())))
 
 
 def new_head(
