@@ -37,8 +37,8 @@ def check_new(path: Path, force: bool) -> None:
 
 @contextmanager
 def placing(path: Path, is_folder: bool = False) -> Iterator[Path]:
-    """A temporary file or folder beside `path`, which takes its name when the block ends without an error and is removed
-    otherwise. Into a folder that exists its files are moved, one rename each. Raises OSError."""
+    """A temporary file or folder beside `path`, which takes its name when the block ends without an error, and is
+    removed otherwise. Into a folder that exists its files are moved, one rename each. Raises OSError."""
     part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
     try:
         with writing(path, "What was there is unchanged"):

@@ -106,7 +106,7 @@ def test_a_model_behind_text_config_is_named(tmp_path: Path) -> None:
     inner = {"model_type": "gemma3_text", "num_hidden_layers": 8}
     config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="text_config holds the text model .model_type='gemma3_text'"):
+    with pytest.raises(CheckpointError, match=r"text_config holds the text model .model_type='gemma3_text'"):
         inspect_checkpoint(tmp_path)
 
 

@@ -50,7 +50,7 @@ def inspect(
     if text is not None and target is None:
         raise ValueError("text: goes with --target, whose tokens and choices are counted")
     found = inspect_checkpoint(checkpoint, target, DraftOverrides(pair.get("capture"), pair.get("norm_feedback")))
-    if text is not None:
+    if text is not None and target is not None:
         from aquiline.engine.coverage import count_tokens, read_text
 
         words = read_text(text)

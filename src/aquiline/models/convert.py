@@ -73,13 +73,13 @@ class Origin:
     @classmethod
     def read(cls, text: object) -> Origin | None:
         """An origin that a config names; None if it is none: a config may have any field of that name."""
+        raw = parsed(text) if isinstance(text, str) else text
         try:
-            raw = json.loads(text) if isinstance(text, str) else text
-            found = cls(**raw)
-        except (TypeError, ValueError):
+            found = cls(**raw) if isinstance(raw, dict) else None
+        except TypeError:  # other fields
             return None
         kinds = {"format": str, "config": str, "layer": str, "tensors": dict}
-        return found if all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()) else None
+        return found if found and all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()) else None
 
     def chain(self) -> Iterator[Origin]:
         """This origin, the one before it, and so on."""
@@ -228,12 +228,13 @@ def _write_gguf(part: Path, found: DraftFiles) -> None:
 
 def _write(part: Path, found: DraftFiles, fmt: Format, earlier: Origin | None, verifier: str | None) -> None:
     """Write config and weights, those that the draft had in that format if it had any."""
+    metadata: dict[str, str] | None = _AS_TORCH
     if earlier is None:
         tensors = {name: read() for name, read in _tensors(found, fmt, fmt.layer).items()}
         raw = draft_fields(found.config, fmt, tensors["fc.weight"].dtype.name, verifier)
         origin = _origin(found)
         raw |= {} if origin is None else {PROVENANCE: asdict(origin)}
-        text, metadata = json.dumps(raw, indent=2) + "\n", _AS_TORCH
+        text = json.dumps(raw, indent=2) + "\n"
     else:
         there = _tensors(found, fmt, earlier.layer)
         tensors = {name: _in_dtype(there[name](), kind) for name, kind in earlier.tensors.items() if name in there}

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from aquiline.blocks import BLOCK_TYPES
 from aquiline.errors import CheckpointError
-from aquiline.models.draft_config import FC_NORM_FLAGS
 from aquiline.models.families import (
     EXPERT_COUNTS,
     EXPERTS_PER_TOKEN,
@@ -28,8 +27,8 @@ from aquiline.models.files import is_gguf, is_hub_id, resolve
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import MAX_LAYERS, Raw, count, flag, nested, texts
 from aquiline.models.known_pairs import draft_of, target_of
-from aquiline.models.model_config import DraftConfig, ModelConfig
-from aquiline.models.producers import find_format, is_windowed, read_draft_fields
+from aquiline.models.model_config import LAYER_IDS, DraftConfig, ModelConfig
+from aquiline.models.producers import FC_NORM_FLAGS, find_format, is_windowed, read_draft_fields
 from aquiline.models.shape import (
     AttentionShape,
     BodyShape,

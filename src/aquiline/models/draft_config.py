@@ -193,12 +193,13 @@ def _geometry(section: Raw, fmt: Format, file: Path, notices: list[str]) -> Mode
 
 def _with_biases(model: ModelConfig, fmt: Format, notices: list[str]) -> ModelConfig:
     """The layer with the biases that its trainer gives it; flags that were copied from a target change nothing."""
-    named = {"attention_bias": {"qkv_bias": False, "o_bias": False}, "mlp_bias": {"mlp_bias": False}}
-    for name, off in named.items():
-        if name not in fmt.knows and any(getattr(model, each) for each in off):
-            notices.append(f"{name}=true has no effect: {fmt.title} trains without biases")
-            model = replace(model, **off)
-    return model
+    has_attention, has_mlp = (name in fmt.knows for name in ("attention_bias", "mlp_bias"))
+    if model.qkv_bias and not has_attention:
+        notices.append(f"attention_bias=true has no effect: {fmt.title} trains without biases")
+    if model.mlp_bias and not has_mlp:
+        notices.append(f"mlp_bias=true has no effect: {fmt.title} trains without biases")
+    attention = model.qkv_bias and has_attention
+    return replace(model, qkv_bias=attention, o_bias=attention, mlp_bias=model.mlp_bias and has_mlp)
 
 
 def _layer_ids(raw: Raw, eagle: Raw, problems: list[str]) -> object:
@@ -221,8 +222,8 @@ def _eagle_section(raw: Raw, fmt: Format, file: Path) -> Raw:
         raise CheckpointError(f"{file}: {EAGLE_SECTION} has {', '.join(unknown)}; known are {known}")
     if not flag(eagle, file, "use_aux_hidden_state", True):
         raise CheckpointError(
-            f"{file}: {EAGLE_SECTION}.use_aux_hidden_state is off: the head reads the last hidden state alone, so it is "
-            "no EAGLE-3 head"
+            f"{file}: {EAGLE_SECTION}.use_aux_hidden_state is off: the head reads the last hidden state alone, so that "
+            "is no EAGLE-3 head"
         )
     for name, mark in fmt.marks.items():
         if (reason := mark.refusal(eagle.get(name))) is not None:

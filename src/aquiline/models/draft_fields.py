@@ -17,8 +17,8 @@ _SAME_FREQUENCY = 1e-6
 _FLAGS = (*FC_NORM_FLAGS, "norm_before_residual", "norm_output")
 _NAMES = {
     "capture": LAYER_IDS, "norm_feedback": "norm_output", "windows": "sliding_window", "rope": "rope_scaling",
-    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "max_positions": "max_position_embeddings",
-    "qkv_bias": "attention_bias", "o_bias": "attention_bias",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings", "qkv_bias": "attention_bias", "o_bias": "attention_bias",
 }  # fmt: skip
 _NOT_COMPARED = {"eos_token_ids", "bos_token_id", "tied_head"}
 """Fields that no draft pass reads."""
@@ -91,7 +91,7 @@ def _nested_fields(config: DraftConfig, fmt: Format, dtype: str, verifier: str |
         "torch_dtype": dtype,
         fmt.section: _geometry(config.model, dtype) | _window(config, fmt),
         **_ids(config, fmt),
-        **{"norm_before_residual": False},
+        "norm_before_residual": False,
         **_said(config, fmt),
     }
 
@@ -139,7 +139,11 @@ def _window(config: DraftConfig, fmt: Format) -> Raw:
 def _said(config: DraftConfig, fmt: Format) -> Raw:
     """Flags that are on, and the target's width where it is another."""
     found = {name: value for name, value in extras(config).items() if name in fmt.knows}
-    told = {name: True for name in _FLAGS if name in found and not (fmt is NVIDIA and name in ("norm_before_fc", "norm_output"))}
+    told = {
+        name: True
+        for name in _FLAGS
+        if name in found and not (fmt is NVIDIA and name in ("norm_before_fc", "norm_output"))
+    }
     return told | {name: found[name] for name in ("target_hidden_size",) if name in found}
 
 
@@ -183,7 +187,9 @@ def _same_rotation(one: ModelConfig, other: ModelConfig) -> bool:
     if one.head_dim != other.head_dim:
         return False
     a, b = (rotary(each.rope, each.head_dim, each.max_positions) for each in (one, other))
-    return np.allclose(a.inv_freq, b.inv_freq, rtol=_SAME_FREQUENCY, atol=0) and abs(a.scale - b.scale) < _SAME_FREQUENCY
+    return (
+        np.allclose(a.inv_freq, b.inv_freq, rtol=_SAME_FREQUENCY, atol=0) and abs(a.scale - b.scale) < _SAME_FREQUENCY
+    )
 
 
 def _shown(value: Any) -> str:

@@ -308,7 +308,7 @@ def _family(raw: Raw, file: Path) -> str:
         if isinstance(raw.get(name), dict):
             raise CheckpointError(
                 f"{file}: {name} holds the text model (model_type={raw[name].get('model_type')!r}) of {family!r}; "
-                f"supported are checkpoints of a text model alone, {supported}: save its config and weights by themselves"
+                f"supported are checkpoints of a text model alone, {supported}: save its config and weights apart"
             )
     if not isinstance(family, str) or not FAMILIES.get(family, UNKNOWN).architecture:
         raise CheckpointError(

@@ -137,7 +137,11 @@ def _tensors(found: DraftFiles) -> Facts:
     stored = sum(tensor_bytes(tensors, name) for name in tensors.names)
     parameters = sum(math.prod(tensors.shape(name)) for name in tensors.names if not is_beside(name))
     read = [name for name in tensors.names if not is_beside(name) and name != EMBED]
-    width = tensor_bytes(tensors, "fc.weight") / max(1, math.prod(tensors.shape("fc.weight"))) if "fc.weight" in tensors else 0
+    width = (
+        tensor_bytes(tensors, "fc.weight") / max(1, math.prod(tensors.shape("fc.weight")))
+        if "fc.weight" in tensors
+        else 0
+    )
     row = config.model.hidden_size * width
     head = 0 if HEAD in tensors else config.draft_vocab_size * row
     return {
@@ -164,7 +168,11 @@ def _target(place: Path) -> Inspection:
         "model": {"family": model.family, "blocks": has_blocks(place)},
         "geometry": _geometry(model),
         "rope": _rope(model.rope, model),
-        "vocabulary": {"target": model.vocab_size, "end tokens": list(model.eos_token_ids), "tied head": model.tied_head},
+        "vocabulary": {
+            "target": model.vocab_size,
+            "end tokens": list(model.eos_token_ids),
+            "tied head": model.tied_head,
+        },
         "default capture": _layers(default_capture(model.num_layers) if model.num_layers >= 7 else ()),
     }
     if model.experts is not None:

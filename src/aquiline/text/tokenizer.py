@@ -14,9 +14,7 @@ from aquiline.models.files import is_gguf
 from aquiline.text.gguf_tokenizer import gguf_tokenizer
 
 
-def special_ids(
-    tokenizer: Tokenizer | None, bos: int | None, eos: tuple[int, ...], vocab_size: int
-) -> tuple[int, ...]:
+def special_ids(tokenizer: Tokenizer | None, bos: int | None, eos: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """Special tokens of a model, ascending: those that begin and end a text, and the tokenizer's."""
     special = {i for i in (bos, *eos) if i is not None}
     if tokenizer is not None:

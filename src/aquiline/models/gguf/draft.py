@@ -1,5 +1,5 @@
-"""EAGLE-3 drafts as GGUF files, read and written: the metadata as fields of a config.json, the tensors by a checkpoint's
-names, and a writer for `aquiline convert` and for comparisons with llama.cpp.
+"""EAGLE-3 drafts as GGUF files, read and written: the metadata as fields of a config.json, the tensors by the names of
+a checkpoint, and a writer for `aquiline convert` and for comparisons with llama.cpp.
 
 Source: llama.cpp in llama-cpp-python 0.3.36, src/models/eagle3.cpp and conversion/llama.py; gguf-py 0.19 has no names
 for this architecture.
