@@ -127,13 +127,13 @@ def convert(
     model = None if target is None else read_model_config(target)
     found = open_draft(resolve(draft_of(source)), model, overrides)
     refuse(found.place, found.problems)
-    problems = cannot_say(found.config, fmt)
+    earlier = _earlier(found, fmt, model)
+    problems = cannot_say(found.config, fmt) if earlier is None else []
     if not found.reading.layers_are_known:
         problems.append(f"target: only the target tells which layers {LAYER_IDS} means here; name it, or --capture")
     if fmt.ids_in is None and model is None:
         problems.append(f"target: {fmt.title} names no layers; name the target, whose default layers its drafts read")
     _refuse(found, fmt, problems)
-    earlier = _earlier(found, fmt, model)
     with placing(destination, is_folder=fmt is not GGUF) as part:
         if fmt is GGUF:
             _write_gguf(part, found)

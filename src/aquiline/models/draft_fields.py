@@ -48,7 +48,7 @@ def cannot_say(config: DraftConfig, fmt: Format) -> list[str]:
         if name in fmt.knows:
             continue
         shown = f"rope_type={name!r}" if name == config.model.rope.kind else f"{name}={value!r}".replace("True", "true")
-        problems.append(f"{shown}: {fmt.title} has no such drafts")
+        problems.append(f"{shown}: {fmt.title} has no field that says it")
     if fmt is GGUF and len(config.capture) != NUM_FEATURES:
         problems.append(f"{LAYER_IDS}={list(config.capture)}: {fmt.title} runs heads that read {NUM_FEATURES} layers")
     return problems
