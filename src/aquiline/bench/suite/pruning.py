@@ -1,0 +1,97 @@
+"""Drafts of one head with vocabularies of several sizes, served beside each other on the same prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from aquiline.bench.data.datasets import load_questions
+from aquiline.bench.results.intervals import rotated
+from aquiline.config import EngineConfig, PairConfig, SamplingParams
+from aquiline.engine.llm import LLM
+from aquiline.models.known_pairs import pair_of
+from aquiline.settings import setting
+from aquiline.spec.drafting import Drafting
+from aquiline.text.chat_template import conversation
+
+MEASURING = "Measuring"
+
+
+@dataclass(frozen=True)
+class PruningWork:
+    """What drafts are served on; rounds: how often each of them, in turn."""
+
+    questions: Path | None = setting(
+        None, "Questions that drafts are served on, in any format of `aquiline eval`. Default: a known pair's own.",
+        MEASURING,
+    )  # fmt: skip
+    num_questions: int = setting(12, "The number of questions; 0 measures nothing.", MEASURING)
+    new_tokens: int = setting(96, "Tokens of each answer.", MEASURING)
+    rounds: int = setting(3, "Runs of each draft, by turns; the median counts.", MEASURING)
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_questions", 0), ("new_tokens", 2), ("rounds", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+
+
+@dataclass(eq=False)
+class ServedDraft:
+    """One draft's figures: tau over all questions, and the tok/s of every round, prompts included."""
+
+    label: str
+    llm: LLM
+    num_committed: int = 0
+    num_steps: int = 0
+    rates: list[float] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float:
+        """Tokens that a step commits, over all rounds."""
+        return self.num_committed / max(1, self.num_steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The median of the rounds."""
+        return median(self.rates)
+
+
+def serve_drafts(
+    pair: PairConfig, drafts: dict[str, Path | str], drafting: Drafting, work: PruningWork, say: Callable[[str], None]
+) -> list[ServedDraft]:
+    """Serve each draft on the same questions, greedily, by turns; the first run of each warms up.
+
+    Raises AssertionError if two drafts give different texts: no draft may change what its target writes."""
+    config = EngineConfig(max_batch=1, prefix_cache=False)
+    served = [ServedDraft(label, LLM.open(replace(pair, draft=str(path)), config)) for label, path in drafts.items()]
+    template = served[0].llm.template()
+    source = pair_of(pair.target).demo if work.questions is None else work.questions
+    asked = [template.encode(conversation(q.turns[:1])) for q in load_questions(source)[: work.num_questions]]
+    sampling = SamplingParams(max_tokens=work.new_tokens, temperature=0.0, seed=0, ignore_eos=True)
+    for each in served:
+        each.llm.run(asked[:1], sampling, drafting=drafting)
+    for number in range(work.rounds):
+        say(f"serving, round {number + 1} of {work.rounds}")
+        for each in rotated(served, number):
+            _run(each, asked, sampling, drafting)
+    assert all(each.answers == served[0].answers for each in served), "a draft changed a text"
+    for each in served:
+        each.llm.close()
+    return served
+
+
+def _run(served: ServedDraft, asked: Sequence[list[int]], sampling: SamplingParams, drafting: Drafting) -> None:
+    began, num_tokens, answers = time.perf_counter(), 0, []
+    for prompt in asked:
+        result = served.llm.run([prompt], sampling, drafting=drafting)
+        [output] = result.outputs
+        served.num_committed += result.summary.counters.num_committed
+        served.num_steps += result.summary.counters.num_steps
+        num_tokens += len(output.token_ids)
+        answers.append(output.token_ids)
+    served.rates.append(num_tokens / (time.perf_counter() - began))
+    served.answers = answers

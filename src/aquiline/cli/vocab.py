@@ -1,0 +1,70 @@
+"""`aquiline vocab`: a draft head with a smaller vocabulary, and what that costs and gives."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aquiline.bench.suite.pruning import PruningWork
+from aquiline.cli.fields import Fields, with_options
+from aquiline.cli.options import AsJson, chosen, tell
+from aquiline.config import PairConfig
+from aquiline.spec.registry import DraftingChoice
+
+EXAMPLES = """
+Examples:
+
+  aquiline vocab smollm2 --target smollm2 --text answers.txt --keep 8192 --out ./smaller
+
+  aquiline vocab ./draft --target ./target --text answers.txt --keep 4096 --out ./smaller --drafter chain --json
+"""
+
+
+@with_options
+def vocab(
+    draft: Annotated[
+        str, typer.Argument(help="Draft: directory, hub id or the name of a known pair.", metavar="DRAFT")
+    ],
+    *,
+    pair: Annotated[PairConfig, Fields(only=("target", "dtype", "draft_dtype", "arithmetic"))],
+    text: Annotated[Path, typer.Option(help="Text file whose tokens, and the target's choices in it, are counted.")],
+    keep: Annotated[int, typer.Option(help="Tokens that the smaller draft can name, special ones included.")],
+    out: Annotated[Path, typer.Option(help="Folder that the smaller draft is written to.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace the files of a folder that exists.")] = False,
+    work: PruningWork,
+    choice: DraftingChoice,
+    as_json: AsJson = False,
+) -> None:
+    """Keep the tokens of a draft's vocabulary that a target chooses most often in a text, and every special one.
+
+    The text should be like the target's own answers (`aquiline regenerate` writes some). Both drafts are then served on
+    the same questions by turns: the share of the text's tokens and of the target's choices that they name, tau, tok/s.
+    """
+    from aquiline.bench.suite.pruning import serve_drafts
+    from aquiline.cli.show.pruning import pruning_rows, show_pruning
+    from aquiline.engine.coverage import count_tokens, read_text
+    from aquiline.models.prune import choose_rows, draft_ids, write_pruned
+    from aquiline.writing import check_new
+
+    if pair.target is None:
+        raise ValueError("target: name the target that the draft was trained for")
+    check_new(out, force)
+    words, ids = read_text(text), draft_ids(draft, pair.target)
+    counts = count_tokens(pair.target, words)
+    small = choose_rows(ids, counts.weights, counts.special, keep)
+    write_pruned(draft, pair.target, small, out, force)
+    drafts: dict[str, Path | str] = {"before": draft, "after": out}
+    said = tell if not as_json else lambda _: None
+    served = serve_drafts(pair, drafts, chosen(choice, pair), work, said) if work.num_questions else []
+    rows = pruning_rows({"before": ids, "after": small.ids}, counts, served)
+    if as_json:
+        print(json.dumps({"out": str(out), "rows": rows}))
+    else:
+        show_pruning(rows, str(out))
+
+
+vocab.__doc__ = f"{inspect.getdoc(vocab)}\n{EXAMPLES}"
