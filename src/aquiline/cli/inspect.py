@@ -51,11 +51,11 @@ def inspect(
         raise ValueError("text: goes with --target, whose tokens and choices are counted")
     found = inspect_checkpoint(checkpoint, target, DraftOverrides(pair.get("capture"), pair.get("norm_feedback")))
     if text is not None and target is not None:
-        from aquiline.engine.coverage import count_tokens, read_text
+        from aquiline.engine.coverage import read_text, text_choices
 
         words = read_text(text)
         if found.draft_ids is not None:
-            found.sections["coverage"] = dict(count_tokens(target, words).coverage(found.draft_ids))
+            found.sections["coverage"] = dict(text_choices(target, words).coverage(found.draft_ids))
     if as_json:
         print(json.dumps(found.as_dict()))
     else:

@@ -41,12 +41,13 @@ def vocab(
 ) -> None:
     """Keep the tokens of a draft's vocabulary that a target chooses most often in a text, and every special one.
 
-    The text should be like the target's own answers (`aquiline regenerate` writes some). Both drafts are then served on
-    the same questions by turns: the share of the text's tokens and of the target's choices that they name, tau, tok/s.
+    The text should be like the target's own answers (`aquiline regenerate` writes some), and long: a token that it does
+    not have ranks by its id. One piece in five is held out to tell the share of its tokens, and of the target's choices
+    in it, that both drafts name. Both are then served on the same questions, by turns: tau and tok/s.
     """
     from aquiline.bench.suite.pruning import serve_drafts
     from aquiline.cli.show.pruning import pruning_rows, show_pruning
-    from aquiline.engine.coverage import count_tokens, read_text
+    from aquiline.engine.coverage import read_text, text_choices
     from aquiline.models.prune import choose_rows, draft_ids, write_pruned
     from aquiline.writing import check_new
 
@@ -54,13 +55,13 @@ def vocab(
         raise ValueError("target: name the target that the draft was trained for")
     check_new(out, force)
     words, ids = read_text(text), draft_ids(draft, pair.target)
-    counts = count_tokens(pair.target, words)
-    small = choose_rows(ids, counts.weights, counts.special, keep)
+    seen, held_out = text_choices(pair.target, words).split()
+    small = choose_rows(ids, seen.weights, seen.special, keep)
     write_pruned(draft, pair.target, small, out, force)
     drafts: dict[str, Path | str] = {"before": draft, "after": out}
     said = tell if not as_json else lambda _: None
     served = serve_drafts(pair, drafts, chosen(choice, pair), work, said) if work.num_questions else []
-    rows = pruning_rows({"before": ids, "after": small.ids}, counts, served)
+    rows = pruning_rows({"before": ids, "after": small.ids}, held_out, served)
     if as_json:
         print(json.dumps({"out": str(out), "rows": rows}))
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,34 +12,46 @@ from aquiline.engine.encode import encode_prompt
 from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.engine.score import Scorer
 from aquiline.text.tokenizer import special_ids
-from aquiline.types import Int64
+from aquiline.types import Int32, Int64
 
 PIECE = 512
 """Tokens of a text that a target reads at once, each piece from position 0."""
-MOST_CHOICES = 16384
-"""Positions of a text at most at which a target chooses."""
+HELD_OUT = 5
+"""One piece in this many is held out, where a vocabulary is chosen on the others."""
 
 
 @dataclass(frozen=True, eq=False)
-class TokenCounts:
-    """How often each token of the target's vocabulary stands in a text, and is the target's choice; int64 [V] both.
+class TextChoices:
+    """The tokens int32 [n] of a text, and what the target chooses behind each of them, int32 [n].
 
     special: tokens that a draft's vocabulary must have."""
 
-    text: Int64
-    choices: Int64
+    ids: Int32
+    choices: Int32
+    vocab_size: int
     special: tuple[int, ...]
 
-    def coverage(self, ids: Int64) -> dict[str, float]:
+    def coverage(self, vocabulary: Int64) -> dict[str, float]:
         """The shares of the text's tokens and of the choices that a vocabulary of these target ids names."""
-        found = {"text": self.text, "choices": self.choices}
-        return {name: float(counts[ids].sum() / max(1, counts.sum())) for name, counts in found.items()}
+        return {
+            "text": float(np.isin(self.ids, vocabulary).mean()),
+            "choices": float(np.isin(self.choices, vocabulary).mean()),
+        }
 
     @property
     def weights(self) -> Int64:
-        """By what tokens are ranked: how often each is chosen; how often it is in the text breaks ties."""
-        ties: Int64 = self.choices * (int(self.text.sum()) + 1) + self.text
-        return ties
+        """By what tokens are ranked, int64 [V]: how often each is chosen; how often it is in the text breaks ties."""
+        chosen, seen = (np.bincount(each, minlength=self.vocab_size) for each in (self.choices, self.ids))
+        ranked: Int64 = chosen * (len(self.ids) + 1) + seen
+        return ranked
+
+    def split(self) -> tuple[TextChoices, TextChoices]:
+        """The pieces that a vocabulary is chosen on, and those held out; both are all of a text with too few pieces."""
+        is_held = np.arange(len(self.ids)) // PIECE % HELD_OUT == HELD_OUT - 1
+        if not is_held.any():
+            return self, self
+        first, held = (replace(self, ids=self.ids[own], choices=self.choices[own]) for own in (~is_held, is_held))
+        return first, held
 
 
 def read_text(file: Path) -> str:
@@ -53,20 +65,16 @@ def read_text(file: Path) -> str:
     return text
 
 
-def count_tokens(target: str | Path, text: str) -> TokenCounts:
-    """Counts over a text with a target that is loaded for it. Raises as load_models; ValueError without a tokenizer."""
-    return counts_of(load_models(target, None, Loading(), Environment.read()), text)
+def text_choices(target: str | Path, text: str) -> TextChoices:
+    """A text read by a target that is loaded for it. Raises as load_models; ValueError without a tokenizer."""
+    return choices_of(load_models(target, None, Loading(), Environment.read()), text)
 
 
-def counts_of(models: LoadedModels, text: str) -> TokenCounts:
-    """The same with loaded models; the choices are those of the first MOST_CHOICES positions."""
-    ids, size = np.array(encode_prompt(models, text), np.int32), models.vocab_size
+def choices_of(models: LoadedModels, text: str) -> TextChoices:
+    """The same with loaded models."""
+    ids, size, config = np.array(encode_prompt(models, text), np.int32), models.vocab_size, models.target_config
     scorer = Scorer(models, PIECE)
-    chosen = []
-    for start in range(0, min(len(ids), MOST_CHOICES), PIECE):
-        chosen.append(scorer([ids[start : start + PIECE]]).best.copy())
+    found = [scorer([ids[start : start + PIECE]]).best.copy() for start in range(0, len(ids), PIECE)]
     scorer.close()
-    config = models.target_config
     special = special_ids(models.tokenizer, config.bos_token_id, config.eos_token_ids, size)
-    counted = [np.bincount(each, minlength=size) for each in (ids, np.concatenate(chosen))]
-    return TokenCounts(counted[0], counted[1], special)
+    return TextChoices(ids, np.concatenate(found), size, special)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ class PruningWork:
     )  # fmt: skip
     num_questions: int = setting(12, "The number of questions; 0 measures nothing.", MEASURING)
     new_tokens: int = setting(96, "Tokens of each answer.", MEASURING)
-    rounds: int = setting(3, "Runs of each draft, by turns; the median counts.", MEASURING)
+    rounds: int = setting(3, "Runs of each draft on each question, by turns; the median counts.", MEASURING)
 
     def __post_init__(self) -> None:
         for name, least in (("num_questions", 0), ("new_tokens", 2), ("rounds", 1)):
@@ -40,7 +40,7 @@ class PruningWork:
 
 @dataclass(eq=False)
 class ServedDraft:
-    """One draft's figures: tau over all questions, and the tok/s of every round, prompts included."""
+    """One draft's figures: tau over all answers, and the tok/s of each, prompts included."""
 
     label: str
     llm: LLM
@@ -56,14 +56,14 @@ class ServedDraft:
 
     @property
     def tokens_per_s(self) -> float:
-        """The median of the rounds."""
+        """The median of the answers."""
         return median(self.rates)
 
 
 def serve_drafts(
     pair: PairConfig, drafts: dict[str, Path | str], drafting: Drafting, work: PruningWork, say: Callable[[str], None]
 ) -> list[ServedDraft]:
-    """Serve each draft on the same questions, greedily, by turns; the first run of each warms up.
+    """Serve each draft on the same questions, greedily, taking turns at every question; one run of each warms up.
 
     Raises AssertionError if two drafts give different texts: no draft may change what its target writes."""
     config = EngineConfig(max_batch=1, prefix_cache=False)
@@ -76,22 +76,20 @@ def serve_drafts(
         each.llm.run(asked[:1], sampling, drafting=drafting)
     for number in range(work.rounds):
         say(f"serving, round {number + 1} of {work.rounds}")
-        for each in rotated(served, number):
-            _run(each, asked, sampling, drafting)
+        for place, prompt in enumerate(asked):
+            for each in rotated(served, number + place):
+                _run(each, prompt, sampling, drafting)
     assert all(each.answers == served[0].answers for each in served), "a draft changed a text"
     for each in served:
         each.llm.close()
     return served
 
 
-def _run(served: ServedDraft, asked: Sequence[list[int]], sampling: SamplingParams, drafting: Drafting) -> None:
-    began, num_tokens, answers = time.perf_counter(), 0, []
-    for prompt in asked:
-        result = served.llm.run([prompt], sampling, drafting=drafting)
-        [output] = result.outputs
-        served.num_committed += result.summary.counters.num_committed
-        served.num_steps += result.summary.counters.num_steps
-        num_tokens += len(output.token_ids)
-        answers.append(output.token_ids)
-    served.rates.append(num_tokens / (time.perf_counter() - began))
-    served.answers = answers
+def _run(served: ServedDraft, prompt: list[int], sampling: SamplingParams, drafting: Drafting) -> None:
+    began = time.perf_counter()
+    result = served.llm.run([prompt], sampling, drafting=drafting)
+    [output] = result.outputs
+    served.rates.append(len(output.token_ids) / (time.perf_counter() - began))
+    served.num_committed += result.summary.counters.num_committed
+    served.num_steps += result.summary.counters.num_steps
+    served.answers.append(output.token_ids)

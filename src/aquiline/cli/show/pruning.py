@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from aquiline.bench.suite.pruning import ServedDraft
 from aquiline.bench.tables import Table
 from aquiline.cli.options import wide_console
-from aquiline.engine.coverage import TokenCounts
+from aquiline.engine.coverage import TextChoices
 from aquiline.types import Int64
 
 Row = dict[str, str | int | float]
 
 
-def pruning_rows(ids: dict[str, Int64], counts: TokenCounts, served: Sequence[ServedDraft]) -> list[Row]:
+def pruning_rows(ids: dict[str, Int64], held_out: TextChoices, served: Sequence[ServedDraft]) -> list[Row]:
     """A row per draft: its vocabulary's size and coverage, and what it gave where it was served."""
     figures = {each.label: {"tau": each.tau, "tokens_per_s": each.tokens_per_s} for each in served}
     return [
-        {"draft": label, "tokens": len(own), **counts.coverage(own), **figures.get(label, {})}
+        {"draft": label, "tokens": len(own), **held_out.coverage(own), **figures.get(label, {})}
         for label, own in ids.items()
     ]  # fmt: skip
 
