@@ -91,7 +91,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained().save(str(home / "target" / "tokenizer.json"))
     write_draft(home / "draft", read_model_config(home / "target"))
     write_gguf_target(home / "model.gguf", home / "target", vocabulary=chatml())
-    for name in ("prompt.txt", "task.txt", "draft.py"):
+    for name in ("prompt.txt", "task.txt", "draft.py", "book.txt", "answers.txt"):
         (home / name).write_text("import os\n")
     row = json.dumps({"prompt": "Hi 1", "id": 0}) + "\n"
     for name in ("questions", "prompts", "chats", "answers", "held_out", "own_text", "long", "served"):

@@ -175,13 +175,13 @@ def test_truncated_and_corrupt_files(checkpoint: Path, tmp_path: Path) -> None:
     assert "big-endian" in error(file)
 
 
-def test_drafts_are_not_read_from_gguf(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_target_in_gguf_is_no_draft(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "draft.gguf"
     write_gguf_target(file, checkpoint)
     target = load_target(checkpoint)
     for read in (lambda: read_draft_config(file, checkpoint), lambda: load_draft(tmp_path, target)):
         with pytest.raises(
-            CheckpointError, match=r"draft\.gguf: this is no draft: .*drafts are directories with a config\.json"
+            CheckpointError, match=r"draft\.gguf: this is no draft: .*general\.architecture='llama' is a target's"
         ):
             read()
     assert read_model_config(file).num_layers == 2

@@ -38,7 +38,7 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def published(place: Path, target: Path, name: str) -> Path:
-    """A plain bfloat16 draft as that producer's own code would lay it out: fields that nobody reads, its indentation."""
+    """A plain bfloat16 draft as that producer's own code would write it: fields that nobody reads, its indentation."""
     edit_of = {"aquiline": {"producer": "aquiline"}}
     format = "specforge" if name == "aquiline" else name
     write_draft(place, read_model_config(target), format, dtype=torch.bfloat16, **UNREAD, **edit_of.get(name, {}))
@@ -78,7 +78,9 @@ def test_tensors_keep_their_bytes(one: str, other: str, target: Path, tmp_path: 
         del named["t2d"]
     assert set(named) == set(after.tensors.names)
     for new, old in named.items():
-        assert after.tensors.get(new).tobytes() == before.tensors.get(old).astype(after.tensors.get(new).dtype).tobytes()
+        assert (
+            after.tensors.get(new).tobytes() == before.tensors.get(old).astype(after.tensors.get(new).dtype).tobytes()
+        )
 
 
 def test_a_chain_of_conversions_comes_back_to_any_of_its_formats(target: Path, tmp_path: Path) -> None:
