@@ -24,6 +24,7 @@ from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
+from aquiline.models.convert import ConvertConfig, convert
 from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
 from aquiline.spec.drafting import Chain, NoDraft
@@ -168,10 +169,10 @@ def test_a_head_brings_its_own_embedding_and_rotation_only_where_they_differ(tmp
 @pytest.mark.parametrize(
     ("draft", "why"),
     [
-        ({"fc_norm": True}, "draft: fc_norm=true; llama.cpp runs EAGLE-3 heads without it"),
+        ({"fc_norm": True}, "draft: fc_norm=true: llama.cpp has no field that says it"),
         (
             {"sliding_window": 16, "producer": "aquiline"},
-            "draft: a sliding window; the llama.cpp peer writes drafts without it",
+            "draft: sliding_window=16: llama.cpp has no field that says it",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "draft: reads what leaves the target's last layer"),
     ],
@@ -192,9 +193,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def edited(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    """The bundled draft with other fields and tensors."""
+    """The bundled draft with other fields and tensors, and without its window, which llama.cpp's heads do not have."""
     shutil.copytree(BUNDLED_DRAFT, directory)
-    edit_json(directory / "config.json", lambda fields: fields.update(config))
+    edit_json(directory / "config.json", lambda fields: fields.update({"sliding_window": None} | config))
     save_file(load_file(BUNDLED_DRAFT / "model.safetensors") | tensors, directory / "model.safetensors")
     return directory
 
@@ -228,10 +229,16 @@ def apart(some: list[int], others: list[int]) -> int:
 
 @needs_server
 @pytest.mark.usefixtures("server")
-def test_the_server_drafts_with_our_head_as_well_as_we_do() -> None:
-    """Steps are a measure of the whole head: of its norms, its rotation, its vocabulary and the layers it reads."""
-    ours, theirs = steps(BUNDLED_DRAFT)
+def test_the_server_drafts_with_our_head_as_well_as_we_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are a measure of the whole head: of its norms, its rotation, its vocabulary and the layers it reads. The
+    file of `aquiline convert` gives the same steps."""
+    draft = edited(tmp_path / "draft", {}, {})
+    ours, theirs = steps(draft)
     assert sum(ours) < 120 and apart(ours, theirs) <= 2, (ours, theirs)
+    file = tmp_path / "draft.gguf"
+    convert(draft, file, ConvertConfig("gguf"), BUNDLED_TARGET)
+    monkeypatch.setattr(conversion("gguf_file", "tests"), "draft_file", lambda target, draft, dtype: file)
+    assert steps(draft)[1] == theirs
 
 
 @needs_server
@@ -242,7 +249,7 @@ def test_what_only_other_heads_have_changes_their_steps_there_as_here(tmp_path: 
     embed = load_target(BUNDLED_TARGET).embed.detach()
     noise = torch.randn(embed.shape, generator=generator) * embed.float().std()
     scales = torch.rand(3 * 384, generator=generator) + 0.5
-    plain, _ = steps(BUNDLED_DRAFT)
+    plain, _ = steps(edited(tmp_path / "plain", {}, {}))
     for name, draft in {
         "rotation": edited(tmp_path / "a", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, {}),
         "embedding": edited(tmp_path / "b", {}, {"embed_tokens.weight": (embed + 0.5 * noise).bfloat16()}),

@@ -218,6 +218,13 @@ def test_a_destination_that_exists_is_left_alone(target: Path, tmp_path: Path) -
     assert not [path for path in tmp_path.iterdir() if ".part" in path.name]
 
 
+def test_a_layer_that_llama_cpp_does_not_have_is_told(target: Path, tmp_path: Path) -> None:
+    for name, ids in (("last", LAST), ("earlier", [3, 5, 7])):
+        write_draft(tmp_path / name, read_model_config(target), "speculators", **{LAYER_IDS: ids})
+        done = convert(tmp_path / name, tmp_path / f"{name}.gguf", ConvertConfig("gguf"), target)
+        assert ["llama.cpp has no output of layer 7" in notice for notice in done.notices] == [True] * (name == "last")
+
+
 def test_any_provenance_is_read_or_passed_over(target: Path, tmp_path: Path) -> None:
     write_draft(tmp_path / "a", read_model_config(target))
     origin = {"format": "speculators", "layer": "layers.0", "tensors": {}, "metadata": None, "config": "[]"}

@@ -141,7 +141,7 @@ def convert(
             _write(part, found, fmt, earlier, None if target is None else str(target))
         again = open_draft(part, model, NO_OVERRIDES if earlier is None else _asked(found))
         _refuse(found, fmt, [*again.problems, *differences(found.config, again.config)])
-    reading, notices = found.reading, [*found.reading.notices, *_unpacked(found)]
+    reading, notices = found.reading, [*found.reading.notices, *_unpacked(found), *_not_run(found, fmt, model)]
     return Converted(
         reading.format.name, reading.declared, fmt.name, str(destination), earlier is not None, notices
     )  # fmt: skip
@@ -249,6 +249,15 @@ def _in_dtype(values: Array, kind: object) -> Array:
         return values
     stored = values.astype(OF_FILES[kind])
     return stored if np.array_equal(stored.astype(np.float32), values.astype(np.float32)) else values
+
+
+def _not_run(found: DraftFiles, fmt: Format, model: ModelConfig | None) -> list[str]:
+    """What a format says and its engine does not run: llama.cpp has the last layer's output of few targets, and of
+    those that run here of gpt-oss alone (llama.cpp #25794)."""
+    last = found.config.capture[-1]
+    if fmt is not GGUF or model is None or model.family == "gpt_oss" or last < model.num_layers - 1:
+        return []
+    return [f"{LAYER_IDS}: llama.cpp has no output of layer {last}, the last one, for a target of {model.family}"]
 
 
 def _unpacked(found: DraftFiles) -> list[str]:
