@@ -106,7 +106,7 @@ def _refuse_head(head: DraftHead, decoder: Decoder) -> None:
 
 
 def _layer_tensors(layer: DecoderLayer, config: ModelConfig, index: int) -> dict[str, Tensor]:
-    """A layer's tensors by GGUF's names. GGUF's llama architecture rotates neighbouring rows, so rows of queries and keys
+    """A layer's tensors by GGUF's names. The llama architecture rotates neighbouring rows, so rows of queries and keys
     are reordered for it; the others rotate halves, as checkpoints do."""
     turns = ARCHITECTURES[config.family] == "llama"
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
