@@ -10,6 +10,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from aquiline.checks import check_fields, is_unicode, parse_json, shown
 from aquiline.settings import about, setting
@@ -61,6 +62,22 @@ def parse_template_options(text: str) -> dict[str, object]:
     if not isinstance(options, dict):
         raise ValueError(f"template_options={text!r}: must be a JSON object")
     return options
+
+
+DraftFormat = Literal["safeailab", "specforge", "speculators", "nvidia", "aquiline", "gguf"]
+"""Formats of drafts, as models/producers.py has them."""
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """Which format a draft is written in, and whether it may replace what is there."""
+
+    to: DraftFormat = field(metadata=about("Format to write."))
+    force: bool = setting(False, "Replace the files of a DST that exists.")
+
+    def __post_init__(self) -> None:
+        if self.to not in get_args(DraftFormat):
+            raise ValueError(f"to={self.to!r}: must be one of {', '.join(get_args(DraftFormat))}")
 
 
 @dataclass(frozen=True)

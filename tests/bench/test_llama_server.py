@@ -22,9 +22,9 @@ from aquiline.bench.peers.names import parse_peer
 from aquiline.bench.peers.peer import PeerSetup, conversion
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
-from aquiline.config import EngineConfig, SamplingParams
+from aquiline.config import ConvertConfig, EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.models.convert import ConvertConfig, convert
+from aquiline.models.convert import convert
 from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
 from aquiline.spec.drafting import Chain, NoDraft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_json, write_draft, write_target
 from torch import Tensor
 
+from aquiline.config import ConvertConfig, DraftFormat
 from aquiline.errors import CheckpointError
-from aquiline.models.convert import CONFIG, WEIGHTS, ConvertConfig, convert
+from aquiline.models.convert import CONFIG, WEIGHTS, convert
 from aquiline.models.draft_config import DraftOverrides
 from aquiline.models.formats import open_draft, read_draft_config
 from aquiline.models.load import read_model_config
@@ -50,6 +51,10 @@ def published(place: Path, target: Path, name: str) -> Path:
         config = json.loads((place / CONFIG).read_text())
         (place / CONFIG).write_text(json.dumps(config, indent=4, ensure_ascii=False) + "\n\n")
     return place
+
+
+def test_every_format_has_a_name_on_the_command_line() -> None:
+    assert list(get_args(DraftFormat)) == list(FORMATS)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -14,8 +14,9 @@ from tests.checkpoints import write_draft, write_target
 from tests.gguf_files import write_gguf_target
 from tests.json_values import TRAPS
 
+from aquiline.config import ConvertConfig
 from aquiline.errors import CheckpointError
-from aquiline.models.convert import ConvertConfig, convert
+from aquiline.models.convert import convert
 from aquiline.models.inspection import Inspection, inspect_checkpoint
 from aquiline.models.load import read_model_config
 from aquiline.models.model_config import LAYER_IDS

@@ -19,9 +19,9 @@ from tests.conftest import needs_native
 from torch import Tensor
 
 from aquiline.backends.cpu.native_pair import CpuPair
-from aquiline.config import SamplingParams
+from aquiline.config import ConvertConfig, SamplingParams
 from aquiline.errors import CheckpointError
-from aquiline.models.convert import ConvertConfig, convert
+from aquiline.models.convert import convert
 from aquiline.models.formats import read_draft_config, read_draft_weights
 from aquiline.models.load import read_model_config, read_target
 from aquiline.models.model_config import LAYER_IDS

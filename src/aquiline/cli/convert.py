@@ -12,8 +12,7 @@ import typer
 
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import AsJson, tell
-from aquiline.config import PairConfig
-from aquiline.models.convert import ConvertConfig
+from aquiline.config import ConvertConfig, PairConfig
 
 EXAMPLES = """
 Examples:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.suite.pruning import PruningWork
+from aquiline.bench.suite.pruning_work import PruningWork
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, chosen, tell
 from aquiline.config import PairConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from aquiline.blocks import BLOCK_TYPES, Array
 from aquiline.checks import parse_json
+from aquiline.config import ConvertConfig
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, draft_reading
 from aquiline.models.draft_fields import cannot_say, differences, draft_fields
@@ -30,24 +31,11 @@ from aquiline.models.load import read_model_config
 from aquiline.models.model_config import LAYER_IDS, ModelConfig
 from aquiline.models.parameters import OF_FILES
 from aquiline.models.producers import FORMATS, GGUF, Format, read_draft_fields
-from aquiline.settings import about, setting
 from aquiline.writing import check_new, placing
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin")
 _AS_TORCH = {"format": "pt"}
-
-
-@dataclass(frozen=True)
-class ConvertConfig:
-    """Which format a draft is written in, and whether it may replace what is there."""
-
-    to: str = field(metadata=about(f"Format: {', '.join(FORMATS)}."))
-    force: bool = setting(False, "Replace the files of a DST that exists.")
-
-    def __post_init__(self) -> None:
-        if self.to not in FORMATS:
-            raise ValueError(f"to={self.to!r}: must be one of {', '.join(FORMATS)}")
 
 
 @dataclass(frozen=True)
