@@ -89,8 +89,8 @@ class PairConfig:
         "Default: smollm2 where its weights are installed, else bundled.", MODEL,
     )  # fmt: skip
     draft: str | None = setting(
-        None, "EAGLE-3 draft checkpoint: directory, hub id or the name of a known pair. Default: a known pair's own, "
-        "else none.", MODEL,
+        None, "EAGLE-3 draft checkpoint: directory, .gguf file, hub id or the name of a known pair. Default: a known "
+        "pair's own, else none.", MODEL,
     )  # fmt: skip
     capture: tuple[int, ...] | None = setting(
         None, "Target layers whose outputs the draft reads, as 1,4,6. Default: as its checkpoint says.", MODEL,

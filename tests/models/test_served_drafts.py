@@ -19,7 +19,8 @@ from tests.conftest import needs_native
 from torch import Tensor
 
 from aquiline.backends.cpu.native_pair import CpuPair
-from aquiline.config import ConvertConfig, SamplingParams
+from aquiline.config import ConvertConfig, EngineConfig, SamplingParams
+from aquiline.engine.llm import LLM
 from aquiline.errors import CheckpointError
 from aquiline.models.convert import convert
 from aquiline.models.formats import read_draft_config, read_draft_weights
@@ -146,10 +147,7 @@ def check(text: Text, reference: Reference, ids: Tensor, model: Any, capture: tu
     return looked
 
 
-OFTEN = ("SafeAILab", "speculators, normed residual", "gpt-oss-120b-Eagle3-v3", "ModelOpt, biases", "llama.cpp")
-
-
-@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(n, marks=pytest.mark.rare) for n in CASES if n not in OFTEN)])
+@pytest.mark.parametrize("name", CASES)
 def test_every_drafted_token_is_the_references(name: str, model: tuple[Path, Any], tmp_path: Path) -> None:
     case, (target_dir, reference_model) = CASES[name], model
     config = read_model_config(target_dir)
@@ -181,6 +179,20 @@ def test_every_drafted_token_is_the_references(name: str, model: tuple[Path, Any
         player.add(words(13, 1), way, SamplingParams(max_tokens=16, seed=0))
     player.run(7)
     assert [check(text, reference, ids, reference_model, case.capture) for text in player.texts] == [9, 21]
+
+
+def test_an_llm_drafts_with_a_gguf_file(model: tuple[Path, Any], tmp_path: Path) -> None:
+    """A directory that holds nothing else stands for it."""
+    write_draft(tmp_path / "draft", read_model_config(model[0]))
+    (tmp_path / "file").mkdir()
+    convert(tmp_path / "draft", tmp_path / "file" / "draft.gguf", ConvertConfig("gguf"), model[0])
+    params = SamplingParams(max_tokens=16, temperature=2.0, seed=1, ignore_eos=True)
+    told = []
+    for draft in (tmp_path / "draft", tmp_path / "file" / "draft.gguf", tmp_path / "file"):
+        with LLM(model[0], draft, dtype="float32", engine=EngineConfig(max_batch=1, calibration=False)) as llm:
+            run = llm.run([words(13, 1)], params, drafting=Chain(3))
+        told.append((run.outputs[0].token_ids, run.summary.counters))
+    assert told[0] == told[1] == told[2]
 
 
 V2 = {"use_aux_hidden_state": False, LAYER_IDS: []}
