@@ -230,6 +230,19 @@ def test_a_layer_that_llama_cpp_does_not_have_is_told(target: Path, tmp_path: Pa
         assert ["llama.cpp has no output of layer 7" in notice for notice in done.notices] == [True] * (name == "last")
 
 
+def test_a_head_that_is_the_drafts_own_embedding_stays_so(target: Path, tmp_path: Path) -> None:
+    model = read_model_config(target)
+    write_draft(tmp_path / "a", model, ship_embed=True, tie_word_embeddings=True,
+                edit=lambda config, tensors: tensors.pop("lm_head.weight"))  # fmt: skip
+    for name in [name for name in FOLDERS if name != "specforge"]:
+        convert(tmp_path / "a", tmp_path / name, ConvertConfig(name), target)
+        assert open_draft(tmp_path / name, model, DraftOverrides()).has_tied_head
+        convert(tmp_path / name, tmp_path / f"{name}-back", ConvertConfig("specforge"), target)
+        assert (tmp_path / f"{name}-back" / CONFIG).read_bytes() == (tmp_path / "a" / CONFIG).read_bytes()
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true: llama\.cpp takes the target's head"):
+        convert(tmp_path / "a", tmp_path / "a.gguf", ConvertConfig("gguf"), target)
+
+
 def test_any_provenance_is_read_or_passed_over(target: Path, tmp_path: Path) -> None:
     write_draft(tmp_path / "a", read_model_config(target))
     origin = {"format": "speculators", "layer": "layers.0", "tensors": {}, "metadata": None, "config": "[]"}

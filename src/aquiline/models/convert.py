@@ -23,7 +23,7 @@ from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, draft_reading
 from aquiline.models.draft_fields import cannot_say, differences, draft_fields
 from aquiline.models.files import Tensors, refuse, resolve
-from aquiline.models.formats import MAP, MASK, DraftFiles, open_draft, vocabulary_mask
+from aquiline.models.formats import HEAD, MAP, MASK, DraftFiles, open_draft, vocabulary_mask
 from aquiline.models.gguf.draft import PROVENANCE, GGUFDraft
 from aquiline.models.json_fields import Raw
 from aquiline.models.known_pairs import draft_of
@@ -117,6 +117,10 @@ def convert(
     refuse(found.place, found.problems)
     earlier = _earlier(found, fmt, model)
     problems = cannot_say(found.config, fmt) if earlier is None else []
+    if fmt is GGUF and found.has_tied_head:
+        problems.append(
+            f"tie_word_embeddings=true: {fmt.title} takes the target's head in place of one that is missing"
+        )
     if not found.reading.layers_are_known:
         problems.append(f"target: only the target tells which layers {LAYER_IDS} means here; name it, or --capture")
     if fmt.ids_in is None and model is None:
@@ -128,6 +132,7 @@ def convert(
         else:
             _write(part, found, fmt, earlier, None if target is None else str(target))
         again = open_draft(part, model, NO_OVERRIDES if earlier is None else _asked(found))
+        assert again.has_tied_head == found.has_tied_head
         _refuse(found, fmt, [*again.problems, *differences(found.config, again.config)])
     reading, notices = found.reading, [*found.reading.notices, *_unpacked(found), *_not_run(found, fmt, model)]
     return Converted(
@@ -182,7 +187,9 @@ def _says(origin: Origin, found: DraftFiles, fmt: Format, model: ModelConfig | N
         reading = draft_reading(raw, found.place / CONFIG, model, _asked(found)) if plain.problems else plain
     except CheckpointError:
         return False
-    config = reading.config
+    config, is_tied = reading.config, HEAD not in found.tensors and reading.tied_head
+    if is_tied != found.has_tied_head:
+        return False
     if not reading.vocab_is_named:
         config = replace(config, draft_vocab_size=found.config.draft_vocab_size)
     return not reading.problems and not differences(found.config, config)
@@ -219,7 +226,8 @@ def _write(part: Path, found: DraftFiles, fmt: Format, earlier: Origin | None, v
     metadata: dict[str, str] | None = _AS_TORCH
     if earlier is None:
         tensors = {name: read() for name, read in _tensors(found, fmt, fmt.layer).items()}
-        raw = draft_fields(found.config, fmt, tensors["fc.weight"].dtype.name, verifier)
+        dtype = tensors["fc.weight"].dtype.name
+        raw = draft_fields(found.config, fmt, dtype, verifier=verifier, tied_head=found.has_tied_head)
         origin = _origin(found)
         raw |= {} if origin is None else {PROVENANCE: asdict(origin)}
         text = json.dumps(raw, indent=2) + "\n"

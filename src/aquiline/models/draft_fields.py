@@ -54,16 +54,19 @@ def cannot_say(config: DraftConfig, fmt: Format) -> list[str]:
     return problems
 
 
-def draft_fields(config: DraftConfig, fmt: Format, dtype: str, verifier: str | None = None) -> Raw:
+def draft_fields(
+    config: DraftConfig, fmt: Format, dtype: str, *, verifier: str | None = None, tied_head: bool = False
+) -> Raw:
     """The fields of a config.json that says `config` in that format. dtype: that of the tensors; verifier: where the
-    target is, for formats that name it. What the format cannot say is left out."""
+    target is, for formats that name it; tied_head: a head that is not there is the draft's own embedding. What the
+    format cannot say is left out."""
     if fmt.section:
-        return _nested_fields(config, fmt, dtype, verifier)
+        return _nested_fields(config, fmt, dtype, verifier) | {"tie_word_embeddings": tied_head}
     fields: Raw = {"architectures": list(fmt.architectures[:1])}
     fields |= {"producer": PRODUCER} if fmt.name == PRODUCER else {}
     fields |= _geometry(config.model, dtype) | {
         "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied_head,
         "bos_token_id": config.model.bos_token_id,
         "eos_token_id": list(config.model.eos_token_ids) or None,
     }
@@ -87,7 +90,6 @@ def _nested_fields(config: DraftConfig, fmt: Format, dtype: str, verifier: str |
             "verifier": {"name_or_path": verifier, "architectures": []},
         },
         "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
         "torch_dtype": dtype,
         fmt.section: _geometry(config.model, dtype) | _window(config, fmt),
         **_ids(config, fmt),

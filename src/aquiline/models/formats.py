@@ -89,8 +89,8 @@ def read_draft_weights(
     dtype = dtype or ("bfloat16" if target.embed[0].is_blocks else target.embed[0].kind)
     own, stored, d2t = Parameters(found.tensors, found.entries, dtype), storage_dtype(dtype), found.d2t
     embed = own.matrix("embed") if EMBED in found.tensors else shared_embedding(target.embed, stored)
-    has_head, lender = HEAD in found.tensors, embed if found.reading.tied_head else target.head
-    head = own.matrix("head") if has_head else _rows_of(lender, d2t, stored)
+    lender = embed if found.has_tied_head else target.head
+    head = own.matrix("head") if HEAD in found.tensors else _rows_of(lender, d2t, stored)
     return draft_weights(found.config, own, embed, head, d2t)
 
 
@@ -107,6 +107,11 @@ class DraftFiles:
     entries: list[Entry]
     d2t: Int64
     problems: list[str]
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head is rows of the draft's own embedding."""
+        return HEAD not in self.tensors and self.reading.tied_head
 
 
 def open_draft(place: Path, target: ModelConfig | None, overrides: DraftOverrides) -> DraftFiles:
