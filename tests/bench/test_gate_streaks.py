@@ -117,7 +117,7 @@ def test_a_broken_state_is_refused(content: str, tmp_path: Path) -> None:
 
 def record(file: Path, process: int) -> None:
     for number in range(25):
-        Streaks(file).record("0123456789ab | c | d", True, [{"number": number, "process": process}])
+        Streaks(file).record("0123456789ab | c | d", True, [{"commit": "c", "number": number, "process": process}])
 
 
 def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from aquiline.bench.results.intervals import spread
 
 if TYPE_CHECKING:
     from aquiline.bench.results.result import Result
+    from aquiline.bench.results.speedups import Ratio, Results
 
 SCHEMA = "aquiline.result/2"
 
@@ -68,6 +69,32 @@ def differences(result: Result, baseline: Result) -> list[str]:
     if exact and output["sha256"] != other["sha256"]:
         found.append("output.sha256: the texts differ")
     return found + unequal("system", "cpu", "threads", *(("isa", "path") if same_engine else ()))
+
+
+def unfit(name: str, ratio: Ratio, results: Results) -> list[str]:
+    """Why a result must not be judged: it has no fair baseline, its figures are simulated, its weights are random, or
+    it or its baseline broke a rule of PERF mode."""
+    against = "" if ratio.other is None else f"against {ratio.other}: "
+    found = [f"{against}{reason}" for reason in ratio.reasons]
+    model = results[name]["model"]
+    if model["simulated_tau"] is not None:
+        found.append(f"model.simulated_tau: {model['simulated_tau']:g} was chosen, not measured")
+    found += ["model.random_weights: a gate asks about a real model"] if model["random_weights"] else []
+    for run in (results[file] for file in (name, ratio.other) if file is not None):
+        found += [f"PERF violation of {run['setting']['name']}: {violation}" for violation in _violations(run)]
+    return found
+
+
+def _violations(result: Result) -> list[str]:
+    """The rules of PERF mode that a run broke."""
+    found = list(result.get("perf_violations", []))
+    disabled = result.get("slots", {}).get("disabled_other")
+    if disabled is None:
+        found.append("slots.disabled_other: is missing, so whether every slot decoded is not known")
+    elif disabled:
+        found.append(f"slots.disabled_other: {disabled} slots did not decode for another reason than their end")
+    is_torch = result["system"]["path"] == "torch"
+    return found + (["system.path: torch, the fallback without the native library"] if is_torch else [])
 
 
 def recomputed_tau(result: Result) -> float:
