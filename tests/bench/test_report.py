@@ -259,13 +259,24 @@ def test_no_string_of_a_result_becomes_markup(results: Results) -> None:
     assert {name for _, attributes in page.elements for name in attributes} == known
 
 
-def test_free_parts_may_hold_anything(results: Results) -> None:
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("stage_ms", {"verify": 1e300}), ("stage_ms", {"draft": 10**400}), ("roofline", {"ceilings": []}),
+        ("roofline", {"bound": {}}), ("roofline", {"ceilings": {"bandwidth": {"per_s": None}}}),
+        ("roofline", {"ceilings": {"linear_flops": {"per_s": -1.0, "source": "given"}}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_that_cannot_be_shown_are_refused(name: str, part: dict[str, Any], results: Results) -> None:
+    found = problems(next(iter(results.values())) | {name: part})
+    assert found and all(problem.startswith(name) for problem in found)
+
+
+def test_empty_parts_make_no_columns(results: Results) -> None:
     for index, result in enumerate(results.values()):
-        result["stage_ms"] = [{}, {"verify": 1e300}, {"host": 0.0}, {"draft": 10**400}][index % 4]
-        result["roofline"] = [
-            {}, {"notes": [], "ceilings": []}, {"ceilings": {"bandwidth": 7}, "bound": {}},
-            {"ceilings": {"bandwidth": {"per_s": None}, "linear_flops": {"per_s": -1.0}}},
-        ][index % 4]  # fmt: skip
+        result["stage_ms"] = [{}, {"host": 0.0}][index % 2]
+        result["roofline"] = [{}, {"notes": [], "ceilings": {"bandwidth": 7}}][index % 2]
         result["system"]["cores"] = [None, {}, [1], 1e99][index % 4]
         assert not problems(result)
     page = Page(render(results))

@@ -91,9 +91,14 @@ class Table:
         return Markup("<table>\n{}\n</table>").format(Markup("\n").join(lines))
 
 
+def cell(value: object, form: str = "{}") -> str:
+    """A value as a cell in the form that str.format takes; a dash for None."""
+    return NO_FIGURE if value is None else form.format(value)
+
+
 def percent(share: float | None) -> str:
     """A share as a cell."""
-    return NO_FIGURE if share is None else f"{share:.0%}"
+    return cell(share, "{:.0%}")
 
 
 def escape(text: str) -> str:

@@ -20,6 +20,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from aquiline.checks import parse_json
+from aquiline.engine.model import LoadedModels
+from aquiline.models.known_pairs import BUNDLED_TARGET
 
 PROMPT_TOKENS, NUM_PROMPTS = 300, 8
 MIN_FILE_TOKENS = 1000
@@ -42,6 +44,14 @@ class TokenPrompt:
 
     token_ids: list[int]
     is_held_out: bool
+
+
+@dataclass(frozen=True)
+class RealPrompts:
+    """Prompts of one length, and their source as results state it."""
+
+    token_ids: list[list[int]]
+    source: str
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -105,6 +115,15 @@ def text_prompts(
         f"text_source={str(text_source or 'standard library')!r}: holds {len(prompts)} different windows of "
         f"{token_count} tokens, {count} needed; give a larger file, folder or installed package, or ask for less"
     )
+
+
+def real_prompts(token_count: int, count: int, models: LoadedModels, text_source: str | None) -> RealPrompts:
+    """`text_prompts` of a target's vocabulary; by the bundled tokenizer for a target without one."""
+    tokenizer = models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
+    found = text_prompts(token_count, count, tokenizer, text_source)
+    held_out = "held out" if all(prompt.is_held_out for prompt in found) else "partly trained on"
+    token_ids = [[token % models.vocab_size for token in prompt.token_ids] for prompt in found]
+    return RealPrompts(token_ids, f"{text_source or 'standard library'}, {held_out}")
 
 
 def _windows(files: Iterable[_File], tokenizer: Tokenizer, length: int) -> Iterator[TokenPrompt]:

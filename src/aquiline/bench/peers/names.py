@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -140,8 +140,7 @@ class PeerSpec:
         Raises ValueError naming the package to install, or the setting that this CPU, engine or target does not
         have."""
         self.check_target(setup.target)
-        obstacle = self.obstacle(setup.draft is not None, setup.batch)
-        if obstacle:
+        if obstacle := self.obstacle(setup.draft is not None, setup.batch):
             raise ValueError(f"peer {self.label}: {obstacle}")
         try:
             for package in KINDS[self.kind].packages:
@@ -151,9 +150,8 @@ class PeerSpec:
                 f"peer={self.kind!r}: needs the package {missing.name}, which is not installed; pip install "
                 f"{missing.name}, or 'aquiline[peers]' for all peers"
             ) from None
-        module = importlib.import_module(f"aquiline.bench.peers.{self.kind}")
-        factory: Callable[[PeerSpec, PeerSetup], Peer] = module.open_peer
-        return factory(self, setup)
+        peer: Peer = importlib.import_module(f"aquiline.bench.peers.{self.kind}").open_peer(self, setup)
+        return peer
 
 
 def is_rounded(weights: str) -> bool:
@@ -178,8 +176,7 @@ def parse_peer(text: str) -> PeerSpec:
     fields: dict[str, Any] = {}
     for option in options:
         found = _fields(text, kind, option)
-        twice = fields.keys() & found.keys()
-        if twice:
+        if twice := fields.keys() & found.keys():
             raise ValueError(f"peer={text!r}: says {min(twice)} twice; choose one")
         fields |= found
     flags = tuple(flag for flag in KINDS[kind].flags if fields.pop(flag, False))
@@ -195,9 +192,8 @@ def parse_peers(texts: Iterable[str], num_spec_tokens: Iterable[int]) -> tuple[P
     found: list[PeerSpec] = []
     for text in texts:
         spec = parse_peer(text)
-        is_swept = spec.drafter == "eagle" and "eagle" in text.split(":")
-        lengths = [re.sub(":eagle(?=:|$)", f":eagle={k}", text) for k in num_spec_tokens]
-        found += map(parse_peer, lengths) if is_swept else [spec]
+        swept = [re.sub(":eagle(?=:|$)", f":eagle={k}", text) for k in num_spec_tokens]
+        found += map(parse_peer, swept) if spec.drafter == "eagle" and "eagle" in text.split(":") else [spec]
     return tuple(dict.fromkeys(found))
 
 
