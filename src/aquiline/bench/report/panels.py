@@ -18,20 +18,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from aquiline.bench.plots import (
-    BASE,
-    CARD,
-    INK,
-    LINE_COLORS,
-    PALETTE,
-    RULE,
-    SHARES,
-    SOFT,
-    draw_positions,
-    look,
-    name_positions,
-    new_figure,
-)
+from aquiline.bench import plots
+from aquiline.bench.plots import BASE, CARD, INK, RULE, SOFT, look
 from aquiline.bench.report.report_tables import figure
 from aquiline.bench.report.sections import ReportRow, badges, by_scenario, count
 
@@ -139,8 +127,8 @@ def draw_acceptance(axes: Any, rows: list[ReportRow]) -> None:
     for row in rows:
         shares = row.result["eagle_speculation"]["per_position"]
         if shares:
-            draw_positions(axes, shares, label=row.label, **look(row.style))
-    name_positions(axes)
+            plots.draw_positions(axes, shares, label=row.label, **look(row.style))
+    plots.name_positions(axes)
 
 
 def draw_calibration(axes: Any, rows: list[ReportRow]) -> None:
@@ -151,7 +139,7 @@ def draw_calibration(axes: Any, rows: list[ReportRow]) -> None:
             axes.plot((0, 100), (0, 1), color=BASE, linestyle="--", label="as foretold")
         foretold = [100 * part["foretold"] for part in parts]
         axes.plot(foretold, [part["right"] for part in parts], label=row.label, **look(row.style))
-    axes.set(xlabel="foretold chance (%)", ylabel="share accepted", ylim=SHARES)
+    axes.set(xlabel="foretold chance (%)", ylabel="share accepted", ylim=plots.SHARES)
 
 
 def draw_stages(axes: Any, rows: list[ReportRow]) -> None:
@@ -159,7 +147,7 @@ def draw_stages(axes: Any, rows: list[ReportRow]) -> None:
     starts = [0.0] * len(rows)
     for index, stage in enumerate(dict.fromkeys(stage for row in rows for stage in row.stage_ms)):
         lengths = [row.stage_ms.get(stage, 0.0) for row in rows]
-        color = LINE_COLORS[index % len(LINE_COLORS)]
+        color = plots.LINE_COLORS[index % len(plots.LINE_COLORS)]
         axes.barh(range(len(rows)), lengths, left=starts, color=color, label=stage, **BARS)
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     _name_bars(axes, rows, [f"{figure(total)} ms" for total in starts])
@@ -268,7 +256,7 @@ class Panel:
         box, drawn = re.findall(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', out.getvalue(), re.DOTALL)[0]
         drawn = re.sub(r"<defs>\s*<style.*?</defs>", "", drawn, flags=re.DOTALL)
         drawn = re.sub(r'<g id="[^"]*">', "<g>", drawn)  # ids that other plots of the page have, too
-        for name, (light, _) in PALETTE.items():
+        for name, (light, _) in plots.PALETTE.items():
             drawn = drawn.replace(f": {light}", f": var(--{name})")
         opening = Markup('<svg class="plot" viewBox="{}" role="img" aria-label="{}">').format(box, self.title)
         return opening + Markup(drawn) + Markup("</svg>")
@@ -283,7 +271,7 @@ def draw_panels(
     panels = []
     for name, rows in groups:
         with rc_context(STYLE):
-            drawing, grid = new_figure(1, 1, (WIDTH, HEIGHT))
+            drawing, grid = plots.new_figure(1, 1, (WIDTH, HEIGHT))
             draw(grid[0][0], rows)
         if grid[0][0].has_data():
             _finish(drawing, grid[0][0])

@@ -13,15 +13,8 @@ from pathlib import Path
 
 from aquiline.bench.data.datasets import load_questions
 from aquiline.bench.data.prompts import excerpts, read_prompts
-from aquiline.bench.results.intervals import (
-    Estimate,
-    decode_s,
-    decode_tokens_per_s,
-    estimate,
-    paired,
-    rotated,
-    spans_of,
-)
+from aquiline.bench.results import intervals
+from aquiline.bench.results.intervals import Estimate, paired, rotated, spans_of
 from aquiline.bench.results.result import commit
 from aquiline.bench.theory.bounds import EXPECTED_CHAIN, Costs, expectation
 from aquiline.bench.theory.measure import last_level_cache
@@ -110,7 +103,7 @@ class DemoRun:
     @property
     def rates(self) -> list[float]:
         """Tokens per second of decoding, prompt by prompt."""
-        return [decode_tokens_per_s(spans_of([output])) for output in self.outputs]
+        return [intervals.decode_tokens_per_s(spans_of([output])) for output in self.outputs]
 
     @property
     def rates_with_prefill(self) -> list[float]:
@@ -132,7 +125,7 @@ class DemoRun:
         """The demo's JSON row."""
         counters = self.counters.as_dict()
         picked = ("tau", "acceptance_rate", "per_position", "target_calls_per_token", "num_committed", "num_steps")
-        rate, speedup = estimate(self.rates), self.speedup
+        rate, speedup = intervals.estimate(self.rates), self.speedup
         return {
             "name": self.name,
             "title": self.title,
@@ -237,6 +230,6 @@ def _fastest_chain(llm: LLM, demo: Demo, temperature: float, on_progress: Callab
     for index, prompt in enumerate(demo.others):
         for chain in rotated(list(seconds), index):
             output = llm.run([prompt.token_ids], sampling, drafting=chain).outputs[0]
-            seconds[chain] += decode_s(spans_of([output]))
+            seconds[chain] += intervals.decode_s(spans_of([output]))
             on_progress()
     return min(seconds, key=lambda chain: seconds[chain])

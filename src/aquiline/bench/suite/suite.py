@@ -13,18 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aquiline.bench.data.prompts import RealPrompts, real_prompts
+from aquiline.bench.results import result as results
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.intervals import paired, rotated
-from aquiline.bench.results.result import (
-    ModelFacts,
-    Result,
-    Scenario,
-    commit,
-    describe,
-    is_dirty,
-    tokens_sha256,
-    write_result,
-)
+from aquiline.bench.results.result import ModelFacts, Result, Scenario
 from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.suite.suite_plan import SEED, Load, Plan
@@ -104,14 +96,16 @@ class LoadRun:
         ideal = roofline_of(llm.models)
         baseline: list[float] = []
         for name, drafting in settings.items():
-            result = describe(scenario, name, drafting, self._model(llm, drafting), llm, measured[name], prefill)
+            result = results.describe(
+                scenario, name, drafting, self._model(llm, drafting), llm, measured[name], prefill
+            )
             rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
             baseline = baseline or rates["values"]
             if not drafting.is_adaptive:  # steps of many shapes have no one ideal
                 cycle = ideal.cycle(drafting, tau, self.load.batch, self.load.context + plan.micro_steps // 2)
                 speedup = paired(rates["values"], baseline).value
                 result["roofline"] = ideal.report(cycle, rates["median"], speedup)
-            write_result(result, self.file(name))
+            results.write_result(result, self.file(name))
             yield result
 
     def _measure(
@@ -143,7 +137,7 @@ class LoadRun:
         return Scenario(
             name=load.name, profile=plan.profile, context_tokens=load.context, batch=load.batch,
             new_tokens=plan.micro_steps + 1, temperature=self.temperature, seed=SEED,
-            prompts_sha256=tokens_sha256(prompts.token_ids), prompts_source=prompts.source,
+            prompts_sha256=results.tokens_sha256(prompts.token_ids), prompts_source=prompts.source,
             warmup_runs=plan.warmup_runs, measurement_runs=plan.measurement_runs,
         )  # fmt: skip
 
@@ -187,7 +181,7 @@ class LoadRun:
             and self.source.stores(model.get("dtype"))
             and pair.arithmetic in ("auto", model.get("arithmetic"))
             and pair.draft_dtype in ("auto", system.get("draft_dtype"))
-            and result.get("commit") == commit()
+            and result.get("commit") == results.commit()
             and not problems(result)
         )
-        return result if is_ours and not is_dirty(result) else None  # changes differ under one name
+        return result if is_ours and not results.is_dirty(result) else None  # changes differ under one name
