@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from aquiline.train.documents import Corpus, Document, build_corpus
-from aquiline.train.features import Views
 from aquiline.train.losses import TargetBatch
+from aquiline.train.teacher import Views
 from aquiline.train.ttt import TokenBatch
 from aquiline.types import Int32
 

@@ -21,12 +21,11 @@ from aquiline.models.counting import draft_shape, read_shape
 from aquiline.models.shape import STORAGES, AttentionShape, Dense, DraftShape, LayerShape, ModelShape, precision_of
 from aquiline.train.attention import CHUNK
 from aquiline.train.distributed import World, alone
-from aquiline.train.features import bytes_per_token
 from aquiline.train.losses import CHUNK_BYTES
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
 from aquiline.train.start import DEFAULT_SIZE
-from aquiline.train.teacher import has_bfloat16
+from aquiline.train.teacher import bytes_per_token, has_bfloat16
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import num_rows
 
@@ -120,22 +119,15 @@ def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
 
 def estimate(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
     """The estimate for a run of these settings on a target of this shape."""
-    draft = trained_shape(config, target)
+    draft, rows = trained_shape(config, target), config.batch_size * config.accumulate * config.context
     return RunEstimate(
         memory_bytes=_memory(config, target, draft, world),
         flops_per_token=_flops(config, target, draft),
-        tokens=_tokens(config),
+        tokens=min(filter(None, (config.tokens, (config.steps or 0) * rows)), default=None),  # rows count as full
         checkpoint_bytes=draft.num_parameters * (4 * _copies(config) - 4 + 2),
         features_bytes_per_token=bytes_per_token(draft.fc.k, target.body.hidden_size),
         num_ranks=world.size,
     )
-
-
-def _tokens(config: TrainConfig) -> int | None:
-    """Tokens of the budget; rows count as full. None if it is in minutes or epochs."""
-    rows = config.batch_size * config.accumulate * config.context
-    given = [n for n in (config.tokens, config.steps and config.steps * rows) if n]
-    return min(given) if given else None
 
 
 def _copies(config: TrainConfig) -> int:
@@ -161,9 +153,9 @@ def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: W
 def _decoded(target: ModelShape) -> ModelShape:
     """A target as the torch decoder holds it: experts in MXFP4 become float32."""
     precision = target.body.precision
-    if precision.experts != STORAGES["mxfp4"]:
-        return target
-    return replace(target, body=replace(target.body, precision=replace(precision, experts=STORAGES["float32"])))
+    if precision.experts == STORAGES["mxfp4"]:
+        precision = replace(precision, experts=STORAGES["float32"])
+    return replace(target, body=replace(target.body, precision=precision))
 
 
 def step_bytes(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> int:

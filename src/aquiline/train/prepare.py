@@ -21,23 +21,15 @@ from aquiline.models.draft_config import read_draft_config
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
 from aquiline.models.model_config import ModelConfig, default_capture
+from aquiline.train import start as starts
 from aquiline.train.batches import Assembler, Batches, documents_of
 from aquiline.train.checkpoint import Checkpoint, corpus_digest, settings_of
 from aquiline.train.distributed import World
 from aquiline.train.documents import Corpus, row_reader
-from aquiline.train.features import FeatureCache, Views
 from aquiline.train.readers import Split, check_paths, load_split
 from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
-from aquiline.train.start import (
-    choose_vocabulary,
-    fit,
-    for_long_contexts,
-    loaded_head,
-    new_head,
-    reach_of,
-    shape_of,
-)
-from aquiline.train.teacher import Teacher, View, feature_scale
+from aquiline.train.start import for_long_contexts, loaded_head, reach_of, shape_of
+from aquiline.train.teacher import FeatureCache, Teacher, View, Views, feature_scale
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.weights import default_lr
 from aquiline.types import Int32, Int64
@@ -66,12 +58,8 @@ class Prepared:
         models = self.teacher.models
         if models is None:  # the target trains on a GPU; the engine runs on the CPU
             models = load_models(config.target, None, Loading("bfloat16"), Environment.read())
-        texts = [
-            text
-            for temperature in (0.0, TEMPERATURE)
-            for text in write_texts(models, prompts, num_new, temperature, config.seed)
-        ]
-        return HeldOut(self.assembler, texts, config.ttt_steps)
+        texts = [write_texts(models, prompts, num_new, temperature, config.seed) for temperature in (0.0, TEMPERATURE)]
+        return HeldOut(self.assembler, [*texts[0], *texts[1]], config.ttt_steps)
 
 
 def keep_memory() -> None:
@@ -106,7 +94,8 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     batches = Batches(split.train, config.context, rows, config.ttt_steps, config.seed)
     _say_data(config, split, batches, say)
     digest = target_digest(teacher)
-    views = Views(teacher.views, _cache(config, teacher, digest))
+    identity = {"target": digest, "layers": ",".join(map(str, capture)), "path": teacher.path}
+    views = Views(teacher.views, config.features and FeatureCache(config.features, identity))
     if start is not None:
         head, scale = loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
     else:
@@ -183,21 +172,10 @@ def _default_capture(config: TrainConfig, target: ModelConfig) -> tuple[int, ...
     return read_draft_config(config.init, target, norm_feedback=config.norm_feedback).capture
 
 
-def _cache(config: TrainConfig, teacher: Teacher, digest: str) -> FeatureCache | None:
-    if config.features is None:
-        return None
-    layers = ",".join(map(str, teacher.capture))
-    return FeatureCache(config.features, {"target": digest, "layers": layers, "path": teacher.path})
-
-
 def _begin(
-    config: TrainConfig,
-    teacher: Teacher,
-    batches: Batches,
-    views: Views,
-    special: tuple[int, ...],
+    config: TrainConfig, teacher: Teacher, batches: Batches, views: Views, special: tuple[int, ...],
     say: Callable[[str], None],
-) -> tuple[DraftHead, Tensor]:
+) -> tuple[DraftHead, Tensor]:  # fmt: skip
     """The draft of a new run, that of --init or a new one, and the scale of its features. The scale brings the target's
     features to unit size, which the draft expects.
 
@@ -213,26 +191,26 @@ def _begin(
         head.fc.data /= scale  # a saved draft takes raw features
         return head, scale
     counts = _counts(batches.corpus, seen, len(teacher.head))
-    vocabulary = choose_vocabulary(counts, special, config.draft_vocab_size)
+    vocabulary = starts.choose_vocabulary(counts, special, config.draft_vocab_size)
     say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
-    head = new_head(
+    head = starts.new_head(
         teacher.decoder, torch.from_numpy(vocabulary.ids).to(teacher.decoder.embed.device),
         intermediate_size=config.intermediate_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
         seed=config.seed,
     )  # fmt: skip
-    fit(head, documents, seen, scale)
+    starts.fit(head, documents, seen, scale)
     return head, scale
 
 
 def _sampled(batches: Batches) -> list[Int32]:
     """Documents of the first steps, about SAMPLE_TOKENS in all."""
     documents: list[Int32] = []
-    step = 0
-    while sum(map(len, documents)) < SAMPLE_TOKENS and step < batches.steps_in_first_epoch:
+    for step in range(batches.steps_in_first_epoch):
+        if sum(map(len, documents)) >= SAMPLE_TOKENS:
+            break
         documents += documents_of(batches.corpus, batches.at(step))
-        step += 1
     return documents
 
 

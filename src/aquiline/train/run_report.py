@@ -109,8 +109,7 @@ def flat_figures(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
 class Silent:
     """The reporter of ranks that are not the first: says and writes nothing."""
 
-    def _nothing(self, *_: object) -> None:
-        """Do nothing."""
+    def _nothing(self, *_: object) -> None: ...
 
     say = stage = advance = step = judged = close = _nothing
 

@@ -76,14 +76,9 @@ def choose_vocabulary(counts: Int64, special: tuple[int, ...], size: int | None)
 
 
 def new_head(
-    target: Decoder,
-    vocab: Tensor,
-    *,
-    intermediate_size: int | None = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    seed: int = 0,
-) -> DraftHead:
+    target: Decoder, vocab: Tensor, *, intermediate_size: int | None = None, num_heads: int | None = None,
+    num_kv_heads: int | None = None, seed: int = 0,
+) -> DraftHead:  # fmt: skip
     """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry, and for a
     mixture the width of the experts that one row uses, in a dense layer.
 

@@ -20,10 +20,10 @@ import torch
 
 from aquiline.backends.torch.eagle import DraftHead, save_head
 from aquiline.errors import NumericalError
+from aquiline.train.attention import check_attention
 from aquiline.train.checkpoint import Checkpoint, Checkpoints, check_settings
 from aquiline.train.distributed import World, alone, join
 from aquiline.train.estimate import announce, measured_line, plan_line, target_shape
-from aquiline.train.full_attention import check_attention
 from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
 from aquiline.train.prepare import prepare
 from aquiline.train.run_figures import StepFigures, combine, mean_of
