@@ -273,6 +273,15 @@ def test_parts_that_cannot_be_shown_are_refused(name: str, part: dict[str, Any],
     assert found and all(problem.startswith(name) for problem in found)
 
 
+@pytest.mark.usefixtures("without_plots")
+def test_each_scenario_of_a_table_has_a_body_of_its_own_under_a_heading(results: Results) -> None:
+    page = render({file: result for file, result in results.items() if "baseline" in file})
+    table = page[page.index("<table>") : page.index("</table>")].splitlines()
+    assert table[:2] == ["<table>", '<thead><tr><th scope="col">setting</th>' + table[1].split("setting</th>")[1]]
+    kinds = [line.split(">")[0] for line in table[2:]]
+    assert kinds == ["<tbody", "<tr", "<tr"] * 4 and sum('scope="rowgroup"' in line for line in table) == 4
+
+
 def test_empty_parts_make_no_columns(results: Results) -> None:
     for index, result in enumerate(results.values()):
         result["stage_ms"] = [{}, {"host": 0.0}][index % 2]
