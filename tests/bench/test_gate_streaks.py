@@ -11,8 +11,7 @@ from tests.gates import GATES, MICRO, SELECT, refusals, steady
 from tests.results import BASELINE, CHAIN, changed, measured
 
 from aquiline.bench.gates.rules import Gate, override
-from aquiline.bench.gates.streaks import Streaks, content_hash
-from aquiline.bench.gates.verdicts import ask
+from aquiline.bench.gates.verdicts import Streaks, ask, content_hash
 from aquiline.bench.results.result import Result
 
 

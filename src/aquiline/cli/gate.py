@@ -56,8 +56,7 @@ def gate(
     Exits with 0 if all is green, with 1 if a gate is red, with 2 if results were refused or no gate was asked.
     """
     from aquiline.bench.gates.rules import BUILT_IN, override, read_gates
-    from aquiline.bench.gates.streaks import Streaks
-    from aquiline.bench.gates.verdicts import ask
+    from aquiline.bench.gates.verdicts import Streaks, ask
     from aquiline.bench.results.result import read_results
     from aquiline.cli.show.verdict_tables import show_report
 

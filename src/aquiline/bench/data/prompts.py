@@ -186,10 +186,9 @@ def _files(text_source: str | Path | None) -> list[_File]:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         return [_File(p, p.relative_to(path).as_posix(), is_own=True) for p in found]
-    files = _package(str(text_source))
-    if not files:
-        raise ValueError(f"text_source={str(text_source)!r}: neither a file or folder nor an installed package")
-    return files
+    if files := _package(str(text_source)):
+        return files
+    raise ValueError(f"text_source={str(text_source)!r}: neither a file or folder nor an installed package")
 
 
 def _stdlib() -> list[_File]:

@@ -154,9 +154,7 @@ def _figures(
 ) -> Figures:
     """The figures of one setting's runs. wanted: temperature, length and category of the group; base: the baseline's
     runs of the same texts."""
-    counters = Counters()
-    for run in runs:
-        counters.merge(run.counters)
+    counters = Counters.sum_of(run.counters for run in runs)
     decode_ms = sum(run.decode_ms for run in runs)
     return Figures(
         *wanted, setting,
@@ -225,9 +223,8 @@ def suspicion(found: Evaluated) -> str | None:
     """A warning if the draft is at chance: its chains name the next token no more often than one would by always naming
     the commonest token. None for a better draft, if no chain ran, or if one token makes up most of the text."""
     chains = [run for run in found.runs if run.setting in found.plan.chains.values()]
-    counters, tokens = Counters(), Counter(token for run in chains for token in run.text.token_ids)
-    for run in chains:
-        counters.merge(run.counters)
+    counters = Counters.sum_of(run.counters for run in chains)
+    tokens = Counter(token for run in chains for token in run.text.token_ids)
     if not counters.num_steps:
         return None
     commonest = max(tokens.values()) / tokens.total()

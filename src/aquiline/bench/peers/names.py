@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aquiline.bench.peers.peer import Peer, PeerSetup
 from aquiline.blocks import PACKED, is_packed
@@ -33,8 +33,7 @@ DEFAULT_LENGTHS = {"lookup": 4, "eagle": 3}
 MAX_NGRAM = 64
 
 
-@dataclass(frozen=True)
-class PeerKind:
+class PeerKind(NamedTuple):
     """A kind of peer. packages: those it needs; rounded: the rounded weights that it can run; drafters: its ways to
     draft; flags: other ways to run it; exact_flags: the flags with which it rounds least."""
 
@@ -52,11 +51,7 @@ KINDS = {
     ),
     # llama.cpp's fused attention changes float32 logits by some thousandths, enough to decide a near tie.
     "llamacpp": PeerKind(
-        ("llama-cpp-python",),
-        (*QUANTISED, PACKED),
-        ("eagle", *NGRAMS),
-        ("noflash", "server"),
-        exact_flags=("noflash",),
+        ("llama-cpp-python",), (*QUANTISED, PACKED), ("eagle", *NGRAMS), ("noflash", "server"), exact_flags=("noflash",)
     ),
     "openai": PeerKind(),
 }

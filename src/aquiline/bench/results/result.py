@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import statistics
@@ -14,7 +15,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,12 @@ def describe(
 ) -> Result:  # fmt: skip
     """The result of the measured runs of one setting, in the order of their rounds. prefill: the run that computed the
     prompts, if the measured runs found them in the prefix cache; times to the first token are then those of prefill."""
-    counters, choices, prompted = Counters(), Ledger(), runs if prefill is None else [prefill]
-    for run in runs:
-        counters.merge(run.summary.counters)
-        choices = choices.plus(run.summary.choices)
-    chosen = choices.as_dict()
+    prompted = runs if prefill is None else [prefill]
+    chosen = reduce(Ledger.plus, (run.summary.choices for run in runs)).as_dict()
     spans, firsts = ([spans_of(run.outputs) for run in each] for each in (runs, prompted))
     return result_of(
-        scenario, model, counters, spans, [o.token_ids for o in runs[0].outputs],
+        scenario, model, Counters.sum_of(run.summary.counters for run in runs),
+        spans, [output.token_ids for output in runs[0].outputs],
         firsts, [run.summary.prefill_tokens_per_s for run in prompted],
         engine="aquiline",
         setting={
@@ -215,10 +214,9 @@ def commit_of(directory: Path) -> str:
 
 def _git(directory: Path, *arguments: str) -> str:
     """The output of a git command; empty without git or without a repository."""
-    try:
+    with contextlib.suppress(OSError):
         return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _refuse(where: str, reasons: list[str]) -> None:

@@ -80,6 +80,10 @@ class Change:
         """Whether the figure fell by more than the noise."""
         return self.above_noise and self.ratio < 1
 
+    def __str__(self) -> str:
+        word = "REGRESSION" if self.is_regression else "better"
+        return f"{word}: {self.figure} {self.ratio:.2f}x" if self.above_noise else ""
+
 
 def machine(result: Result) -> str:
     """The machine of a result in words, as far as the result names it."""
