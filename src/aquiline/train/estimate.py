@@ -96,20 +96,16 @@ class RunEstimate:
 
 def measured_line(pace: Pace) -> str:
     """The pace of the first steps, in words."""
-    return (
-        f"time: {pace.tokens_per_s:,.0f} tokens/s, {pace.step_s:.1f} s a step, measured over the first "
-        f"{pace.num_steps} steps here"
-    )
+    took = f"{pace.tokens_per_s:,.0f} tokens/s, {pace.of_a_step[0]:.1f} s a step"
+    return f"time: {took}, measured over the first {pace.num_steps} steps here"
 
 
 def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
     """The steps to come, in words. before: tokens that a new draft has been trained on, None for an earlier draft that
     goes on."""
-    tokens = round(num_steps * pace.step_tokens)
-    plan = (
-        f"plan: {num_steps:,} steps to go, {tokens:,} tokens, {_duration(num_steps * pace.step_s)}, looks not counted"
-    )
-    if before is None or before + tokens >= FEW_TOKENS:
+    seconds, tokens = (num_steps * each for each in pace.of_a_step)
+    plan = f"plan: {num_steps:,} steps to go, {round(tokens):,} tokens, {_duration(seconds)}, looks not counted"
+    if before is None or before + round(tokens) >= FEW_TOKENS:
         return plan
     return (
         f"{plan}. So few tokens teach a new draft little, it needs {FEW_TOKENS:,} and more: give it longer, or go on "
@@ -170,26 +166,23 @@ def step_bytes(config: TrainConfig, target: ModelShape, draft: DraftShape, world
     q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     batch_rows = -(-config.batch_size // world.size)
     batch = config.accumulate * batch_rows * config.context * (4 * draft.fc.k + 2 * target.body.hidden_size)
-    rows = batch_rows * num_rows(config.context, config.ttt_steps) * _rows_per_token(config)
-    row = 13 * H + 3 * q + 2 * kv + 4 * layer.mlp.width + heads.num_heads * _seen(config)
+    per_token, seen = _rows_and_keys(config)
+    rows = batch_rows * num_rows(config.context, config.ttt_steps) * per_token
+    row = 13 * H + 3 * q + 2 * kv + 4 * layer.mlp.width + heads.num_heads * seen
     head_bytes = 4 * head.num_weights + 5 * max(CHUNK_BYTES, 16 * 4 * head.n)
     return round(batch + rows * row * size + head_bytes)
 
 
-def _rows_per_token(config: TrainConfig) -> float:
-    """Rows of all passes for one position."""
-    return 1 + (config.ttt_steps - 1) * config.late_share
-
-
-def _seen(config: TrainConfig) -> float:
-    """Keys that a row is multiplied with on average: all keys up to the end of the row's chunk."""
-    return min(config.context, (config.context + CHUNK) / 2)
+def _rows_and_keys(config: TrainConfig) -> tuple[float, float]:
+    """Rows of all passes for one position, and the keys that a row is multiplied with on average: all keys up to the
+    end of the row's chunk."""
+    return 1 + (config.ttt_steps - 1) * config.late_share, min(config.context, (config.context + CHUNK) / 2)
 
 
 def _flops(config: TrainConfig, target: ModelShape, draft: DraftShape) -> dict[str, float]:
     """Floating-point operations of one token by stage. A multiplication counts two in the forward pass; the backward
     pass takes twice as many where both factors get gradients."""
-    rows, seen = _rows_per_token(config), _seen(config)
+    rows, seen = _rows_and_keys(config)
     (layer,) = draft.body.layers
     return {
         "target": 2.0 * sum(each.multiply_adds + _attention(each, seen) for each in target.body.layers),
@@ -282,14 +275,10 @@ def free_memory(device: str) -> int:
 
 
 def _bytes(size: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next((f"{size / scale:.3g} {unit}" for scale, unit in units if size >= scale), f"{size:.0f} B")
 
 
 def _duration(seconds: float) -> str:
-    for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    units = ((86400, "days"), (3600, "h"), (60, "min"))
+    return next((f"{seconds / scale:.1f} {unit}" for scale, unit in units if seconds >= 2 * scale), f"{seconds:.0f} s")

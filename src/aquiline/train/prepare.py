@@ -64,10 +64,8 @@ class Prepared:
 
 def keep_memory() -> None:
     """Tell glibc to keep freed memory. Otherwise page faults take most of a training step (measured)."""
-    if not sys.platform.startswith("linux"):
-        return
     m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
@@ -219,6 +217,5 @@ def _counts(corpus: Corpus, views: list[View], vocab_size: int) -> Int64:
     it is counted in the corpus. Both parts have the same sum."""
     best = torch.bincount(torch.cat([view.best for view in views]).long(), minlength=vocab_size).numpy()
     seen = np.bincount(corpus.tokens[corpus.mask], minlength=vocab_size)
-    share = best.sum() / max(1, int(seen.sum()))
-    counts: Int64 = np.round(1000 * (best + share * seen)).astype(np.int64)
+    counts: Int64 = np.round(1000 * (best + best.sum() / max(1, int(seen.sum())) * seen)).astype(np.int64)
     return counts

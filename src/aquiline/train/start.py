@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +49,7 @@ SELF_GAP = 5.0
 """A position's own score minus its neighbour's; at 5 its share of the attention is above 0.99."""
 
 
-@dataclass(frozen=True)
-class DraftVocabulary:
+class DraftVocabulary(NamedTuple):
     """The tokens that get a row of the draft's head: target ids [Vd], strictly ascending, and the share of the counts
     that they cover."""
 
@@ -184,10 +183,9 @@ def _attend_to_self(head: DraftHead, x: Tensor, y: Tensor) -> None:
     for h in range(chosen):
         rows = slice(h * Dh, (h + 1) * Dh)
         k[rows], v[rows] = to_self, values[rows]
-        for member in range(group):
-            q[(h * group + member) * Dh : (h * group + member + 1) * Dh] = to_self
-            columns = slice((h * group + member) * Dh, (h * group + member + 1) * Dh)
-            head.layer.o[:, columns] = out[:, rows] / group
+        for member in range(h * group, (h + 1) * group):
+            own = slice(member * Dh, (member + 1) * Dh)
+            q[own], head.layer.o[:, own] = to_self, out[:, rows] / group
 
 
 def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead:
@@ -210,11 +208,9 @@ def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead
 
 def shape_of(head: DraftHead) -> dict[str, int]:
     """The settings of a draft's shape, which its weights fix, as this head has them."""
-    model = head.config.model
-    return {
-        "draft_vocab_size": head.config.draft_vocab_size, "intermediate_size": model.intermediate_size,
-        "num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads,
-    }  # fmt: skip
+    names = ("intermediate_size", "num_heads", "num_kv_heads")
+    own = {name: int(getattr(head.config.model, name)) for name in names}
+    return {"draft_vocab_size": head.config.draft_vocab_size} | own
 
 
 def reach_of(head: DraftHead) -> dict[str, Any]:

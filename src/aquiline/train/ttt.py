@@ -181,8 +181,7 @@ class _Taken(torch.autograd.Function):
 
 def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows], measure: bool) -> TTTResult:
     if not measure:
-        unknown = (float("nan"),) * len(planned)
-        none = (0,) * len(planned)
+        unknown, none = (float("nan"),) * len(planned), (0,) * len(planned)
         return TTTResult(scored.total, unknown, unknown, unknown, none, none)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     sizes = [int(p.counts.sum()) for p in planned]

@@ -11,7 +11,6 @@ import operator
 import re
 import textwrap
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +73,10 @@ def throughput_panels(rows: list[ReportRow]) -> list[Panel]:
 
 def speedup_panels(rows: list[ReportRow]) -> list[Panel]:
     """Plots of speedup over the length of a chain: a plot for each batch, a line for each context."""
-    chains: defaultdict[int, list[ReportRow]] = defaultdict(list)
-    for row in rows:
-        if row.result["setting"].get("num_spec_tokens") is not None and row.ratio.value is not None:
-            chains[row.result["scenario"]["batch"]].append(row)
-    batches = [(f"batch {batch}", group) for batch, group in sorted(chains.items())]
-    return draw_panels("Speedup by num_spec_tokens", batches, _draw_speedups)
+    chains = [row for row in rows if row.result["setting"].get("num_spec_tokens") and row.ratio.value is not None]
+    batches = sorted({row.result["scenario"]["batch"] for row in chains})
+    groups = [(f"batch {b}", [row for row in chains if row.result["scenario"]["batch"] == b]) for b in batches]
+    return draw_panels("Speedup by num_spec_tokens", groups, _draw_speedups)
 
 
 def scenario_panels(title: str, draw: Callable[[Any, list[ReportRow]], None], rows: list[ReportRow]) -> list[Panel]:
