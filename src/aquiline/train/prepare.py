@@ -93,7 +93,8 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     _say_data(config, split, batches, say)
     digest = target_digest(teacher)
     identity = {"target": digest, "layers": ",".join(map(str, capture)), "path": teacher.path}
-    views = Views(teacher.views, config.features and FeatureCache(config.features, identity))
+    cache = None if config.features is None else FeatureCache(config.features, identity)
+    views = Views(teacher.views, cache)
     if start is not None:
         head, scale = loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
     else:
