@@ -123,7 +123,8 @@ def set_rate(optimizers: list[torch.optim.Optimizer], progress: float, warmup: f
     factor."""
     done = min(1.0, (progress - warmup) / max(1e-9, 1 - warmup))
     cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
-    factor = min(max(progress / warmup, 0.01) if progress < warmup else cosine, (step + 1) / WARMUP_STEPS)
+    factor = max(progress / warmup, 0.01) if progress < warmup else cosine
+    factor = min(factor, (step + 1) / WARMUP_STEPS)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
