@@ -29,9 +29,8 @@ from aquiline.models.formats import head_rows
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.batches import Assembler
-from aquiline.train.features import Views
 from aquiline.train.simulated_tau import HeldOut, JudgedText
-from aquiline.train.teacher import Teacher
+from aquiline.train.teacher import Teacher, Views
 
 
 @dataclass(frozen=True)

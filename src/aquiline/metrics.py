@@ -12,6 +12,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -70,6 +71,14 @@ class Counters:
         self.accepted_at.extend([0] * (width - len(self.accepted_at)))
         for position, count in enumerate(other.accepted_at):
             self.accepted_at[position] += count
+
+    @classmethod
+    def sum_of(cls, parts: Iterable[Counters]) -> Counters:
+        """The sums of several runs."""
+        total = cls()
+        for part in parts:
+            total.merge(part)
+        return total
 
     def minus(self, earlier: Counters) -> Counters:
         """What was counted since `earlier`, a copy of the same counters."""

@@ -31,7 +31,7 @@ KNOWN: dict[str, Any] = {
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache file of a fresh user whose measurements are short."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(ceilings, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
+    monkeypatch.setattr(measure, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
     return tmp_path / "aquiline" / "ceilings.json"
 
 

@@ -180,7 +180,7 @@ def test_a_draft_at_chance_is_doubted(tokens: list[int], accepted: int, is_doubt
 def test_gsm8k_accuracy_needs_references_of_that_form() -> None:
     found = timed(("baseline", 1, 1), ("chain-2", 1, 1), ("chain-3", 1, 1))
     (score,) = found.task_accuracy
-    assert (score.num_correct, score.num_questions, score.num_cut) == (1, 2, 1)
+    assert (score["num_correct"], score["num_questions"], score["num_cut"]) == (1, 2, 1)
     assert "GSM8K accuracy, 6 new tokens, temperature 0: 1/2 = 50.0% (1 answers were cut" in "\n".join(
         EvalReport(found, FACTS).notes()
     )

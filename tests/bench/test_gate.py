@@ -13,10 +13,10 @@ from tests.gates import ELSEWHERE, GATES, MICRO, refusals, steady
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 from typer.testing import CliRunner
 
-from aquiline.bench.gates.rules import FIGURES, Gate, override
-from aquiline.bench.gates.streaks import Streaks
-from aquiline.bench.gates.verdicts import Check, Judgement, Report, ask, judge
+from aquiline.bench.gates.rules import Gate, override
+from aquiline.bench.gates.verdicts import Check, Judgement, Report, Streaks, ask, judge
 from aquiline.bench.results.result import Result
+from aquiline.bench.results.speedups import FIGURES
 from aquiline.cli.main import app
 
 

@@ -11,8 +11,7 @@ from tests.gates import GATES, MICRO, SELECT, refusals, steady
 from tests.results import BASELINE, CHAIN, changed, measured
 
 from aquiline.bench.gates.rules import Gate, override
-from aquiline.bench.gates.streaks import Streaks, content_hash
-from aquiline.bench.gates.verdicts import ask
+from aquiline.bench.gates.verdicts import Streaks, ask, content_hash
 from aquiline.bench.results.result import Result
 
 
@@ -117,7 +116,7 @@ def test_a_broken_state_is_refused(content: str, tmp_path: Path) -> None:
 
 def record(file: Path, process: int) -> None:
     for number in range(25):
-        Streaks(file).record("0123456789ab | c | d", True, [{"number": number, "process": process}])
+        Streaks(file).record("0123456789ab | c | d", True, [{"commit": "c", "number": number, "process": process}])
 
 
 def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.checkpoints import write_draft, write_mxfp4
 from tests.conftest import needs_native
 from tests.gguf_files import trained
 
-from aquiline.bench.theory import ceilings
+from aquiline.bench.theory import measure
 from aquiline.bench.theory.measure import measure_ceilings
 from aquiline.models.load import read_model_config
 
@@ -39,7 +39,7 @@ def report(
 ) -> dict[str, Any]:
     """The JSON of a run with short contexts, beside its page."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(ceilings, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
+    monkeypatch.setattr(measure, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
     weights, draft = pair
     options = ["--context", "48", "--batch", "2", "--steps", "12", "--runs", "1", "--gates"]
     monkeypatch.setattr(sys, "argv", ["gptoss.py", "--weights", str(weights), "--draft", str(draft), "--out",

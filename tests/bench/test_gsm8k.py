@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aquiline.bench.eval.gsm8k import final_number
+from aquiline.bench.eval.answers import final_number
 
 
 @pytest.mark.parametrize(

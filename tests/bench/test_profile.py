@@ -25,23 +25,23 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 def test_ranges_and_shares(name: str, tmp_path: Path) -> None:
     drafting = BASELINE if name == "none" else SPECS[name]
     found = profile(LLM.from_models(tiny_models(), engine_config(4)), drafting, prompts(4), PARAMS)
-    stages = [row for row in found.rows if not row.is_part]
-    assert {row.name for row in stages} == set(RANGES.values())
-    assert sum(row.share for row in stages) == pytest.approx(1)
+    stages = [row for row in found.rows if not row["is_part"]]
+    assert {row["name"] for row in stages} == set(RANGES.values())
+    assert sum(row["share"] for row in stages) == pytest.approx(1)
     total = found.summary.decode_ms / found.summary.num_decode_steps
-    assert sum(row.ms_per_step for row in stages) == pytest.approx(total, rel=1e-6)
+    assert sum(row["ms_per_step"] for row in stages) == pytest.approx(total, rel=1e-6)
     assert found.summary.num_prefill_tokens == 0, "only decode steps count"
-    parts = {row.name: row for row in found.rows if row.is_part}
+    parts = {row["name"]: row for row in found.rows if row["is_part"]}
     draft_parts = set(PARTS["EAGLE_DRAFT"])
     assert set(parts) == {part for own in PARTS.values() for part in own} - (draft_parts if name == "none" else set())
     for stage in stages:
-        within = [parts[part].ms_per_step for part in PARTS.get(stage.name, {}) if part in parts]
-        assert sum(within) <= stage.ms_per_step * 1.001, stage
-    assert {row.calls for row in parts.values()} == {found.summary.num_decode_steps}
+        within = [parts[part]["ms_per_step"] for part in PARTS.get(stage["name"], {}) if part in parts]
+        assert sum(within) <= stage["ms_per_step"] * 1.001, stage
+    assert {row["calls"] for row in parts.values()} == {found.summary.num_decode_steps}
 
     found.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {e["name"] for e in events} == {row.name for row in found.rows}
+    assert {e["name"] for e in events} == {row["name"] for row in found.rows}
     outer = sorted((e for e in events if e["tid"] == 1), key=lambda e: e["ts"])
     assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(outer)), "stages overlap"
     for event in (e for e in events if e["tid"] == 2):

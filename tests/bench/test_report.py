@@ -259,13 +259,33 @@ def test_no_string_of_a_result_becomes_markup(results: Results) -> None:
     assert {name for _, attributes in page.elements for name in attributes} == known
 
 
-def test_free_parts_may_hold_anything(results: Results) -> None:
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("stage_ms", {"verify": 1e300}), ("stage_ms", {"draft": 10**400}), ("roofline", {"ceilings": []}),
+        ("roofline", {"bound": {}}), ("roofline", {"ceilings": {"bandwidth": {"per_s": None}}}),
+        ("roofline", {"ceilings": {"linear_flops": {"per_s": -1.0, "source": "given"}}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_that_cannot_be_shown_are_refused(name: str, part: dict[str, Any], results: Results) -> None:
+    found = problems(next(iter(results.values())) | {name: part})
+    assert found and all(problem.startswith(name) for problem in found)
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_each_scenario_of_a_table_has_a_body_of_its_own_under_a_heading(results: Results) -> None:
+    page = render({file: result for file, result in results.items() if "baseline" in file})
+    table = page[page.index("<table>") : page.index("</table>")].splitlines()
+    assert table[:2] == ["<table>", '<thead><tr><th scope="col">setting</th>' + table[1].split("setting</th>")[1]]
+    kinds = [line.split(">")[0] for line in table[2:]]
+    assert kinds == ["<tbody", "<tr", "<tr"] * 4 and sum('scope="rowgroup"' in line for line in table) == 4
+
+
+def test_empty_parts_make_no_columns(results: Results) -> None:
     for index, result in enumerate(results.values()):
-        result["stage_ms"] = [{}, {"verify": 1e300}, {"host": 0.0}, {"draft": 10**400}][index % 4]
-        result["roofline"] = [
-            {}, {"notes": [], "ceilings": []}, {"ceilings": {"bandwidth": 7}, "bound": {}},
-            {"ceilings": {"bandwidth": {"per_s": None}, "linear_flops": {"per_s": -1.0}}},
-        ][index % 4]  # fmt: skip
+        result["stage_ms"] = [{}, {"host": 0.0}][index % 2]
+        result["roofline"] = [{}, {"notes": [], "ceilings": {"bandwidth": 7}}][index % 2]
         result["system"]["cores"] = [None, {}, [1], 1e99][index % 4]
         assert not problems(result)
     page = Page(render(results))

@@ -18,8 +18,7 @@ from tests.gates import SELECT
 from tests.results import BASELINE, CHAIN, NOTHING, at_speed, changed, measured, write_all
 
 from aquiline.bench.gates.rules import Gate
-from aquiline.bench.gates.streaks import Streaks
-from aquiline.bench.gates.verdicts import ask
+from aquiline.bench.gates.verdicts import Streaks, ask
 from aquiline.bench.results.integrity import differences, problems, recomputed_tau
 from aquiline.bench.results.result import Result, read_results, write_result
 from aquiline.bench.results.table import report

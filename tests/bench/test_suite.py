@@ -58,8 +58,7 @@ def committed() -> Iterator[pytest.MonkeyPatch]:
 def results(tmp_path_factory: pytest.TempPathFactory, committed: pytest.MonkeyPatch) -> Path:
     """Bundled and random loads of every kind, at two temperatures."""
     out = tmp_path_factory.mktemp("results")
-    for module in (suite, results_module):
-        committed.setattr(module, "commit", lambda: "0123456789ab")
+    committed.setattr(results_module, "commit", lambda: "0123456789ab")
     loads = (Load("baseline", 128, 1), Load("batch", 64, 3), Load("long", 512, 1, True), Load("long", 192, 2, True))
     progress = Progress()
     whole = plan(*loads, temperatures=(0.0, 0.8), adaptive=True)
@@ -136,8 +135,7 @@ def test_what_is_there_is_not_run_again(results: Path) -> None:
 def test_results_of_uncommitted_changes_are_measured_again(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (suite, results_module):
-        monkeypatch.setattr(module, "commit", lambda: "0123456789ab-dirty")
+    monkeypatch.setattr(results_module, "commit", lambda: "0123456789ab-dirty")
     load = Load("baseline", 32, 1)
     for _ in range(2):
         list(run_suite(plan(load, micro_steps=4), BUNDLED_SOURCE, TINY_RANDOM, tmp_path, Progress()))

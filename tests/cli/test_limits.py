@@ -14,7 +14,7 @@ from tests.bench.published import GPT_OSS_120B, LLAMA_8B, LLAMA_8B_HEAD, write_c
 from tests.checkpoints import write_target
 from typer.testing import CliRunner, Result
 
-from aquiline.bench.theory import ceilings
+from aquiline.bench.theory import measure
 from aquiline.bench.theory.bounds import Costs, expectation
 from aquiline.bench.theory.measure import measure_ceilings
 from aquiline.cli.main import app
@@ -50,7 +50,7 @@ def as_json(*args: object) -> dict[str, Any]:
 
 def test_the_bundled_pair_is_measured_once_and_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(ceilings, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
+    monkeypatch.setattr(measure, "measure_ceilings", partial(measure_ceilings, seconds=0.02))
     first = run("bundled")
     assert first.exit_code == 0 and "measuring this machine, once: copy" in first.stderr, first.output
     assert "target: llama, 17.3 M parameters, 34.6 MB as bfloat16; KV 5120 bytes per token" in first.stdout

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import save_file
 from tests.checkpoints import write_mxfp4
 
-from aquiline.train import features
+from aquiline.train import teacher as features
 from aquiline.train.attention import PackedAttention
 from aquiline.train.distributed import World
-from aquiline.train.features import FeatureCache, Views, bytes_per_token, document_key
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
-from aquiline.train.teacher import Teacher, View, feature_scale
+from aquiline.train.teacher import FeatureCache, Teacher, View, Views, bytes_per_token, document_key, feature_scale
 from aquiline.train.trainer import Trainer, train
 
 IDENTITY = {"target": "tiny"}

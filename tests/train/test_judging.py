@@ -13,9 +13,8 @@ from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.spec.drafting import Chain
 from aquiline.train.batches import Assembler
-from aquiline.train.features import Views
 from aquiline.train.simulated_tau import DraftJudgement, HeldOut, JudgedText, expected_cycles, write_texts
-from aquiline.train.teacher import Teacher
+from aquiline.train.teacher import Teacher, Views
 
 STEPS = 3
 

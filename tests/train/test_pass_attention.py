@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import tiny
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.torch.eagle import DraftHead
-from aquiline.train.attention import CHUNK, TTTAttention
+from aquiline.train.attention import CHUNK, KINDS, StepKeys, TTTAttention
 from aquiline.train.distributed import World
-from aquiline.train.full_attention import KINDS, StepKeys
 from aquiline.train.losses import LOSSES
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
-from aquiline.train.train_config import ATTENTION_NAMES
+from aquiline.train.train_config import AttentionName
 from aquiline.train.trainer import Trainer
 from aquiline.train.ttt import Objective, TokenBatch, num_rows, passes, plan, ttt_loss
 
@@ -98,7 +98,7 @@ def test_flex_computes_the_same_values_and_has_no_backward_on_a_cpu(window: int,
     assert torch.allclose(run_steps("flex", inputs, rows, window), run_steps("eager", inputs, rows, window), atol=1e-9)
     with pytest.raises(ValueError, match=r"attention='flex': .*take fused, sdpa or eager"):
         Trainer(replace(tiny.run_config(tmp_path), attention="flex"), World(), None, Silent(), Clock())
-    assert {*KINDS, "fused"} == set(ATTENTION_NAMES)
+    assert {*KINDS, "fused"} == set(get_args(AttentionName))
 
 
 def batch_of(length: int) -> TokenBatch:

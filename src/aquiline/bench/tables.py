@@ -1,5 +1,5 @@
-"""A table of figures, rendered as Markdown for files, by rich for a terminal, and as HTML for the report. Every command
-that prints figures makes this value.
+"""A table of figures, rendered as Markdown for files and by rich for a terminal; report/page.html renders it as HTML.
+Every command that prints figures makes this value.
 
 The first column names the row and stands at the left; all others stand at the right.
 """
@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -55,10 +53,10 @@ class Table:
             if number in self.headings:
                 lines.append([f"**{self.headings[number]}**", *[""] * (len(self.columns) - 1)])
             lines.append(row)
-        grid = [f"| {' | '.join(map(escape, line))} |" for line in lines]
+        grid = "\n".join(f"| {' | '.join(map(escape, line))} |" for line in lines)
         notes = "\n".join(f"- {escape(note)}" for note in self.notes)
         title = f"### {escape(self.title)}" if self.title else ""
-        return "\n\n".join(part for part in (title, escape(self.facts), "\n".join(grid), notes) if part) + "\n"
+        return "\n\n".join(filter(None, (title, escape(self.facts), grid, notes))) + "\n"
 
     def console(self) -> RichTable:
         """The table for a rich console; its facts and notes are the caption."""
@@ -76,24 +74,15 @@ class Table:
             grid.add_row(*map(Text, row), style="red" if number in self.marked else None)
         return grid
 
-    def html(self) -> Markup:
-        """The grid as an HTML table; titles, facts and notes stand elsewhere on a page. Every text is escaped."""
-        head = Markup("").join(Markup('<th scope="col">{}</th>').format(column) for column in self.columns)
-        lines = [Markup("<thead><tr>{}</tr></thead>").format(head)]
-        for number, (name, *cells) in enumerate(self.rows):
-            if number == 0 or number in self.headings:
-                lines.append(Markup("<tbody>"))  # which ends the one before
-            if number in self.headings:
-                heading = Markup('<tr><th scope="rowgroup" colspan="{}">{}</th></tr>')
-                lines.append(heading.format(len(self.columns), self.headings[number]))
-            figures = Markup("").join(Markup("<td>{}</td>").format(cell) for cell in cells)
-            lines.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(name, figures))
-        return Markup("<table>\n{}\n</table>").format(Markup("\n").join(lines))
+
+def cell(value: object, form: str = "{}") -> str:
+    """A value as a cell in the form that str.format takes; a dash for None."""
+    return NO_FIGURE if value is None else form.format(value)
 
 
 def percent(share: float | None) -> str:
     """A share as a cell."""
-    return NO_FIGURE if share is None else f"{share:.0%}"
+    return cell(share, "{:.0%}")
 
 
 def escape(text: str) -> str:

@@ -46,8 +46,7 @@ def demo(
     Where its weights are not installed, the bundled pair runs on held-out code instead. Exits with 1 if speculation
     changed a token.
     """
-    from aquiline.bench.suite.demo_plot import plot_demo
-    from aquiline.bench.suite.demo_run import demo_of
+    from aquiline.bench.suite.demo_run import demo_of, plot_demo
     from aquiline.cli.show.demo_tables import run_shown, show_demo
     from aquiline.engine.llm import LLM
     from aquiline.models.known_pairs import BUNDLED

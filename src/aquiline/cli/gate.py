@@ -66,8 +66,7 @@ def gate(
     if choice.over_peers is not None:
         raise typer.Exit(_beside_peers(directory, choice.over_peers, choice.peer_tau_gap, as_json))
     from aquiline.bench.gates.rules import BUILT_IN, override, read_gates
-    from aquiline.bench.gates.streaks import Streaks
-    from aquiline.bench.gates.verdicts import ask
+    from aquiline.bench.gates.verdicts import Streaks, ask
     from aquiline.bench.results.result import read_results
     from aquiline.cli.show.verdict_tables import show_report
 

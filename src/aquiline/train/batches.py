@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from aquiline.train.documents import Corpus, Document, build_corpus
-from aquiline.train.features import Views
 from aquiline.train.losses import TargetBatch
+from aquiline.train.teacher import Views
 from aquiline.train.ttt import TokenBatch
 from aquiline.types import Int32
 
@@ -92,9 +92,8 @@ class Batches:
         shortest = num_steps + 3
         self.pieces = cut(corpus, context, shortest)
         if not self.pieces:
-            raise ValueError(
-                f"no training document has ttt_steps + 3 = {shortest} tokens and one that counts after its second"
-            )
+            needed = f"ttt_steps + 3 = {shortest} tokens and one that counts after its second"
+            raise ValueError(f"no training document has {needed}")
         self.epoch, self.first_step = -1, 0
         self.rows: list[list[RowPiece]] = []
         self._plan(0)

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -132,20 +133,16 @@ class Checkpoints:
 
     def refuse_to_overwrite(self) -> None:
         """Raises ValueError if OUT holds checkpoints: a new run would mix with the old one."""
-        folders = self._folders()
-        if folders:
+        if folders := self._folders():
             raise ValueError(
                 f"out={self.out}: holds a run up to {folders[0].name}; continue it with --resume, name another folder, "
                 "or delete this one"
             )
 
-    def _folders(self, up_to: int | None = None) -> list[Path]:
+    def _folders(self, up_to: float = math.inf) -> list[Path]:
         """Step folders, the newest first."""
-        numbered = {}
-        for folder in self.out.glob("step-*"):
-            number = folder.name.removeprefix("step-")
-            if number.isdigit() and folder.is_dir() and (up_to is None or int(number) <= up_to):
-                numbered[int(number)] = folder
+        named = ((folder.name.removeprefix("step-"), folder) for folder in self.out.glob("step-*") if folder.is_dir())
+        numbered = {int(number): folder for number, folder in named if number.isdigit() and int(number) <= up_to}
         return [numbered[number] for number in sorted(numbered, reverse=True)]
 
     @contextlib.contextmanager
@@ -234,20 +231,17 @@ def check_settings(stored: Mapping[str, Any], now: Mapping[str, Any], may_differ
     """Compare a run's stored settings with those of the command that resumes it.
 
     Raises ValueError naming every field that differs and is not in `may_differ`."""
-    unknown = sorted(set(may_differ) - set(CHANGEABLE))
-    if unknown:
+    if unknown := sorted(set(may_differ) - set(CHANGEABLE)):
         raise ValueError(f"may_differ={','.join(unknown)}: what may differ is {', '.join(CHANGEABLE)}")
     before = UNSTORED | dict(stored)
     differing = [name for name in now if name not in before or before[name] != now[name]]
     told = {name: f"{name}: {before.get(name, 'not known')} before, {now[name]} now" for name in differing}
-    refused = [told[name] for name in differing if name not in BUDGET and name not in may_differ]
-    if refused:
+    if refused := [told[name] for name in differing if name not in BUDGET and name not in may_differ]:
         raise ValueError(
             f"--resume: the run had other settings ({'; '.join(refused)}); give the same, or start a new run from its "
             "weights with --init, or name what changes on purpose with --may-differ"
         )
     notices = [f"changed: {told[name]}" for name in differing if name not in BUDGET]
-    budgets = [told[name] for name in differing if name in BUDGET]
-    if budgets:
+    if budgets := [told[name] for name in differing if name in BUDGET]:
         notices.append(f"budget changed ({'; '.join(budgets)}): the learning rate follows the new one from here on")
     return Changes(notices, any(name in JUDGED_BY for name in differing))

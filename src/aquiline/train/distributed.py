@@ -9,11 +9,13 @@ either way, so a run may be resumed with another number of ranks.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -84,7 +86,11 @@ class World:
         """With ddp, sum every gradient over all ranks, in place. With fsdp, the backward has done it."""
         if self.parallel != "ddp":
             return
-        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+        grads = [p.grad for p in parameters if p.grad is not None]
+        ends = itertools.accumulate(grad.nbytes for grad in grads)
+        places = (end // BUCKET_BYTES for end in ends)
+        for _, pairs in itertools.groupby(zip(places, grads, strict=True), key=itemgetter(0)):
+            bucket = [grad for _, grad in pairs]
             flat = torch.cat([grad.flatten() for grad in bucket])
             dist.all_reduce(flat)
             for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
@@ -133,19 +139,6 @@ def join(parallel: str | None) -> World:
     import_module("torch.distributed.nn.functional")
     dist.init_process_group(backend, timeout=PATIENCE)
     return World(dist.get_rank(), dist.get_world_size(), device, parallel or "ddp")
-
-
-def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for grad in grads:
-        bucket.append(grad)
-        size += grad.nbytes
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 def gathered(tensor: Tensor) -> Tensor:

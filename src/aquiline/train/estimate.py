@@ -22,11 +22,10 @@ from aquiline.models.shape import STORAGES, AttentionShape, Dense, DraftShape, L
 from aquiline.ops import control_groups
 from aquiline.train.attention import CHUNK
 from aquiline.train.distributed import World, alone
-from aquiline.train.features import bytes_per_token
 from aquiline.train.losses import CHUNK_BYTES
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
-from aquiline.train.teacher import has_bfloat16
+from aquiline.train.teacher import bytes_per_token, has_bfloat16
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import num_rows
 
@@ -97,20 +96,16 @@ class RunEstimate:
 
 def measured_line(pace: Pace) -> str:
     """The pace of the first steps, in words."""
-    return (
-        f"time: {pace.tokens_per_s:,.0f} tokens/s, {pace.step_s:.1f} s a step, measured over the first "
-        f"{pace.num_steps} steps here"
-    )
+    took = f"{pace.tokens_per_s:,.0f} tokens/s, {pace.of_a_step[0]:.1f} s a step"
+    return f"time: {took}, measured over the first {pace.num_steps} steps here"
 
 
 def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
     """The steps to come, in words. before: tokens that a new draft has been trained on, None for an earlier draft that
     goes on."""
-    tokens = round(num_steps * pace.step_tokens)
-    plan = (
-        f"plan: {num_steps:,} steps to go, {tokens:,} tokens, {_duration(num_steps * pace.step_s)}, looks not counted"
-    )
-    if before is None or before + tokens >= FEW_TOKENS:
+    seconds, tokens = (num_steps * each for each in pace.of_a_step)
+    plan = f"plan: {num_steps:,} steps to go, {round(tokens):,} tokens, {_duration(seconds)}, looks not counted"
+    if before is None or before + round(tokens) >= FEW_TOKENS:
         return plan
     return (
         f"{plan}. So few tokens teach a new draft little, it needs {FEW_TOKENS:,} and more: give it longer, or go on "
@@ -120,22 +115,15 @@ def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
 
 def estimate(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
     """The estimate for a run of these settings on a target of this shape."""
-    draft = trained_shape(config, target)
+    draft, rows = trained_shape(config, target), config.batch_size * config.accumulate * config.context
     return RunEstimate(
         memory_bytes=_memory(config, target, draft, world),
         flops_per_token=_flops(config, target, draft),
-        tokens=_tokens(config),
+        tokens=min(filter(None, (config.tokens, (config.steps or 0) * rows)), default=None),  # rows count as full
         checkpoint_bytes=draft.num_parameters * (4 * _copies(config) - 4 + 2),
         features_bytes_per_token=bytes_per_token(draft.fc.k, target.body.hidden_size),
         num_ranks=world.size,
     )
-
-
-def _tokens(config: TrainConfig) -> int | None:
-    """Tokens of the budget; rows count as full. None if it is in minutes or epochs."""
-    rows = config.batch_size * config.accumulate * config.context
-    given = [n for n in (config.tokens, config.steps and config.steps * rows) if n]
-    return min(given) if given else None
 
 
 def _copies(config: TrainConfig) -> int:
@@ -161,9 +149,9 @@ def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: W
 def _decoded(target: ModelShape) -> ModelShape:
     """A target as the torch decoder holds it: experts in MXFP4 become float32."""
     precision = target.body.precision
-    if precision.experts != STORAGES["mxfp4"]:
-        return target
-    return replace(target, body=replace(target.body, precision=replace(precision, experts=STORAGES["float32"])))
+    if precision.experts == STORAGES["mxfp4"]:
+        precision = replace(precision, experts=STORAGES["float32"])
+    return replace(target, body=replace(target.body, precision=precision))
 
 
 def step_bytes(config: TrainConfig, target: ModelShape, draft: DraftShape, world: World) -> int:
@@ -178,26 +166,23 @@ def step_bytes(config: TrainConfig, target: ModelShape, draft: DraftShape, world
     q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     batch_rows = -(-config.batch_size // world.size)
     batch = config.accumulate * batch_rows * config.context * (4 * draft.fc.k + 2 * target.body.hidden_size)
-    rows = batch_rows * num_rows(config.context, config.ttt_steps) * _rows_per_token(config)
-    row = 13 * H + 3 * q + 2 * kv + 4 * layer.mlp.width + heads.num_heads * _seen(config)
+    per_token, seen = _rows_and_keys(config)
+    rows = batch_rows * num_rows(config.context, config.ttt_steps) * per_token
+    row = 13 * H + 3 * q + 2 * kv + 4 * layer.mlp.width + heads.num_heads * seen
     head_bytes = 4 * head.num_weights + 5 * max(CHUNK_BYTES, 16 * 4 * head.n)
     return round(batch + rows * row * size + head_bytes)
 
 
-def _rows_per_token(config: TrainConfig) -> float:
-    """Rows of all passes for one position."""
-    return 1 + (config.ttt_steps - 1) * config.late_share
-
-
-def _seen(config: TrainConfig) -> float:
-    """Keys that a row is multiplied with on average: all keys up to the end of the row's chunk."""
-    return min(config.context, (config.context + CHUNK) / 2)
+def _rows_and_keys(config: TrainConfig) -> tuple[float, float]:
+    """Rows of all passes for one position, and the keys that a row is multiplied with on average: all keys up to the
+    end of the row's chunk."""
+    return 1 + (config.ttt_steps - 1) * config.late_share, min(config.context, (config.context + CHUNK) / 2)
 
 
 def _flops(config: TrainConfig, target: ModelShape, draft: DraftShape) -> dict[str, float]:
     """Floating-point operations of one token by stage. A multiplication counts two in the forward pass; the backward
     pass takes twice as many where both factors get gradients."""
-    rows, seen = _rows_per_token(config), _seen(config)
+    rows, seen = _rows_and_keys(config)
     (layer,) = draft.body.layers
     return {
         "target": 2.0 * sum(each.multiply_adds + _attention(each, seen) for each in target.body.layers),
@@ -290,14 +275,10 @@ def free_memory(device: str) -> int:
 
 
 def _bytes(size: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next((f"{size / scale:.3g} {unit}" for scale, unit in units if size >= scale), f"{size:.0f} B")
 
 
 def _duration(seconds: float) -> str:
-    for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    units = ((86400, "days"), (3600, "h"), (60, "min"))
+    return next((f"{seconds / scale:.1f} {unit}" for scale, unit in units if seconds >= 2 * scale), f"{seconds:.0f} s")

@@ -102,27 +102,8 @@ def agreement(rows: LossRows) -> Graded:
     return Graded(matched.sum(-1), _through_softmax(q, torch.empty_like(q).scatter_(-1, order, slope)))
 
 
-def lk(rows: LossRows) -> Graded:
-    """-log overlap."""
-    return _negative_log(overlap(rows))
-
-
-def lk_mix(rows: LossRows) -> Graded:
-    """w KL + (1 - w)(1 - overlap) with w = exp(-3 overlap), held constant in the gradient."""
-    return _mixed(kl(rows), overlap(rows))
-
-
-def agree(rows: LossRows) -> Graded:
-    """-log agreement, the loss that fits this engine's verification."""
-    return _negative_log(agreement(rows))
-
-
-def agree_mix(rows: LossRows) -> Graded:
-    """w KL + (1 - w)(1 - agreement) with w = exp(-3 agreement), held constant in the gradient."""
-    return _mixed(kl(rows), agreement(rows))
-
-
 def _mixed(divergence: Graded, accepted: Graded) -> Graded:
+    """w KL + (1 - w)(1 - accepted) with w = exp(-3 accepted), held constant in the gradient."""
     w = (-LK_RATE * accepted.value).exp()
     grad = divergence.grad.mul_(w[:, None]).addcmul_(accepted.grad, (w - 1)[:, None])
     return Graded(w * divergence.value + (1 - w) * (1 - accepted.value), grad)
@@ -139,9 +120,14 @@ def _negative_log(accepted: Graded) -> Graded:
 
 
 LOSSES: dict[str, Loss] = {
-    "ce": soft_cross_entropy, "kl": kl, "lk": lk, "lk-mix": lk_mix, "agree": agree, "agree-mix": agree_mix,
-}  # fmt: skip
-
+    "ce": soft_cross_entropy,
+    "kl": kl,
+    "lk": lambda rows: _negative_log(overlap(rows)),
+    "lk-mix": lambda rows: _mixed(kl(rows), overlap(rows)),
+    "agree": lambda rows: _negative_log(agreement(rows)),
+    "agree-mix": lambda rows: _mixed(kl(rows), agreement(rows)),
+}
+"""`agree` fits this engine's verification."""
 TAKES_ALL_ROWS = frozenset({"agree", "agree-mix"})
 """Losses that count the target's probability outside the draft vocabulary. With other losses a row does not count if
 its best token is outside."""
@@ -209,13 +195,7 @@ def head_loss(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        a: Tensor,
-        head: Tensor,
-        target: TargetBatch,
-        at: Tensor,
-        weight: Tensor,
-        settings: _Settings,
+        ctx: Any, a: Tensor, head: Tensor, target: TargetBatch, at: Tensor, weight: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = settings.dtype
         rows, kernel = a.to(dtype), head.to(dtype)

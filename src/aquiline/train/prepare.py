@@ -22,22 +22,15 @@ from aquiline.models.draft_vocabulary import choose_vocabulary
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
 from aquiline.models.model_config import ModelConfig, default_capture
+from aquiline.train import start as starts
 from aquiline.train.batches import Assembler, Batches, documents_of
 from aquiline.train.checkpoint import Checkpoint, corpus_digest, settings_of
 from aquiline.train.distributed import World
 from aquiline.train.documents import Corpus, row_reader
-from aquiline.train.features import FeatureCache, Views
 from aquiline.train.readers import Split, check_paths, load_split
 from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
-from aquiline.train.start import (
-    fit,
-    for_long_contexts,
-    loaded_head,
-    new_head,
-    reach_of,
-    shape_of,
-)
-from aquiline.train.teacher import Teacher, View, feature_scale
+from aquiline.train.start import for_long_contexts, loaded_head, reach_of, shape_of
+from aquiline.train.teacher import FeatureCache, Teacher, View, Views, feature_scale
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.weights import default_lr
 from aquiline.types import Int32, Int64
@@ -66,20 +59,14 @@ class Prepared:
         models = self.teacher.models
         if models is None:  # the target trains on a GPU; the engine runs on the CPU
             models = load_models(config.target, None, Loading("bfloat16"), Environment.read())
-        texts = [
-            text
-            for temperature in (0.0, TEMPERATURE)
-            for text in write_texts(models, prompts, num_new, temperature, config.seed)
-        ]
-        return HeldOut(self.assembler, texts, config.ttt_steps)
+        texts = [write_texts(models, prompts, num_new, temperature, config.seed) for temperature in (0.0, TEMPERATURE)]
+        return HeldOut(self.assembler, [*texts[0], *texts[1]], config.ttt_steps)
 
 
 def keep_memory() -> None:
     """Tell glibc to keep freed memory. Otherwise page faults take most of a training step (measured)."""
-    if not sys.platform.startswith("linux"):
-        return
     m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
@@ -106,7 +93,9 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     batches = Batches(split.train, config.context, rows, config.ttt_steps, config.seed)
     _say_data(config, split, batches, say)
     digest = target_digest(teacher)
-    views = Views(teacher.views, _cache(config, teacher, digest))
+    identity = {"target": digest, "layers": ",".join(map(str, capture)), "path": teacher.path}
+    cache = None if config.features is None else FeatureCache(config.features, identity)
+    views = Views(teacher.views, cache)
     if start is not None:
         head, scale = loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
     else:
@@ -183,21 +172,10 @@ def _default_capture(config: TrainConfig, target: ModelConfig) -> tuple[int, ...
     return read_draft_config(config.init, target, norm_feedback=config.norm_feedback).capture
 
 
-def _cache(config: TrainConfig, teacher: Teacher, digest: str) -> FeatureCache | None:
-    if config.features is None:
-        return None
-    layers = ",".join(map(str, teacher.capture))
-    return FeatureCache(config.features, {"target": digest, "layers": layers, "path": teacher.path})
-
-
 def _begin(
-    config: TrainConfig,
-    teacher: Teacher,
-    batches: Batches,
-    views: Views,
-    special: tuple[int, ...],
+    config: TrainConfig, teacher: Teacher, batches: Batches, views: Views, special: tuple[int, ...],
     say: Callable[[str], None],
-) -> tuple[DraftHead, Tensor]:
+) -> tuple[DraftHead, Tensor]:  # fmt: skip
     """The draft of a new run, that of --init or a new one, and the scale of its features. The scale brings the target's
     features to unit size, which the draft expects.
 
@@ -217,22 +195,22 @@ def _begin(
     say(f"draft vocabulary: {len(vocabulary.ids)} of {len(counts)} tokens cover {100 * vocabulary.coverage:.2f} %")
     if config.draft_vocab_size and vocabulary.coverage < 0.5:
         raise CheckpointError(f"draft_vocab_size={config.draft_vocab_size} covers under half of the text; raise it")
-    head = new_head(
+    head = starts.new_head(
         teacher.decoder, torch.from_numpy(vocabulary.ids).to(teacher.decoder.embed.device),
         intermediate_size=config.intermediate_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
         seed=config.seed,
     )  # fmt: skip
-    fit(head, documents, seen, scale)
+    starts.fit(head, documents, seen, scale)
     return head, scale
 
 
 def _sampled(batches: Batches) -> list[Int32]:
     """Documents of the first steps, about SAMPLE_TOKENS in all."""
     documents: list[Int32] = []
-    step = 0
-    while sum(map(len, documents)) < SAMPLE_TOKENS and step < batches.steps_in_first_epoch:
+    for step in range(batches.steps_in_first_epoch):
+        if sum(map(len, documents)) >= SAMPLE_TOKENS:
+            break
         documents += documents_of(batches.corpus, batches.at(step))
-        step += 1
     return documents
 
 
@@ -241,6 +219,5 @@ def _counts(corpus: Corpus, views: list[View], vocab_size: int) -> Int64:
     it is counted in the corpus. Both parts have the same sum."""
     best = torch.bincount(torch.cat([view.best for view in views]).long(), minlength=vocab_size).numpy()
     seen = np.bincount(corpus.tokens[corpus.mask], minlength=vocab_size)
-    share = best.sum() / max(1, int(seen.sum()))
-    counts: Int64 = np.round(1000 * (best + share * seen)).astype(np.int64)
+    counts: Int64 = np.round(1000 * (best + best.sum() / max(1, int(seen.sum())) * seen)).astype(np.int64)
     return counts

@@ -116,7 +116,12 @@ class _Source:
                 continue
             place = f"{key}:{index}"
             try:
-                yield from self.rows.documents(_parsed(row) if isinstance(row, bytes) else row, place)
+                parsed = parse_json(row) if isinstance(row, bytes) else row
+            except ValueError:
+                self.rejects.add("not JSON", place)
+                continue
+            try:
+                yield from self.rows.documents(parsed, place)
             except RowError as error:
                 reason, *detail = error.args
                 self.rejects.add(reason, ": ".join([place, *detail]))
@@ -132,13 +137,11 @@ class _Source:
     def _bin(self, path: Path, key: str) -> Iterator[Document]:
         rows = self.rows
         if rows.boundary is None:
-            raise ValueError(
-                f"{path}: .bin documents split at the target's bos or eos id, and it names neither; use JSONL"
-            )
+            told = "documents split at the target's bos or eos id, and it names neither; use JSONL"
+            raise ValueError(f"{path}: .bin {told}")
         if rows.vocab_size > 1 << 16:
-            raise ValueError(
-                f"{path}: .bin holds uint16 and the target has {rows.vocab_size} tokens; use JSONL input_ids"
-            )
+            told = f"holds uint16 and the target has {rows.vocab_size} tokens; use JSONL input_ids"
+            raise ValueError(f"{path}: .bin {told}")
         stream = np.fromfile(path, dtype=np.uint16)
         starts = np.unique(np.concatenate(([0], np.flatnonzero(stream == rows.boundary))))
         for index, tokens in enumerate(np.split(stream, starts[1:])):
@@ -159,13 +162,6 @@ class _Source:
         if not isinstance(rows, list):
             raise ValueError(f"{path}: must be a JSON list of rows")
         yield from self._of_rows(rows, key)
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError:
-        raise RowError("not JSON") from None
 
 
 def _files_of(path: Path) -> list[tuple[Path, str]]:
@@ -203,8 +199,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _check_installed(path: Path) -> None:
-    """Raise ValueError naming the extra if the `datasets` library, which reads `path`, is not installed. Does not load
-    it."""
+    """Raise ValueError naming the extra if the library that reads `path` is not installed. Does not load it."""
     if find_spec("datasets") is None:
         raise ValueError(f"data {path}: needs the datasets library; install it with: pip install 'aquiline[train]'")
 

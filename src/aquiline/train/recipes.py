@@ -57,12 +57,11 @@ def read_recipe(name: str) -> Recipe:
         raise ValueError(f"recipe={name}: is not YAML ({error})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("target"), str):
         raise ValueError(f"recipe={name}: must name a target")
-    settings, config = raw.get("train") or {}, raw.get("config")
+    settings, config = raw.get("train") or {}, raw.get("config", {})
     known = [f.name for f in fields(TrainConfig) if f.name not in NOT_IN_RECIPES]
     _refuse_unknown(name, "", raw, ["target", "config", "train"])
     _refuse_unknown(name, "train.", settings, known)
-    if config is not None and not isinstance(config, dict):
-        raise ValueError(f"recipe={name}: config must be fields with values")
+    _refuse_unknown(name, "config.", config)
     settings = {key: _field_value(key, value) for key, value in settings.items()}
     try:
         shape = shape_of_fields(config, Path("config")) if config else None
@@ -93,11 +92,11 @@ def _field_value(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _refuse_unknown(name: str, prefix: str, section: Any, known: list[str]) -> None:
+def _refuse_unknown(name: str, prefix: str, section: Any, known: list[str] | None = None) -> None:
     if not isinstance(section, dict):
         raise ValueError(f"recipe={name}: {prefix.rstrip('.')} must be fields with values")
-    unknown = [prefix + str(key) for key in section if key not in known]
-    if unknown:
+    unknown = [prefix + str(key) for key in section if key not in known] if known else []
+    if known and unknown:
         raise ValueError(f"recipe={name}: {', '.join(unknown)}: known are {', '.join(prefix + key for key in known)}")
 
 

@@ -6,6 +6,7 @@ pass and acceptance length over trained tokens.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -88,12 +89,10 @@ def mean_of_known(values: Iterable[float | None]) -> float:
 
 def read_log(path: Path) -> Records:
     """The records of a train.jsonl, up to a line that a killed run left unfinished."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+    records: Records = []
+    with contextlib.suppress(json.JSONDecodeError):
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return records
 
 

@@ -109,8 +109,7 @@ def flat_figures(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
 class Silent:
     """The reporter of ranks that are not the first: says and writes nothing."""
 
-    def _nothing(self, *_: object) -> None:
-        """Do nothing."""
+    def _nothing(self, *_: object) -> None: ...
 
     say = stage = advance = step = judged = close = _nothing
 
@@ -214,11 +213,7 @@ class Reporter:
 
 def _finite(value: Any) -> Any:
     """A record with None instead of NaN and infinities, which JSON cannot express."""
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 def _percent(accuracy: tuple[float, ...]) -> str:

@@ -56,18 +56,14 @@ class Pace:
         return self.tokens / max(1e-9, self.seconds)
 
     @property
-    def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return self.seconds / self.num_steps
-
-    @property
-    def step_tokens(self) -> float:
-        """Mean tokens of a step."""
-        return self.tokens / self.num_steps
+    def of_a_step(self) -> tuple[float, float]:
+        """Mean seconds and mean tokens of a step."""
+        return self.seconds / self.num_steps, self.tokens / self.num_steps
 
 
 class Clock:
-    """Seconds of a run, from the start of its command on, and of the longest judgement ("look") so far."""
+    """Seconds of a run, from the start of its command on, and of the longest judgement ("look") so far. saved: when the
+    last checkpoint was written, at first when the command began."""
 
     def __init__(self) -> None:
         self.began = self.saved = time.perf_counter()
@@ -78,17 +74,9 @@ class Clock:
         """Seconds since the command began, plus those of the runs that it resumes."""
         return self.earlier + time.perf_counter() - self.began
 
-    def looked(self, began: float) -> None:
-        """A judgement has ended that began when `seconds()` was `began`."""
-        self.look_s = max(self.look_s, self.seconds() - began)
-
     def minutes_since_save(self) -> float:
         """Minutes since the last checkpoint, or since the command began."""
         return (time.perf_counter() - self.saved) / 60
-
-    def save_done(self) -> None:
-        """A checkpoint has been written just now."""
-        self.saved = time.perf_counter()
 
 
 class Budget:
@@ -106,8 +94,8 @@ class Budget:
 
     def steps_left(self, progress: RunProgress, look_s: float, pace: Pace) -> int:
         """Steps until the budget is used up at a measured pace."""
-        parts, of_a_step = self._parts(progress, look_s), (1, pace.step_tokens, 1, pace.step_s)
-        pairs = zip(parts, of_a_step, strict=True)
+        step_s, step_tokens = pace.of_a_step
+        pairs = zip(self._parts(progress, look_s), (1, step_tokens, 1, step_s), strict=True)
         return max(0, math.ceil(min((whole - used) / step for (used, whole), step in pairs if whole is not None)))
 
     def _parts(self, progress: RunProgress, look_s: float) -> list[tuple[float, float | None]]:

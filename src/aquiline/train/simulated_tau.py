@@ -154,11 +154,9 @@ class HeldOut:
                 told[0, step] += float(soft_cross_entropy(rows_of(mine, target, lse)).value[best].sum())
                 told[1, step] += float(((mine.argmax(-1) == target.argmax(-1)) & best).sum())
                 told[2, step] += float(best.sum())
-                if text.temperature > 0:
-                    t = text.temperature
+                right = (mine.argmax(-1) == drawn).float()
+                if (t := text.temperature) > 0:
                     right = matched_given(rows_of(mine / t, target / t, tempered[at]), drawn)
-                else:
-                    right = (mine.argmax(-1) == drawn).float()
                 match[b, own, step] = right.cpu()
         lengths = [(t.num_prompt - 1, len(t.tokens) - 2) for t in group]
         return [match[b, first:end].double().numpy() for b, (first, end) in enumerate(lengths)], told

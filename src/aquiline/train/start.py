@@ -47,14 +47,9 @@ SELF_GAP = 5.0
 
 
 def new_head(
-    target: Decoder,
-    vocab: Tensor,
-    *,
-    intermediate_size: int | None = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    seed: int = 0,
-) -> DraftHead:
+    target: Decoder, vocab: Tensor, *, intermediate_size: int | None = None, num_heads: int | None = None,
+    num_kv_heads: int | None = None, seed: int = 0,
+) -> DraftHead:  # fmt: skip
     """A fresh float32 draft for a target loaded with its capture layers; None takes the target's geometry, and for a
     mixture the width of the experts that one row uses, in a dense layer.
 
@@ -160,10 +155,9 @@ def _attend_to_self(head: DraftHead, x: Tensor, y: Tensor) -> None:
     for h in range(chosen):
         rows = slice(h * Dh, (h + 1) * Dh)
         k[rows], v[rows] = to_self, values[rows]
-        for member in range(group):
-            q[(h * group + member) * Dh : (h * group + member + 1) * Dh] = to_self
-            columns = slice((h * group + member) * Dh, (h * group + member + 1) * Dh)
-            head.layer.o[:, columns] = out[:, rows] / group
+        for member in range(h * group, (h + 1) * group):
+            own = slice(member * Dh, (member + 1) * Dh)
+            q[own], head.layer.o[:, own] = to_self, out[:, rows] / group
 
 
 def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead:
@@ -186,11 +180,9 @@ def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead
 
 def shape_of(head: DraftHead) -> dict[str, int]:
     """The settings of a draft's shape, which its weights fix, as this head has them."""
-    model = head.config.model
-    return {
-        "draft_vocab_size": head.config.draft_vocab_size, "intermediate_size": model.intermediate_size,
-        "num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads,
-    }  # fmt: skip
+    names = ("intermediate_size", "num_heads", "num_kv_heads")
+    own = {name: int(getattr(head.config.model, name)) for name in names}
+    return {"draft_vocab_size": head.config.draft_vocab_size} | own
 
 
 def reach_of(head: DraftHead) -> dict[str, Any]:

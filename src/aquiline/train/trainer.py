@@ -13,6 +13,7 @@ import math
 import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import torch
 
 from aquiline.backends.torch.eagle import DraftHead, save_head
 from aquiline.errors import NumericalError
+from aquiline.train.attention import check_attention
 from aquiline.train.checkpoint import Checkpoint, Checkpoints, check_settings
 from aquiline.train.distributed import World, alone, join
 from aquiline.train.estimate import announce, measured_line, plan_line, target_shape
-from aquiline.train.full_attention import check_attention
 from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
 from aquiline.train.prepare import prepare
 from aquiline.train.run_figures import StepFigures, combine, mean_of
@@ -59,9 +60,7 @@ class Trainer:
             LOSSES[config.loss], config.ttt_steps, config.decay, config.loss not in TAKES_ALL_ROWS, config.attention,
             config.replay,
         )  # fmt: skip
-        self.weights = Weights(
-            self.run.head, self.objective, config, self.run.settings["lr"], self.run.scale, world
-        )  # fmt: skip
+        self.weights = Weights(self.run.head, self.objective, config, self.run.settings["lr"], self.run.scale, world)
         self.budget = Budget(config, self.run.batches.steps_in_first_epoch)
         self.held_out: HeldOut | None = None
         self.progress = RunProgress()
@@ -140,11 +139,9 @@ class Trainer:
         if self.pace.num_steps == PACE_STEPS and self.done() < 1:
             self._say_pace()
         if is_logged:
-            lr = rate * self.run.settings["lr"]
+            lr, done = rate * self.run.settings["lr"], min(1.0, self.done())
             mean, self.unlogged = mean_of(self.unlogged), []
-            self.reporter.step(
-                StepReport(p.step, min(1.0, self.done()), mean, norm, lr, p.tokens, self.pace.tokens_per_s)
-            )
+            self.reporter.step(StepReport(p.step, done, mean, norm, lr, p.tokens, self.pace.tokens_per_s))
 
     def _say_pace(self) -> None:
         num_left = self.budget.steps_left(self.progress, self.look_s, self.pace)
@@ -211,7 +208,7 @@ class Trainer:
             if p.best_step == p.step:
                 self.checkpoints.publish(folder)
             self.reporter.judged(p.step, self.clock.seconds(), p.tokens, judgement, p.best_step)
-        self.clock.looked(began)
+        self.clock.look_s = max(self.clock.look_s, self.clock.seconds() - began)
         self._agree_on_time()
         return judgement
 
@@ -225,10 +222,9 @@ class Trainer:
             return self.config.out
         served.fc.data = served.fc.data * scale
         served = served.to(torch.bfloat16).cpu()
-        folder = self.checkpoints.save(
-            p.step, lambda place: save_head(served, place, target=self.run.teacher.decoder), state
-        )
-        self.clock.save_done()
+        write = partial(save_head, served, target=self.run.teacher.decoder)
+        folder = self.checkpoints.save(p.step, write, state)
+        self.clock.saved = time.perf_counter()
         return folder
 
     def _restore(self, start: Checkpoint) -> None:
@@ -260,10 +256,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> dict[str, Any] | None:
     Writes under config.out and config.features only. Raises ValueError, CheckpointError or NumericalError."""
     clock, checkpoints = Clock(), Checkpoints(config.out, config.keep)
     world = join(config.parallel)
-    start = None
-    if config.resume:
-        start = checkpoints.newest()
-    else:
+    start = checkpoints.newest() if config.resume else None
+    if start is None:
         checkpoints.refuse_to_overwrite()
     reporter: Reporter | Silent = Silent()
     if world.is_first:

@@ -114,13 +114,9 @@ def plan(
 
 
 def passes(
-    head: DraftHead,
-    batch: TokenBatch,
-    features: Tensor,
-    num_steps: int,
-    late_rows: Tensor | None = None,
+    head: DraftHead, batch: TokenBatch, features: Tensor, num_steps: int, late_rows: Tensor | None = None,
     attention: str = "fused",
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Yield (row positions [N], a [B, N, H]) of each step.
 
     Step 0 covers every position for which all steps lie inside the row. Later steps cover `late_rows`, an ascending
@@ -140,15 +136,9 @@ def passes(
 
 
 def ttt_loss(
-    head: DraftHead,
-    batch: TokenBatch,
-    target: TargetBatch,
-    objective: Objective,
-    planned: Sequence[PassRows],
-    totals: Sequence[float] | None = None,
-    *,
-    measure: bool = True,
-) -> TTTResult:
+    head: DraftHead, batch: TokenBatch, target: TargetBatch, objective: Objective, planned: Sequence[PassRows],
+    totals: Sequence[float] | None = None, *, measure: bool = True,
+) -> TTTResult:  # fmt: skip
     """The training loss of a batch. `planned` is `plan`'s result.
 
     totals: per pass, the weight of all rows that the mean is over, if this batch is a part of a larger one; by default
@@ -191,8 +181,7 @@ class _Taken(torch.autograd.Function):
 
 def _result(scored: HeadLoss, order: Tensor, planned: Sequence[PassRows], measure: bool) -> TTTResult:
     if not measure:
-        unknown = (float("nan"),) * len(planned)
-        none = (0,) * len(planned)
+        unknown, none = (float("nan"),) * len(planned), (0,) * len(planned)
         return TTTResult(scored.total, unknown, unknown, unknown, none, none)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     sizes = [int(p.counts.sum()) for p in planned]

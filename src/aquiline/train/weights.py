@@ -31,8 +31,6 @@ BETAS = (0.9, 0.95)
 WARMUP_STEPS = 50
 """Steps of the warm-up at least: the first updates of AdamW are as large as the rate, whatever the gradient. At the
 full rate a dozen of them undo a draft that was fitted or trained."""
-
-
 WIDE_LOGITS = 8.0
 """Size of a target's logits above which the default rate falls: 2 to 6 are usual, Gemma 3 has 55."""
 
@@ -123,11 +121,9 @@ def set_rate(optimizers: list[torch.optim.Optimizer], progress: float, warmup: f
     """Warm up linearly over the share `warmup` of the run, then a cosine to 2 % of the peak; step number `step`, from
     0, has no more than its share of WARMUP_STEPS. So a run of a few steps stays far below the peak. Returns the
     factor."""
-    if progress < warmup:
-        factor = max(progress / warmup, 0.01)
-    else:
-        done = min(1.0, (progress - warmup) / max(1e-9, 1 - warmup))
-        factor = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+    done = min(1.0, (progress - warmup) / max(1e-9, 1 - warmup))
+    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+    factor = max(progress / warmup, 0.01) if progress < warmup else cosine
     factor = min(factor, (step + 1) / WARMUP_STEPS)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -188,11 +184,10 @@ class Weights:
     def __init__(
         self, head: DraftHead, objective: Objective, config: TrainConfig, lr: float, scale: Tensor, world: World
     ) -> None:
-        if world.parallel == "fsdp":
-            if config.optimizer == "muon":
-                raise ValueError("optimizer='muon': needs whole matrices; take adamw, or parallel='ddp'")
-            if config.draft_dtype in QUANTISED:
-                raise ValueError(f"draft_dtype={config.draft_dtype!r}: needs whole matrices; take parallel='ddp'")
+        if world.parallel == "fsdp" and config.optimizer == "muon":
+            raise ValueError("optimizer='muon': needs whole matrices; take adamw, or parallel='ddp'")
+        if world.parallel == "fsdp" and config.draft_dtype in QUANTISED:
+            raise ValueError(f"draft_dtype={config.draft_dtype!r}: needs whole matrices; take parallel='ddp'")
         self.head, self.world = head, world
         self.loss = BatchLoss(head, objective)
         world.shard(self.loss, {head.embed})

@@ -8,7 +8,6 @@ Hugging Face cache of assets.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import tempfile
 import urllib.request
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import NamedTuple
 
 from aquiline.settings import setting
 from aquiline.text.questions import Question, read_questions
@@ -45,8 +45,7 @@ class Sample:
             raise ValueError(f"sample_seed={self.sample_seed}: samples --count questions; give --count")
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A file on the web. digest: the hash that its bytes must have, as algorithm:hex."""
 
     url: str
@@ -137,8 +136,7 @@ def fetch(name: str, source: Source, folder: Path | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as partial:  # other processes see all of it or nothing
         partial.write(data)
-    os.replace(partial.name, path)
-    return path
+    return Path(partial.name).replace(path)
 
 
 def _from_hub(reference: str) -> Path:

@@ -20,6 +20,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from aquiline.checks import parse_json
+from aquiline.engine.model import LoadedModels
+from aquiline.models.known_pairs import BUNDLED_TARGET
 
 PROMPT_TOKENS, NUM_PROMPTS = 300, 8
 MIN_FILE_TOKENS = 1000
@@ -42,6 +44,14 @@ class TokenPrompt:
 
     token_ids: list[int]
     is_held_out: bool
+
+
+@dataclass(frozen=True)
+class RealPrompts:
+    """Prompts of one length, and their source as results state it."""
+
+    token_ids: list[list[int]]
+    source: str
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -107,6 +117,15 @@ def text_prompts(
     )
 
 
+def real_prompts(token_count: int, count: int, models: LoadedModels, text_source: str | None) -> RealPrompts:
+    """`text_prompts` of a target's vocabulary; by the bundled tokenizer for a target without one."""
+    tokenizer = models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
+    found = text_prompts(token_count, count, tokenizer, text_source)
+    held_out = "held out" if all(prompt.is_held_out for prompt in found) else "partly trained on"
+    token_ids = [[token % models.vocab_size for token in prompt.token_ids] for prompt in found]
+    return RealPrompts(token_ids, f"{text_source or 'standard library'}, {held_out}")
+
+
 def _windows(files: Iterable[_File], tokenizer: Tokenizer, length: int) -> Iterator[TokenPrompt]:
     """Cut the files' tokens, end to end, into windows of `length`. Tokens after the last window are not used."""
     stream: list[int] = []
@@ -167,10 +186,9 @@ def _files(text_source: str | Path | None) -> list[_File]:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         return [_File(p, p.relative_to(path).as_posix(), is_own=True) for p in found]
-    files = _package(str(text_source))
-    if not files:
-        raise ValueError(f"text_source={str(text_source)!r}: neither a file or folder nor an installed package")
-    return files
+    if files := _package(str(text_source)):
+        return files
+    raise ValueError(f"text_source={str(text_source)!r}: neither a file or folder nor an installed package")
 
 
 def _stdlib() -> list[_File]:

@@ -1,5 +1,5 @@
-"""Answers of an evaluation with their times, and as EAGLE's evaluation writes them: one JSON row per question, which
-its own speed.py can read.
+"""Answers of an evaluation with their times, the number that one states as its result, and answers as EAGLE's
+evaluation writes them: one JSON row per question, which its own speed.py can read.
 
 *Source*: SafeAILab/EAGLE@12c417d, eagle/evaluation/gen_ea_answer_llama3chat.py, and @2320d52, speed.py.
 """
@@ -7,16 +7,31 @@ its own speed.py can read.
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
 from aquiline.metrics import Counters, repeated_share
 from aquiline.text.questions import Question
 from aquiline.writing import writing
+
+_DIGITS = r"(?>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\.)\.\d+)"
+# A minus counts as a sign only where no operand precedes it: 10-5 holds 10 and 5.
+_NUMBER = rf"(?P<sign>(?<![\w)\].])[-−])?(?:[$€£](?P<minus>[-−])?)?(?P<value>{_DIGITS})(?P<over>/[1-9]\d*)?"
+_OPENING = r"[\s*_`$€£(\[{\"']*"
+_MARKERS = (
+    # The data set's own. "#### 1. First step" is a heading, not an answer.
+    re.compile(rf"####{_OPENING}{_NUMBER}(?![.):][*_]*[ \t]+\S)"),
+    re.compile(rf"\\boxed\{{{_OPENING}(?:\\text\{{)?{_NUMBER}"),
+    re.compile(rf"\banswer\b(?:\s+is\b[*_]*\s*[:=]?|[*_]*\s*[:=]){_OPENING}{_NUMBER}", re.IGNORECASE),
+)
+_ANY = re.compile(_NUMBER)
+_LATEX = ((r"\$", "$"), ("{,}", ","), (r"\,", ""), (r"\!", ""))
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,10 @@ class Unfit:
     temperature: float
     reason: str
 
+    def as_dict(self) -> dict[str, object]:
+        """The fields that do not need the questions."""
+        return {name: value for name, value in vars(self).items() if name != "question"}
+
 
 def answer_row(question: Question, choices: Sequence[Sequence[TurnRun]], model_id: str) -> dict[str, object]:
     """One row of an answer file. A choice is one sampled conversation: its runs turn by turn.
@@ -104,3 +123,25 @@ class EagleAnswers:
         row = json.dumps(answer_row(question, choices, self.model_id)) + "\n"
         with writing(self.path, "Rows before it are whole"), self.path.open("a", encoding="utf-8") as file:
             file.write(row)
+
+
+def final_number(answer: str) -> Fraction | None:
+    """The number an answer states as its result, None if it holds no number.
+
+    In this order: after the first ####, in the last \\boxed{}, right after the last "answer is" or "answer:", the last
+    number of the text. Thousands separators, currency signs and LaTeX around digits do not count. The value is exact,
+    so that 18, 18.00 and $18 are one number.
+    *Source*: openai/grade-school-math@3101c7d, dataset.py (the first #### counts); the other three are for models that
+    were not shown that format."""
+    for written, plain in _LATEX:
+        answer = answer.replace(written, plain)
+    marked, boxed, said = (list(marker.finditer(answer)) for marker in _MARKERS)
+    matches = marked[:1] or boxed[-1:] or said[-1:] or list(_ANY.finditer(answer))[-1:]
+    return _value(matches[0]) if matches else None
+
+
+def _value(match: re.Match[str]) -> Fraction:
+    value = Fraction(match["value"].replace(",", ""))
+    if match["over"]:
+        value /= int(match["over"][1:])
+    return -value if match["sign"] or match["minus"] else value

@@ -41,8 +41,7 @@ class EvalPlan:
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name}={list(values)}: give each value once")
-        for name in ("lengths", "temperatures"):
-            if not getattr(self, name):
+            if not values and name in ("lengths", "temperatures"):
                 raise ValueError(f"{name}=[]: needs at least one value")
         short = min(self.lengths)
         if short < 2:

@@ -35,11 +35,11 @@ from pathlib import Path
 
 from aquiline import __version__
 from aquiline.bench.data.datasets import SOURCES
-from aquiline.bench.eval.answers import TurnRun, Unfit
+from aquiline.bench.eval.answers import TurnRun
 from aquiline.bench.eval.figures import Evaluated, Figures, best, suspicion, times, verdict
 from aquiline.bench.eval.guesses import TeacherForced
 from aquiline.bench.results.result import ModelFacts, commit
-from aquiline.bench.tables import NO_FIGURE, Table
+from aquiline.bench.tables import NO_FIGURE, Table, cell
 from aquiline.engine.llm import LLM
 from aquiline.models.known_pairs import PAIRS, checkpoints
 from aquiline.writing import write_whole
@@ -52,6 +52,9 @@ STATED = (
     "fraction_ge2", "speedup", "speedup_with_prefill",
 )  # fmt: skip
 """The figures of a setting in eval.json's tables."""
+COUNTED = (
+    "num_steps", "num_draft_tokens", "num_accepted_tokens", "num_committed", "tokens_cut", "num_ge2", "accepted_at",
+)  # fmt: skip
 SHOWN_PLACES = 5
 SHOWN_MISSES = 10
 """How many places of a draft the tables show, and how many turns that did not fit the notes name; eval.json has all."""
@@ -106,21 +109,19 @@ def model_facts(llm: LLM, target: str | None, draft: str | None) -> ModelFacts:
 
 
 def _row(found: Evaluated, run: TurnRun) -> dict[str, object]:
-    text, counters = run.text, asdict(run.counters)
-    question = found.questions[text.question]
-    counted = ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_committed", "tokens_cut", "num_ge2")
+    text, question = run.text, found.questions[run.text.question]
     return {
         "temperature": text.temperature, "length": text.length, "question": text.question, "turn": text.turn,
         "repeat": run.repeat, "setting": run.setting, "question_id": question.id, "category": question.category,
         "num_prompt_tokens": len(text.prompt_ids), "num_tokens": len(text.token_ids),
         "finish_reason": text.finish_reason, "repeated_share": text.repeated_share,
         "prefill_ms": run.prefill_ms, "decode_ms": run.decode_ms, "total_ms": run.total_ms,
-    } | {name: counters[name] for name in (*counted, "accepted_at")}  # fmt: skip
+    } | {name: getattr(run.counters, name) for name in COUNTED}  # fmt: skip
 
 
-def _figures(f: Figures) -> dict[str, object]:
-    stated = asdict(f) | f.counters.as_dict()
-    return {name: stated[name] for name in STATED}
+def _figures(*groups: list[Figures]) -> list[dict[str, object]]:
+    stated = [asdict(f) | f.counters.as_dict() for group in groups for f in group]
+    return [{name: row[name] for name in STATED} for row in stated]
 
 
 def _best(group: list[Figures]) -> dict[str, object]:
@@ -128,15 +129,10 @@ def _best(group: list[Figures]) -> dict[str, object]:
     return {
         "temperature": group[0].temperature,
         "length": group[0].length,
-        "setting": None if winner is None else winner.setting,
-        "speedup": None if winner is None else asdict(winner)["speedup"],
+        "setting": winner and winner.setting,
+        "speedup": winner and asdict(winner)["speedup"],
         "is_faster": winner is not None and winner.is_faster,
     }
-
-
-def _unfit(found: Evaluated, miss: Unfit) -> dict[str, object]:
-    row = asdict(miss)
-    return {"question_id": found.questions[row.pop("question")].id} | row
 
 
 def cells(f: Figures) -> dict[str, str]:
@@ -195,9 +191,9 @@ class EvalReport:
             "plan": found.plan.as_dict(),
             "rows": [_row(found, run) for run in found.runs],
             "tables": {
-                "by_length": [_figures(f) for group in found.by_length for f in group],
-                "by_category": [_figures(f) for group in found.by_category for f in group],
-                "overall": [_figures(f) for f in found.overall],
+                "by_length": _figures(*found.by_length),
+                "by_category": _figures(*found.by_category),
+                "overall": _figures(found.overall),
             },
             "adaptive": found.choices.as_dict(),
             "best": [_best(group) for group in found.groups],
@@ -207,28 +203,25 @@ class EvalReport:
                 | {"real_tau": found.real_tau(t)}
                 for t in found.teacher_forced
             ],
-            "task_accuracy": [asdict(score) for score in found.task_accuracy],
-            "unfit": [_unfit(found, miss) for miss in found.unfit],
+            "task_accuracy": found.task_accuracy,
+            "unfit": [{"question_id": found.questions[m.question].id} | m.as_dict() for m in found.unfit],
         }  # fmt: skip
 
     def teacher_table(self, taught: TeacherForced) -> Table:
         """The draft's accuracy along the target's own text, with a column for each place in the chain."""
         a = taught.accuracy
-
-        def row(name: str, values: list[float | None], form: str) -> list[str]:
-            return [name, *(NO_FIGURE if value is None else format(value, form) for value in values)]
-
-        rows = [
-            row("accuracy", a.marginal, ".1%"),
-            row("accuracy after right guesses", a.conditional, ".1%"),
-            row("simulated tau of a chain this long", a.simulated_tau, ".3f"),
-            row("real tau of that chain", self.found.real_tau(taught), ".3f"),
+        rows: list[tuple[str, list[float | None], str]] = [
+            ("accuracy", a.marginal, "{:.1%}"),
+            ("accuracy after right guesses", a.conditional, "{:.1%}"),
+            ("simulated tau of a chain this long", a.simulated_tau, "{:.3f}"),
+            ("real tau of that chain", self.found.real_tau(taught), "{:.3f}"),
         ]
         title = (
             f"the draft along the target's own text, {taught.length} new tokens, temperature {taught.temperature:g}, "
             f"{taught.repeated_share:.0%} repeated"
         )
-        return Table(["place in the chain", *(str(place + 1) for place in range(len(a.marginal)))], rows, title)
+        columns = ["place in the chain", *(str(place + 1) for place in range(len(a.marginal)))]
+        return Table(columns, [[name, *(cell(value, form) for value in values)] for name, values, form in rows], title)
 
     def notes(self) -> list[str]:
         """Lines beside the tables: best settings, a draft at chance, task accuracy, turns that did not fit."""
@@ -237,9 +230,11 @@ class EvalReport:
         doubt = suspicion(found)
         lines += [f"warning: {doubt}"] if doubt else []
         lines += [
-            f"GSM8K accuracy, {s.length} new tokens, temperature {s.temperature:g}: {s.num_correct}/{s.num_questions} "
-            f"= {s.num_correct / s.num_questions:.1%} ({s.num_cut} answers were cut by the length)"
-            for s in found.task_accuracy
+            "GSM8K accuracy, {length} new tokens, temperature {temperature:g}: {num_correct}/{num_questions} = "
+            "{share:.1%} ({num_cut} answers were cut by the length)".format(
+                **score, share=score["num_correct"] / score["num_questions"]
+            )
+            for score in found.task_accuracy
         ]
         if found.unfit:
             lines.append(f"{len(found.unfit)} conversations were cut short or left out, because they do not fit:")
@@ -248,8 +243,8 @@ class EvalReport:
                 f"{m.temperature:g}: {m.reason}"
                 for m in found.unfit[:SHOWN_MISSES]
             ]
-            if len(found.unfit) > SHOWN_MISSES:
-                lines.append(f"  and {len(found.unfit) - SHOWN_MISSES} more")
+            more = len(found.unfit) - SHOWN_MISSES
+            lines += [f"  and {more} more"] if more > 0 else []
         return lines
 
     def markdown(self) -> str:

@@ -94,13 +94,8 @@ class Evaluation:
             self.llm.run([prompt], sampling, drafting=drafting)
 
     def _answer_files(self, temperature: float, length: int) -> dict[str, EagleAnswers]:
-        if self.answers is None:
-            return {}
-        names = {setting: f"{setting}-{length}-t{temperature:g}" for setting in self.plan.settings}
-        return {
-            setting: EagleAnswers(self.answers / f"{name}.jsonl", f"{self.model_id}-{name}")
-            for setting, name in names.items()
-        }
+        names = {setting: f"{setting}-{length}-t{temperature:g}" for setting in self.plan.settings if self.answers}
+        return {s: EagleAnswers(Path(f"{self.answers}/{n}.jsonl"), f"{self.model_id}-{n}") for s, n in names.items()}
 
     def _converse(self, group: Sequence[int], temperature: float, length: int, files: dict[str, EagleAnswers]) -> None:
         """Run the turns of questions together, those of each up to the first one that does not fit."""

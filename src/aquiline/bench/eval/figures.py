@@ -9,17 +9,17 @@ other machines nor the choice of the best of many settings.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, starmap
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.bench.eval.answers import AnsweredText, TurnRun, Unfit
+from aquiline.bench.eval.answers import AnsweredText, TurnRun, Unfit, final_number
 from aquiline.bench.eval.eval_plan import EvalPlan
-from aquiline.bench.eval.gsm8k import final_number
 from aquiline.bench.eval.guesses import TeacherForced
 from aquiline.bench.results.intervals import Estimate
 from aquiline.bench.suite.suite_plan import BASELINE
@@ -69,18 +69,6 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class TaskAccuracy:
-    """GSM8K, first turns. num_correct: answers whose number is the reference's; num_questions: all answers; num_cut:
-    answers that ended because they reached their length."""
-
-    temperature: float
-    length: int
-    num_correct: int
-    num_questions: int
-    num_cut: int
-
-
-@dataclass(frozen=True)
 class Evaluated:
     """All that was run, with the figures of its groups of runs. In every group the baseline stands first; groups
     without a run are left out.
@@ -98,15 +86,14 @@ class Evaluated:
     @cached_property
     def by_length(self) -> list[list[Figures]]:
         """A group for each temperature and length."""
-        groups = [self.group(t, length) for t, length in product(self.plan.temperatures, self.plan.lengths)]
-        return [group for group in groups if group]
+        return list(filter(None, starmap(self.group, product(self.plan.temperatures, self.plan.lengths))))
 
     @cached_property
     def by_category(self) -> list[list[Figures]]:
         """A group for each temperature and category, if there are several categories."""
         categories = list(dict.fromkeys(question.category for question in self.questions))
-        groups = [self.group(t, None, c) for t, c in product(self.plan.temperatures, categories) if len(categories) > 1]
-        return [group for group in groups if group]
+        asked = product(self.plan.temperatures, [None], categories) if len(categories) > 1 else ()
+        return list(filter(None, starmap(self.group, asked)))
 
     @cached_property
     def overall(self) -> list[Figures]:
@@ -141,8 +128,9 @@ class Evaluated:
         return [served.get(self.plan.chains.get(k, "")) for k in range(1, len(taught.accuracy.marginal) + 1)]
 
     @property
-    def task_accuracy(self) -> list[TaskAccuracy]:
-        """The accuracy of the baseline's answers. Empty unless every question has a reference in GSM8K's format."""
+    def task_accuracy(self) -> list[dict[str, Any]]:
+        """The accuracy of the baseline's answers to first turns. num_cut: answers that ended because they reached their
+        length. Empty unless every question has a reference in GSM8K's format."""
         references = [question.reference or "" for question in self.questions]
         expected = [final_number(reference) if GSM8K_MARK in reference else None for reference in references]
         if None in expected:
@@ -152,12 +140,12 @@ class Evaluated:
             if (run.setting, run.repeat, run.text.turn) == (BASELINE, 0, 0):
                 firsts.setdefault((run.text.temperature, run.text.length), []).append(run.text)
         return [
-            TaskAccuracy(
-                *asked,
-                num_correct=sum(final_number(text.text) == expected[text.question] for text in texts),
-                num_questions=len(texts), num_cut=sum(text.finish_reason == "length" for text in texts),
-            )
-            for asked, texts in firsts.items()
+            {
+                "temperature": temperature, "length": length,
+                "num_correct": sum(final_number(text.text) == expected[text.question] for text in texts),
+                "num_questions": len(texts), "num_cut": sum(text.finish_reason == "length" for text in texts),
+            }
+            for (temperature, length), texts in firsts.items()
         ]  # fmt: skip
 
 
@@ -166,9 +154,7 @@ def _figures(
 ) -> Figures:
     """The figures of one setting's runs. wanted: temperature, length and category of the group; base: the baseline's
     runs of the same texts."""
-    counters = Counters()
-    for run in runs:
-        counters.merge(run.counters)
+    counters = Counters.sum_of(run.counters for run in runs)
     decode_ms = sum(run.decode_ms for run in runs)
     return Figures(
         *wanted, setting,
@@ -185,10 +171,9 @@ def _figures(
 
 
 def _by_question(runs: list[TurnRun], with_prefill: bool = False) -> Times:
-    sums: dict[int, float] = {}
+    sums: defaultdict[int, float] = defaultdict(float)
     for run in runs:
-        time = run.decode_ms + (run.prefill_ms if with_prefill else 0.0)
-        sums[run.text.question] = sums.get(run.text.question, 0.0) + time
+        sums[run.text.question] += run.decode_ms + with_prefill * run.prefill_ms
     return np.array([sums[question] for question in sorted(sums)])
 
 
@@ -238,9 +223,8 @@ def suspicion(found: Evaluated) -> str | None:
     """A warning if the draft is at chance: its chains name the next token no more often than one would by always naming
     the commonest token. None for a better draft, if no chain ran, or if one token makes up most of the text."""
     chains = [run for run in found.runs if run.setting in found.plan.chains.values()]
-    counters, tokens = Counters(), Counter(token for run in chains for token in run.text.token_ids)
-    for run in chains:
-        counters.merge(run.counters)
+    counters = Counters.sum_of(run.counters for run in chains)
+    tokens = Counter(token for run in chains for token in run.text.token_ids)
     if not counters.num_steps:
         return None
     commonest = max(tokens.values()) / tokens.total()

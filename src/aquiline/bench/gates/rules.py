@@ -1,71 +1,33 @@
-"""Gates as data: the figures that they may limit, the schema of their YAML, and limits from the command line."""
+"""Gates as data: reading them from YAML by the schema of gates.schema.json, and limits from the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import json
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from aquiline.bench.results import speedups
 from aquiline.bench.results.integrity import schema_problems
 from aquiline.bench.results.result import Result
-from aquiline.bench.results.speedups import Ratio
+from aquiline.bench.results.speedups import FIGURES
 from aquiline.models.known_pairs import PAIRS
 
 BUILT_IN = Path(__file__).with_name("gates.yaml")
-LEVELS = ["micro", "full"]
-FIGURES: dict[str, Callable[[Result, Ratio], float | None]] = {
-    "speedup": lambda result, ratio: ratio.value,
-    "tau": lambda result, ratio: result["eagle_speculation"]["mean_acceptance_length"],
-    "steps": lambda result, ratio: min(result["output"]["num_tokens"]) - 1,
-    "runs": lambda result, ratio: result["scenario"]["measurement_runs"],
-    "acceptance_rate": lambda result, ratio: result["eagle_speculation"]["mean_acceptance_rate"],
-    "tokens_per_s": lambda result, ratio: result["throughput_tokens_per_sec"]["median"],
-    "ttft_ms": lambda result, ratio: result["ttft_ms"]["median"],
-    "itl_ms": lambda result, ratio: result["itl_ms"]["median"],
-    "peak_bytes": lambda result, ratio: result["memory"]["peak_bytes"],
-    "repeated_share": lambda result, ratio: result["scenario"]["repeated_share"],
-    "percent_of_ideal": lambda result, ratio: result.get("roofline", {}).get("percent_of_ideal"),
-    "spec_efficiency": speedups.spec_efficiency,
-}
-"""What a limit may ask of a result and its speedup; None if it was not measured."""
+SCHEMA = json.loads(BUILT_IN.with_name("gates.schema.json").read_text(encoding="utf-8"))
+LEVELS = SCHEMA["properties"]["level"]["enum"]
 GAP = "max_tau_gap"
-"""How far tau may be from another engine's."""
-
-
-def object_of(fields: dict[str, Any], *required: str) -> dict[str, Any]:
-    """The JSON schema of an object with these fields and no others. Without names of required ones, all are."""
-    names = [*fields]
-    return {"type": "object", "properties": fields, "propertyNames": {"enum": names}, "required": [*required] or names}
-
-
-TEXT = {"type": "string", "pattern": r"\S"}
-COUNT = {"type": "integer", "minimum": 0}
-LIMIT = {"type": "number", "exclusiveMinimum": 0}
-SELECT = {
-    "profile": {"enum": ["cpu", "full"]}, "scenario": TEXT, "context_tokens": COUNT, "batch": COUNT,
-    "temperature": {"type": "number", "minimum": 0}, "setting": TEXT,
-}  # fmt: skip
-SIDES = {f"{side}_{figure}": LIMIT for figure in FIGURES for side in ("min", "max")}
-LIMITS = object_of(SIDES | {GAP: LIMIT}, "min_speedup", "min_tau", "min_steps")
-GATE = {
-    "name": TEXT,
-    "level": {"enum": LEVELS},
-    "model": TEXT,
-    "select": object_of(SELECT, "profile"),
-    "limits": LIMITS,
-}
-SCHEMA = object_of(GATE)
-"""The JSON schema of one gate."""
+"""The limit of how far tau may be from another engine's."""
+LIMITS = SCHEMA["properties"]["limits"]
+LIMITS["propertyNames"] = {"enum": [*(f"{side}_{figure}" for figure in FIGURES for side in ("min", "max")), GAP]}
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Limits for the results of one model and piece of work. select: the fields of SELECT that its results have;
-    changed: limits that do not come from the file."""
+    """Limits for the results of one model and piece of work. select: the fields that its results have; changed: limits
+    that do not come from the file."""
 
     name: str
     level: str
@@ -82,19 +44,15 @@ class Gate:
     @property
     def work(self) -> str:
         """The selected work in words."""
-        return ", ".join(f"{name} {self.select[name]}" for name in SELECT if name in self.select)
+        names = SCHEMA["properties"]["select"]["properties"]
+        return ", ".join(f"{name} {self.select[name]}" for name in names if name in self.select)
 
-    def is_of(self, result: Result) -> bool:
-        """Whether a result is of this gate's model and profile. Owners of hub names do not count."""
-        target: str = result["model"]["target"]
-        profile: str = result["scenario"]["profile"]
-        return target.split("/")[-1] == self.model.split("/")[-1] and profile == self.select["profile"]
-
-    def selects(self, result: Result) -> bool:
-        """Whether a result is of this gate's model, work and setting."""
-        s = result["scenario"]
-        stated = s | {"scenario": s["name"], "setting": result["setting"]["name"]}
-        return self.is_of(result) and all(stated[name] == value for name, value in self.select.items())
+    def selects(self, result: Result, *fields: str) -> bool:
+        """Whether a result is of this gate's model, and has the fields that it selects, or those of them named here.
+        Owners of hub names do not count."""
+        stated = result["scenario"] | {"scenario": result["scenario"]["name"], "setting": result["setting"]["name"]}
+        is_of_model = result["model"]["target"].split("/")[-1] == self.model.split("/")[-1]
+        return is_of_model and all(stated[name] == self.select[name] for name in fields or self.select)
 
     @property
     def command(self) -> str:
@@ -109,27 +67,23 @@ class Gate:
 
 def read_gates(file: Path = BUILT_IN) -> list[Gate]:
     """The gates of a file. Raises ValueError naming the file, the gate and the field that is wrong."""
+    where = f"gates={str(file)!r}"
     try:
         parsed = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"gates={str(file)!r}: not YAML ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     entries = parsed.get("gates") if isinstance(parsed, dict) else None
     if not isinstance(entries, list) or not entries or list(parsed) != ["gates"]:
-        raise ValueError(f"gates={str(file)!r}: needs one field, `gates`, a list of them")
-    gates = []
+        raise ValueError(f"{where}: needs one field, `gates`, a list of them")
     for entry in entries:
         name = entry.get("name", "a gate") if isinstance(entry, dict) else "a gate"
-        _refuse(f"gates={str(file)!r}: {name}", schema_problems(entry, SCHEMA, "its fields"))
-        limits = {limit: float(value) for limit, value in entry["limits"].items()}
-        gates.append(Gate(**entry | {"limits": limits}))
-    names = [gate.name for gate in gates]
+        _refuse(f"{where}: {name}", schema_problems(entry, SCHEMA, "its fields"))
+    gates = [Gate(**entry | {"limits": {k: float(v) for k, v in entry["limits"].items()}}) for entry in entries]
+    names, opened = [gate.name for gate in gates], {gate.group for gate in gates if gate.level == "micro"}
     twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"gates={str(file)!r}: name={', '.join(twice)}: stands twice")
-    opened = {gate.group for gate in gates if gate.level == "micro"}
-    closed = [gate.name for gate in gates if gate.group not in opened]
-    if closed:
-        raise ValueError(f"gates={str(file)!r}: {closed[0]}: needs a micro gate of its model and profile to open it")
+    _refuse(f"{where}: name={', '.join(twice)}", ["stands twice"] if twice else [])
+    closed = next((gate.name for gate in gates if gate.group not in opened), None)
+    _refuse(f"{where}: {closed}", ["needs a micro gate of its model and profile to open it"] if closed else [])
     return gates
 
 
@@ -144,13 +98,12 @@ def override(gates: list[Gate], assignments: Iterable[str]) -> list[Gate]:
             raise ValueError(f"set={assignment!r}: must be NAME.LIMIT=VALUE, such as {gates[0].name}.min_tau=2.5")
         if name not in found:
             raise ValueError(f"set={assignment!r}: no gate {name!r}; there are {', '.join(found)}")
-        gate = found[name]
         try:
-            limits = gate.limits | {limit: float(value)}
+            limits = found[name].limits | {limit: float(value)}
         except ValueError as error:
             raise ValueError(f"set={assignment!r}: {error}") from None
         _refuse(f"set={assignment!r}", schema_problems(limits, LIMITS, "limits"))
-        found[name] = replace(gate, limits=limits, changed=(*gate.changed, limit))
+        found[name] = replace(found[name], limits=limits, changed=(*found[name].changed, limit))
     return list(found.values())
 
 

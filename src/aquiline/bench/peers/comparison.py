@@ -9,17 +9,15 @@ either way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from aquiline.bench.data.prompts import TokenPrompt, text_prompts
+from aquiline.bench.data.prompts import RealPrompts, real_prompts
 from aquiline.bench.peers.contest import Contest
 from aquiline.bench.peers.contestants import Other, Own, PeerModel
 from aquiline.bench.peers.names import ALL_PEERS, PACKED_PEERS, QUANTISED, PeerSpec, parse_peers
-from aquiline.bench.peers.peer import Peer, PeerOutput, PeerSetup, conversion, stored_dtype
+from aquiline.bench.peers.peer import Peer, PeerSetup, conversion, stored_dtype
 from aquiline.bench.peers.verdict import CHECK_TOKENS, Checked, Comparison, Standing, agreement, standing_of, void
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import Result, Scenario, tokens_sha256
@@ -27,11 +25,11 @@ from aquiline.bench.theory.ceilings import GIGA
 from aquiline.bench.theory.roofline import roofline_of
 from aquiline.blocks import PACKED
 from aquiline.config import EngineConfig, Environment, PairConfig, SamplingParams
-from aquiline.engine.llm import LLM, Output
+from aquiline.engine.llm import LLM
 from aquiline.engine.model import Loading, for_checkpoint
 from aquiline.errors import AquilineError
 from aquiline.metrics import mean
-from aquiline.models.known_pairs import BUNDLED_TARGET, checkpoints, draft_of
+from aquiline.models.known_pairs import checkpoints, draft_of
 from aquiline.models.load import resolve
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 
@@ -93,93 +91,157 @@ def compare(plan: ContestPlan, on_progress: Progress = lambda stage: None) -> Co
     """Run a plan. on_progress is called with the name of each stage as it begins.
 
     Raises ValueError if no peer can be opened, or if one fails later."""
-    llms = _load(plan, on_progress)
-    llm = next(iter(llms.values()))
-    prompts, scenario = _prompts(plan.contest, llm)
-    threads = int(str(llm.models.system()["threads"]))
-    max_context = plan.contest.prompt_tokens + plan.contest.new_tokens + 1
-    setup = PeerSetup(plan.model.target, plan.model.draft, threads, max_context, plan.contest.batch)
-    others, absent = _open(plan, setup, prompts[-1], on_progress)
-    try:
-        checks = _check(plan, setup, others, llms, on_progress)
-        own = _own(plan, llms)
-        for ours in own:
-            on_progress(f"warming up {ours.label}")
-            ours.run(prompts[-1], plan.contest.sampling(0))
-            ours.runs.clear()
-        settings: list[Own | Other] = [*own, *others]
-        _measure(plan.contest, settings, prompts[:-1], on_progress)
-        results = [setting.result(scenario, plan.model) for setting in settings]
-        rows = _standings(plan.contest, settings, results, checks, llm.models.tokenizer)
-        on_progress("this machine's bandwidth")
-        moved = {
-            row.label: _moved(plan.contest, ours.llm, row)
-            for ours, row in zip(own, rows, strict=False)
-            if not ours.drafting.is_speculative
-        }
-        return Comparison(rows, results, checks, absent, llm.models.system(), moved)
-    finally:
-        for other in others:
-            other.peer.close()
+    return _Contesting(plan, on_progress).run()
 
 
-def _open_own(plan: ContestPlan, draft: Path | None, dtype: str, arithmetic: str = "auto") -> LLM:
-    work = plan.contest
-    engine = EngineConfig(
-        max_batch=work.batch, prefix_cache=False, max_context=work.prompt_tokens + work.new_tokens + SPARE_TOKENS,
-        # All prompts of a run are computed in one step, as every peer does; so decoding is timed without prefill.
-        row_budget=max(EngineConfig().row_budget, work.batch * work.prompt_tokens),
-    )  # fmt: skip
-    return LLM(plan.model.target, draft, dtype=dtype, arithmetic=arithmetic, engine=engine)
+class _Contesting:
+    """A plan that runs: our engines by storage, the first of which is the baseline's, and the peers that are open."""
 
+    def __init__(self, plan: ContestPlan, on_progress: Progress) -> None:
+        self.plan, self.work, self.model, self.told = plan, plan.contest, plan.model, on_progress
+        self.llms = self._load()
+        self.llm = next(iter(self.llms.values()))
+        self.system = self.llm.models.system()
+        max_context = self.work.prompt_tokens + self.work.new_tokens + 1
+        threads = int(str(self.system["threads"]))
+        self.setup = PeerSetup(self.model.target, self.model.draft, threads, max_context, self.work.batch)
 
-def _load(plan: ContestPlan, on_progress: Progress) -> dict[str, LLM]:
-    """Our engines by storage. The first is the baseline: a GGUF file as it is, or a checkpoint without rounding. The
-    rounded storages run if a peer runs them too."""
-    first = {PACKED: (PACKED, "auto")} if plan.is_packed else {"float32": (stored_dtype(plan.model.target), "float32")}
-    more = {"bfloat16": ("bfloat16", "bfloat16")} if plan.contest.bf16_arithmetic else {}
-    rounded = {name: (name, "auto") for name in QUANTISED if any(spec.dtype == name for spec in plan.peers)}
-    llms = {}
-    for name, (dtype, arithmetic) in (first | more | rounded).items():
-        on_progress(f"loading aquiline, {dtype} weights, {arithmetic} arithmetic")
-        llms[name] = _open_own(plan, plan.model.draft, dtype, arithmetic)
-    return llms
-
-
-def _open(
-    plan: ContestPlan, setup: PeerSetup, warm: list[list[int]], on_progress: Progress
-) -> tuple[list[Other], dict[str, str]]:
-    """The peers that can run, warmed up; and for the others, by label, the reason why they cannot."""
-    others, absent = [], {}
-    for spec in plan.peers:
-        on_progress(f"loading {spec.label}")
+    def run(self) -> Comparison:
+        """Check, measure and compare all settings."""
+        found = real_prompts(
+            self.work.prompt_tokens, (self.work.repeats + 1) * self.work.batch, self.llm.models, self.work.text_source
+        )
+        groups = [found.token_ids[i : i + self.work.batch] for i in range(0, len(found.token_ids), self.work.batch)]
+        own = self._own()
+        others, absent = self._open(groups[-1])  # no engine sees a measured prompt before its round
         try:
-            other = Other(spec, spec.open(setup))
-            other.run(warm, plan.contest.sampling(0))
-        except (ValueError, AquilineError, RuntimeError) as error:  # RuntimeError is what native code raises
-            absent[spec.label] = " ".join(str(error).split())
-            continue
-        other.runs.clear()
-        others.append(other)
-    if not others:
-        raise ValueError("no peer can run: " + "; ".join(dict.fromkeys(absent.values())))
-    return others, absent
+            checks = self._check(others)
+            for ours in own:
+                self._warm(ours, groups[-1])
+            settings: list[Own | Other] = [*own, *others]
+            self._measure(settings, groups[:-1])
+            scenario = self._scenario(found, groups[:-1])
+            results = [setting.result(scenario, self.model) for setting in settings]
+            rows = self._standings(settings, results, checks)
+            self.told("this machine's bandwidth")
+            plain = [(row, each) for row, each in zip(rows, own, strict=False) if not each.drafting.is_speculative]
+            moved = {row.label: self._moved(each.llm, row) for row, each in plain}
+            return Comparison(rows, results, checks, absent, self.system, moved)
+        finally:
+            for other in others:
+                other.peer.close()
 
+    def _open_own(self, draft: Path | None, dtype: str, arithmetic: str = "auto") -> LLM:
+        work = self.work
+        engine = EngineConfig(
+            max_batch=work.batch, prefix_cache=False, max_context=work.prompt_tokens + work.new_tokens + SPARE_TOKENS,
+            # All prompts of a run are computed in one step, as every peer does; so decoding is timed without prefill.
+            row_budget=max(EngineConfig().row_budget, work.batch * work.prompt_tokens),
+        )  # fmt: skip
+        return LLM(self.model.target, draft, dtype=dtype, arithmetic=arithmetic, engine=engine)
 
-def _check(
-    plan: ContestPlan, setup: PeerSetup, others: list[Other], llms: dict[str, LLM], on_progress: Progress
-) -> dict[str, Checked]:
-    """The check of every kind of peer that runs here, against our engine on the same weights."""
-    references = dict(llms)
-    prompts = [prompt.token_ids for prompt in _token_prompts(plan.contest, next(iter(llms.values())), CHECK_PROMPTS)]
-    checks = {}
-    for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
-        on_progress(f"checking {spec.model}")
-        exact = str(spec.plain.dtype)
-        if exact not in references:
-            references[exact] = _open_own(plan, None, "float32")
-        checks[spec.model] = check(references[exact], spec, setup, prompts)
-    return checks
+    def _load(self) -> dict[str, LLM]:
+        """Our engines by storage. The first is the baseline: a GGUF file as it is, or a checkpoint without rounding.
+        The rounded storages run if a peer runs them too."""
+        exact = (stored_dtype(self.model.target), "float32")
+        first = {PACKED: (PACKED, "auto")} if self.plan.is_packed else {"float32": exact}
+        more = {"bfloat16": ("bfloat16", "bfloat16")} if self.work.bf16_arithmetic else {}
+        rounded = {name: (name, "auto") for name in QUANTISED if any(spec.dtype == name for spec in self.plan.peers)}
+        llms = {}
+        for name, (dtype, arithmetic) in (first | more | rounded).items():
+            self.told(f"loading aquiline, {dtype} weights, {arithmetic} arithmetic")
+            llms[name] = self._open_own(self.model.draft, dtype, arithmetic)
+        return llms
+
+    def _own(self) -> list[Own]:
+        drafts: dict[str, Drafting] = {"baseline": NoDraft()}
+        if self.model.draft is not None:
+            drafts |= {f"chain-{k}": Chain(k) for k in self.work.num_spec_tokens} | {"tree": Dynamic()}
+        return [
+            Own(f"{name} in {storage}" if number else name, llm, drafting)
+            for number, (storage, llm) in enumerate(self.llms.items())
+            for name, drafting in drafts.items()
+        ]
+
+    def _open(self, prompts: list[list[int]]) -> tuple[list[Other], dict[str, str]]:
+        """The peers that can run, warmed up; and for the others, by label, the reason why they cannot."""
+        others, absent = [], {}
+        for spec in self.plan.peers:
+            self.told(f"loading {spec.label}")
+            try:
+                others.append(Other(spec, spec.open(self.setup)))
+                self._warm(others[-1], prompts)
+            except (ValueError, AquilineError, RuntimeError) as error:  # RuntimeError is what native code raises
+                absent[spec.label] = " ".join(str(error).split())
+                others = [other for other in others if other.spec is not spec]
+        if not others:
+            raise ValueError("no peer can run: " + "; ".join(dict.fromkeys(absent.values())))
+        return others, absent
+
+    def _warm(self, setting: Own | Other, prompts: list[list[int]]) -> None:
+        self.told(f"warming up {setting.label}")
+        setting.run(prompts, self.work.sampling(0))
+        setting.runs.clear()
+
+    def _check(self, others: list[Other]) -> dict[str, Checked]:
+        """The check of every kind of peer that runs here, against our engine on the same weights."""
+        references, work = dict(self.llms), self.work
+        prompts = real_prompts(work.prompt_tokens, CHECK_PROMPTS, self.llm.models, work.text_source).token_ids
+        checks = {}
+        for spec in {other.spec.model: other.spec for other in others if other.spec.kind != "openai"}.values():
+            self.told(f"checking {spec.model}")
+            exact = str(spec.plain.dtype)
+            if exact not in references:
+                references[exact] = self._open_own(None, "float32")
+            checks[spec.model] = check(references[exact], spec, self.setup, prompts)
+        return checks
+
+    def _measure(self, settings: list[Own | Other], prompts: list[list[list[int]]]) -> None:
+        """Run every setting on the prompts of every round; each round begins with another setting."""
+        for index, group in enumerate(prompts):
+            for setting in rotated(settings, index):
+                self.told(f"run {index + 1} of {len(prompts)}: {setting.label}")
+                time.sleep(SETTLE_S)
+                try:
+                    setting.run(group, self.work.sampling(index))
+                except (ValueError, RuntimeError) as error:
+                    where = f"{setting.label}: failed in run {index + 1} of {len(prompts)}"
+                    raise ValueError(f"{where}: {error}") from error
+
+    def _scenario(self, found: RealPrompts, measured: list[list[list[int]]]) -> Scenario:
+        work = self.work
+        return Scenario(
+            name="peers", profile="cpu", context_tokens=work.prompt_tokens, batch=work.batch,
+            new_tokens=work.new_tokens, temperature=work.temperature, seed=0,
+            prompts_sha256=tokens_sha256(prompt for group in measured for prompt in group),
+            prompts_source=found.source, warmup_runs=1, measurement_runs=work.repeats,
+        )  # fmt: skip
+
+    def _standings(
+        self, settings: list[Own | Other], results: list[Result], checks: dict[str, Checked]
+    ) -> list[Standing]:
+        """How every setting did. Writes into each result why it is void."""
+        outputs = [[o for run in s.runs for o in (run if isinstance(run, list) else run.outputs)] for s in settings]
+        rows = []
+        for setting, own, result in zip(settings, outputs, results, strict=True):
+            counts = [
+                agreement(output, base.token_ids, self.llm.models.tokenizer)
+                for output, base in zip(own, outputs[0], strict=True)
+            ]
+            # At a temperature only our own settings can agree: other engines draw with other noise.
+            is_known = self.work.temperature == 0 or isinstance(setting, Own)
+            agreed = [float(count) for count in counts if count is not None and is_known]
+            checked = checks.get(setting.spec.model) if isinstance(setting, Other) else None
+            result["void"] = void(result, results[0], checked, agreed)
+            rows.append(standing_of(result, mean(agreed) if agreed else None))
+        return rows
+
+    def _moved(self, llm: LLM, row: Standing) -> tuple[float, float]:
+        """Two bandwidths in GB/s: that of a plain setting, if each step reads every weight and all keys so far, and
+        that of plain reads."""
+        roofline, batch = roofline_of(llm.models), self.work.batch
+        step = roofline.step(batch, self.work.prompt_tokens + self.work.new_tokens // 2)
+        return step.cost.num_bytes * row.rate.value / batch / GIGA, roofline.ceilings.bandwidth.per_s / GIGA
 
 
 def check(llm: LLM, spec: PeerSpec, setup: PeerSetup, prompts: list[list[int]]) -> Checked:
@@ -206,81 +268,3 @@ def _num_next(peer: Peer, prompt: list[int], expected: list[int]) -> int:
     return sum(
         peer.generate([prompt + expected[:i]], 1, 0.0)[0].token_ids == [token] for i, token in enumerate(expected)
     )
-
-
-def _moved(contest: Contest, llm: LLM, row: Standing) -> tuple[float, float]:
-    """Two bandwidths in GB/s: that of a plain setting, if each step reads every weight and all keys so far, and that of
-    plain reads."""
-    roofline = roofline_of(llm.models)
-    step = roofline.step(contest.batch, contest.prompt_tokens + contest.new_tokens // 2)
-    return step.cost.num_bytes * row.rate.value / contest.batch / GIGA, roofline.ceilings.bandwidth.per_s / GIGA
-
-
-def _own(plan: ContestPlan, llms: dict[str, LLM]) -> list[Own]:
-    specs: dict[str, Drafting] = {"baseline": NoDraft()}
-    if plan.model.draft is not None:
-        specs |= {f"chain-{k}": Chain(k) for k in plan.contest.num_spec_tokens}
-        specs["tree"] = Dynamic()
-    return [
-        Own(f"{name} in {storage}" if number else name, llm, spec)
-        for number, (storage, llm) in enumerate(llms.items())
-        for name, spec in specs.items()
-    ]
-
-
-def _prompts(contest: Contest, llm: LLM) -> tuple[list[list[list[int]]], Scenario]:
-    """The prompts of each measured run and, at the end, those of the run that warms up. No engine has seen a measured
-    prompt before."""
-    found = _token_prompts(contest, llm, (contest.repeats + 1) * contest.batch)
-    prompts, held_out = [prompt.token_ids for prompt in found], all(prompt.is_held_out for prompt in found)
-    source = f"{contest.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
-    groups = [prompts[i : i + contest.batch] for i in range(0, len(prompts), contest.batch)]
-    return groups, Scenario(
-        name="peers", profile="cpu", context_tokens=contest.prompt_tokens, batch=contest.batch,
-        new_tokens=contest.new_tokens, temperature=contest.temperature, seed=0,
-        prompts_sha256=tokens_sha256(prompts[: -contest.batch]), prompts_source=source, warmup_runs=1,
-        measurement_runs=contest.repeats,
-    )  # fmt: skip
-
-
-def _token_prompts(contest: Contest, llm: LLM, count: int) -> list[TokenPrompt]:
-    """`count` prompts of the target's vocabulary. A smaller count gives the first prompts of a larger one."""
-    tokenizer = llm.models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
-    found = text_prompts(contest.prompt_tokens, count, tokenizer, contest.text_source)
-    return [replace(p, token_ids=[token % llm.models.vocab_size for token in p.token_ids]) for p in found]
-
-
-def _measure(
-    contest: Contest, settings: list[Own | Other], prompts: list[list[list[int]]], on_progress: Progress
-) -> None:
-    """Run every setting on the prompts of every round; each round begins with another setting."""
-    for index, group in enumerate(prompts):
-        for setting in rotated(settings, index):
-            on_progress(f"run {index + 1} of {len(prompts)}: {setting.label}")
-            time.sleep(SETTLE_S)
-            try:
-                setting.run(group, contest.sampling(index))
-            except (ValueError, RuntimeError) as error:
-                raise ValueError(f"{setting.label}: failed in run {index + 1} of {len(prompts)}: {error}") from error
-
-
-def _standings(
-    contest: Contest,
-    settings: list[Own | Other],
-    results: list[Result],
-    checks: dict[str, Checked],
-    tokenizer: Tokenizer | None,
-) -> list[Standing]:
-    """How every setting did. Writes into each result why it is void."""
-    expected = [output.token_ids for output in settings[0].outputs]
-    rows = []
-    for setting, result in zip(settings, results, strict=True):
-        outputs: Sequence[Output | PeerOutput] = setting.outputs
-        counts = [agreement(output, ids, tokenizer) for output, ids in zip(outputs, expected, strict=True)]
-        # At a temperature only our own settings can agree: other engines draw with other noise.
-        is_known = contest.temperature == 0 or isinstance(setting, Own)
-        agreed = [float(count) for count in counts if count is not None and is_known]
-        checked = checks.get(setting.spec.model) if isinstance(setting, Other) else None
-        result["void"] = void(result, results[0], checked, agreed)
-        rows.append(standing_of(result, mean(agreed) if agreed else None))
-    return rows

@@ -7,23 +7,19 @@ values held, acceptance by position.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 
 from aquiline.bench.peers.names import PeerSpec
 from aquiline.bench.peers.peer import Peer, PeerOutput
-from aquiline.bench.results.integrity import SCHEMA
-from aquiline.bench.results.intervals import decode_tokens_per_s, spread
-from aquiline.bench.results.result import ModelFacts, Result, Scenario, commit, describe, speculation, tokens_sha256
+from aquiline.bench.results.result import ModelFacts, Result, Scenario, describe, result_of
 from aquiline.blocks import PACKED, is_packed
 from aquiline.config import SamplingParams
-from aquiline.engine.llm import LLM, Output
+from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as OwnRun
 from aquiline.engine.model import Loading, cpu_name, storage_of, stored_bytes
-from aquiline.metrics import Counters, mean, peak_memory_bytes, repeated_share
+from aquiline.metrics import Counters, peak_memory_bytes
 from aquiline.models.counting import shape_of
 from aquiline.models.load import read_model_config, read_target
 from aquiline.models.model_config import ModelConfig
@@ -59,29 +55,27 @@ class PeerModel:
         """The model as a peer with that dtype runs it. Every engine here rounds inputs to int8 to multiply packed
         blocks."""
         if dtype == PACKED:
-            storage, num_bytes = self._file
-            return self.facts(storage, "int8" if is_packed(storage) else storage, num_bytes, has_draft)
+            weights = read_target(self.target, dtype=PACKED)
+            storage, settled = storage_of(weights, PACKED), Loading(dtype=PACKED).settled
+            arithmetic = "int8" if is_packed(storage) else storage
+            return self.facts(storage, arithmetic, stored_bytes(weights, None, settled), has_draft)
         num_bytes = int(shape_of(self.config).num_parameters * WEIGHT_BYTES.get(dtype, 0))
         return self.facts(dtype, dtype, num_bytes, has_draft)
 
-    @cached_property
-    def _file(self) -> tuple[str, int]:
-        """How a GGUF file stores the target's weights, and their bytes."""
-        weights = read_target(self.target, dtype=PACKED)
-        return storage_of(weights, PACKED), stored_bytes(weights, None, Loading(dtype=PACKED).settled)
 
-
+@dataclass(eq=False)
 class Own:
-    """aquiline at one setting."""
+    """aquiline at one setting, with its measured runs."""
 
-    def __init__(self, name: str, llm: LLM, drafting: Drafting) -> None:
-        self.name, self.label, self.llm, self.drafting = name, f"aquiline {name}", llm, drafting
-        self.runs: list[OwnRun] = []
+    name: str
+    llm: LLM
+    drafting: Drafting
+    runs: list[OwnRun] = field(default_factory=list)
 
     @property
-    def outputs(self) -> list[Output]:
-        """The outputs of all runs."""
-        return [output for run in self.runs for output in run.outputs]
+    def label(self) -> str:
+        """The setting's name in tables."""
+        return f"aquiline {self.name}"
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         """Run the prompts and keep the measurement."""
@@ -94,17 +88,18 @@ class Own:
         return describe(scenario, self.name, self.drafting, facts, self.llm, self.runs)
 
 
+@dataclass(eq=False)
 class Other:
-    """A peer at one setting."""
+    """A peer at one setting, with its measured runs."""
 
-    def __init__(self, spec: PeerSpec, peer: Peer) -> None:
-        self.label, self.spec, self.peer = spec.label, spec, peer
-        self.runs: list[list[PeerOutput]] = []
+    spec: PeerSpec
+    peer: Peer
+    runs: list[list[PeerOutput]] = field(default_factory=list)
 
     @property
-    def outputs(self) -> list[PeerOutput]:
-        """The outputs of all runs."""
-        return [output for run in self.runs for output in run]
+    def label(self) -> str:
+        """The setting's name in tables."""
+        return self.spec.label
 
     def run(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         """Run the prompts and keep the measurement."""
@@ -112,52 +107,32 @@ class Other:
 
     def result(self, scenario: Scenario, model: PeerModel) -> Result:
         """The result of the measured runs."""
-        spec, peer, first = self.spec, self.peer, self.runs[0]
-        kv_bytes = model.config.kv_values_per_token * KV_BYTES.get(peer.dtype, 0)
+        spec, peer = self.spec, self.peer
+        prompt_ms = [max(output.first_ms for output in run) for run in self.runs]
+        has_drafted = any(output.num_draft_tokens for run in self.runs for output in run)
         machine = {} if spec.kind == "openai" else {"cpu": cpu_name(), "cores": os.cpu_count()}
-        return {
-            "schema": SCHEMA,
-            "scenario": asdict(scenario) | {"repeated_share": mean([repeated_share(o.token_ids) for o in first])},
-            "setting": {
+        return result_of(
+            scenario, model.facts_of_peer(peer.dtype, spec.drafter == "eagle"), _counters(self.runs, scenario),
+            self.runs, [output.token_ids for output in self.runs[0]],
+            self.runs, [scenario.batch * scenario.context_tokens / ms * 1e3 for ms in prompt_ms],
+            engine=spec.kind,
+            setting={
                 "name": spec.label,
-                "drafter": "other" if spec.is_speculative or any(o.num_draft_tokens for o in self.outputs) else "none",
+                "drafter": "other" if spec.is_speculative or has_drafted else "none",
                 "num_spec_tokens": spec.num_spec_tokens,
             },
-            "engine": spec.kind,
-            "model": asdict(model.facts_of_peer(peer.dtype, spec.drafter == "eagle")),
-            **_times(scenario, self.runs),
-            "memory": {
-                "kv_bytes_per_token": kv_bytes,
+            memory={
+                "kv_bytes_per_token": model.config.kv_values_per_token * KV_BYTES.get(peer.dtype, 0),
                 "kv_bytes": 0,
                 "peak_bytes": 0 if spec.is_served else peak_memory_bytes(),
             },
-            "output": {
-                "num_tokens": [o.num_tokens for o in self.outputs],
-                "sha256": tokens_sha256(o.token_ids for o in first),
-            },
-            "eagle_speculation": speculation(_counters(self.outputs, scenario)),
-            "stage_ms": {},
-            "system": machine | peer.system(),
-            "commit": commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+            stage_ms={}, system=machine | peer.system(),
+        )  # fmt: skip
 
 
-def _times(scenario: Scenario, runs: list[list[PeerOutput]]) -> dict[str, object]:
-    """The rates and times of a peer's runs, each with its spread."""
-    rates = [decode_tokens_per_s(run) for run in runs]
-    prompt_s = [max(o.first_ms for o in run) / 1e3 for run in runs]
-    return {
-        "throughput_tokens_per_sec": spread(rates),
-        "prefill_tokens_per_sec": spread([scenario.batch * scenario.context_tokens / s for s in prompt_s]),
-        "latency_ms_per_token": spread([scenario.batch / rate * 1e3 for rate in rates]),
-        "ttft_ms": spread([median(o.first_ms for o in run) for run in runs]),
-        "itl_ms": spread([median((o.last_ms - o.first_ms) / (o.num_tokens - 1) for o in run) for run in runs]),
-    }
-
-
-def _counters(outputs: list[PeerOutput], scenario: Scenario) -> Counters:
+def _counters(runs: list[list[PeerOutput]], scenario: Scenario) -> Counters:
     """Acceptance from a peer's own counts; 0 if it has none."""
+    outputs = [output for run in runs for output in run]
     known = [output for output in outputs if output.num_steps]
     committed = sum(output.num_tokens - 1 for output in known)
     steps = sum(output.num_steps for output in known)

@@ -86,7 +86,9 @@ class LlamaServerPeer(LlamaSetting):
     def __init__(self, spec: PeerSpec, setup: PeerSetup, dtype: str) -> None:
         binary = find_server(spec.label)
         super().__init__(spec, setup, dtype)
-        self.port = _free_port()
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = int(probe.getsockname()[1])  # a free one
         self.address = f"http://{HOST}:{self.port}"
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
         self.drafting = drafting(spec, setup.threads, self.kv_precision)
@@ -222,12 +224,6 @@ def drafting(spec: PeerSpec, threads: int, kv: str) -> list[str]:
         return [*options, "--spec-ngram-mod-n-match", match, "--spec-ngram-mod-n-max", length,
                 "--spec-ngram-mod-n-min", "1"]  # fmt: skip
     return [*options, f"--spec-{spec.drafter}-size-n", match, f"--spec-{spec.drafter}-size-m", length]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:

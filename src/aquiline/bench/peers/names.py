@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aquiline.bench.peers.peer import Peer, PeerSetup
 from aquiline.blocks import PACKED, is_packed
@@ -33,8 +33,7 @@ DEFAULT_LENGTHS = {"lookup": 4, "eagle": 3}
 MAX_NGRAM = 64
 
 
-@dataclass(frozen=True)
-class PeerKind:
+class PeerKind(NamedTuple):
     """A kind of peer. packages: those it needs; rounded: the rounded weights that it can run; drafters: its ways to
     draft; flags: other ways to run it; exact_flags: the flags with which it rounds least."""
 
@@ -52,11 +51,7 @@ KINDS = {
     ),
     # llama.cpp's fused attention changes float32 logits by some thousandths, enough to decide a near tie.
     "llamacpp": PeerKind(
-        ("llama-cpp-python",),
-        (*QUANTISED, PACKED),
-        ("eagle", *NGRAMS),
-        ("noflash", "server"),
-        exact_flags=("noflash",),
+        ("llama-cpp-python",), (*QUANTISED, PACKED), ("eagle", *NGRAMS), ("noflash", "server"), exact_flags=("noflash",)
     ),
     "openai": PeerKind(),
 }
@@ -140,8 +135,7 @@ class PeerSpec:
         Raises ValueError naming the package to install, or the setting that this CPU, engine or target does not
         have."""
         self.check_target(setup.target)
-        obstacle = self.obstacle(setup.draft is not None, setup.batch)
-        if obstacle:
+        if obstacle := self.obstacle(setup.draft is not None, setup.batch):
             raise ValueError(f"peer {self.label}: {obstacle}")
         try:
             for package in KINDS[self.kind].packages:
@@ -151,9 +145,8 @@ class PeerSpec:
                 f"peer={self.kind!r}: needs the package {missing.name}, which is not installed; pip install "
                 f"{missing.name}, or 'aquiline[peers]' for all peers"
             ) from None
-        module = importlib.import_module(f"aquiline.bench.peers.{self.kind}")
-        factory: Callable[[PeerSpec, PeerSetup], Peer] = module.open_peer
-        return factory(self, setup)
+        peer: Peer = importlib.import_module(f"aquiline.bench.peers.{self.kind}").open_peer(self, setup)
+        return peer
 
 
 def is_rounded(weights: str) -> bool:
@@ -183,8 +176,7 @@ def parse_peer(text: str) -> PeerSpec:
     fields: dict[str, Any] = {}
     for option in options:
         found = _fields(text, kind, option)
-        twice = fields.keys() & found.keys()
-        if twice:
+        if twice := fields.keys() & found.keys():
             raise ValueError(f"peer={text!r}: says {min(twice)} twice; choose one")
         fields |= found
     flags = tuple(flag for flag in KINDS[kind].flags if fields.pop(flag, False))
@@ -200,9 +192,8 @@ def parse_peers(texts: Iterable[str], num_spec_tokens: Iterable[int]) -> tuple[P
     found: list[PeerSpec] = []
     for text in texts:
         spec = parse_peer(text)
-        is_swept = spec.drafter == "eagle" and "eagle" in text.split(":")
-        lengths = [re.sub(":eagle(?=:|$)", f":eagle={k}", text) for k in num_spec_tokens]
-        found += map(parse_peer, lengths) if is_swept else [spec]
+        swept = [re.sub(":eagle(?=:|$)", f":eagle={k}", text) for k in num_spec_tokens]
+        found += map(parse_peer, swept) if spec.drafter == "eagle" and "eagle" in text.split(":") else [spec]
     return tuple(dict.fromkeys(found))
 
 

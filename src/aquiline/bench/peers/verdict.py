@@ -110,13 +110,14 @@ class Standing:
         """Whether the setting is aquiline's."""
         return self.engine == "aquiline"
 
-    def cells(self, baseline: Standing, new_tokens: int) -> list[str]:
+    def cells(self, baseline: Standing, new_tokens: int) -> dict[str, str]:
         """The setting's row of the table."""
         agreed = "?" if self.agreed is None else f"{self.agreed:.0f} of {new_tokens}"
-        return [
-            self.label, self.weights, self.arithmetic, self.rate.whole(), self.over(baseline).times(),
-            f"{self.ttft_ms:.0f} ms", f"{self.tau:.2f}" if self.tau else "?", "VOID" if self.void else agreed,
-        ]  # fmt: skip
+        return {
+            "setting": self.label, "weights": self.weights, "arithmetic": self.arithmetic, "tok/s": self.rate.whole(),
+            "over baseline": self.over(baseline).times(), "first token": f"{self.ttft_ms:.0f} ms",
+            "tau": f"{self.tau:.2f}" if self.tau else "?", "same tokens": "VOID" if self.void else agreed,
+        }  # fmt: skip
 
 
 def standing_of(result: Result, agreed: float | None = None) -> Standing:
@@ -168,7 +169,7 @@ class Comparison:
         return {
             "verdict": self.verdict,
             "rows": [
-                row.__dict__
+                vars(row)
                 | {"median": row.rate.value, "low": row.rate.low, "high": row.rate.high}
                 | {"over_baseline": asdict(row.over(baseline))}
                 for row in self.rows
@@ -184,8 +185,7 @@ class Comparison:
 
     def table(self, title: str, new_tokens: int) -> Table:
         """Every setting beside the first baseline."""
-        columns = ("setting", "weights", "arithmetic", "tok/s", "over baseline", "first token", "tau", "same tokens")
-        return Table(columns, [row.cells(self.rows[0], new_tokens) for row in self.rows], title)
+        return Table.of_cells([row.cells(self.rows[0], new_tokens) for row in self.rows], title=title)
 
     def notes(self) -> list[str]:
         """The facts below the table: bandwidth, agreement, void settings and peers that did not run."""
@@ -217,11 +217,8 @@ def fastest(rows: list[Standing]) -> Standing:
 
 def _contests(rows: list[Standing], where: str) -> list[tuple[list[Standing], str]]:
     """Two contests among settings of one storage: without drafting, and our drafting beside all that peers have."""
-    plain = [row for row in rows if not row.is_speculative]
-    return [
-        (plain, f"{where}without drafting"),
-        ([row for row in rows if row.is_speculative or not row.is_own], f"{where}of all"),
-    ]
+    drafted = [row for row in rows if row.is_speculative or not row.is_own]
+    return [([row for row in rows if not row.is_speculative], f"{where}without drafting"), (drafted, f"{where}of all")]
 
 
 def _sentence(rows: list[Standing], what: str) -> str:

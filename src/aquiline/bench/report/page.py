@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jinja2
 
 from aquiline.bench.plots import PALETTE, what_is_missing
 from aquiline.bench.report import panels, report_tables
+from aquiline.bench.report.panels import Panel
 from aquiline.bench.report.report_tables import facts_table, figure_table
 from aquiline.bench.report.sections import ReportRow, Section, badges, sections
-from aquiline.bench.report.svg_panel import Panel
 from aquiline.bench.results.result import Result, is_speculative
 
 
@@ -43,15 +44,18 @@ GROUPS = (
     ),
     PageGroup(
         "Acceptance by position", "Share of steps that kept the draft's token at that position.",
-        report_tables.has_acceptance, report_tables.acceptance, panels.acceptance_panels,
+        report_tables.has_acceptance, report_tables.acceptance,
+        partial(panels.scenario_panels, "Acceptance by position", panels.draw_acceptance),
     ),
     PageGroup(
         "Adaptive choices", "What each sequence drafted from at each step, and whether it came as foretold.",
-        lambda row: row.adaptive, report_tables.choices, panels.calibration_panels,
+        lambda row: row.part("adaptive"), report_tables.choices,
+        partial(panels.scenario_panels, "Foretold and true chances", panels.draw_calibration),
     ),
     PageGroup(
         "Stage times", "Where a decode step goes.",
-        lambda row: row.stage_ms, report_tables.stages, panels.stage_panels,
+        lambda row: row.stage_ms, report_tables.stages,
+        partial(panels.scenario_panels, "Stage times", panels.draw_stages),
     ),
     PageGroup(
         "Latency and memory", "Time per token is of one sequence.",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aquiline.bench.report.sections import OWN, ReportRow, number
+from aquiline.bench.report.sections import OWN, ReportRow
 from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result
-from aquiline.bench.tables import NO_FIGURE, Table, percent
+from aquiline.bench.tables import NO_FIGURE, Table, cell, percent
 
 SOURCE_NAMES = {
     "none": "nothing drafted", "draft": "by the draft", "lookup": "copied", "both": "both in one tree",
     "probe": "draft probed",
 }  # fmt: skip
 NAMES_OF_KEPT = {"draft": "drafted and kept", "lookup": "copied and kept", "both": "of both and kept"}
+NAMES_OF_TIMES = {
+    "step foretold (ms)": "predicted_ms", "step measured (ms)": "measured_ms", "mean distance (ms)": "error_ms",
+}  # fmt: skip
 TENTHS = range(10)
 
 
@@ -27,32 +30,29 @@ def figure_table(rows: list[ReportRow], cells: Callable[[ReportRow], dict[str, s
 
 def throughput(row: ReportRow) -> dict[str, str]:
     """Throughput with its spread, beside the baseline's and the roofline's ideal."""
-    rates, scenario, bound = row.result["throughput_tokens_per_sec"], row.result["scenario"], row.roofline.get("bound")
-    percent_of_ideal = row.roofline.get("percent_of_ideal")
+    rates, scenario, roofline = row.result["throughput_tokens_per_sec"], row.result["scenario"], row.part("roofline")
     return {
         "tok/s": _rate(row),
         "min to max": f"{figure(rates['min'])} to {figure(rates['max'])}",
         "runs": str(scenario["measurement_runs"]),
-        "speedup": _speedup(row),
+        "speedup": cell(row.ratio.value, str(row.ratio)),
         "tau": speedups.tau(row.result),
         "repeated": percent(scenario["repeated_share"]),
-        "ideal tok/s": figure(row.roofline.get("ideal_tokens_per_s")),
-        "of ideal": NO_FIGURE if percent_of_ideal is None else f"{percent_of_ideal:.0f}%",
-        "bound": bound if isinstance(bound, str) else NO_FIGURE,
+        "ideal tok/s": figure(roofline.get("ideal_tokens_per_s")),
+        "of ideal": cell(roofline.get("percent_of_ideal"), "{:.0f}%"),
+        "bound": roofline.get("bound", NO_FIGURE),
     }
 
 
 def speedup(row: ReportRow) -> dict[str, str]:
     """Speedup beside the ideal speedup at the same tau."""
-    length, ideal = row.num_spec_tokens, row.roofline.get("ideal_speedup")
-    baseline = row.ratio.against["throughput_tokens_per_sec"]["median"] if row.ratio.against else None
     return {
-        "num_spec_tokens": NO_FIGURE if length is None else str(length),
+        "num_spec_tokens": cell(row.result["setting"].get("num_spec_tokens")),
         "tok/s": _rate(row),
-        "baseline tok/s": figure(baseline),
-        "speedup": _speedup(row),
+        "baseline tok/s": figure(row.ratio.against.get("throughput_tokens_per_sec", {}).get("median")),
+        "speedup": cell(row.ratio.value, str(row.ratio)),
         "tau": speedups.tau(row.result),
-        "ideal speedup": NO_FIGURE if ideal is None else f"{ideal:.2f}x",
+        "ideal speedup": cell(row.part("roofline").get("ideal_speedup"), "{:.2f}x"),
         "spec efficiency": percent(speedups.spec_efficiency(row.result, row.ratio)),
     }
 
@@ -60,7 +60,6 @@ def speedup(row: ReportRow) -> dict[str, str]:
 def acceptance(row: ReportRow) -> dict[str, str]:
     """Acceptance as a whole and by position in the draft."""
     counted = row.result["eagle_speculation"]
-    shares = {f"at {place}": f"{share:.2f}" for place, share in enumerate(counted["per_position"], 1)}
     return {
         "tau": speedups.tau(row.result),
         "accepted": percent(counted["mean_acceptance_rate"]),
@@ -68,7 +67,7 @@ def acceptance(row: ReportRow) -> dict[str, str]:
         "drafted": f"{counted['total_draft_tokens']:,}",
         "kept": f"{counted['total_accepted_tokens']:,}",
         "cut": f"{counted['tokens_cut']:,}",
-    } | shares
+    } | {f"at {place}": f"{share:.2f}" for place, share in enumerate(counted["per_position"], 1)}
 
 
 def has_acceptance(row: ReportRow) -> bool:
@@ -80,13 +79,8 @@ def has_acceptance(row: ReportRow) -> bool:
 def choices(row: ReportRow) -> dict[str, str]:
     """The gain of adaptive drafting over each fixed setting, its choices, the share of them that was right, and its
     times."""
-    chose = row.adaptive
-    num_steps = max(1, sum(chose["steps"].values()))
-    timed = {
-        "step foretold (ms)": "predicted_ms",
-        "step measured (ms)": "measured_ms",
-        "mean distance (ms)": "error_ms",
-    }
+    chose = row.part("adaptive")
+    num_steps, nodes, kept = max(1, sum(chose["steps"].values())), chose["nodes"], chose["accepted"]
     came = {
         min(TENTHS[-1], int(part["foretold"] * len(TENTHS))):
             f"{part['foretold']:.0%}: {part['right']:.0%} of {part['tokens']:,}"
@@ -95,8 +89,11 @@ def choices(row: ReportRow) -> dict[str, str]:
     return (
         {f"over {label}": str(ratio) for label, ratio in row.over.items()}
         | {name: percent(chose["steps"][source] / num_steps) for source, name in SOURCE_NAMES.items()}
-        | {name: _kept(chose["accepted"][source], chose["nodes"][source]) for source, name in NAMES_OF_KEPT.items()}
-        | {name: figure(chose[key] if chose["num_timed"] else None) for name, key in timed.items()}
+        | {
+            name: f"{kept[source] / nodes[source]:.0%} of {nodes[source]:,}" if nodes[source] else NO_FIGURE
+            for source, name in NAMES_OF_KEPT.items()
+        }
+        | {name: figure(chose[key] if chose["num_timed"] else None) for name, key in NAMES_OF_TIMES.items()}
         | {"to choose (µs)": figure(chose["choosing_us"])}
         | {f"foretold {10 * tenth}-{10 * tenth + 10}%": came.get(tenth, NO_FIGURE) for tenth in TENTHS}
     )
@@ -128,34 +125,28 @@ def facts_table(rows: list[ReportRow]) -> Table:
     for row in sorted(rows, key=lambda row: (row.result["engine"] != OWN, row.result["engine"])):
         by_engine.setdefault(row.result["engine"], []).append(_facts(row.result))
     names = dict.fromkeys(name for found in by_engine.values() for facts in found for name in facts)
-    return Table(
-        ["fact", *by_engine], [[name, *(_distinct(found, name) for found in by_engine.values())] for name in names]
-    )
+    cells = [[name, *(_distinct(found, name) for found in by_engine.values())] for name in names]
+    return Table(["fact", *by_engine], cells)
 
 
 def _facts(result: Result) -> dict[str, object]:
     model, scenario = result["model"], result["scenario"]
     weights = "random" if model["random_weights"] else "trained"
+    ceilings = result.get("roofline", {}).get("ceilings", {})
+    rates = [
+        f"{name} {figure(rate['per_s'] / 1e9)} {'GFLOP/s' if name.endswith('flops') else 'GB/s'} ({rate['source']})"
+        for name, rate in ceilings.items()
+        if isinstance(rate, dict)
+    ]
     return {
         "target": model["target"], "draft": model["draft"],
         "weights": f"{weights}, {_bytes(model['weight_bytes'])}, {model['dtype']}, {model['arithmetic']} arithmetic",
         **result["system"],
-        "ceilings": _ceilings(result.get("roofline", {}).get("ceilings")),
+        "ceilings": ", ".join(rates) or None,
         "profile": scenario["profile"], "prompts": scenario["prompts_source"], "temperature": scenario["temperature"],
         "seed": scenario["seed"], "warm-up runs": scenario["warmup_runs"],
         "measured runs": scenario["measurement_runs"], "commit": result["commit"], "date": result["date"],
     }  # fmt: skip
-
-
-def _ceilings(ceilings: object) -> str | None:
-    """The ceilings that ideals are computed from, with the source of each."""
-    found = []
-    for name, rate in ceilings.items() if isinstance(ceilings, dict) else ():
-        per_s = number(rate.get("per_s")) if isinstance(rate, dict) else None
-        if per_s is not None:
-            unit = "GFLOP/s" if name.endswith("flops") else "GB/s"
-            found.append(f"{name} {figure(per_s / 1e9)} {unit} ({rate.get('source')})")
-    return ", ".join(found) or None
 
 
 def _distinct(found: list[dict[str, object]], name: str) -> str:
@@ -181,20 +172,10 @@ def _rate(row: ReportRow) -> str:
     return figure(found.value) + (f" [{figure(found.low)}, {figure(found.high)}]" if found.is_sure else "")
 
 
-def _speedup(row: ReportRow) -> str:
-    return NO_FIGURE if row.ratio.value is None else str(row.ratio)
-
-
 def _spread(quantity: Result) -> str:
     """Median, smallest and largest value; a dash if the median is 0, which means not measured."""
     median, low, high = (figure(quantity[key]) for key in ("median", "min", "max"))
-    if not quantity["median"]:
-        return NO_FIGURE
-    return median if low == high else f"{median} ({low} to {high})"
-
-
-def _kept(num_accepted: int, num_nodes: int) -> str:
-    return f"{num_accepted / num_nodes:.0%} of {num_nodes:,}" if num_nodes else NO_FIGURE
+    return (median if low == high else f"{median} ({low} to {high})") if quantity["median"] else NO_FIGURE
 
 
 def _bytes(value: int) -> str:

@@ -36,28 +36,14 @@ class ReportRow:
     ratio: speedups.Ratio
     over: dict[str, speedups.Ratio]
 
-    @property
-    def num_spec_tokens(self) -> int | None:
-        """Length of a chain; None for any other drafter."""
-        value: int | None = self.result["setting"].get("num_spec_tokens")
-        return value
-
-    @property
-    def adaptive(self) -> dict[str, Any]:
-        """The choices of adaptive drafting; empty for other settings."""
-        found: dict[str, Any] = self.result.get("adaptive", {})
-        return found
+    def part(self, name: str) -> dict[str, Any]:
+        """An object of the result that not every result has, as `adaptive`; empty without it."""
+        return dict(self.result.get(name, {}))
 
     @property
     def stage_ms(self) -> dict[str, float]:
         """Milliseconds of a decode step by stage, without stages that took no time."""
-        return {name: ms for name, value in self.result["stage_ms"].items() if (ms := number(value))}
-
-    @property
-    def roofline(self) -> dict[str, Any]:
-        """The figures of the roofline model; empty where the result has none."""
-        found: dict[str, Any] = self.result.get("roofline", {})
-        return found
+        return {name: ms for name, ms in self.result["stage_ms"].items() if ms}
 
 
 @dataclass(frozen=True)
@@ -73,7 +59,7 @@ class Section:
     @property
     def notes(self) -> list[str]:
         """The roofline's notes on its ideals, each once."""
-        return list(dict.fromkeys(note for row in self.rows for note in row.roofline.get("notes", ())))
+        return list(dict.fromkeys(note for row in self.rows for note in row.part("roofline").get("notes", ())))
 
     @property
     def remarks(self) -> list[str]:
@@ -90,11 +76,11 @@ def by_scenario(rows: list[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
 
 def sections(results: dict[str, Result]) -> list[Section]:
     """The sections of all results. A peer's result is in every section whose work it shares."""
-    own: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], dict[str, Result]] = defaultdict(dict)
-    peers: defaultdict[tuple[str, ...], dict[str, Result]] = defaultdict(dict)
+    own: defaultdict[tuple[Any, ...], dict[str, Result]] = defaultdict(dict)
+    peers: defaultdict[tuple[Any, ...], dict[str, Result]] = defaultdict(dict)
     for file, result in results.items():
-        way = speedups.model(result), speedups.machine(result)
-        group = own[_work(result), way] if result["engine"] == OWN else peers[_work(result)]
+        work, way = _work(result), (speedups.model(result), speedups.machine(result))
+        group = own[work, way] if result["engine"] == OWN else peers[work]
         group[file] = result
     found = [_section(group | peers.get(work, {})) for (work, _), group in sorted(own.items())]
     joined = {work for work, _ in own}
@@ -106,10 +92,11 @@ def sections(results: dict[str, Result]) -> list[Section]:
 
 def badges(rows: list[ReportRow]) -> list[str]:
     """The facts about these rows that limit the meaning of their figures."""
+    models = [row.result["model"] for row in rows]
     found = {
         "CPU profile": any(row.result["scenario"]["profile"] == "cpu" for row in rows),
-        "random weights": any(row.result["model"]["random_weights"] for row in rows),
-        "simulated tau": any(row.result["model"]["simulated_tau"] is not None for row in rows),
+        "random weights": any(model["random_weights"] for model in models),
+        "simulated tau": any(model["simulated_tau"] is not None for model in models),
     }
     return [name for name, is_there in found.items() if is_there]
 
@@ -117,13 +104,6 @@ def badges(rows: list[ReportRow]) -> list[str]:
 def count(tokens: int) -> str:
     """A number of tokens or sequences: 8K is 8192."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
-
-
-def number(value: object) -> float | None:
-    """A figure to draw from a part of a result without a schema; None if it is no number, negative, or 1e15 or more."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
-        return float(value)
-    return None
 
 
 def _work(result: Result) -> tuple[str, ...]:
@@ -137,14 +117,14 @@ def _work(result: Result) -> tuple[str, ...]:
 
 def _section(group: dict[str, Result]) -> Section:
     """One section: its rows in order. Of several results of one setting and scenario, only the newest has a row."""
-    variants = {file: _variant(result, list(group.values())) for file, result in group.items()}
+    variants = {file: _variant(result, group) for file, result in group.items()}
     labels = {file: _label(result, variants[file]) for file, result in group.items()}
     newest = {}
     for file in sorted(group, key=lambda file: str(group[file]["date"])):
         newest[_asked(group[file]), labels[file]] = file
     files = sorted(newest.values(), key=lambda file: (_place(group[file]), _rank(group[file], labels[file])))
     shown = {file: group[file] for file in files}
-    styles, scenarios = _styles(group, labels), _scenarios(list(shown.values()))
+    styles, scenarios = _styles(group, labels), _scenarios(shown)
     rows = [
         ReportRow(
             file, result, labels[file], variants[file], scenarios[_asked(result)], styles[labels[file]],
@@ -152,19 +132,24 @@ def _section(group: dict[str, Result]) -> Section:
         )
         for file, result in shown.items()
     ]  # fmt: skip
-    older = [f"{file} ({group[file]['date']})" for file in group if file not in shown]
-    return Section(_title(rows[0].result), _about(rows[0].result), rows, older)
+    first = shown[files[0]]
+    model, temperature = first["model"], first["scenario"]["temperature"]
+    engine, sampling = "" if first["engine"] == OWN else f"{first['engine']}, ", f"temperature {temperature:g}"
+    return Section(
+        f"{speedups.machine(first)}: {engine}{model['target']}",
+        f"{model['dtype']} storage, {model['arithmetic']} arithmetic, {sampling if temperature else 'greedy'}",
+        rows, [f"{file} ({group[file]['date']})" for file in group if file not in shown],
+    )  # fmt: skip
 
 
 def _over(result: Result, shown: dict[str, Result], labels: dict[str, str]) -> dict[str, speedups.Ratio]:
     """The ratios of an adaptive setting to the fixed ones of its scenario, as far as they may be compared."""
-    if not result.get("adaptive"):
-        return {}
-    fixed = {file: other for file, other in shown.items() if other["engine"] == OWN and not other.get("adaptive")}
     ratios = {
         labels[file]: speedups.over_setting(result, other)
-        for file, other in fixed.items() if _asked(other) == _asked(result)
-    }  # fmt: skip
+        for file, other in shown.items()
+        if result.get("adaptive") and other["engine"] == OWN and not other.get("adaptive")
+        if _asked(other) == _asked(result)
+    }
     return {label: ratio for label, ratio in ratios.items() if ratio.value is not None}
 
 
@@ -176,13 +161,12 @@ def _styles(group: dict[str, Result], labels: dict[str, str]) -> dict[str, int]:
     return dict.fromkeys(plain, -1) | {label: index for index, label in enumerate(rest)}
 
 
-def _variant(result: Result, group: list[Result]) -> str:
+def _variant(result: Result, group: dict[str, Result]) -> str:
     """The words that tell this result's engine and draft apart from the others of a group."""
-    model = result["model"]
-    drafts = {r["model"]["draft"] for r in group if r["engine"] == result["engine"] and is_speculative(r)}
-    engine = [f"{result['engine']} ({model['dtype']})"] if result["engine"] != OWN else []
-    draft = [f"draft {model['draft']}"] if len(drafts) > 1 and is_speculative(result) else []
-    return ", ".join(engine + draft)
+    model, name = result["model"], result["engine"]
+    drafts = {r["model"]["draft"] for r in group.values() if r["engine"] == name and is_speculative(r)}
+    engine = [f"{name} ({model['dtype']})"] if name != OWN else []
+    return ", ".join(engine + ([f"draft {model['draft']}"] if len(drafts) > 1 and is_speculative(result) else []))
 
 
 def _label(result: Result, variant: str) -> str:
@@ -202,13 +186,18 @@ def _asked(result: Result) -> tuple[object, ...]:
     return tuple(result["scenario"][name] for name in names)
 
 
-def _scenarios(group: list[Result]) -> dict[tuple[object, ...], str]:
+def _place(result: Result) -> tuple[object, ...]:
+    """Order of scenarios."""
+    context, batch, *rest = _asked(result)
+    return context, batch, *map(str, rest)
+
+
+def _scenarios(group: dict[str, Result]) -> dict[tuple[object, ...], str]:
     """A title for each scenario. Seed and prompts are named only if two titles would be equal without them."""
     titles = {}
-    for result in group:
-        s = result["scenario"]
+    for s in (result["scenario"] for result in group.values()):
         about = f"context {count(s['context_tokens'])}, batch {s['batch']}, {count(s['new_tokens'])} new tokens"
-        titles[_asked(result)] = f"{s['name']}: {about}"
+        titles[_asked({"scenario": s})] = f"{s['name']}: {about}"
     often = Counter(titles.values())
     return {
         asked: title if often[title] == 1 else f"{title}, seed {asked[4]}, prompts {str(asked[5])[:8]}"
@@ -218,26 +207,6 @@ def _scenarios(group: list[Result]) -> dict[tuple[object, ...], str]:
 
 def _rank(result: Result, label: str) -> tuple[object, ...]:
     """Order of series: aquiline first, no drafter first, then drafters by kind and length."""
-    setting = result["setting"]
-    kinds = [*DRAFTINGS, setting["drafter"]]
-    kind = kinds.index(setting["drafter"])
-    return result["engine"] != OWN, result["engine"], kind, setting.get("num_spec_tokens") or 0, label
-
-
-def _place(result: Result) -> tuple[object, ...]:
-    """Order of scenarios."""
-    context, batch, *rest = _asked(result)
-    return context, batch, *map(str, rest)
-
-
-def _title(result: Result) -> str:
-    """The title of a section: the machine and the target; and the engine if it is a peer."""
-    engine = "" if result["engine"] == OWN else f"{result['engine']}, "
-    return f"{speedups.machine(result)}: {engine}{result['model']['target']}"
-
-
-def _about(result: Result) -> str:
-    """The line below a section's title: storage, arithmetic and sampling."""
-    model, temperature = result["model"], result["scenario"]["temperature"]
-    sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    return f"{model['dtype']} storage, {model['arithmetic']} arithmetic, {sampling}"
+    setting, engine = result["setting"], result["engine"]
+    kind = [*DRAFTINGS, setting["drafter"]].index(setting["drafter"])
+    return engine != OWN, engine, kind, setting.get("num_spec_tokens") or 0, label

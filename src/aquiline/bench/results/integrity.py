@@ -19,6 +19,7 @@ from aquiline.bench.results.intervals import spread
 
 if TYPE_CHECKING:
     from aquiline.bench.results.result import Result
+    from aquiline.bench.results.speedups import Ratio, Results
 
 SCHEMA = "aquiline.result/2"
 
@@ -70,6 +71,32 @@ def differences(result: Result, baseline: Result) -> list[str]:
     return found + unequal("system", "cpu", "threads", *(("isa", "path") if same_engine else ()))
 
 
+def unfit(name: str, ratio: Ratio, results: Results) -> list[str]:
+    """Why a result must not be judged: it has no fair baseline, its figures are simulated, its weights are random, or
+    it or its baseline broke a rule of PERF mode."""
+    against = "" if ratio.other is None else f"against {ratio.other}: "
+    found = [f"{against}{reason}" for reason in ratio.reasons]
+    model = results[name]["model"]
+    if model["simulated_tau"] is not None:
+        found.append(f"model.simulated_tau: {model['simulated_tau']:g} was chosen, not measured")
+    found += ["model.random_weights: a gate asks about a real model"] if model["random_weights"] else []
+    for run in (results[file] for file in (name, ratio.other) if file is not None):
+        found += [f"PERF violation of {run['setting']['name']}: {violation}" for violation in _violations(run)]
+    return found
+
+
+def _violations(result: Result) -> list[str]:
+    """The rules of PERF mode that a run broke."""
+    found = list(result.get("perf_violations", []))
+    disabled = result.get("slots", {}).get("disabled_other")
+    if disabled is None:
+        found.append("slots.disabled_other: is missing, so whether every slot decoded is not known")
+    elif disabled:
+        found.append(f"slots.disabled_other: {disabled} slots did not decode for another reason than their end")
+    is_torch = result["system"]["path"] == "torch"
+    return found + (["system.path: torch, the fallback without the native library"] if is_torch else [])
+
+
 def recomputed_tau(result: Result) -> float:
     """Tau from output lengths: tokens that decode steps committed, per (active slot, step) pair."""
     drafting = result["eagle_speculation"]
@@ -92,16 +119,14 @@ def _figures(result: Result) -> Claims:
         derived = spread(result[name]["values"])
         agrees = not any(_differ(result[name][key], derived[key]) for key in ("median", "low", "high", "min", "max"))
         yield agrees, f"{name}: median, low, high, min and max are not those of its values"
-    scenario, rates = result["scenario"], result["throughput_tokens_per_sec"]["values"]
+    scenario, name, rates = result["scenario"], SPREADS[0], result[SPREADS[0]]["values"]
     num_runs, most = scenario["measurement_runs"], scenario["new_tokens"]
-    yield min(rates) > 0, "throughput_tokens_per_sec: is 0; nothing was measured"
-    said = f"{len(rates)} values, measurement_runs says {num_runs}"
-    yield len(rates) == num_runs, f"throughput_tokens_per_sec: {said}"
-    num_tokens, asked = result["output"]["num_tokens"], scenario["batch"] * num_runs
-    said = f"{len(num_tokens)} outputs, batch * measurement_runs is {asked}"
-    yield len(num_tokens) == asked, f"output.num_tokens: {said}"
+    yield min(rates) > 0, f"{name}: is 0; nothing was measured"
+    yield len(rates) == num_runs, f"{name}: {len(rates)} values, measurement_runs says {num_runs}"
+    name, num_tokens, asked = "output.num_tokens", result["output"]["num_tokens"], scenario["batch"] * num_runs
+    yield len(num_tokens) == asked, f"{name}: {len(num_tokens)} outputs, batch * measurement_runs is {asked}"
     longest = max(num_tokens, default=0)
-    yield longest <= most, f"output.num_tokens: {longest} tokens, scenario.new_tokens is {most}"
+    yield longest <= most, f"{name}: {longest} tokens, scenario.new_tokens is {most}"
 
 
 def _own(result: Result) -> Claims:
@@ -113,9 +138,8 @@ def _own(result: Result) -> Claims:
     expected = [result["scenario"]["batch"] / rate * 1e3 for rate in rates if rate]
     agrees = len(latency) == len(expected) and not any(map(_differ, latency, expected))
     yield agrees, "latency_ms_per_token: is not scenario.batch over throughput_tokens_per_sec, run by run"
-    num_tokens, counted = sum(result["output"]["num_tokens"]), drafting["num_prefilled"] + drafting["num_committed"]
-    said = f"{num_tokens} tokens, but num_prefilled + num_committed = {counted}"
-    yield num_tokens == counted, f"output.num_tokens: {said}"
+    num, counted = sum(result["output"]["num_tokens"]), drafting["num_prefilled"] + drafting["num_committed"]
+    yield num == counted, f"output.num_tokens: {num} tokens, but num_prefilled + num_committed = {counted}"
     stated, tau = drafting["mean_acceptance_length"], recomputed_tau(result)
     yield not _differ(tau, stated), f"mean_acceptance_length: {stated}, the output lengths say {tau}"
     yield from _counters(drafting, result["setting"])
@@ -130,22 +154,19 @@ def _counters(drafting: Result, setting: Result) -> Claims:
     sums = f"total_accepted_tokens {accepted} + num_steps {steps} are not num_committed {committed} + tokens_cut {cut}"
     yield accepted + steps == committed + cut, f"{where}: {sums}"
     yield not drafted or drafter != "none", f"{where}: drafts counted without a drafter"
-    may_draft_nothing = drafter in ("none", "adaptive")  # adaptive drafting may find that nothing pays
-    said = f"is 0 with setting.drafter {drafter!r}"
-    yield drafted > 0 or may_draft_nothing, f"{where}.total_draft_tokens: {said}"
-    rate = drafting["mean_acceptance_rate"]
+    is_drafting = drafted > 0 or drafter in ("none", "adaptive")  # adaptive drafting may find that nothing pays
+    yield is_drafting, f"{where}.total_draft_tokens: is 0 with setting.drafter {drafter!r}"
+    rate, positions, num_drafts = (drafting[n] for n in ("mean_acceptance_rate", "per_position", "num_drafts"))
     said = f"is {rate}, total_accepted_tokens {accepted} of total_draft_tokens {drafted}"
     yield not _differ(rate, accepted / drafted if drafted else 0.0), f"{where}.mean_acceptance_rate: {said}"
-    positions, num_drafts = drafting["per_position"], drafting["num_drafts"]
     said = f"in num_steps {steps} is not total_accepted_tokens {accepted} in all"
     yield not _differ(sum(positions) * steps, accepted), f"{where}.per_position: {said}"
     said = f"is {num_drafts}, num_steps {steps} drafted {drafted} tokens"
     yield num_drafts == (steps if drafted else 0), f"{where}.num_drafts: {said}"
-    if drafter == "chain":
-        length = setting.get("num_spec_tokens")
-        yield length is not None, "setting.num_spec_tokens: is missing; a chain has a length"
-        said = f"is {length}, accepted positions reach {len(positions)}"
-        yield length is None or len(positions) <= length, f"setting.num_spec_tokens: {said}"
+    where, length = "setting.num_spec_tokens", setting.get("num_spec_tokens") if drafter == "chain" else len(positions)
+    yield length is not None, f"{where}: is missing; a chain has a length"
+    is_within = length is None or len(positions) <= length
+    yield is_within, f"{where}: is {length}, accepted positions reach {len(positions)}"
 
 
 def _differ(a: float | None, b: float | None) -> bool:

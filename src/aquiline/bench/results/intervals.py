@@ -37,6 +37,11 @@ class Span:
     first_ms: float
     last_ms: float
 
+    @property
+    def ms_per_token(self) -> float:
+        """Mean milliseconds between two tokens."""
+        return (self.last_ms - self.first_ms) / max(1, self.num_tokens - 1)
+
 
 def decode_s(spans: Sequence[Span]) -> float:
     """Seconds from the first token of any sequence to the last. The time of prompts is left out if they ran together;

@@ -7,20 +7,21 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
 from aquiline.bench.results.integrity import SCHEMA, problems
-from aquiline.bench.results.intervals import decode_tokens_per_s, spans_of, spread
-from aquiline.engine.llm import LLM, Output
+from aquiline.bench.results.intervals import Span, decode_tokens_per_s, spans_of, spread
+from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
 from aquiline.errors import ResultError
 from aquiline.ledger import Ledger
@@ -79,52 +80,51 @@ def describe(
 ) -> Result:  # fmt: skip
     """The result of the measured runs of one setting, in the order of their rounds. prefill: the run that computed the
     prompts, if the measured runs found them in the prefix cache; times to the first token are then those of prefill."""
-    counters, choices = Counters(), Ledger()
-    for run in runs:
-        counters.merge(run.summary.counters)
-        choices = choices.plus(run.summary.choices)
-    adaptive = choices.as_dict()
-    return {
-        "schema": SCHEMA,
-        "scenario": asdict(scenario) | {"repeated_share": mean([repeated_share(o.token_ids) for o in runs[0].outputs])},
-        "setting": {
+    prompted = runs if prefill is None else [prefill]
+    chosen = reduce(Ledger.plus, (run.summary.choices for run in runs)).as_dict()
+    spans, firsts = ([spans_of(run.outputs) for run in each] for each in (runs, prompted))
+    return result_of(
+        scenario, model, Counters.sum_of(run.summary.counters for run in runs),
+        spans, [output.token_ids for output in runs[0].outputs],
+        firsts, [run.summary.prefill_tokens_per_s for run in prompted],
+        engine="aquiline",
+        setting={
             "name": setting,
             "drafter": drafting.name,
             "num_spec_tokens": drafting.as_dict().get("num_spec_tokens"),
             "max_nodes": drafting.max_nodes,
         },
-        "engine": "aquiline",
-        "model": asdict(model),
-        **_times(runs, [prefill] if prefill is not None else runs, scenario.batch),
-        "memory": {
+        memory={
             "kv_bytes_per_token": llm.engine.memory.kv_bytes_per_token,
             "kv_bytes": llm.engine.memory.kv_bytes,
             "peak_bytes": peak_memory_bytes(),
         },
-        "output": {
-            "num_tokens": [len(o.token_ids) for run in runs for o in run.outputs],
-            "sha256": tokens_sha256(o.token_ids for o in runs[0].outputs),
-        },
-        "eagle_speculation": speculation(counters),
-        "stage_ms": _stage_ms(runs),
-        "slots": asdict(runs[-1].summary.slots),
-        **({} if adaptive is None else {"adaptive": adaptive}),
-        "system": llm.models.system(),
+        stage_ms=_stage_ms(runs), slots=asdict(runs[-1].summary.slots), system=llm.models.system(),
+        **({} if chosen is None else {"adaptive": chosen}),
+    )  # fmt: skip
+
+
+def result_of(
+    scenario: Scenario, model: ModelFacts, counters: Counters, runs: Sequence[Sequence[Span]], first: list[list[int]],
+    prompted: Sequence[Sequence[Span]], prefill_rates: list[float], **stated: object,
+) -> Result:  # fmt: skip
+    """A result of any engine, from its runs. first: token ids of the first run's outputs; prompted: the runs that
+    computed the prompts, with their prompt tokens per second; stated: the objects that only the engine knows."""
+    rates = [decode_tokens_per_s(run) for run in runs]
+    return {
+        "schema": SCHEMA,
+        "scenario": asdict(scenario) | {"repeated_share": mean(list(map(repeated_share, first)))},
+        "model": asdict(model),
+        "throughput_tokens_per_sec": spread(rates),
+        "prefill_tokens_per_sec": spread(prefill_rates),
+        "latency_ms_per_token": spread([scenario.batch / rate * 1e3 for rate in rates]),
+        "ttft_ms": spread([statistics.median(span.first_ms for span in run) for run in prompted]),
+        "itl_ms": spread([statistics.median(span.ms_per_token for span in run) for run in runs]),
+        "output": {"num_tokens": [span.num_tokens for run in runs for span in run], "sha256": tokens_sha256(first)},
+        "eagle_speculation": _speculation(counters),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _times(runs: list[Run], prompted: list[Run], batch: int) -> dict[str, Any]:
-    """Throughput and times of runs; those of prompts from the runs that computed them."""
-    rates = [decode_tokens_per_s(spans_of(run.outputs)) for run in runs]
-    return {
-        "throughput_tokens_per_sec": spread(rates),
-        "prefill_tokens_per_sec": spread([r.summary.prefill_tokens_per_s for r in prompted]),
-        "latency_ms_per_token": spread([batch / rate * 1e3 for rate in rates]),
-        "ttft_ms": spread([statistics.median(o.ttft_ms for o in r.outputs) for r in prompted]),
-        "itl_ms": spread([statistics.median(map(_itl_ms, r.outputs)) for r in runs]),
-    }
+    } | stated
 
 
 def _stage_ms(runs: list[Run]) -> dict[str, float]:
@@ -134,12 +134,7 @@ def _stage_ms(runs: list[Run]) -> dict[str, float]:
     return {name: sum(s.stage_ms[name] for s in summaries) / steps if steps else 0.0 for name in summaries[0].stage_ms}
 
 
-def _itl_ms(output: Output) -> float:
-    """Mean milliseconds between two tokens of a sequence."""
-    return (output.total_ms - output.ttft_ms) / max(1, len(output.token_ids) - 1)
-
-
-def speculation(counters: Counters) -> dict[str, object]:
+def _speculation(counters: Counters) -> dict[str, object]:
     """The eagle_speculation object of a result."""
     return {
         "mean_acceptance_rate": counters.acceptance_rate,
@@ -219,10 +214,9 @@ def commit_of(directory: Path) -> str:
 
 def _git(directory: Path, *arguments: str) -> str:
     """The output of a git command; empty without git or without a repository."""
-    try:
+    with contextlib.suppress(OSError):
         return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _refuse(where: str, reasons: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which results may be compared: a setting with its baseline, a setting with its result in an older run.
+"""Which results may be compared: a setting with its baseline, with its result in an older run, with another engine's.
 
 Nothing is guessed: there is a ratio, or the reason why there is none. `integrity.differences` has the rules for one
 pair of results. This module applies them to all results, with further rules for other machines and commits.
@@ -6,7 +6,7 @@ pair of results. This module applies them to all results, with further rules for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from aquiline.bench.results.intervals import Estimate, paired
 from aquiline.bench.results.result import Result, is_speculative
 from aquiline.bench.tables import NO_FIGURE
 
+Results = Mapping[str, Result]
+"""Results by their files."""
 NOISE = 0.03
 """A change must be larger than this to count, and larger than the spread of either run."""
 
@@ -37,6 +39,33 @@ class Ratio:
         return "none" if self.value is None else Estimate(self.value, self.low, self.high).times()
 
 
+def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
+    """Measured speedup / ideal speedup at the same tau. None without a roofline, a fair baseline or drafts."""
+    roofline = result.get("roofline", {})
+    if ratio.value is None or not is_speculative(result):
+        return None
+    stated: float | None = roofline.get("spec_efficiency")
+    ideal: float | None = roofline.get("ideal_speedup")
+    return stated if stated is not None or ideal is None else ratio.value / ideal
+
+
+FIGURES: dict[str, Callable[[Result, Ratio], float | None]] = {
+    "speedup": lambda result, ratio: ratio.value,
+    "tau": lambda result, ratio: result["eagle_speculation"]["mean_acceptance_length"],
+    "steps": lambda result, ratio: min(result["output"]["num_tokens"]) - 1,
+    "runs": lambda result, ratio: result["scenario"]["measurement_runs"],
+    "acceptance_rate": lambda result, ratio: result["eagle_speculation"]["mean_acceptance_rate"],
+    "tokens_per_s": lambda result, ratio: result["throughput_tokens_per_sec"]["median"],
+    "ttft_ms": lambda result, ratio: result["ttft_ms"]["median"],
+    "itl_ms": lambda result, ratio: result["itl_ms"]["median"],
+    "peak_bytes": lambda result, ratio: result["memory"]["peak_bytes"],
+    "repeated_share": lambda result, ratio: result["scenario"]["repeated_share"],
+    "percent_of_ideal": lambda result, ratio: result.get("roofline", {}).get("percent_of_ideal"),
+    "spec_efficiency": spec_efficiency,
+}
+"""What a gate's limit may ask of a result and its speedup; None if it was not measured."""
+
+
 @dataclass(frozen=True)
 class Change:
     """A figure compared with an older run's. above_noise: the change is more than 3 % and more than the spread of
@@ -50,6 +79,10 @@ class Change:
     def is_regression(self) -> bool:
         """Whether the figure fell by more than the noise."""
         return self.above_noise and self.ratio < 1
+
+    def __str__(self) -> str:
+        word = "REGRESSION" if self.is_regression else "better"
+        return f"{word}: {self.figure} {self.ratio:.2f}x" if self.above_noise else ""
 
 
 def machine(result: Result) -> str:
@@ -82,7 +115,7 @@ def work(result: Result) -> tuple[Any, ...]:
     return (*asked, model(result), result["engine"])
 
 
-def speedup(result: Result, results: Mapping[str, Result]) -> Ratio:
+def speedup(result: Result, results: Results) -> Ratio:
     """The speedup of a result over the one baseline that did the same work on the same machine at the same commit: the
     median of the rounds' throughput ratios."""
     same = {
@@ -100,17 +133,7 @@ def over_setting(result: Result, other: Result) -> Ratio:
     return _over(result, {other["setting"]["name"]: other}, "other setting")
 
 
-def spec_efficiency(result: Result, ratio: Ratio) -> float | None:
-    """Measured speedup / ideal speedup at the same tau. None without a roofline, a fair baseline or drafts."""
-    roofline = result.get("roofline", {})
-    if ratio.value is None or not is_speculative(result):
-        return None
-    stated: float | None = roofline.get("spec_efficiency")
-    ideal: float | None = roofline.get("ideal_speedup")
-    return stated if stated is not None or ideal is None else ratio.value / ideal
-
-
-def against_older(result: Result, older: Mapping[str, Result]) -> Ratio:
+def against_older(result: Result, older: Results) -> Ratio:
     """Median throughput / median throughput of the same setting in an older run on the same machine."""
     same = {name: other for name, other in older.items() if _setting(other) == _setting(result)}
     return _over(result, same, "older result", is_same_run=False)
@@ -125,10 +148,32 @@ def changes(result: Result, older: Result) -> list[Change]:
     return [_change("tok/s", new["median"], old["median"], spread)] + ([_change("tau", now, was, 0.0)] if was else [])
 
 
-def vanished(results: Iterable[Result], older: Mapping[str, Result]) -> list[str]:
+def vanished(results: Iterable[Result], older: Results) -> list[str]:
     """File names of older results whose work and setting have no result any more, on any machine."""
     there = {_setting(result) for result in results}
     return [name for name, result in older.items() if _setting(result) not in there]
+
+
+def tau_gaps(result: Result, others: Results) -> tuple[list[float], list[str]]:
+    """How far tau is from another engine's in each of its results of the same work with drafts of the same length, and
+    the reasons why they cannot be compared. Tau is compared, not speed, so the device does not matter."""
+    gaps, reasons = [], []
+    for file, other in others.items():
+        if _job(other) != _job(result) or not is_speculative(other):
+            continue
+        why = [reason for reason in differences(result, other) if not reason.startswith("system.")]
+        ours, theirs = (r["eagle_speculation"]["mean_acceptance_length"] for r in (result, other))
+        why += [] if theirs else ["eagle_speculation.mean_acceptance_length: is 0; the engine states no tau"]
+        is_measured = other["model"]["simulated_tau"] is None
+        why += [] if is_measured else ["model.simulated_tau: was chosen, not measured"]
+        reasons += [f"parity against {file}: {reason}" for reason in why]
+        gaps.append(abs(ours - theirs))
+    return gaps, reasons
+
+
+def _job(result: Result) -> tuple[object, ...]:
+    """The work, the model and the length of drafts. Owners of hub names do not count."""
+    return *work(result)[:5], result["model"]["target"].split("/")[-1], result["setting"].get("num_spec_tokens")
 
 
 def _setting(result: Result) -> tuple[Any, ...]:
@@ -137,7 +182,7 @@ def _setting(result: Result) -> tuple[Any, ...]:
     return work(result), result["setting"]["name"], m["draft"], m["simulated_tau"]
 
 
-def _over(result: Result, others: Mapping[str, Result], what: str, is_same_run: bool = True) -> Ratio:
+def _over(result: Result, others: Results, what: str, is_same_run: bool = True) -> Ratio:
     """Throughput over that of the one fitting result of several. is_same_run: rounds of the two are compared in
     pairs; otherwise their medians are."""
     if not others:

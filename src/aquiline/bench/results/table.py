@@ -60,14 +60,13 @@ class ResultTables:
 
 def report(results: Results, older: Results | None = None) -> ResultTables:
     """Tables of checked results (by file name), compared with those of an older run if it is given."""
-    groups = _by_table(results)
-    tables = [_table(groups[key], results, older) for key in sorted(groups)]
+    tables = [_table(group, results, older) for _, group in sorted(_by_table(results).items())]
     notes = [note for result in results.values() for note in result.get("roofline", {}).get("notes", [])]
     closing = [f"ideal: {note}" for note in dict.fromkeys(notes)]
     if older is None:
         return ResultTables(tables, closing, [])
-    for name in speedups.vanished(results.values(), older):
-        closing.append(f"gone since the older run: {_title(older[name])}: {older[name]['setting']['name']} ({name})")
+    gone = [(name, older[name]) for name in speedups.vanished(results.values(), older)]
+    closing += [f"gone since the older run: {_title(r)}: {r['setting']['name']} ({name})" for name, r in gone]
     regressions = [f"{table.title}: {table.rows[number][0]}" for table in tables for number in sorted(table.marked)]
     closing.append("; ".join([f"regressions: {len(regressions)}", *regressions]))
     return ResultTables(tables, closing, regressions)
@@ -154,26 +153,20 @@ def _spread(rates: list[float]) -> str:
 
 
 def _changed(changes: list[Change]) -> str:
-    said = [
-        f"{'REGRESSION' if change.is_regression else 'better'}: {change.figure} {change.ratio:.2f}x"
-        for change in changes
-        if change.above_noise
-    ]
     if not changes:
         return "not comparable"
-    return "; ".join(said) or f"{changes[0].ratio:.2f}x, within the noise"
+    return "; ".join(filter(None, map(str, changes))) or f"{changes[0].ratio:.2f}x, within the noise"
 
 
 def _labels(results: Results) -> dict[str, str]:
     """Names of a table's rows: the setting, with the draft or the file if settings alone are not unique."""
     drafts = {result["model"]["draft"] for result in results.values() if is_speculative(result)}
-    named = {
-        name: result["setting"]["name"]
-        + (f" with {result['model']['draft']}" if len(drafts) > 1 and is_speculative(result) else "")
-        for name, result in results.items()
-    }
-    labels = list(named.values())
-    return {name: f"{label} ({name})" if labels.count(label) > 1 else label for name, label in named.items()}
+    labels = [
+        r["setting"]["name"] + (f" with {r['model']['draft']}" if len(drafts) > 1 and is_speculative(r) else "")
+        for r in results.values()
+    ]
+    named = zip(results, labels, strict=True)
+    return {name: f"{label} ({name})" if labels.count(label) > 1 else label for name, label in named}
 
 
 def _title(result: Result) -> str:
@@ -189,14 +182,15 @@ def _facts(results: list[Result]) -> str:
     drafts = sorted({result["model"]["draft"] for result in results if result["model"]["draft"] is not None})
     sources = sorted({result["scenario"]["prompts_source"] for result in results})
     parts = [speedups.machine(results[0]), f"draft {', '.join(drafts) or 'none'}", f"commit {', '.join(commits)}"]
-    if any(result["model"]["random_weights"] for result in results):
-        parts.append("RANDOM WEIGHTS: speed only, the text is noise")
-    if any(result["model"]["simulated_tau"] is not None for result in results):
-        parts.append("SIMULATED TAU: chosen, no acceptance was measured")
-    if any(map(is_dirty, results)):
-        parts.append("UNCOMMITTED CHANGES: nobody can measure this again; not to be published")
-    if results[0]["scenario"]["profile"] == "cpu":
-        parts.append("CPU PROFILE: contexts that a CPU can run, not to be set beside the full profile's")
+    warnings = {
+        "RANDOM WEIGHTS: speed only, the text is noise": lambda r: r["model"]["random_weights"],
+        "SIMULATED TAU: chosen, no acceptance was measured": lambda r: r["model"]["simulated_tau"] is not None,
+        "UNCOMMITTED CHANGES: nobody can measure this again; not to be published": is_dirty,
+        "CPU PROFILE: contexts that a CPU can run, not to be set beside the full profile's": lambda r: (
+            r["scenario"]["profile"] == "cpu"
+        ),
+    }
+    parts += [text for text, applies in warnings.items() if any(map(applies, results))]
     return "; ".join([*parts, f"prompts: {', '.join(sources)}"])
 
 

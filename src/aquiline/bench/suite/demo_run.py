@@ -10,18 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from aquiline.bench.data.datasets import load_questions
 from aquiline.bench.data.prompts import excerpts, read_prompts
-from aquiline.bench.results.intervals import (
-    Estimate,
-    decode_s,
-    decode_tokens_per_s,
-    estimate,
-    paired,
-    rotated,
-    spans_of,
-)
+from aquiline.bench.plots import COLORS, draw_positions, name_positions, new_figure, save
+from aquiline.bench.results import intervals
+from aquiline.bench.results.intervals import Estimate, paired, rotated, spans_of
 from aquiline.bench.results.result import commit
 from aquiline.bench.theory.bounds import EXPECTED_CHAIN, Costs, expectation
 from aquiline.bench.theory.measure import last_level_cache
@@ -44,6 +39,9 @@ CHAINS = (1, 2, 3, 4)
 
 NUM_OTHERS, OTHER_TOKENS = 6, 48
 """The number of prompts that it is chosen on, and the tokens that are generated for each of them."""
+
+SHOWN = 8
+"""Positions of a draft that are drawn."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +100,12 @@ class DemoRun:
     @property
     def counters(self) -> Counters:
         """Sums over the prompts."""
-        total = Counters()
-        for summary in self.summaries:
-            total.merge(summary.counters)
-        return total
+        return Counters.sum_of(summary.counters for summary in self.summaries)
 
     @property
     def rates(self) -> list[float]:
         """Tokens per second of decoding, prompt by prompt."""
-        return [decode_tokens_per_s(spans_of([output])) for output in self.outputs]
+        return [intervals.decode_tokens_per_s(spans_of([output])) for output in self.outputs]
 
     @property
     def rates_with_prefill(self) -> list[float]:
@@ -132,7 +127,7 @@ class DemoRun:
         """The demo's JSON row."""
         counters = self.counters.as_dict()
         picked = ("tau", "acceptance_rate", "per_position", "target_calls_per_token", "num_committed", "num_steps")
-        rate, speedup = estimate(self.rates), self.speedup
+        rate, speedup = intervals.estimate(self.rates), self.speedup
         return {
             "name": self.name,
             "title": self.title,
@@ -237,6 +232,51 @@ def _fastest_chain(llm: LLM, demo: Demo, temperature: float, on_progress: Callab
     for index, prompt in enumerate(demo.others):
         for chain in rotated(list(seconds), index):
             output = llm.run([prompt.token_ids], sampling, drafting=chain).outputs[0]
-            seconds[chain] += decode_s(spans_of([output]))
+            seconds[chain] += intervals.decode_s(spans_of([output]))
             on_progress()
     return min(seconds, key=lambda chain: seconds[chain])
+
+
+def plot_demo(result: DemoResult, path: Path) -> None:
+    """Write a PNG. Raises ValueError if matplotlib is not installed."""
+    figure, grid = new_figure(1, 2, (11, 3.8))
+    _draw_rates(grid[0][0], result)
+    _draw_acceptance(grid[0][1], result)
+    sources = f"{len(result.demo.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
+    figure.suptitle(f"same tokens, fewer target calls: {sources}", fontsize=10)
+    save(figure, path, "Nothing is left of it")
+
+
+def _draw_rates(axes: Any, result: DemoResult) -> None:
+    """Draw a bar for each run, with its interval, speedup and tau; the runs of a temperature stand together."""
+    width = len(result.runs) // len(TEMPERATURES) + 1
+    rates = [intervals.estimate(run.rates) for run in result.runs]
+    named = {}
+    for group, temperature in enumerate(TEMPERATURES):
+        runs = [(run, rate) for run, rate in zip(result.runs, rates, strict=True) if run.temperature == temperature]
+        for place, (run, rate) in enumerate(runs):
+            x = group * width + place
+            bar = axes.bar(x, rate.value, color=COLORS[run.drafting.name], width=0.9)
+            if rate.low is not None and rate.high is not None:
+                ends = [[rate.value - rate.low], [rate.high - rate.value]]
+                axes.errorbar(x, rate.value, yerr=ends, color="#1a202c", capsize=3, linewidth=1)
+            told = f"{run.speedup.value:.2f}x\ntau {run.counters.tau:.2f}"
+            axes.text(x, rate.high or rate.value, told, ha="center", va="bottom", fontsize=7)
+            named[run.name] = bar
+    middles = [group * width + (width - 2) / 2 for group in range(len(TEMPERATURES))]
+    axes.set_xticks(middles, [f"temperature {t:g}" for t in TEMPERATURES])
+    axes.set_ylabel("decode tok/s")
+    axes.set_ylim(0, 1.45 * max(rate.high or rate.value for rate in rates))
+    axes.legend(list(named.values()), list(named), fontsize=8, loc="upper right")
+
+
+def _draw_acceptance(axes: Any, result: DemoResult) -> None:
+    """Draw acceptance by position: a line for each run that drafts, dashed where it was sampled."""
+    for run in result.runs:
+        if run.drafting.is_speculative:
+            draw_positions(
+                axes, run.counters.per_position[:SHOWN], linestyle="--" if run.temperature else "-",
+                color=COLORS[run.drafting.name], label=f"{run.name}, temperature {run.temperature:g}",
+            )  # fmt: skip
+    name_positions(axes)
+    axes.legend(fontsize=8)

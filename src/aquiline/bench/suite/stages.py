@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
@@ -36,21 +37,11 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class StageRow:
-    """One line of the table: a range's steps, time per step and share of the whole cycle; parts stand below a stage."""
-
-    name: str
-    calls: int
-    ms_per_step: float
-    share: float
-    is_part: bool
-
-
-@dataclass(frozen=True)
 class Profile:
-    """A profiled run: the table, the ranges, the run's own figures, and the way to draft."""
+    """A profiled run: the table, the ranges, the run's own figures, and the way to draft. rows: a range's name, its
+    calls, ms_per_step, its share of the whole cycle, and whether it is_part of the stage above it."""
 
-    rows: list[StageRow]
+    rows: list[dict[str, Any]]
     laps: list[Lap]
     summary: RunSummary
     drafting: Drafting
@@ -59,7 +50,7 @@ class Profile:
     def as_dict(self) -> dict[str, object]:
         """The JSON of `aquiline profile --json`."""
         return {
-            "stages": [row.__dict__ for row in self.rows],
+            "stages": self.rows,
             "num_steps": self.summary.num_decode_steps,
             "tau": self.summary.counters.tau,
             "drafter": self.drafting.name,
@@ -114,16 +105,16 @@ def _parts(step: list[Lap], seconds: dict[str, float]) -> list[Lap]:
     return laps
 
 
-def _table(laps: list[Lap], num_steps: int) -> list[StageRow]:
+def _table(laps: list[Lap], num_steps: int) -> list[dict[str, Any]]:
     """Stages in the order of a step, each followed by its parts."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for lap in laps:
         seconds[lap.stage].append(lap.seconds)
     total = sum(sum(seconds[name]) for name in RANGES.values())
-    rows = []
-    for stage in RANGES.values():
-        for name in (stage, *PARTS.get(stage, {})):
-            if calls := len(seconds[name]):
-                took = sum(seconds[name])
-                rows.append(StageRow(name, calls, 1e3 * took / num_steps, took / total, is_part=name != stage))
-    return rows
+    return [
+        {
+            "name": name, "calls": len(seconds[name]), "ms_per_step": 1e3 * sum(seconds[name]) / num_steps,
+            "share": sum(seconds[name]) / total, "is_part": name != stage,
+        }
+        for stage in RANGES.values() for name in (stage, *PARTS.get(stage, {})) if seconds[name]
+    ]  # fmt: skip

@@ -12,21 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from aquiline.bench.data.prompts import text_prompts
+from aquiline.bench.data.prompts import RealPrompts, real_prompts
+from aquiline.bench.results import result as results
 from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.intervals import paired, rotated
-from aquiline.bench.results.result import (
-    ModelFacts,
-    Result,
-    Scenario,
-    commit,
-    describe,
-    is_dirty,
-    tokens_sha256,
-    write_result,
-)
+from aquiline.bench.results.result import ModelFacts, Result, Scenario
 from aquiline.bench.suite.scenarios import ModelSource
 from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.bench.suite.suite_plan import SEED, Load, Plan
@@ -34,10 +24,8 @@ from aquiline.bench.theory.roofline import roofline_of
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.llm import Result as Run
-from aquiline.engine.model import LoadedModels
 from aquiline.errors import AquilineError
 from aquiline.kv.pool import PagePool
-from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.spec.drafting import Drafting, NoDraft
 
 
@@ -94,7 +82,8 @@ class LoadRun:
             yield from found
             return
         llm = LLM.from_models(self.source.load(), self.config, NoDraft())
-        prompts, scenario = self._prompts(llm.models)
+        real = real_prompts(self.load.context, self.load.batch, llm.models, plan.text_source)
+        prompts, scenario = real.token_ids, self._scenario(real)
         simulated = self._simulated(llm)
         # The prompts' pages, with the draft's keys: the last setting drafts.
         first = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -107,14 +96,16 @@ class LoadRun:
         ideal = roofline_of(llm.models)
         baseline: list[float] = []
         for name, drafting in settings.items():
-            result = describe(scenario, name, drafting, self._model(llm, drafting), llm, measured[name], prefill)
+            result = results.describe(
+                scenario, name, drafting, self._model(llm, drafting), llm, measured[name], prefill
+            )
             rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
             baseline = baseline or rates["values"]
             if not drafting.is_adaptive:  # steps of many shapes have no one ideal
                 cycle = ideal.cycle(drafting, tau, self.load.batch, self.load.context + plan.micro_steps // 2)
                 speedup = paired(rates["values"], baseline).value
                 result["roofline"] = ideal.report(cycle, rates["median"], speedup)
-            write_result(result, self.file(name))
+            results.write_result(result, self.file(name))
             yield result
 
     def _measure(
@@ -141,18 +132,13 @@ class LoadRun:
         llm.engine.backend = simulated
         return simulated
 
-    def _prompts(self, models: LoadedModels) -> tuple[list[list[int]], Scenario]:
+    def _scenario(self, prompts: RealPrompts) -> Scenario:
         load, plan = self.load, self.plan
-        tokenizer = models.tokenizer or Tokenizer.from_file(str(BUNDLED_TARGET / "tokenizer.json"))
-        found = text_prompts(load.context, load.batch, tokenizer, plan.text_source)
-        prompts = [[token % models.vocab_size for token in prompt.token_ids] for prompt in found]
-        held_out = all(prompt.is_held_out for prompt in found)
-        source = f"{plan.text_source or 'standard library'}{', held out' if held_out else ', partly trained on'}"
-        return prompts, Scenario(
+        return Scenario(
             name=load.name, profile=plan.profile, context_tokens=load.context, batch=load.batch,
             new_tokens=plan.micro_steps + 1, temperature=self.temperature, seed=SEED,
-            prompts_sha256=tokens_sha256(prompts), prompts_source=source, warmup_runs=plan.warmup_runs,
-            measurement_runs=plan.measurement_runs,
+            prompts_sha256=results.tokens_sha256(prompts.token_ids), prompts_source=prompts.source,
+            warmup_runs=plan.warmup_runs, measurement_runs=plan.measurement_runs,
         )  # fmt: skip
 
     def _decode(self, llm: LLM, prompts: list[list[int]], drafting: Drafting) -> Run:
@@ -195,7 +181,7 @@ class LoadRun:
             and self.source.stores(model.get("dtype"))
             and pair.arithmetic in ("auto", model.get("arithmetic"))
             and pair.draft_dtype in ("auto", system.get("draft_dtype"))
-            and result.get("commit") == commit()
+            and result.get("commit") == results.commit()
             and not problems(result)
         )
-        return result if is_ours and not is_dirty(result) else None  # changes differ under one name
+        return result if is_ours and not results.is_dirty(result) else None  # changes differ under one name

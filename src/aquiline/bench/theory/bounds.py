@@ -56,9 +56,10 @@ def _sizes(model: ModelShape | DraftShape) -> dict[str, Any]:
 
 
 def _cell(roofline: Roofline, grid: Grid, models: dict[str, Any], context: int, batch: int) -> Cell:
-    step, has = roofline.step(batch, context), roofline.ceilings.memory_bytes
+    step, has, chains = roofline.step(batch, context), roofline.ceilings.memory_bytes, grid.chains
     stored = [model for model in models.values() if model is not None]
     memory = sum(model["weight_bytes"] + batch * context * model["kv_bytes_per_token"] for model in stored)
+    chains = chains if roofline.draft else ()
     return {
         "context": context,
         "batch": batch,
@@ -69,12 +70,11 @@ def _cell(roofline: Roofline, grid: Grid, models: dict[str, Any], context: int, 
         "memory_bytes": memory,
         "fits": None if has is None else memory <= has,
         "break_even": [
-            {"num_spec_tokens": chain, "tau": roofline.break_even(Chain(chain), batch, context)}
-            for chain in (grid.chains if roofline.draft else ())
+            {"num_spec_tokens": chain, "tau": roofline.break_even(Chain(chain), batch, context)} for chain in chains
         ],
         "speculative": [
             _speculation(roofline, chain, tau, context, batch)
-            for chain in (grid.chains if roofline.draft else ())
+            for chain in chains
             for tau in (grid.taus or dict.fromkeys((chain + 1, EXAMPLE_TAU)))
             if tau <= chain + 1
         ],

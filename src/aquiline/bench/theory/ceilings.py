@@ -13,16 +13,9 @@ from typing import Any, Literal
 
 import psutil
 
+from aquiline.bench.theory import measure
 from aquiline.bench.theory.choice import LimitsChoice
-from aquiline.bench.theory.measure import (
-    Machine,
-    Measurement,
-    OnStage,
-    Rate,
-    last_level_cache,
-    measure_ceilings,
-    this_machine,
-)
+from aquiline.bench.theory.measure import Machine, Measurement, OnStage, Rate
 from aquiline.blocks import is_packed
 from aquiline.config import cache_directory
 from aquiline.writing import write_whole
@@ -105,10 +98,10 @@ def ceilings_of(choice: LimitsChoice, dtype: str, on_stage: OnStage) -> Ceilings
     if choice.device not in (None, "cpu"):
         arithmetic = choice.arithmetic or ("float32" if dtype == "float32" else "bfloat16")
         return _published(str(choice.device), arithmetic, bandwidth, flops)
-    machine = this_machine()
+    machine = measure.this_machine()
     runs_on_integers = machine.isa != "torch" and (dtype in ("int8", "int4") or is_packed(dtype))
     arithmetic = choice.arithmetic or ("int8" if runs_on_integers else "float32")
-    sizes = (last_level_cache(), psutil.virtual_memory().total)
+    sizes = (measure.last_level_cache(), psutil.virtual_memory().total)
     if bandwidth and flops:
         return Ceilings(machine.key, arithmetic, bandwidth, flops, flops, None, *sizes)
     measured = measured_once(machine, on_stage, remeasure=choice.remeasure)
@@ -155,25 +148,18 @@ def measured_once(machine: Machine, on_stage: OnStage, *, remeasure: bool = Fals
     try:
         entries = dict(json.loads(file.read_text(encoding="utf-8")))
         if machine.key in entries and not remeasure:
-            return _measurement(entries[machine.key])
+            return Measurement.of_entry(entries[machine.key])
     except FileNotFoundError:
         pass
     except (OSError, KeyError, TypeError, ValueError) as error:
         logger.warning("%s: the ceilings of %s are broken (%r); measuring again", file, machine.key, error)
-    measured = measure_ceilings(machine, on_stage)
+    measured = measure.measure_ceilings(machine, on_stage)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(entries | {machine.key: asdict(measured)}, indent=1) + "\n", "It is as before")
     except OSError as error:
         logger.warning("%s: the measured ceilings cannot be kept (%s)", file, error)
     return measured
-
-
-def _measurement(entry: dict[str, Any]) -> Measurement:
-    """An entry of the cache file. Raises KeyError, TypeError or ValueError if it is broken."""
-    rates: dict[str, Any] = {name: Rate(**entry[name]) for name in ("read", "copy", "float32")}
-    rates |= {name: entry[name] and Rate(**entry[name]) for name in ("bfloat16", "int8")}
-    return Measurement(**entry | rates | {"load": entry["load"] and float(entry["load"])})
 
 
 def _remark(machine: Machine, measured: Measurement) -> str:

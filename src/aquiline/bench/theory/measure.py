@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +79,13 @@ class Measurement:
     float32: Rate
     bfloat16: Rate | None
     int8: Rate | None
+
+    @classmethod
+    def of_entry(cls, entry: dict[str, Any]) -> Measurement:
+        """What was kept as JSON. Raises KeyError, TypeError or ValueError if it is broken."""
+        rates: dict[str, Any] = {name: Rate(**entry[name]) for name in ("read", "copy", "float32")}
+        rates |= {name: entry[name] and Rate(**entry[name]) for name in ("bfloat16", "int8")}
+        return cls(**entry | rates | {"load": entry["load"] and float(entry["load"])})
 
 
 def this_machine() -> Machine:

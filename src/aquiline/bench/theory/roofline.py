@@ -12,8 +12,9 @@ first processes the committed tokens (tau rows, after fc), then makes one pass p
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from aquiline.bench.theory.ceilings import Ceilings, ceilings_of
 from aquiline.bench.theory.choice import LimitsChoice, StorageChoice
@@ -27,6 +28,7 @@ from aquiline.spec.drafting import Drafting
 
 CACHE_SHARE = 0.1
 """If the cache may hold more than this share of a step's bytes, a note says so."""
+UNIFORM = "experts: routing is taken as uniform"
 BREAK_EVEN_ERROR = 1e-6
 """How far from 1 the speedup at a break-even tau may be."""
 
@@ -41,10 +43,7 @@ class Cost:
     attention_flops: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.weight_bytes + other.weight_bytes, self.kv_bytes + other.kv_bytes,
-            self.linear_flops + other.linear_flops, self.attention_flops + other.attention_flops,
-        )  # fmt: skip
+        return Cost(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def num_bytes(self) -> float:
@@ -254,10 +253,13 @@ class Roofline:
         """The doubts about the figures: assumptions, and caches that lift the memory bound."""
         found = [*self.target.assumptions, *(self.draft.assumptions if self.draft else ())]
         found += [self.ceilings.remark] if self.ceilings.remark else []
-        if self.target.is_moe:
-            found.append(_routed(self.routing.overlap))
-        elif self.routing.overlap:
-            found.append(f"overlap={self.routing.overlap:g} has no effect: the target has no experts")
+        overlap = self.routing.overlap
+        if self.target.is_moe and overlap:
+            found.append(f"{UNIFORM}; {overlap:.0%} of a row's experts are those of its neighbours")
+        elif self.target.is_moe:
+            found.append(f"{UNIFORM} and independent; rows that share experts read fewer bytes")
+        elif overlap:
+            found.append(f"overlap={overlap:g} has no effect: the target has no experts")
         cache, step = self.ceilings.cache_bytes, self.step(1, 0).cost.num_bytes
         if cache and cache > CACHE_SHARE * step:
             found.append(
@@ -272,13 +274,6 @@ class Roofline:
                 "passes after the first may beat the memory bound"
             )
         return found
-
-
-def _routed(overlap: float) -> str:
-    """What is taken for granted of a mixture's routing."""
-    if not overlap:
-        return "experts: routing is taken as uniform and independent; rows that share experts read fewer bytes"
-    return f"experts: routing is taken as uniform; {overlap:.0%} of a row's experts are those of its neighbours"
 
 
 def named_roofline(

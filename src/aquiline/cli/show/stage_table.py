@@ -14,13 +14,18 @@ def show_profile(found: Profile, work: str) -> None:
     """Print every range of the profile with its share of the cycle, and the choices of adaptive drafting."""
     s = found.summary
     rows = [
-        ["  " * row.is_part + row.name, str(row.calls), f"{row.ms_per_step:.3f}", f"{100 * row.share:.1f}"]
+        [
+            "  " * row["is_part"] + row["name"],
+            str(row["calls"]),
+            f"{row['ms_per_step']:.3f}",
+            f"{100 * row['share']:.1f}",
+        ]
         for row in found.rows
     ]
     title = f"{s.num_decode_steps} steps, {work}, tau {s.counters.tau:.2f}"
     console = wide_console()
     console.print(Table(("range", "calls", "ms per step", "% of cycle"), rows, title).console())
-    if [row.name for row in found.rows] == [RANGES["host"]]:
+    if [row["name"] for row in found.rows] == [RANGES["host"]]:
         console.print(f"the {found.system['path']} path does not time its stages: {RANGES['host']} is the whole step")
     if s.choices.num_chosen:
         _show_choices(s.choices, console)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 
 from aquiline.bench.gates.rules import Gate
-from aquiline.bench.gates.verdicts import Check, Judgement, Outcome, Report, Results
+from aquiline.bench.gates.verdicts import Check, Judgement, Outcome, Report
+from aquiline.bench.results.speedups import Results
 from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.cli.options import wide_console
 
