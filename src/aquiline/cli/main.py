@@ -16,8 +16,8 @@ from aquiline.errors import AquilineError
 COMMANDS = {
     "bench": "bench:commands", "chat": "chat:chat", "compare": "compare:compare", "demo": "demo:demo",
     "eval": "eval:evaluate", "gate": "gate:gate", "generate": "generate:generate", "limits": "limits:limits",
-    "profile": "profile:profile", "regenerate": "regenerate:regenerate", "report": "report:report",
-    "serve": "serve:serve", "train": "train:train",
+    "parity": "parity:parity", "profile": "profile:profile", "regenerate": "regenerate:regenerate",
+    "report": "report:report", "serve": "serve:serve", "train": "train:train",
 }  # fmt: skip
 """By name: the module in this package, and the function or group of commands in it."""
 
