@@ -22,6 +22,7 @@ from typer.main import get_command
 from aquiline.cli.main import app
 from aquiline.models.known_pairs import PAIRS, KnownPair
 from aquiline.models.load import read_model_config
+from aquiline.parity.record import StageRecord, save
 from gguf_files import chatml, trained, write_gguf_target
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = json.dumps({"prompt": "Hi 1", "id": 0}) + "\n"
     for name in ("questions", "prompts", "chats", "answers", "held_out", "own_text", "long", "served"):
         (home / f"{name}.jsonl").write_text(row * 30)
+    save(StageRecord((1, 2, 3, 4)), home / "their-stages")
     (home / "more.jsonl.gz").write_bytes(gzip.compress(row.encode()))
     for folder, names in RESULTS.items():
         (home / folder).mkdir()

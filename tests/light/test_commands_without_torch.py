@@ -56,6 +56,7 @@ def test_the_text_is_the_same_with_every_way_to_draft_and_storage(tmp_path: Path
         ("eval", *PAIR, "--num-spec-tokens", 2, "--lengths", 16, "--count", 2, "--repeats", 1, "--out", "found"),
         ("profile", *PAIR, "--new-tokens", 8, "--context", 64),
         ("limits", BUNDLED_TARGET, "--context", 256),
+        ("parity", *PAIR, "--reference", "eager", "--length", 8),
         ("bench", *PAIR, "--out", "found", "--scenario", "baseline", "--contexts", 512, "--batches", 1,
          "--micro-steps", 4, "--measurement-runs", 1, "--warmup-runs", 0, "--json"),
     ],
@@ -75,6 +76,11 @@ def test_no_native_library_and_no_torch_names_both_ways_out(tmp_path: Path) -> N
     code, _, errors = run("generate", *PAIR, *PROMPT, isa="off", place=tmp_path)
     assert code == 2 and len(errors.strip().splitlines()) == 1
     assert "AQUILINE_ISA=off" in errors and "C++ compiler" in errors and "pip install 'aquiline[torch]'" in errors
+
+
+def test_a_comparison_with_transformers_names_what_is_missing(tmp_path: Path) -> None:
+    code, _, errors = run("parity", *PAIR, place=tmp_path)
+    assert code == 2 and "torch is not installed; pip install torch transformers accelerate, or compare" in errors
 
 
 def test_a_draft_in_torchs_own_format_is_refused_by_name(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ COMMANDS = {
     "bench": "bench:commands", "chat": "chat:chat", "compare": "compare:compare", "convert": "convert:convert",
     "demo": "demo:demo", "doctor": "doctor:doctor", "eval": "eval:evaluate", "gate": "gate:gate",
     "generate": "generate:generate", "inspect": "inspect:inspect", "limits": "limits:limits",
-    "profile": "profile:profile", "regenerate": "regenerate:regenerate", "report": "report:report",
-    "serve": "serve:serve", "train": "train:train", "vocab": "vocab:vocab",
+    "parity": "parity:parity", "profile": "profile:profile", "regenerate": "regenerate:regenerate",
+    "report": "report:report", "serve": "serve:serve", "train": "train:train", "vocab": "vocab:vocab",
 }  # fmt: skip
 """By name: the module in this package, and the function or group of commands in it."""
 

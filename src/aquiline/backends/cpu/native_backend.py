@@ -82,21 +82,23 @@ class CpuBackend:
         self.kv = new_group(pair.target, sizes.num_pages, sizes.page_size, pair.kv_dtype)
         self.draft_kv: KVGroup | None = None
         self.fused: Float32 | None = None  # [P, page_size, H]: by KV index, the target's features fused for the draft
-        self._hidden = np.empty((max_rows, width), np.float32)
-        self._features = np.empty((max_rows, pair.target_model.num_capture * width), np.float32)
+        # What the rows of the last forward left, one after the other: read by whoever looks into a step.
+        self.draft_hidden: Float32 | None = None
+        self.hidden = np.empty((max_rows, width), np.float32)
+        self.features = np.empty((max_rows, pair.target_model.num_capture * width), np.float32)
         config = AqBatchConfig(
             target=pointer_to(pair.target_model.struct),
             target_kv=pointer_to(describe_kv(self.kv)),
-            hidden=pointer(self._hidden),
-            features=pointer(self._features) if self._features.size else None,
+            hidden=pointer(self.hidden),
+            features=pointer(self.features) if self.features.size else None,
             num_slots=sizes.num_slots, pages_per_slot=sizes.pages_per_slot, max_rows=max_rows,
         )  # fmt: skip
-        kept: list[object] = [pair, self.kv, self._hidden, self._features]
+        kept: list[object] = [pair, self.kv, self.hidden, self.features]
         if pair.draft_model is not None:
             kept += self._add_draft(config)
         self._batch = NativeBatch(config, kept)
         self._drafts: CpuDrafts | None = None  # of the step that waits for its verify
-        self._reader = LogprobReader(pair.target_model, self._hidden)
+        self._reader = LogprobReader(pair.target_model, self.hidden)
         self._parts: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
         self._rows: Rows | None = None  # of `score`
 
@@ -106,13 +108,13 @@ class CpuBackend:
         width = draft.model.hidden_size
         self.draft_kv = new_group(draft.config.model, sizes.num_pages, sizes.page_size, self._pair.kv_dtype)
         self.fused = np.empty((sizes.num_pages, sizes.page_size, width), np.float32)
-        hidden = np.empty((sizes.max_rows, width), np.float32)
+        self.draft_hidden = np.empty((sizes.max_rows, width), np.float32)
         config.draft = pointer_to(draft.model.struct)
         config.draft_kv = pointer_to(describe_kv(self.draft_kv))
-        config.draft_hidden, config.fused = pointer(hidden), pointer(self.fused)
+        config.draft_hidden, config.fused = pointer(self.draft_hidden), pointer(self.fused)
         config.d2t = address("d2t", draft.d2t, np.int32)
         config.fusion, config.norm_feedback = draft.fusion, draft.config.norm_feedback
-        return [draft, self.draft_kv, hidden]
+        return [draft, self.draft_kv, self.draft_hidden]
 
     def draft(self, step: StepInput) -> CpuDrafts:
         """Apply the step's extends, admits and pages, and grow a tree below the root of every Decode."""
@@ -173,11 +175,11 @@ class CpuBackend:
         rows.positions[:num] = rows.write[:num] = positions
         rows.slots[:num] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         rows.context_len[:num] = positions + 1
-        self._target.forward(self.kv, rows, self._hidden, self._features if self._features.size else None)
+        self._target.forward(self.kv, rows, self.hidden, self.features if self.features.size else None)
         index = np.arange(num, dtype=np.int32)
-        parts = [self._target.top_k(self._hidden, index[i : i + HEAD_ROWS], 1) for i in range(0, num, HEAD_ROWS)]
+        parts = [self._target.top_k(self.hidden, index[i : i + HEAD_ROWS], 1) for i in range(0, num, HEAD_ROWS)]
         best, logprobs = (np.concatenate([getattr(p, name)[:, 0] for p in parts]) for name in ("ids", "logprobs"))
-        return Scored(self._hidden[:num], self._features[:num], best, logprobs)
+        return Scored(self.hidden[:num], self.features[:num], best, logprobs)
 
     def time_parts(self, is_wanted: bool) -> None:
         """Whether StepOutput.parts is filled from now on."""

@@ -1,0 +1,1 @@
+"""Whether the engine computes what its models say: stages beside a reference, and the cause where they differ."""

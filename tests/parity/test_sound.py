@@ -1,0 +1,131 @@
+"""Sound pairs are within their tolerances: families, layouts of drafts, storages, backends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import needs_native
+from tests.parity.planting import CAPTURE, NATIVE, PROMPT, TORCH, YARN, judge, named, pair_of
+
+from aquiline.models.families import FAMILIES
+from aquiline.parity.parity_choice import ParityChoice
+from aquiline.parity.record import Row, StageRecord, load, save
+from aquiline.parity.run import beside_dump, beside_references, compare_pair, observe
+
+pytestmark = needs_native
+
+IDS = CAPTURE["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+ENTERED = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [i + 1 for i in IDS]}
+PAIRS: dict[str, dict[str, Any]] = {
+    **{family: {"family": family} for family, kind in FAMILIES.items() if kind.architecture},
+    "torch": {"environment": TORCH, "producer": "aquiline", "sliding_window": 8},
+    "speculators": {"draft": "speculators", "norm_output": True, **ENTERED},
+    "yarn": {"rope_scaling": YARN},
+    "fed back": {"producer": "aquiline", "norm_output": True, "norm_before_residual": True},
+    "window": {"producer": "aquiline", "sliding_window": 8},
+}
+CHEAP = ("llama", "torch")
+RARE = ("gpt_oss", "speculators")
+WINDOWS = {"mistral": {"sliding_window": 24}}
+
+
+def costs(name: str) -> object:
+    marks = [] if name in CHEAP else [pytest.mark.rare if name in RARE else pytest.mark.slow]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [costs(name) for name in PAIRS])
+def test_sound_pairs_agree_with_both_references(name: str, tmp_path: Path) -> None:
+    fields = dict(PAIRS[name])
+    family = fields.get("family", "llama")
+    pair = pair_of(tmp_path, target_fields=WINDOWS.get(family), **fields)
+    found = judge(pair, pair)
+    assert found.is_good, found.findings
+    assert all(s.figures.relative.max() < 1e-4 for s in found.stages if s.stage != "draft.tokens")
+    phases = {found.seen.record.phase(row) for stage in found.stages for row in stage.rows}
+    assert phases == {"prompt", "decode", "tree"}
+    seen = {stage.stage for stage in found.stages}
+    assert {"target.layers.0", "target.layers.3", "target.logits", "draft.keys", "draft.logits", "draft.tokens"} <= seen
+    assert ("draft.attn_out" in seen) == (pair.environment is TORCH) == ("draft.attn_out" not in found.unseen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "int4"])
+def test_every_storage_is_within_its_tolerance(dtype: str, arithmetic: str, tmp_path: Path) -> None:
+    pair = pair_of(tmp_path)
+    how = replace(pair.how, dtype=dtype, draft_dtype=dtype, arithmetic=arithmetic)
+    stored = replace(pair, how=how, asked=replace(how, draft_dtype="auto"))
+    found = judge(stored, pair)
+    assert found.is_good, found.findings
+    exact = judge(pair, pair)
+    assert max(s.figures.max.max() for s in found.stages[:1]) > 10 * max(s.figures.max.max() for s in exact.stages[:1])
+
+
+def test_a_dump_is_a_reference(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path)
+    seen = observe(pair, PROMPT)
+    save(seen.record, tmp_path / "dump")
+    again = load(tmp_path / "dump")
+    assert {name: set(rows) for name, rows in again.stages.items()} == {
+        name: set(rows) for name, rows in seen.record.stages.items()
+    }
+    found = beside_dump(seen, again, ParityChoice(f"dump:{tmp_path / 'dump'}"))
+    assert found.is_good and all(s.figures.max.max() == 0 for s in found.stages if s.stage != "draft.tokens")
+    row = Row(tuple(PROMPT[:9]))
+    values = again.stages["target.layers.2"][row]
+    for other in (-values, 1.1 * values, values + np.float32("nan"), np.roll(values, 1)):
+        again.stages["target.layers.2"][row] = other
+        [finding] = beside_dump(seen, again, ParityChoice()).findings
+        assert (finding.stage, finding.position, finding.phase, finding.causes) == (
+            "target.layers.2",
+            8,
+            "prompt",
+            None,
+        )
+    assert seen.record.stages["target.layers.2"][row].shape == (64,)
+    for part, told in (("format", "format="), ("rows", "KeyError"), ("texts", "KeyError")):
+        manifest = json.loads((tmp_path / "dump" / "manifest.json").read_text())
+        manifest.pop(part)
+        manifest |= {"format": "other"} if part == "format" else {}
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=told):
+            load(tmp_path / part)
+
+
+def test_stages_are_chosen_and_bad_choices_refused(tmp_path: Path) -> None:
+    record = StageRecord((1, 2))
+    for stage in ("target.layers.3", "target.layers.13", "target.logits", "draft.logits", "draft.keys"):
+        record.add(stage, [Row((1,))], np.zeros((1, 2), np.float32))
+    for names, kept in {
+        ("layers",): 2, ("layers.3",): 1, ("logits",): 2, ("draft.logits", "keys"): 2, ("draft",): 2, (): 5,
+    }.items():  # fmt: skip
+        assert len(record.only(names).stages) == kept, names
+    for fields, told in (
+        ({"stages": ("attention",)}, "stages='attention'"), ({"reference": "vllm"}, "reference='vllm'"),
+        ({"length": 3}, "length=3"), ({"prompt": ""}, "prompt="),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=told):
+            ParityChoice(**fields)  # type: ignore[arg-type]
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(ValueError, match="dump="):
+        ParityChoice(dump=tmp_path)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path)
+    alone = named(pair.target, None, NATIVE)
+    with pytest.raises(ValueError, match="there is no draft"):
+        compare_pair(alone, ParityChoice("eager"))
+    with pytest.raises(ValueError, match="length=500: the target has 512 positions"):
+        compare_pair(pair, ParityChoice("eager", length=500))
+    with pytest.raises(ValueError, match="have none of them in common"):
+        compare_pair(pair, ParityChoice("eager", stages=("attn_out",), length=8))
+    found = beside_references(observe(alone, PROMPT[:8]), alone, ParityChoice("both"))
+    assert found.is_good and {stage.stage.partition(".")[0] for stage in found.stages} == {"target"}
