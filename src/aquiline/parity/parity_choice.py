@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aquiline.config import check
-from aquiline.parity.record import MANIFEST, check_names, models_of
 from aquiline.settings import setting
 
 DUMP, MIN_LENGTH = "dump:", 4
@@ -29,6 +28,8 @@ class ParityChoice:
     dump: Path | None = setting(None, "Also write what this run computed to a new directory, as a dump.")
 
     def __post_init__(self) -> None:
+        from aquiline.parity.record import MANIFEST, check_names  # reads arrays, which --help must not wait for
+
         ok = self.reference in REFERENCES or self.reference.startswith(DUMP)
         check(ok, "reference", self.reference, f"must be one of {', '.join(REFERENCES)}, or dump:DIR")
         ok = MIN_LENGTH <= self.length <= 4096
@@ -40,4 +41,6 @@ class ParityChoice:
 
     def compares(self, model: str, reference: str) -> bool:
         """Whether stages of a model, target or draft, are to be compared with that reference."""
+        from aquiline.parity.record import models_of
+
         return self.reference in ("both", reference) and model in models_of(self.stages)
