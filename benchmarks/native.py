@@ -21,6 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from aquiline.backends.cpu import buffers, calls, native, native_weights
+from aquiline.backends.cpu.native_pages import new_pages
 from aquiline.blocks import BLOCK_TYPES, FLOATS, Array, Parts, in_memory
 from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
@@ -119,6 +120,15 @@ def random_values(*shape: int) -> Array:
     return np.random.default_rng(1).standard_normal(shape, np.float32).astype(FLOATS["bfloat16"])
 
 
+def keys_in_codes(num_pages: int, layers: int, kv_heads: int, dim: int) -> KVGroup:
+    """Pages of 64 keys and values in eight bits, random and with one scale."""
+    kv, rng = new_pages(num_pages, layers, kv_heads, dim, 64, "int8"), np.random.default_rng(1)
+    assert kv.k_scales is not None and kv.v_scales is not None
+    kv.k[:], kv.v[:] = rng.integers(1, 256, kv.k.shape, np.uint8), rng.integers(-127, 128, kv.v.shape, np.int8)
+    kv.k_scales[:] = kv.v_scales[:] = 0.02
+    return kv
+
+
 def tree_rows(table: np.ndarray, num: int, context: int) -> Rows:
     """`num` rows as a verify step has them: a root at `context` with num - 1 children, each with its own path."""
     rows = Rows(max(num, 1), 8, table)
@@ -177,15 +187,20 @@ def bench_forwards() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def bench_attention(context: int, arithmetic: str) -> dict[str, dict[str, float]]:
-    """Microseconds of one layer's attention over `context` keys, beside the bytes of those keys.
+    """Microseconds of one layer's attention over `context` keys, beside the bytes of those keys, bfloat16, or eight
+    bits if the arithmetic is int8.
 
     Layers are visited in turn so that the keys come from memory."""
     heads, kv_heads, dim, layers = 16, 8, 64, max(2, CACHE_BYTES // (2 * context * 8 * 64 * 2))
-    v = random_values(context // 64 + 2, layers, kv_heads, 64, dim)
-    kv = KVGroup(v.copy().reshape(-1, layers, kv_heads, 4, dim, 16), v)
-    table = np.arange(v.shape[0], dtype=np.int32)[None].copy()
+    num_pages = context // 64 + 2
+    if arithmetic == "int8":
+        kv = keys_in_codes(num_pages, layers, kv_heads, dim)
+    else:
+        v = random_values(num_pages, layers, kv_heads, 64, dim)
+        kv = KVGroup(v.copy().reshape(-1, layers, kv_heads, 4, dim, 16), v)
+    table = np.arange(num_pages, dtype=np.int32)[None].copy()
     described = buffers.describe_kv(kv)
-    num_bytes = 2 * context * kv_heads * dim * 2
+    num_bytes = 2 * context * kv_heads * (dim + 4 if arithmetic == "int8" else 2 * dim)
     results = {}
     for num in (1, 4, 8, 16):
         rows = tree_rows(table, num, context)
@@ -255,7 +270,7 @@ def main() -> None:
         report["forward"] = bench_forwards()
         for context in (2048, 8192):
             print(f"attention: 16/8 heads of 64, {context} keys")
-            for arithmetic in arithmetics():
+            for arithmetic in (*arithmetics(), "int8"):
                 report[f"attention_{context}_{arithmetic}"] = bench_attention(context, arithmetic)
         for vocab, hidden in ((4096, 384), (151936, 256)):
             print(f"head: vocabulary {vocab}, hidden {hidden}, one row")

@@ -289,21 +289,30 @@ int head_topk(TopKJob job) {
   return 0;
 }
 
+// Keys lie in groups of 16, values in groups of kFour: 4 for codes, of which a key's lie in words of 4 channels.
 template <class T>
 void move_keys(const AqKV& kv, const int32_t* table, int src, int dst) {
+  constexpr int kFour = host::kIsSame<T, Code> ? 4 : 1;
   const size_t page = (size_t)kv.page_size * kv.head_dim;
   const auto base = [&](int layer, int head, int index) {
     return (((size_t)table[index / kv.page_size] * kv.num_layers + layer) * kv.num_kv_heads + head) * page;
   };
-  const auto key = [&](int index) { return (size_t)(index % kv.page_size / 16) * 16 * kv.head_dim + index % 16; };
-  const auto value = [&](int index) { return (size_t)(index % kv.page_size) * kv.head_dim; };
+  const auto key = [&](int index) {
+    return (size_t)(index % kv.page_size / 16) * 16 * kv.head_dim + index % 16 * kFour;
+  };
+  const auto value = [&](int index) {
+    return (size_t)(index % kv.page_size / kFour * kFour) * kv.head_dim + index % kFour;
+  };
   for (int layer = 0; layer < kv.num_layers; layer++)
     for (int head = 0; head < kv.num_kv_heads; head++) {
       const size_t from = base(layer, head, src), to = base(layer, head, dst);
-      const T* k = (const T*)kv.k + from + key(src);
-      T* new_k = (T*)kv.k + to + key(dst);
-      for (int d = 0; d < kv.head_dim; d++) new_k[d * 16] = k[d * 16];
-      memcpy((T*)kv.v + to + value(dst), (const T*)kv.v + from + value(src), kv.head_dim * sizeof(T));
+      const T *k = (const T*)kv.k + from + key(src), *v = (const T*)kv.v + from + value(src);
+      T *new_k = (T*)kv.k + to + key(dst), *new_v = (T*)kv.v + to + value(dst);
+      for (int d = 0; d < kv.head_dim; d += kFour) memcpy(new_k + d * 16, k + d * 16, kFour * sizeof(T));
+      for (int d = 0; d < kv.head_dim; d++) new_v[d * kFour] = v[d * kFour];
+      if (kFour == 1) continue;
+      const size_t old_scale = from / kv.head_dim + src % kv.page_size, scale = to / kv.head_dim + dst % kv.page_size;
+      kv.k_scales[scale] = kv.k_scales[old_scale], kv.v_scales[scale] = kv.v_scales[old_scale];
     }
 }
 

@@ -19,7 +19,7 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h and lookup/lookup.h too: backends/cpu/native.py
 // computes it from its mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0x5d9b2e9cu
+#define AQ_ABI 0x45c5679bu
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -83,9 +83,13 @@ typedef struct {
   const int32_t* capture;          // ascending layer indices; features[r] = their outputs, concatenated
 } AqModel;
 
-// k [page][layer][kv_head][page_size / 16][head_dim][16], v [page][layer][kv_head][page_size][head_dim]
+// k [page][layer][kv_head][page_size / 16][head_dim][16], v [page][layer][kv_head][page_size][head_dim], of floats. In
+// int8: k [page][layer][kv_head][page_size / 16][head_dim / 4][16][4] of codes plus 128, v
+// [page][layer][kv_head][page_size / 4][head_dim][4] of codes, and k_scales and v_scales
+// [page][layer][kv_head][page_size], which are NULL for floats.
 typedef struct {
   void *k, *v;
+  float *k_scales, *v_scales;
   int32_t num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype;
 } AqKV;
 
@@ -160,7 +164,8 @@ int aq_swiglu(const float* gate_up, int32_t rows, int32_t width, float* y);  // 
 int aq_rope(float* x, const int32_t* positions, const float* inv_freq, float scale, int32_t rows, int32_t heads,
             int32_t head_dim);
 int aq_write_kv(const AqKV*, int32_t layer, const AqRows*, const float* k, const float* v);
-// arithmetic: 0 for float32, 2 for the second arithmetic. A forward uses the second one if its output projection does.
+// arithmetic: 0 for float32, and for keys in int8, which are multiplied as integers; 2 for the second arithmetic. A
+// forward uses the second one if its output projection does.
 int aq_attention(const AqKV*, int32_t layer, const AqRows*, const float* q, int32_t num_heads, float scale,
                  int32_t window, const float* sinks, int32_t arithmetic, float* out);
 int aq_exp_log(const float* x, int32_t count, float* exps, float* logs);  // logs[i] = 0 where x[i] <= 0

@@ -233,10 +233,15 @@ int check_kv(const AqKV* kv, int num_kv_heads, int head_dim) {
   AQ_TRY(check_pointer("kv", kv, alignof(AqKV)));
   size_t size = 0;
   host::with_keys(kv->dtype, [&](auto* element) { size = sizeof *element; });
-  const auto is_wanted = [](auto format) { return decltype(format)::kHoldsKeys; };
+  const auto is_wanted = [](auto format) { return !host::kIsSame<typename decltype(format)::Key, void>; };
   AQ_REQUIRE(size > 0, "kv.dtype=%d: must be one of %s", kv->dtype, codes_of(is_wanted).c_str());
   AQ_TRY(check_pointer("kv.k", kv->k, size));
   AQ_TRY(check_pointer("kv.v", kv->v, size));
+  if (host::holds_codes(kv->dtype)) {
+    AQ_TRY(check_pointer("kv.k", kv->k, sizeof(uint32_t)));
+    AQ_TRY(check_pointer("kv.k_scales", kv->k_scales, sizeof(float)));
+    AQ_TRY(check_pointer("kv.v_scales", kv->v_scales, sizeof(float)));
+  }
   AQ_REQUIRE(kv->num_layers > 0, "kv.num_layers=%d: must be positive", kv->num_layers);
   AQ_REQUIRE(kv->num_pages > 0, "kv.num_pages=%d: must be positive", kv->num_pages);
   AQ_REQUIRE(kv->page_size > 0 && kv->page_size % 16 == 0, "kv.page_size=%d: must be a positive multiple of 16",

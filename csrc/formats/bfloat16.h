@@ -29,7 +29,7 @@ AQ_INLINE void narrow(float x, Rounded* y) {
 struct Bfloat16 : Format {
   static constexpr const char* kName = "bfloat16";
   using Element = Rounded;
-  static constexpr bool kHoldsKeys = true;
+  using Key = Rounded;
   static constexpr int kSourceBytes = 2, kAlignment = 2;
 
   struct Step {

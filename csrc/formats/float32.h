@@ -7,7 +7,7 @@ namespace AQ_NAMESPACE {
 struct Float32 : Format {
   static constexpr const char* kName = "float32";
   using Element = float;
-  static constexpr bool kHoldsKeys = true;
+  using Key = float;
   static constexpr int kSourceBytes = 4, kAlignment = 4;
 
   struct Step {

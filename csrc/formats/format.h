@@ -18,7 +18,8 @@
 //   Input                   what the weights multiply
 //   Element                 one number, where rows of numbers (embeddings) are stored so: load(const Element*) exists;
 //                           void for linears only
-//   kHoldsKeys              keys and values may be stored so: store(Element*, Vec) and narrow(float, Element*) exist
+//   Key                     what keys and values are stored as: a float with store(Key*, Vec) and narrow(float, Key*),
+//                           or Code (kernels/attention_codes.h); void for weights only
 #pragma once
 #include "api/aquiline.h"
 #include "api/check.h"
@@ -37,7 +38,7 @@ struct Format {
   using Sum = InOrder;
   using Input = float;
   using Element = void;
-  static constexpr bool kHoldsKeys = false;
+  using Key = void;
   static constexpr int kParts = 1;
   static constexpr int kRows = 6;  // rows of a tile
   static constexpr int kScaleBytes = 0;  // per output, behind all steps

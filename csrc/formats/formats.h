@@ -38,7 +38,8 @@ template <class F> AQ_INLINE bool with_elements(int dtype, const F& f) {
 template <class F> AQ_INLINE bool with_keys(int dtype, const F& f) {
   bool found = false;
   with_format(dtype, [&](auto format) {
-    if constexpr (decltype(format)::kHoldsKeys) f((const typename decltype(format)::Element*)nullptr), found = true;
+    using Key = typename decltype(format)::Key;
+    if constexpr (!kIsSame<Key, void>) f((const Key*)nullptr), found = true;
   });
   return found;
 }
@@ -65,11 +66,14 @@ template <class Input> AQ_INLINE bool takes(int dtype) {
 }
 AQ_INLINE bool takes_rounded(int dtype) { return takes<Pair>(dtype); }
 AQ_INLINE bool takes_codes(int dtype) { return takes<Codes>(dtype); }
-// Whether keys stored as dtype can be multiplied in the second arithmetic.
-AQ_INLINE bool holds_rounded(int dtype) {
-  bool holds = false;
-  with_keys(dtype, [&](auto* element) { holds = kIsSame<decltype(element), const Rounded*>; });
-  return holds;
+// Whether keys and values of dtype are stored as Key.
+template <class Key> AQ_INLINE bool holds(int dtype) {
+  bool same = false;
+  with_keys(dtype, [&](auto* element) { same = kIsSame<decltype(element), const Key*>; });
+  return same;
 }
+// Whether keys stored as dtype can be multiplied in the second arithmetic.
+AQ_INLINE bool holds_rounded(int dtype) { return holds<Rounded>(dtype); }
+AQ_INLINE bool holds_codes(int dtype) { return holds<aq::Code>(dtype); }
 
 }  // namespace AQ_NAMESPACE

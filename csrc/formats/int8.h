@@ -7,6 +7,7 @@ namespace AQ_NAMESPACE {
 
 struct Int8 : Format {
   static constexpr const char* kName = "int8";
+  using Key = aq::Code;
   static constexpr int kSourceBytes = 1, kAlignment = 4;
   static constexpr int kScaleBytes = sizeof(float);
 

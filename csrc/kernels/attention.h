@@ -7,11 +7,13 @@
 // may be computed by different workers.
 //
 // A block in the context is read in place, and once for all rows and heads of a tile that see the same of its
-// positions. A block that reaches into tails is gathered row by row (attention_keys.h).
+// positions. A block that reaches into tails is gathered row by row (attention_keys.h). Keys in eight bits are
+// multiplied as integers (attention_codes.h), in one tile for rows that see different positions of a block.
 #pragma once
 #include "attention_block.h"
 #include "attention_keys.h"
 #include "linear.h"
+#include "round.h"
 
 namespace AQ_NAMESPACE {
 
@@ -64,8 +66,10 @@ struct TileWork {
   const AttentionJob& job;
   const aq::Tile& tile;
   const int head, dim, group, queries;
+  static constexpr bool kIsCoded = kIsSame<S, Code>;
   const Pages<S> pages;
-  float* q;       // [queries, dim], or pairs of the second arithmetic
+  float* q;       // [queries, dim], or pairs of the second arithmetic, or what `coded` points to
+  aq::CodedQueries coded;
   S* gathered;    // [kGroups][dim][16]
   Pair* paired;   // keys, then values of a block in pairs
   State span_state, total;
@@ -79,6 +83,9 @@ struct TileWork {
         queries(t.num_rows * group),
         pages(*j.kv, j.layer, kv_head, j.rows->page_table + (size_t)j.rows->slots[t.row] * j.rows->table_stride) {
     q = workspace;
+    coded.words = (uint32_t*)q, coded.scales = q + (size_t)kTileQueries * dim / 4;
+    coded.minus = (int32_t*)coded.scales + kTileQueries;
+    coded.from = coded.minus + kTileQueries, coded.to = coded.from + kTileQueries;
     gathered = (S*)(q + (size_t)kTileQueries * dim);
     float* rest = (float*)(gathered + AQ_BLOCK * dim * (sizeof(float) / sizeof(S)));
     span_state = State{rest, rest + kTileQueries, rest + 2 * kTileQueries};
@@ -88,17 +95,34 @@ struct TileWork {
     for (int r = 0; r < t.num_rows; r++) {
       const float* from = j.q + (size_t)(t.row + r) * j.q_stride + (size_t)kv_head * group * dim;
       const size_t at = (size_t)r * group * dim;
+      if constexpr (kIsCoded) {
+        for (int i = 0; i < group; i++) round_query(r * group + i, from + (size_t)i * dim);
+        continue;
+      }
       if (!j.is_dot) memcpy(q + at, from, (size_t)group * dim * sizeof(float));
       for (int i = 0; j.is_dot && i < group * dim; i += 16) store((Rounded*)q + at + i, load(from + i));
     }
   }
 
+  void round_query(int query, const float* from) {
+    int8_t* codes = (int8_t*)(coded.words + (size_t)query * (dim / 4));
+    coded.scales[query] = head_codes(from, dim, codes) * job.scale;
+    int32_t sum = 0;
+    for (int d = 0; d < dim; d++) sum += codes[d];
+    coded.minus[query] = -sum;
+  }
+
   Path path(int r) const { return Path(*job.rows, tile.row + r, job.window); }
+
+  bool is_in_place(int r, int block) const {
+    const Path own = path(r);
+    return own.is_in_place(block) || (kIsCoded && own.is_in_order(block));
+  }
 
   void run_block(int block) {
     for (int r = 0; r < tile.num_rows;) {
       int end = r;
-      while (end < tile.num_rows && path(end).is_in_place(block)) end++;
+      while (end < tile.num_rows && is_in_place(end, block)) end++;
       if (end > r) run_in_place(block, r, end);
       else run_gathered(block, end++);
       r = end;
@@ -110,10 +134,20 @@ struct TileWork {
     if (own.from(block) >= own.to(block)) return;
     Keys<S> keys;
     gather(pages, own, block, gathered, &keys);
-    update(row, 1, keys);
+    update(row, 1, keys, block);
   }
 
-  // Rows [first, end) read the block in place. Rows that see the same positions are computed together.
+  // Whether a row is computed together with the rows before it, of which `keys` says what they see: if it sees the same
+  // positions or, of codes, any.
+  bool joins(const Path& own, int block, Keys<S>* keys) const {
+    const int from = own.from(block), to = own.to(block);
+    if (!kIsCoded || keys->from >= keys->to) return from == keys->from && to == keys->to;
+    if (from >= to) return false;
+    keys->from = from < keys->from ? from : keys->from, keys->to = to > keys->to ? to : keys->to;
+    return true;
+  }
+
+  // Rows [first, end) read the block in place.
   void run_in_place(int block, int first, int end) {
     Keys<S> keys;
     int from = AQ_BLOCK, to = 0;
@@ -127,17 +161,29 @@ struct TileWork {
     for (int r = first; r < end;) {
       keys.from = path(r).from(block), keys.to = path(r).to(block);
       int rows = 1;
-      while (r + rows < end && path(r + rows).from(block) == keys.from && path(r + rows).to(block) == keys.to) rows++;
-      if (keys.from < keys.to) update(r, rows, keys);
+      while (r + rows < end && joins(path(r + rows), block, &keys)) rows++;
+      if (keys.from < keys.to) update(r, rows, keys, block);
       r += rows;
     }
   }
 
-  void update(int row, int rows, const Keys<S>& keys) {
+  void update(int row, int rows, const Keys<S>& keys, int block) {
     const State s = offset(span_state, row * group, dim);
     const size_t at = (size_t)row * group * dim;
-    if (job.is_dot) dot_update((const Pair*)q + at / 2, rows * group, keys, s);
-    else block_update(q + at, rows * group, dim, keys, job.scale, s);
+    if constexpr (kIsCoded) {
+      const int first = row * group;
+      for (int r = row; r < row + rows; r++) {
+        const Path own = path(r);
+        for (int i = r * group; i < (r + 1) * group; i++) coded.from[i] = own.from(block), coded.to[i] = own.to(block);
+      }
+      const aq::CodedQueries own{coded.words + at / 4, coded.scales + first, coded.minus + first, coded.from + first,
+                                 coded.to + first};
+      aq::integer_tiles->attention(own, rows * group, dim, keys, s.maximum, s.sum, s.accumulator);
+    } else if (job.is_dot) {
+      dot_update((const Pair*)q + at / 2, rows * group, keys, s);
+    } else {
+      block_update(q + at, rows * group, dim, keys, job.scale, s);
+    }
   }
 
   void dot_update(const Pair* from, int count, const Keys<Rounded>& keys, State s) {

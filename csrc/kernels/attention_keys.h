@@ -5,6 +5,7 @@
 namespace AQ_NAMESPACE {
 
 using aq::AttentionJob;
+using aq::Code;
 using aq::kSpan;
 
 // The range of positions a row sees, and the KV index of each.
@@ -26,6 +27,13 @@ struct Path {
   bool sees_all(int block) const { return low <= block && block + AQ_BLOCK <= high; }
   // Whether what the row sees of a block lies in the context.
   bool is_in_place(int block) const { return block + AQ_BLOCK <= context_len || high == context_len; }
+  // Whether what the row sees of a block lies where the context would have it: rows of a chain do.
+  bool is_in_order(int block) const {
+    const int end = high < block + AQ_BLOCK ? high : block + AQ_BLOCK;
+    for (int position = context_len > block ? context_len : block; position < end; position++)
+      if (tail[position - context_len] != position) return false;
+    return true;
+  }
 };
 
 // Where the keys of one layer and head lie.
@@ -35,6 +43,7 @@ struct Pages {
   const int32_t* table;
   int page_size, dim;
   size_t page_stride;  // of all layers
+  const float *k_scales, *v_scales;  // of keys in eight bits
 
   Pages(const AqKV& kv, int layer, int head, const int32_t* page_table)
       : table(page_table),
@@ -43,10 +52,16 @@ struct Pages {
         page_stride((size_t)kv.num_layers * kv.num_kv_heads * kv.page_size * kv.head_dim) {
     const size_t base = ((size_t)layer * kv.num_kv_heads + head) * page_size * dim;
     k = (const S*)kv.k + base, v = (const S*)kv.v + base;
+    k_scales = v_scales = nullptr;
+    if constexpr (kIsSame<S, Code>) k_scales = kv.k_scales + base / dim, v_scales = kv.v_scales + base / dim;
   }
   size_t page(int index) const { return table[index / page_size] * page_stride; }
   const S* key_group(int index) const { return k + page(index) + (size_t)(index % page_size / 16) * 16 * dim; }
+  // Of floats: the values of an index. Of codes: fours of indices, [4][dim][4], from a multiple of 16 on.
   const S* value(int index) const { return v + page(index) + (size_t)(index % page_size) * dim; }
+
+  // The place of an index among scales.
+  size_t scale(int index) const { return page(index) / dim + index % page_size; }
 
   // Fetches the first keys and values of a path from position `first` on, as many as two blocks have.
   void fetch(const Path& path, int first) const {
@@ -98,6 +113,40 @@ static void read_in_place(const Pages<S>& pages, int block, int from, int to, in
     keys->next_k[g] = pages.key_group(next + g * 16), keys->next_v[g] = pages.value(next + g * 16);
     const S* v = pages.value(block + g * 16);
     for (int j = 0; j < 16; j++) keys->v[g * 16 + j] = v + j * pages.dim;
+  }
+}
+
+// A block of codes that reaches into the tail of a row is copied to `gathered`, keys, values and their scales, each as
+// [kGroups][16] of them.
+static void gather(const Pages<Code>& pages, const Path& path, int block, Code* gathered, Keys<Code>* keys) {
+  keys->from = path.from(block), keys->to = path.to(block);
+  const size_t size = (size_t)16 * pages.dim;
+  Code* values = gathered + kGroups * size;
+  float *k_scales = (float*)(values + kGroups * size), *v_scales = k_scales + AQ_BLOCK;
+  for (int g = 0; g < kGroups; g++) {
+    keys->k[g] = gathered + g * size, keys->v[g] = values + g * size;
+    keys->k_scales[g] = k_scales + g * 16, keys->v_scales[g] = v_scales + g * 16;
+    keys->next_k[g] = pages.k, keys->next_v[g] = pages.v;  // nothing worth fetching
+  }
+  for (int j = keys->from; j < keys->to; j++) {
+    const int index = path.index(block + j), group = index / 16 * 16;
+    const uint32_t* k = (const uint32_t*)pages.key_group(index) + index % 16;
+    uint32_t* new_k = (uint32_t*)(gathered + j / 16 * size) + j % 16;
+    for (int d = 0; d < pages.dim / 4; d++) new_k[d * 16] = k[d * 16];
+    const Code* v = pages.value(group) + (size_t)(index % 16 / 4 * 4) * pages.dim + index % 4;
+    Code* new_v = values + (size_t)(j / 4 * 4) * pages.dim + j % 4;
+    for (int d = 0; d < pages.dim; d++) new_v[d * 4] = v[d * 4];
+    k_scales[j] = pages.k_scales[pages.scale(index)], v_scales[j] = pages.v_scales[pages.scale(index)];
+  }
+}
+
+static void read_in_place(const Pages<Code>& pages, int block, int from, int to, int next, Keys<Code>* keys) {
+  for (int g = from / 16; g * 16 < to; g++) {
+    const int index = block + g * 16, later = next + g * 16;
+    keys->k[g] = pages.key_group(index), keys->v[g] = pages.value(index);
+    keys->k_scales[g] = pages.k_scales + pages.scale(index), keys->v_scales[g] = pages.v_scales + pages.scale(index);
+    keys->next_k[g] = pages.key_group(later), keys->next_v[g] = pages.value(later);
+    prefetch(pages.k_scales + pages.scale(later)), prefetch(pages.v_scales + pages.scale(later));
   }
 }
 

@@ -25,22 +25,31 @@ static void rotate(float* x, const float* cosine, const float* sine, int half) {
   }
 }
 
-template <class S>
-static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key,
-                      const float* value) {
-  const Pages<S> pages(kv, layer, head, rows.page_table + (size_t)rows.slots[row] * rows.table_stride);
-  const int index = rows.write[row];
+template <class S> static void store_key(const Pages<S>& pages, int index, const float* key, const float* value) {
   S* k = const_cast<S*>(pages.key_group(index)) + index % 16;
   S* v = const_cast<S*>(pages.value(index));
-  for (int d = 0; d < kv.head_dim; d++) narrow(key[d], k + d * 16);
-  for (int d = 0; d < kv.head_dim; d++) narrow(value[d], v + d);
+  for (int d = 0; d < pages.dim; d++) narrow(key[d], k + d * 16);
+  for (int d = 0; d < pages.dim; d++) narrow(value[d], v + d);
+}
+
+static void store_key(const Pages<Code>& pages, int index, const float* key, const float* value) {
+  alignas(64) uint32_t words[aq::kMaxHeadDim / 4];
+  const size_t scale = pages.scale(index);
+  const_cast<float*>(pages.k_scales)[scale] = head_codes(key, pages.dim, (int8_t*)words);
+  uint32_t* k = (uint32_t*)const_cast<Code*>(pages.key_group(index)) + index % 16;
+  for (int i = 0; i < pages.dim / 4; i++) k[i * 16] = words[i] ^ 0x80808080u;
+  const_cast<float*>(pages.v_scales)[scale] = head_codes(value, pages.dim, (int8_t*)words);
+  Code* v = const_cast<Code*>(pages.value(index / 4 * 4)) + index % 4;
+  for (int d = 0; d < pages.dim; d++) v[d * 4] = Code{((const uint8_t*)words)[d]};
 }
 
 static void store_key(const AqKV& kv, int layer, int head, const AqRows& rows, int row, const float* key,
                       const float* value) {
   if (rows.write[row] < 0) return;
-  with_keys(kv.dtype,
-            [&](auto* element) { store_key<ValueOf<decltype(element)>>(kv, layer, head, rows, row, key, value); });
+  with_keys(kv.dtype, [&](auto* element) {
+    const int32_t* table = rows.page_table + (size_t)rows.slots[row] * rows.table_stride;
+    store_key(Pages<ValueOf<decltype(element)>>(kv, layer, head, table), rows.write[row], key, value);
+  });
 }
 
 // Writes the residual stream of one row and, for a draft, its first input: [norm of the embedding; norm of g]. g may be

@@ -1,5 +1,7 @@
-// The tiles of the third arithmetic, compiled once per instruction set that has integer dot products (setup.py).
+// What integer dot products compute, compiled once per instruction set that has them (setup.py): the tiles of the third
+// arithmetic, and attention over keys in eight bits.
 #include "integer.h"
+#include "attention_codes.h"
 
 namespace AQ_NAMESPACE {
 
@@ -17,6 +19,6 @@ template <int code = 0> static aq::TileFunction integer_tile_of(int dtype) {
 }
 
 extern const aq::IntegerTiles kIntegerTiles;
-const aq::IntegerTiles kIntegerTiles = {integer_tile_of<>, kIntegerRows};
+const aq::IntegerTiles kIntegerTiles = {integer_tile_of<>, kIntegerRows, coded_update};
 
 }  // namespace AQ_NAMESPACE

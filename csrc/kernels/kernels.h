@@ -44,13 +44,6 @@ extern const bool kHasDot;
 void dot_tile(int rows, const void* w, int num_blocks, int steps, const void* x, size_t stride, size_t next,
               float* sums);
 
-// The tiles of the third arithmetic: that of a format, and its rows at most. From integer.cpp.
-struct IntegerTiles {
-  TileFunction (*of)(int dtype);
-  int rows;
-};
-extern const IntegerTiles* integer_tiles;  // of the instruction set in use; api.cpp
-
 constexpr int kGroups = AQ_BLOCK / 16;
 
 // The keys of one block that a row sees: positions [from, to) of it. k[g]: [dim][16] of a group, v[j]: [dim].
@@ -62,6 +55,35 @@ struct Keys {
   const S* v[AQ_BLOCK];
   int from, to;
 };
+
+// Keys in eight bits, by groups of 16: k[g] [dim / 4][16][4] and v[g] [4][dim][4] in fours of channels and of
+// positions, a scale for each key and each value. A query sees positions within [from, to).
+template <> struct Keys<Code> {
+  const Code *k[kGroups], *v[kGroups], *next_k[kGroups], *next_v[kGroups];
+  const float *k_scales[kGroups], *v_scales[kGroups];
+  int from, to;
+};
+
+// Queries in eight bits: words [queries][dim / 4] of four codes, scales with the scale of the softmax in them, and
+// minus the sum of the codes. Query i sees positions [from[i], to[i]) of the block, which are not empty.
+struct CodedQueries {
+  uint32_t* words;
+  float* scales;
+  int32_t *minus, *from, *to;
+};
+
+// block_update of attention_block.h over keys in eight bits. From integer.cpp.
+using CodedBlock = void (*)(const CodedQueries& q, int queries, int dim, const Keys<Code>& keys, float* maximum,
+                            float* sum, float* accumulator);
+
+// What integer dot products compute, from integer.cpp: the tile of a format in the third arithmetic, its rows at most,
+// and a block of attention.
+struct IntegerTiles {
+  TileFunction (*of)(int dtype);
+  int rows;
+  CodedBlock attention;
+};
+extern const IntegerTiles* integer_tiles;  // of the instruction set in use; api.cpp
 
 // block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values.
 // From dot.cpp.

@@ -33,4 +33,22 @@ AQ_INLINE void store_codes(Codes* to, const float* from, int count) {
   for (int i = 0; i < count; i += 32) store_codes(to + i / 32, load(from + i), load(from + i + 16));
 }
 
+// One head of a query, key or value as integers by the same rule, with one scale. Returns the scale.
+AQ_INLINE float head_codes(const float* from, int dim, int8_t* codes) {
+  Vec most = zero(), differences = zero();
+  for (int d = 0; d < dim; d += 16) {
+    const Vec x = load(from + d);
+    most = max(most, size_of(x)), differences = add(differences, sub(x, x));
+  }
+  const float amax = max_lanes(most);
+  const bool is_odd = any(is_nan(differences));
+  if (is_odd || !(amax >= 0x1p-120f)) {
+    memset(codes, 0, dim);
+    return is_odd ? __builtin_nanf("") : 0.0f;
+  }
+  const Vec factor = set1(127.0f / amax);
+  for (int d = 0; d < dim; d += 16) bstore(codes + d, nearest(mul(load(from + d), factor)));
+  return amax / 127.0f;
+}
+
 }  // namespace AQ_NAMESPACE

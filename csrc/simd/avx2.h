@@ -104,6 +104,10 @@ AQ_INLINE IVec dot(IVec sum, IVec codes, uint32_t x) {
   return IVec{_mm256_dpbusd_avx_epi32(sum.lo, codes.lo, v), _mm256_dpbusd_avx_epi32(sum.hi, codes.hi, v)};
 }
 AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) { return dot(sum, codes, x); }
+AQ_INLINE IVec dot_signed(IVec sum, IVec codes, uint32_t x) {
+  const __m256i v = _mm256_set1_epi32((int)x);
+  return IVec{_mm256_dpbusd_avx_epi32(sum.lo, v, codes.lo), _mm256_dpbusd_avx_epi32(sum.hi, v, codes.hi)};
+}
 #else
 constexpr int kByteBias = 0;
 AQ_INLINE __m256i dot(__m256i sum, __m256i codes, __m256i x) {
@@ -122,6 +126,10 @@ AQ_INLINE __m256i dot_bytes(__m256i sum, __m256i codes, __m256i x) {
 AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) {
   const __m256i v = _mm256_set1_epi32((int)x);
   return IVec{dot_bytes(sum.lo, codes.lo, v), dot_bytes(sum.hi, codes.hi, v)};
+}
+AQ_INLINE IVec dot_signed(IVec sum, IVec codes, uint32_t x) {
+  const __m256i v = _mm256_set1_epi32((int)x);
+  return IVec{dot(sum.lo, v, codes.lo), dot(sum.hi, v, codes.hi)};
 }
 #endif
 template <int N> AQ_INLINE IVec shl(IVec a) { AQ_BOTH(IVec, _mm256_slli_epi32, N); }

@@ -52,6 +52,9 @@ AQ_INLINE IVec dot(IVec sum, IVec codes, uint32_t x) {
   return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32((int)x));
 }
 AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) { return dot(sum, codes, x); }
+AQ_INLINE IVec dot_signed(IVec sum, IVec codes, uint32_t x) {
+  return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32((int)x), codes);
+}
 #endif
 template <int N> AQ_INLINE IVec shl(IVec a) { return _mm512_slli_epi32(a, N); }
 template <int N> AQ_INLINE IVec shr(IVec a) { return _mm512_srli_epi32(a, N); }

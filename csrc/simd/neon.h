@@ -112,6 +112,7 @@ AQ_INLINE IVec dot(IVec sum, IVec codes, uint32_t x) {
   return IVec{dot(sum.p0, codes.p0, v), dot(sum.p1, codes.p1, v), dot(sum.p2, codes.p2, v), dot(sum.p3, codes.p3, v)};
 }
 AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) { return dot(sum, ixor(codes, iset1(0x80808080)), x); }
+AQ_INLINE IVec dot_signed(IVec sum, IVec codes, uint32_t x) { return dot(sum, codes, x); }
 AQ_INLINE Mask sign_bit(IVec a) {
   const IVec b = iset1(0x80000000);
   AQ_TWO(Mask, vcgeq_u32);

@@ -92,6 +92,10 @@ AQ_INLINE IVec dot_bytes(IVec sum, IVec codes, uint32_t x) {
   for (int j = 0; j < 4; j++) sum += (((codes >> (8 * j)) & 255) - 128) * (uint32_t)(int32_t)(int8_t)(x >> (8 * j));
   return sum;
 }
+AQ_INLINE IVec dot_signed(IVec sum, IVec codes, uint32_t x) {
+  for (int j = 0; j < 4; j++) sum += (IVec)((Mask)(codes << (24 - 8 * j)) >> 24) * ((x >> (8 * j)) & 255);
+  return sum;
+}
 AQ_INLINE IVec iselect(Mask m, IVec yes, IVec no) { return m ? yes : no; }
 AQ_INLINE Mask sign_bit(IVec a) { return (Mask)a < 0; }
 AQ_INLINE Vec to_float(IVec a) { return __builtin_convertvector((Mask)a, Vec); }

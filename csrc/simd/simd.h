@@ -18,6 +18,7 @@
 //   dot dot_bytes            integer dot products of four bytes a lane with the four signed bytes of a word x: sum plus
 //                            code * x for unsigned codes below 128 (dot), plus (code - 128 + kByteBias) * x for all
 //                            (dot_bytes). avx512.h has them only where it is compiled with AVX512_VNNI.
+//   dot_signed               the other way round: sum plus code * x for signed codes and a word of unsigned x below 128
 //   nibble                   the i-th four bits of each lane, two's complement, as a float
 //   sum_lanes max_lanes      of 16 lanes by one merge tree: halves with halves
 #pragma once

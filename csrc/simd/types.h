@@ -27,4 +27,9 @@ struct Unpaired {
   uint16_t bits;
 };
 
+// A channel of a key or a value in eight bits: of a key the code plus 128, of a value the code in two's complement.
+struct Code {
+  uint8_t bits;
+};
+
 }  // namespace aq

@@ -110,6 +110,10 @@ class PairConfig:
         "auto", "float32; bfloat16, faster where the CPU has AVX512_BF16; int8 for int8, int4 and packed weights, "
         "fastest; auto: by the storage and the CPU, always the same.", MODEL,
     )  # fmt: skip
+    kv_dtype: str = setting(
+        "auto", "Keys and values: float32, bfloat16, or int8, half the bytes of bfloat16 and multiplied as integers; "
+        "auto: float32 beside float32 weights, else bfloat16.", MODEL,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.target is None and self.draft is not None:

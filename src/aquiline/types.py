@@ -39,6 +39,9 @@ checked every token of the other two."""
 KEY_GROUP = 16
 """Keys are stored transposed in groups of this many, so that one vector register holds one channel of 16 keys."""
 
+CODE_GROUP = 4
+"""Codes of eight bits are stored in words of this many: channels of a key, or values of one channel."""
+
 
 @dataclass(frozen=True, eq=False)
 class KVGroup:
@@ -46,15 +49,20 @@ class KVGroup:
 
     k [P, L, Hkv, page_size / 16, Dh, 16]: transposed in groups of KEY_GROUP keys; v [P, L, Hkv, page_size, Dh]. All
     layers of a page lie together, so that a short text touches little memory, however many layers and pages there are.
-    Values outside the written indices are undefined and never read into a result."""
+    Values outside the written indices are undefined and never read into a result.
+
+    In int8, k [P, L, Hkv, page_size / 16, Dh / 4, 16, 4] holds codes plus 128, uint8, v [P, L, Hkv, page_size / 4, Dh,
+    4] codes, int8, and k_scales and v_scales [P, L, Hkv, page_size] a float32 scale for each of them."""
 
     k: Array
     v: Array
+    k_scales: Float32 | None = None
+    v_scales: Float32 | None = None
 
     @property
     def page_size(self) -> int:
         """KV indices of one page."""
-        return int(self.v.shape[3])
+        return int(self.k.shape[3]) * KEY_GROUP
 
     @property
     def num_pages(self) -> int:

@@ -201,8 +201,9 @@ def poison(backend: CpuBackend) -> None:
     """Storage that nobody has written holds no numbers."""
     groups = [backend.kv] if backend.draft_kv is None else [backend.kv, backend.draft_kv]
     for group in groups:
-        group.k.fill(float("nan"))
-        group.v.fill(float("nan"))
+        for storage in (group.k, group.v, group.k_scales, group.v_scales):
+            if storage is not None:
+                storage.fill(77 if storage.dtype.kind in "iu" else float("nan"))
     if backend.fused is not None:
         backend.fused[:] = np.nan
 

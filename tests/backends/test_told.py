@@ -110,7 +110,7 @@ def test_a_steps_tokens_do_not_depend_on_storage_of_other_pages() -> None:
     [
         ("float32", "auto", "float32", (1024, 512)), ("bfloat16", "auto", "bfloat16", (512, 384)),
         ("float32", "bfloat16", "bfloat16", (512, 384)), ("bfloat16", "float32", "float32", (1024, 512)),
-        ("int8", "auto", "bfloat16", (512, 384)),
+        ("int8", "auto", "bfloat16", (512, 384)), ("float32", "int8", "int8", (320, 336)),
     ],
 )  # fmt: skip
 def test_storage_of_keys_and_values(dtype: str, kv_dtype: str, stored: str, sizes: tuple[int, int]) -> None:
@@ -119,7 +119,7 @@ def test_storage_of_keys_and_values(dtype: str, kv_dtype: str, stored: str, size
     own = CpuPair(*weights_of(decoder, head), dtype, "float32", kv_dtype)
     assert own.kv_dtype == stored and own.kv_bytes_per_token() == sizes
     player = Player(own)
-    assert player.backend.kv.k.dtype.name == stored
+    assert player.backend.kv.v.dtype.name == stored
     texts = [player.add(words(40), WAYS[name]) for name in ("none", "chain3", "deep")]
     player.run(20)
     assert len({tuple(text.output[:20]) for text in texts}) == 1
@@ -128,7 +128,7 @@ def test_storage_of_keys_and_values(dtype: str, kv_dtype: str, stored: str, size
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_dtype": "float16"}, "kv_dtype='float16': must be one of auto, float32, bfloat16"),
+        ({"kv_dtype": "float16"}, "kv_dtype='float16': must be one of auto, float32, bfloat16, int8"),
         ({"arithmetic": "float16"}, "arithmetic='float16': must be one of auto, float32, bfloat16"),
         ({"arithmetic": "bfloat16"}, "arithmetic='bfloat16': needs dtype='bfloat16', and dtype is 'float32'"),
     ],

@@ -292,7 +292,7 @@ def test_devices() -> None:
     for device in ("tpu", "cuda:0") if not torch.cuda.is_available() else ("tpu",):
         with pytest.raises(ValueError, match=f"device='{device}': torch has no such device here"):
             TorchPair(*weights_of(*tiny_pair()), "float32", device=device)
-    with pytest.raises(ValueError, match="kv_dtype='float16': must be one of auto, float32, bfloat16"):
+    with pytest.raises(ValueError, match="kv_dtype='float16': must be one of auto, float32, bfloat16, int8"):
         TorchPair(*weights_of(*tiny_pair()), "float32", kv_dtype="float16")
 
 

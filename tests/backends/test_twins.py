@@ -83,6 +83,27 @@ def test_targets_of_other_families(dtype: str, name: str) -> None:
     assert texts[0] == texts[1], "no near tie in this fixture"
 
 
+@pytest.mark.parametrize("name", ["biases and sinks", "gemma3"])
+def test_keys_in_eight_bits(name: str) -> None:
+    """Hidden states within what a weight that falls on the other side of a half may change, and the same texts: paths
+    that move, prompts in chunks, windows and sinks, drafts in the same storage."""
+    config = dataclasses.replace(TINY, **TARGETS[name])
+    hidden, texts = [], []
+    for pair in (
+        CpuPair(*weights_of(*tiny_pair(7, config)), "float32", kv_dtype="int8"),
+        TorchPair(*weights_of(*tiny_pair(7, config)), "float32", "int8"),
+    ):
+        player = Player(pair, num_slots=2)
+        for way in ("chain3", "dynamic"):
+            player.add(words(40, 5), WAYS[way], SAMPLED)
+        player.run(12)
+        texts.append([(text.tokens, text.trees) for text in player.texts])
+        hidden.append(pair.open(player.sizes).score([np.array(words(40), np.int32)]).hidden.copy())
+        assert pair.kv_dtype == "int8" and pair.kv_bytes_per_token() == CpuPair.kv_bytes_per_token(pair)  # type: ignore[arg-type]
+    np.testing.assert_allclose(*hidden, rtol=0, atol=1e-2 * np.abs(hidden[0]).max())
+    assert texts[0] == texts[1], "no near tie in this fixture"
+
+
 @pytest.mark.parametrize("kind", [CpuPair, TorchPair])
 def test_a_step_and_its_outcome_can_be_sent_to_another_process(kind: type[CpuPair] | type[TorchPair]) -> None:
     """Prompts in chunks, chains, trees and copies, log-probabilities, rules, and the verified trees."""

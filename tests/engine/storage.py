@@ -22,8 +22,12 @@ def keys_and_values(kv: KVGroup, pages: list[int], first: int, end: int) -> list
     """Those of KV indices [first, end) of whoever has these pages."""
     index = np.arange(first, end)
     page, place = np.array(pages)[index // kv.page_size], index % kv.page_size
-    keys = kv.k[page, :, :, place // 16, :, place % 16]
-    return [t.astype(np.float32) for t in (keys, kv.v[page, :, :, place])]
+    if kv.k_scales is None:
+        keys, values = kv.k[page, :, :, place // 16, :, place % 16], kv.v[page, :, :, place]
+        return [t.astype(np.float32) for t in (keys, values)]
+    keys, values = kv.k[page, :, :, place // 16, :, place % 16], kv.v[page, :, :, place // 4, ..., place % 4]
+    scales = [s[page, :, :, place] for s in (kv.k_scales, kv.v_scales) if s is not None]
+    return [t.astype(np.float32) for t in (keys, values, *scales)]
 
 
 def target_stored(engine: Engine, pages: list[int], end: int) -> list[np.ndarray]:
@@ -43,8 +47,9 @@ def draft_stored(engine: Engine, pages: list[int], first: int, end: int) -> list
 def fill(llm: LLM, value: float) -> None:
     """Let all storage hold one value, NaN for instance: what nobody has written must not be read."""
     backend = native(llm.engine)
-    for storage in (backend.kv.k, backend.kv.v, backend.draft_kv.k, backend.draft_kv.v):
-        storage.fill(value)
+    for kv in (backend.kv, backend.draft_kv):
+        for storage in (kv.k, kv.v) if kv.k_scales is None else (kv.k_scales, kv.v_scales):
+            storage.fill(value)
     backend.fused.fill(value)
 
 

@@ -122,14 +122,16 @@ def golden_draft(target: ModelWeights) -> DraftWeights:
     return DraftWeights(TINY_DRAFT, model, fc, np.arange(num_ids, dtype=np.int64))
 
 
-def golden_llm(dtype: str, arithmetic: str, config: ModelConfig = TINY) -> LLM:
+def golden_llm(dtype: str, arithmetic: str, config: ModelConfig = TINY, kv_dtype: str = "auto") -> LLM:
     target = golden_target(config)
-    models = from_weights(target, golden_draft(target), None, Loading(dtype, arithmetic), Environment.read())
+    models = from_weights(target, golden_draft(target), None, Loading(dtype, arithmetic, kv_dtype), Environment.read())
     return LLM.from_models(models, engine_config(4))
 
 
-def observe(dtype: str = "bfloat16", arithmetic: str = "float32", config: ModelConfig = TINY) -> dict[str, object]:
-    llm = golden_llm(dtype, arithmetic, config)
+def observe(
+    dtype: str = "bfloat16", arithmetic: str = "float32", config: ModelConfig = TINY, kv_dtype: str = "auto"
+) -> dict[str, object]:
+    llm = golden_llm(dtype, arithmetic, config, kv_dtype)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, TINY.vocab_size, n).tolist() for n in (70, 3)]
     found: dict[str, object] = {}

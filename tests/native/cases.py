@@ -32,6 +32,7 @@ from aquiline.types import Rows
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 import native_calls as ops
 from blocks import WIDTHS, random_blocks
+from codes import CodedCache
 from test_expert_rows import GPT_OSS, with_experts
 from test_forward import TOKENS, chunk_rows, like_gemma, new_kv, random_weights, run
 from test_sampling import sampling
@@ -123,11 +124,12 @@ def drawing(recorder: Recorder) -> None:
 
 
 def attention(recorder: Recorder) -> None:
-    """Trees and chunks over more than a span, with windows, sinks and both key dtypes."""
-    for dtype in (torch.float32, torch.bfloat16):
+    """Trees and chunks over more than a span, with windows, sinks and all key dtypes."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
         recorder.label(f"attention over {dtype} keys")
         length, kv_heads, dim = 700, 2, 32
-        cache = ops.Cache.new(length + 8, kv_heads, dim, 32, dtype)
+        in_codes = dtype == torch.int8
+        cache = CodedCache.new(708, 2, dim, 32) if in_codes else ops.Cache.new(708, 2, dim, 32, dtype)
         cache.write(
             0, np.arange(length + 8), floats(length + 8, kv_heads, dim), floats(length + 8, kv_heads, dim, seed=1)
         )
@@ -155,7 +157,7 @@ def forwards(recorder: Recorder) -> None:
             if (arithmetic, quantised) == ("int8", None):
                 weights = in_parts(weights)
             model = calls.NativeModel(weights, arithmetic, quantised)
-            kv, table = new_kv(weights)
+            kv, table = new_kv(weights, dtype=torch.int8 if quantised == "int8" else torch.bfloat16)
             g = floats(140, weights.config.hidden_size, seed=4) if is_draft else None
             prompt = chunk_rows(table, TOKENS, 0, 120)
             hidden, _ = run(model, kv, prompt, features=0 if is_draft else 2, g=g)
@@ -222,11 +224,11 @@ def steps(recorder: Recorder) -> None:
     }  # fmt: skip
     prompts = [np.random.default_rng(i).integers(1, 90, n).tolist() for i, n in enumerate((70, 3))]
     ways = (NoDraft(), Chain(3), Static(), Dynamic(depth=3, top_k=3, num_nodes=12))
-    for dtype, arithmetic in (("bfloat16", "float32"), ("int4", "int8")):
+    for dtype, arithmetic, kv_dtype in (("bfloat16", "float32", "auto"), ("int4", "int8", "int8")):
         decoder, head = tiny_pair()
         for module in (decoder, head):
             round_to(module, torch.bfloat16)
-        models = from_modules(decoder, head, None, Loading(dtype, arithmetic), Environment(None, 1))
+        models = from_modules(decoder, head, None, Loading(dtype, arithmetic, kv_dtype), Environment(None, 1))
         for most in (1, 8):
             llm = LLM.from_models(models, engine_config(4, num_pages=24, num_continuous_decode_steps=most))
             for drafting in ways if most == 1 else ways[:2]:

@@ -70,9 +70,13 @@ def scale_bytes(n: int, k: int, dtype: int) -> int:
     return {"int8": n * WORD, "int4": n * k // 32 * 2}[native.FORMATS[dtype].removesuffix("_dot")]
 
 
+def num_keys(kv: AqKV) -> int:
+    return int(kv.num_layers * kv.num_pages * kv.page_size * kv.num_kv_heads)
+
+
 def key_bytes(kv: AqKV) -> int:
     """Of all keys of a cache, and of all values."""
-    return int(kv.num_layers * kv.num_pages * kv.page_size * kv.num_kv_heads * kv.head_dim * ELEMENT_BYTES[kv.dtype])
+    return num_keys(kv) * kv.head_dim * (ELEMENT_BYTES | {native.INT8: 1})[kv.dtype]
 
 
 def embed_bytes(model: AqModel) -> int:
@@ -102,7 +106,10 @@ FIELDS: dict[type[ctypes.Structure], dict[str, Size]] = {
         "capture": lambda s, _: s.num_capture * WORD,
     },
     AqMlp: {"experts": lambda *_: 1},
-    AqKV: {"k": lambda s, _: key_bytes(s), "v": lambda s, _: key_bytes(s)},
+    AqKV: {
+        **{name: lambda s, _: key_bytes(s) for name in ("k", "v")},
+        **{name: lambda s, _: num_keys(s) * WORD for name in ("k_scales", "v_scales")},
+    },
     AqRows: {
         **{name: lambda s, _: s.num_rows * WORD for name in ROWS_ARRAYS},
         "tail": lambda s, _: s.num_rows * s.tail_stride * WORD,

@@ -9,12 +9,13 @@ from native_calls import ISAS, bits, draw, forward_some, guess, move_kv, parts, 
 from test_sampling import best_two, reference_draws, sampling
 
 from aquiline.backends.cpu import calls
+from aquiline.backends.cpu.native_pages import new_pages
 from aquiline.backends.torch import reference as ref
 from aquiline.errors import NativeError
 from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights
 from aquiline.ops.torch_arrays import array_of
-from aquiline.types import KVGroup, Rows
+from aquiline.types import Rows
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 64, 4, 2, 32, 96, 203
 SCALED = {"factor": 1.0, "attention_factor": 1.1, "original_max_position_embeddings": 400.0}
@@ -72,10 +73,11 @@ def random_weights(dtype=torch.bfloat16, layers=3, draft=False, extras=False):
 
 
 def new_kv(weights, pages=12, page_size=16, dtype=torch.bfloat16):
-    layers = len(weights.layers)
-    k = torch.full((pages, layers, KV_HEADS, page_size // 16, DIM, 16), float("nan"), dtype=dtype)
-    v = torch.full((pages, layers, KV_HEADS, page_size, DIM), float("nan"), dtype=dtype)
-    return KVGroup(array_of(k), array_of(v)), np.random.default_rng(0).permutation(pages).astype(np.int32)[None].copy()
+    name = str(dtype).removeprefix("torch.")
+    kv = new_pages(pages, len(weights.layers), KV_HEADS, DIM, page_size, name)
+    for array in (kv.k, kv.v) if kv.k_scales is None else (kv.k_scales, kv.v_scales):
+        array.fill(np.nan)
+    return kv, np.random.default_rng(0).permutation(pages).astype(np.int32)[None].copy()
 
 
 def reference_forward(w, tokens, positions, paths, g=None, kv_dtype=torch.bfloat16):
@@ -244,12 +246,13 @@ def test_bits_do_not_depend_on_chunks_threads_or_isa(kind, codes):
     check_same_bits(calls.NativeModel(w, "int8" if codes else "float32", codes), w)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("root", [15, 16, 62, 63, 64, 65, 100])
-def test_tree_equals_sequences_decoded_alone_and_moving_its_path_keeps_them_equal(root):
+def test_tree_equals_sequences_decoded_alone_and_moving_its_path_keeps_them_equal(root, stored):
     """A root with two children and a grandchild below the second; then the winning path made contiguous."""
     w = random_weights(extras=True)
     model = calls.NativeModel(w)
-    kv, table = new_kv(w)
+    kv, table = new_kv(w, dtype=stored)
     run(model, kv, chunk_rows(table, TOKENS, 0, root))
     tokens = np.array([TOKENS[root], 7, 8, 9, 10], np.int32)
     paths = [(root,), (root, root + 1), (root, root + 2), (root, root + 2, root + 3)]
@@ -259,7 +262,7 @@ def test_tree_equals_sequences_decoded_alone_and_moving_its_path_keeps_them_equa
         rows.context_len[i], rows.tail_len[i] = root, len(path)
         rows.tail[i, : len(path)] = path
     tree, _ = run(model, kv, rows)
-    alone, alone_table = new_kv(w)
+    alone, alone_table = new_kv(w, dtype=stored)
     sequence = np.concatenate([TOKENS[:root], tokens[[0, 2, 3, 4]]])
     run(model, alone, chunk_rows(alone_table, sequence, 0, root))
     decoded = [run(model, alone, chunk_rows(alone_table, sequence, root + i, 1))[0][0] for i in range(4)]

@@ -84,7 +84,7 @@ def test_kv_of_another_shape_or_dtype():
     w = random_weights()
     kv, table = new_kv(w)
     rows = chunk_rows(table, TOKENS, 0, 2)
-    with pytest.raises(ValueError, match="stores keys and values in float32 or bfloat16"):
+    with pytest.raises(ValueError, match="stores keys and values in float32, bfloat16 or int8"):
         run(calls.NativeModel(w), replace(kv, k=kv.k.astype(np.float16), v=kv.v.astype(np.float16)), rows)
     with pytest.raises(NativeError, match=r"kv\.num_layers=2: the model has 3"):
         run(calls.NativeModel(w), replace(kv, k=kv.k[:, :2].copy(), v=kv.v[:, :2].copy()), rows)

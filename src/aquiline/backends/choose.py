@@ -5,7 +5,13 @@ from __future__ import annotations
 import logging
 
 from aquiline.backends.base import Pair
-from aquiline.backends.cpu.native_pair import CpuPair, configure, missing_reason, resolve_arithmetic
+from aquiline.backends.cpu.native_pair import (
+    CpuPair,
+    configure,
+    missing_reason,
+    resolve_arithmetic,
+    resolve_kv_dtype,
+)
 from aquiline.config import Environment
 from aquiline.errors import NativeError
 from aquiline.models.model_weights import DraftWeights, ModelWeights
@@ -18,13 +24,15 @@ def runs_natively(device: str, environment: Environment) -> bool:
     return device == "cpu" and missing_reason(environment) is None
 
 
-def path_of(device: str, arithmetic: str, dtype: str, environment: Environment) -> tuple[str, str]:
-    """The names of the backend and of the arithmetic that run weights stored as `dtype`, before anything is loaded.
+def path_of(device: str, arithmetic: str, kv_dtype: str, dtype: str, environment: Environment) -> dict[str, str]:
+    """How weights stored as `dtype` run, before anything is loaded: the names of the backend (path), of the arithmetic
+    and of the storage of keys and values (kv_dtype).
 
-    Raises ValueError for an arithmetic that cannot run."""
+    Raises ValueError for an arithmetic or a kv_dtype that cannot run."""
+    how = {"path": "torch", "arithmetic": "float32", "kv_dtype": resolve_kv_dtype(kv_dtype, dtype)}
     if runs_natively(device, environment):
-        return CpuPair.name, resolve_arithmetic(arithmetic, dtype)
-    return "torch", "float32"
+        how |= {"path": CpuPair.name, "arithmetic": resolve_arithmetic(arithmetic, dtype)}
+    return how
 
 
 def new_pair(

@@ -13,7 +13,7 @@ from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import DefaultGroup, ListCommand, named, wide_console
 from aquiline.config import PairConfig
 
-PAIR = Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic"))
+PAIR = Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic", "kv_dtype"))
 
 
 @with_options

@@ -29,7 +29,7 @@ Examples:
 @with_options
 def profile(
     *,
-    pair: Annotated[PairConfig, Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic"))],
+    pair: Annotated[PairConfig, Fields(only=("target", "draft", "dtype", "draft_dtype", "arithmetic", "kv_dtype"))],
     choice: DraftingChoice,
     context: Annotated[int, typer.Option(help="Prompt tokens, of real text.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,

@@ -81,7 +81,8 @@ class LLM:
     `drafting`: the way to draft; by default Adaptive() if a draft is loaded, else none. `dtype`: how weights are
     stored: bfloat16, float16, float32, int8, int4, or "packed", as a GGUF file has them. "auto" is "packed" for a GGUF
     file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and int4 beside packed blocks.
-    `kv_dtype`: how keys and values are stored; "auto" is float32 beside float32 weights, else bfloat16. `arithmetic`:
+    `kv_dtype`: how keys and values are stored: float32, bfloat16 or int8, which takes half the bytes of bfloat16, is
+    multiplied as integers and gives other texts; "auto" is float32 beside float32 weights, else bfloat16. `arithmetic`:
     "float32" gives the same text on every x86 and Arm CPU. "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16,
     also rounds activations. It is faster. The text is the same with and without speculation, but differs from that of
     float32. "int8", for int8, int4 and packed weights, rounds activations to integers. It is the fastest and gives the

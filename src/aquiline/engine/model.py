@@ -193,7 +193,9 @@ class ResolvedPair:
         """The checkpoints of a pair that settings name, without a draft model that `drafting` does not use. Raises as
         `find`."""
         named, overrides = checkpoints(pair.target, pair.draft), DraftOverrides(pair.capture, pair.norm_feedback)
-        asked = Loading(pair.dtype, pair.arithmetic, overrides=overrides, draft_dtype=pair.draft_dtype)
+        asked = Loading(
+            pair.dtype, pair.arithmetic, pair.kv_dtype, overrides=overrides, draft_dtype=pair.draft_dtype
+        )  # fmt: skip
         draft = named.draft if drafting is None or drafting.needs_draft_model else None
         return cls.find(named.target, draft, asked, Environment.read())
 
@@ -204,7 +206,7 @@ class ResolvedPair:
         Loads nothing, so that results of another pair are refused before weights are read. Raises CheckpointError for a
         checkpoint that cannot be read, ValueError for settings that this machine does not have."""
         dtype, overrides = self.how.dtype, self.asked.overrides
-        path, arithmetic = path_of("cpu", self.asked.arithmetic, dtype, self.environment)
+        path = path_of("cpu", self.asked.arithmetic, self.asked.kv_dtype, dtype, self.environment)
         draft: object = None
         if drafting.needs_draft_model and self.draft is not None:
             config = read_draft_config(
@@ -214,7 +216,7 @@ class ResolvedPair:
         elif drafting.is_speculative:
             draft = drafting.as_dict()
         target = fingerprint(self.target)
-        return {"target": target, "draft": draft, "dtype": dtype, "arithmetic": arithmetic, "path": path}
+        return {"target": target, "draft": draft, "dtype": dtype, **path}
 
     def load(self) -> LoadedModels:
         """Load and pack the models.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from aquiline.blocks import FLOATS
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -70,6 +72,12 @@ class ModelConfig:
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of these numbers: in int8 with a float32 scale for each key and each value of a head."""
+        if kv_dtype == "int8":
+            return self.kv_values_per_token + self.kv_values_per_token // self.head_dim * 4
+        return self.kv_values_per_token * FLOATS[kv_dtype].itemsize
 
     @property
     def attention_scale(self) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.backends.cpu.native import AqKV, AqRows
+from aquiline.backends.cpu.native import INT8, AqKV, AqRows
 from aquiline.backends.cpu.native_weights import kv_code
-from aquiline.types import KEY_GROUP, KVGroup, Rows
+from aquiline.types import CODE_GROUP, KEY_GROUP, Float32, KVGroup, Rows
 
 ROWS_ARRAYS = ("tokens", "positions", "slots", "write", "key_start", "context_len", "tail", "tail_len", "page_table")
 
@@ -33,14 +33,28 @@ def pointer(array: NDArray[Any]) -> int:
 
 def describe_kv(kv: KVGroup) -> AqKV:
     """A KVGroup as the library sees it. Raises ValueError for arrays that do not belong together."""
-    num_pages, num_layers, heads, page_size, dim = kv.v.shape
-    expected = (num_pages, num_layers, heads, page_size // KEY_GROUP, dim, KEY_GROUP)
-    if tuple(kv.k.shape) != expected:
-        raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected} beside v {tuple(kv.v.shape)}")
-    if not (kv.k.flags.c_contiguous and kv.v.flags.c_contiguous and kv.k.dtype == kv.v.dtype):
-        raise ValueError("KVGroup.k and v must be contiguous and of one dtype")
     dtype = kv_code("KVGroup.k", kv.k)
-    return AqKV(pointer(kv.k), pointer(kv.v), num_layers, num_pages, page_size, heads, dim, dtype)
+    in_codes = dtype == INT8
+    num_pages, num_layers, heads, page_size, dim = kv.v.shape[:5]
+    fours: tuple[int, ...] = ()
+    if in_codes:
+        page_size, dim, fours = page_size * CODE_GROUP, dim // CODE_GROUP * CODE_GROUP, (CODE_GROUP,)
+    expected = (num_pages, num_layers, heads, page_size // KEY_GROUP, dim // (CODE_GROUP if in_codes else 1), KEY_GROUP)
+    if tuple(kv.k.shape) != expected + fours or kv.v.shape[5:] != fours:
+        raise ValueError(f"KVGroup.k is {tuple(kv.k.shape)}: must be {expected + fours} beside v {tuple(kv.v.shape)}")
+    if not (kv.k.flags.c_contiguous and kv.v.flags.c_contiguous and (in_codes or kv.k.dtype == kv.v.dtype)):
+        raise ValueError("KVGroup.k and v must be contiguous and of one dtype")
+    scales: list[int | None] = [None, None]
+    if in_codes:
+        places = (num_pages, num_layers, heads, page_size)
+        scales = [_scales(f"KVGroup.{name}", getattr(kv, name), places) for name in ("k_scales", "v_scales")]
+    return AqKV(pointer(kv.k), pointer(kv.v), *scales, num_layers, num_pages, page_size, heads, dim, dtype)
+
+
+def _scales(name: str, scales: Float32 | None, shape: tuple[int, ...]) -> int:
+    if scales is None or scales.shape != shape:
+        raise ValueError(f"{name} is {None if scales is None else scales.shape}: must be {shape} beside keys in int8")
+    return address(name, scales, np.float32)
 
 
 def describe_rows(rows: Rows) -> AqRows:

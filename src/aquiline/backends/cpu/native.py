@@ -108,8 +108,7 @@ class AqKV(Structure):
     """The pages of one KVGroup."""
 
     _fields_ = [
-        ("k", c_void_p),
-        ("v", c_void_p),
+        *((n, c_void_p) for n in ("k", "v", "k_scales", "v_scales")),
         *((n, c_int32) for n in ("num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim", "dtype")),
     ]
 

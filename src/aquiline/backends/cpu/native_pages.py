@@ -9,12 +9,27 @@ import numpy as np
 
 from aquiline.blocks import FLOATS, Array
 from aquiline.models.model_config import ModelConfig
-from aquiline.types import KEY_GROUP, KVGroup
+from aquiline.types import CODE_GROUP, KEY_GROUP, KVGroup
+
+KV_DTYPES = ("float32", "bfloat16", "int8")
+"""How keys and values may be stored. int8: codes of eight bits, with a float32 scale for each key and each value."""
 
 
 def new_group(config: ModelConfig, num_pages: int, page_size: int, kv_dtype: str) -> KVGroup:
     """Uninitialised storage for a model's keys and values: memory is touched only when a page is first written."""
-    L, Hkv, Dh, dtype = config.num_layers, config.num_kv_heads, config.head_dim, FLOATS[kv_dtype]
+    return new_pages(num_pages, config.num_layers, config.num_kv_heads, config.head_dim, page_size, kv_dtype)
+
+
+def new_pages(num_pages: int, L: int, Hkv: int, Dh: int, page_size: int, kv_dtype: str) -> KVGroup:
+    """The same for that many layers, heads and channels."""
+    if kv_dtype == "int8":
+        codes, scales = (num_pages, L, Hkv, page_size // KEY_GROUP), (num_pages, L, Hkv, page_size)
+        return KVGroup(
+            _uninitialised((*codes, Dh // CODE_GROUP, KEY_GROUP, CODE_GROUP), np.dtype(np.uint8)),
+            _uninitialised((num_pages, L, Hkv, page_size // CODE_GROUP, Dh, CODE_GROUP), np.dtype(np.int8)),
+            *(_uninitialised(scales, np.dtype(np.float32)) for _ in range(2)),
+        )
+    dtype = FLOATS[kv_dtype]
     return KVGroup(
         k=_uninitialised((num_pages, L, Hkv, page_size // KEY_GROUP, Dh, KEY_GROUP), dtype),
         v=_uninitialised((num_pages, L, Hkv, page_size, Dh), dtype),

@@ -12,9 +12,10 @@ from aquiline.backends.cpu.buffers import address
 from aquiline.backends.cpu.calls import NativeModel
 from aquiline.backends.cpu.native import AqFusion
 from aquiline.backends.cpu.native_backend import CpuBackend
+from aquiline.backends.cpu.native_pages import KV_DTYPES
 from aquiline.backends.cpu.native_text_index import NativeIndex
 from aquiline.backends.cpu.native_weights import Arena, PackedLinear
-from aquiline.blocks import FLOATS, PACKED, Array
+from aquiline.blocks import PACKED, Array
 from aquiline.config import Environment
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
@@ -23,8 +24,6 @@ from aquiline.ops.quantise import QUANTISED
 from aquiline.ops.threads import usable_cores
 from aquiline.spec.match_events import MatchEvents
 from aquiline.types import Float32, Int32, storage_dtype
-
-KV_DTYPES = {name: FLOATS[name] for name in ("float32", "bfloat16")}
 
 
 def missing_reason(environment: Environment) -> str | None:
@@ -131,11 +130,10 @@ class CpuPair:
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
         """Bytes that one token takes in the pages: the target's; the draft's, its fused features included."""
-        dtype = KV_DTYPES[self.kv_dtype]
         draft = 0
         if self.draft is not None:
-            draft = self.draft.model.kv_values_per_token * dtype.itemsize + 4 * self.draft.model.hidden_size
-        return self.target.kv_values_per_token * dtype.itemsize, draft
+            draft = self.draft.model.kv_bytes_per_token(self.kv_dtype) + 4 * self.draft.model.hidden_size
+        return self.target.kv_bytes_per_token(self.kv_dtype), draft
 
     def free_bytes(self) -> int:
         """Free memory of this machine."""

@@ -42,9 +42,10 @@ def float_code(name: str, dtype: str) -> int:
 
 def kv_code(name: str, keys: Array) -> int:
     """The library's code of the dtype of keys and values. Raises ValueError for a dtype it does not store them in."""
-    if keys.dtype.name not in ("float32", "bfloat16"):
-        raise ValueError(f"{name} is {keys.dtype}: the native path stores keys and values in float32 or bfloat16")
-    return _CODES[keys.dtype.name]
+    codes = {"float32": native.FLOAT32, "bfloat16": native.BFLOAT16, "uint8": native.INT8}
+    if keys.dtype.name not in codes:
+        raise ValueError(f"{name} is {keys.dtype}: the native path stores keys and values in float32, bfloat16 or int8")
+    return codes[keys.dtype.name]
 
 
 def check_dot(name: str, weight: Weight, arithmetic: str, dtype: str | None) -> None:

@@ -73,6 +73,47 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | Non
     return torch.einsum("ht,thd->hd", probs, v).reshape(-1)
 
 
+def head_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads x [..., Dh] in eight bits: codes [..., Dh], whole numbers in float32, and scales [...] by which they are
+    multiplied. Dust becomes zeros, and the scale of a head with a NaN or an infinity NaN."""
+    amax = x.abs().amax(-1)
+    is_odd, is_zero = ~torch.isfinite(x).all(-1), ~(amax >= 2.0**-120)
+    factor = (127 / amax).masked_fill(is_odd | is_zero, 0)
+    codes = torch.nan_to_num(torch.round(x * factor[..., None]), nan=0.0)
+    return codes, (amax / 127).masked_fill(is_zero, 0).masked_fill(is_odd, math.nan)
+
+
+def coded_softmax(
+    scores: Tensor, v_scales: Tensor, positions: Tensor, visible: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """What the codes of values are multiplied with, [..., T], from scores [..., T] of keys at absolute positions, whole
+    weights of seven bits within blocks of 64: see csrc/kernels/attention_codes.h. The other arguments are broadcast to
+    the scores; sinks [..., 1] are logits that join the denominator only."""
+    scores = scores.masked_fill(~visible, -math.inf)
+    blocks = (positions // 64).expand(scores.shape)
+    num_blocks = int(positions.max()) // 64 + 1
+
+    def per_block(x: Tensor, least: float) -> Tensor:
+        """The maximum of x within each key's block, for every key."""
+        found = x.new_full((*x.shape[:-1], num_blocks), least).scatter_reduce(-1, blocks, x, "amax")
+        return found.gather(-1, blocks)
+
+    top = per_block(scores, -math.inf)
+    e = torch.exp(scores - top).masked_fill(~visible, 0)
+    product = e * v_scales.expand(scores.shape).masked_fill(~visible, 0)
+    most = per_block(product, 0.0)
+    is_nothing = most < 2.0**-100
+    weights = torch.round(product * (127 / most)).masked_fill(is_nothing, 0) * (most / 127)
+    highest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks)
+    shrunk = torch.exp(top - highest).masked_fill(~visible, 0)
+    total = (e * shrunk).sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - highest)
+    return weights * shrunk / total
+
+
 def lowbias32(x: Tensor) -> Tensor:
     """A 32-bit mixing function on int64 tensors holding uint32 values. Source: C. Wellons, hash-prospector."""
     x = x ^ (x >> 16)

@@ -10,19 +10,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.backends.torch import reference as ops
 from aquiline.models.model_config import ModelConfig
 
 
 class TorchPages:
-    """Keys and values of one model: k and v [L, places, Hkv, Dh], place = page * page_size + offset."""
+    """Keys and values of one model: k and v [L, places, Hkv, Dh], place = page * page_size + offset. In torch.int8 they
+    are codes, and k_scales and v_scales [L, places, Hkv] what these are multiplied by."""
 
     def __init__(self, config: ModelConfig, num_places: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = config.num_layers, num_places + 1, config.num_kv_heads, config.head_dim
+        self.in_codes = dtype == torch.int8
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        scales = shape[:3] if self.in_codes else (0, 0)
+        self.k_scales, self.v_scales = (torch.zeros(scales, device=device) for _ in range(2))
+
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v [n, Hkv, Dh] at places [n] of a layer, rounded to the dtype."""
+        for values, stored, scales in ((k, self.k, self.k_scales), (v, self.v, self.v_scales)):
+            if self.in_codes:
+                values, scales[layer, places] = ops.head_codes(values.float())
+            stored[layer, places] = values.to(stored.dtype)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy places source [n] to places target [n] in all layers. All are read before any is written."""
-        for kv in (self.k, self.v):
+        for kv in (self.k, self.v, self.k_scales, self.v_scales)[: 4 if self.in_codes else 2]:
             kv[:, target] = kv[:, source]
 
 
@@ -52,29 +64,36 @@ class PagedAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [R, Hq, Dh], k and v [R, Hkv, Dh] -> [R, Hq * Dh]; stores k and v first."""
-        keys, values = self.storage.k[layer], self.storage.v[layer]
-        keys[self.write], values[self.write] = k.to(keys.dtype), v.to(values.dtype)
+        self.storage.write(layer, self.write, k, v)
         outputs, first = [], 0
         for block in self.blocks:
             num = block.tokens.numel()
-            outputs.append(self._attend(layer, block, q[first : first + num], keys, values, sinks))
+            outputs.append(self._attend(layer, block, q[first : first + num], sinks))
             first += num
         return torch.cat(outputs)
 
-    def _attend(
-        self, layer: int, block: RowBlock, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def _attend(self, layer: int, block: RowBlock, q: Tensor, sinks: Tensor | None) -> Tensor:
         b, n, _ = block.visible.shape
-        heads = self.config.num_kv_heads
+        heads, scale = self.config.num_kv_heads, self.config.head_dim**-0.5
         grouped = q.float().view(b, n, heads, -1, self.config.head_dim)
-        k, v = keys[block.read].float(), values[block.read].float()  # [b, T, Hkv, Dh]
-        scores = torch.einsum("bnhgd,bthd->bnhgt", grouped, k) * self.config.head_dim**-0.5
+        k, v = (kv[layer, block.read].float() for kv in (self.storage.k, self.storage.v))  # [b, T, Hkv, Dh]
         visible = block.visible
         if window := self.config.window(layer):
             visible = visible & (block.key_order[:, None] > block.order[..., None] - window)
-        scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
-        if sinks is not None:  # as a key of their own, which has no value
-            column = sinks.float().view(heads, -1, 1).expand(b, n, heads, -1, 1)
-            scores = torch.cat((scores, column), dim=-1)
-        probs = torch.softmax(scores, dim=-1)[..., : k.shape[1]]
+        visible = visible[:, :, None, None]
+        column = None if sinks is None else sinks.float().view(heads, -1, 1).expand(b, n, heads, -1, 1)
+        if self.storage.in_codes:
+            grouped, own = ops.head_codes(grouped)
+            k_scales, v_scales = (
+                s[layer, block.read].mT[:, None, :, None] for s in (self.storage.k_scales, self.storage.v_scales)
+            )
+            scores = torch.einsum("bnhgd,bthd->bnhgt", grouped, k) * ((own * scale)[..., None] * k_scales)
+            positions = block.key_order[:, None, None, None]
+            probs = ops.coded_softmax(scores, v_scales, positions, visible, column)
+        else:
+            scores = torch.einsum("bnhgd,bthd->bnhgt", grouped, k) * scale
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if column is not None:  # as a key of their own, which has no value
+                scores = torch.cat((scores, column), dim=-1)
+            probs = torch.softmax(scores, dim=-1)[..., : k.shape[1]]
         return torch.einsum("bnhgt,bthd->bnhgd", probs, v).reshape(b * n, -1)

@@ -17,7 +17,7 @@ from aquiline.ops.quantise import LINEARS, QUANTISED
 from aquiline.spec.match_events import MatchEvents
 from aquiline.spec.text_index import SuffixIndex
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class TorchPair:
@@ -63,12 +63,11 @@ class TorchPair:
         return SuffixIndex(min_length, events)
 
     def kv_bytes_per_token(self) -> tuple[int, int]:  # noqa: D102
-        itemsize = KV_DTYPES[self.kv_dtype].itemsize
-        target, draft = self.target.kv_values_per_token * itemsize, 0
+        draft = 0
         if self.draft is not None:
             model = self.draft.model
-            draft = model.kv_values_per_token * itemsize + model.hidden_size * torch.float32.itemsize
-        return target, draft
+            draft = model.kv_bytes_per_token(self.kv_dtype) + model.hidden_size * torch.float32.itemsize
+        return self.target.kv_bytes_per_token(self.kv_dtype), draft
 
     def free_bytes(self) -> int:
         """Free memory of the CUDA device; of this machine for every other device."""
