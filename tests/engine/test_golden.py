@@ -140,7 +140,7 @@ def observe(
         found[name] = [o.token_ids for o in result.outputs]
     llm.run([prompts[0]], SamplingParams(max_tokens=1), drafting=NoDraft())
     backend, model = llm.engine.backend, llm.models.pair.target_model
-    logits = model.logits(backend._hidden, np.array([len(prompts[0]) % llm.engine.config.row_budget - 1], np.int32))
+    logits = model.logits(backend.hidden, np.array([len(prompts[0]) % llm.engine.config.row_budget - 1], np.int32))
     found["logits_sha256"] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()
     return found
 

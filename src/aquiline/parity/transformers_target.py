@@ -26,7 +26,9 @@ class TransformersTarget:
         from transformers import AutoModelForCausalLM
 
         place, how = (checkpoint.parent, {"gguf_file": checkpoint.name}) if is_gguf(checkpoint) else (checkpoint, {})
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, attn_implementation="eager", **how)
+        model = AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **how
+        )
         self.model, self.config = model.eval(), model.config
         if dtype in QUANTISED:
             round_linears(model, dtype)
