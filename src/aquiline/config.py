@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, field, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aquiline.checks import check_fields, is_unicode, parse_json, shown
 from aquiline.settings import about, setting
@@ -120,6 +119,21 @@ def read_schema(path: str) -> str:
         raise ValueError(f"json_schema={path!r}: cannot be read ({error})") from None
 
 
+KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+"""What structured output may be given as."""
+
+
+class Boundary(NamedTuple):
+    """Where in an answer its grammar begins: after the tokens `marker` and, if `end` is a token, the next such token.
+
+    opener: a token that begins what comes before, as <think>. It may be the prompt's; else the answer may begin with
+    it, and if it does not, or the prompt has closed it already, the grammar holds from the answer's first token on."""
+
+    marker: tuple[int, ...]
+    end: int = -1
+    opener: int = -1
+
+
 @dataclass(frozen=True)
 class Structured:
     """What an answer must consist of, one of: `json`, a schema as a dict or as JSON, or True for any object; `regex`;
@@ -127,14 +141,17 @@ class Structured:
     xgrammar has it, a dict or JSON.
 
     JSON is written in one line, as json.dumps writes it. Properties come in the order of the schema, and others only
-    where it describes them (`additionalProperties`). Fields are kept as texts."""
+    where it describes them (`additionalProperties`). Fields are kept as texts. boundary: where the grammar begins, if
+    not at once; chats of models that reason set it."""
 
-    json: str | dict[str, object] | bool | None = setting(None, "File with a JSON schema that the text follows.", STRUCTURED, name="json_schema",
-                        parse=read_schema)  # fmt: skip
+    json: str | dict[str, object] | bool | None = setting(
+        None, "File with a JSON schema that the text follows.", STRUCTURED, name="json_schema", parse=read_schema
+    )
     regex: str | None = setting(None, "Regular expression that the whole text matches.", STRUCTURED)
     choice: tuple[str, ...] = setting((), "A text that may be written; repeatable.", STRUCTURED, is_option=False)
     grammar: str | None = setting(None, "Grammar of the text in EBNF, its first rule `root`.", STRUCTURED)
     structural_tag: str | dict[str, object] | None = setting(None, "Structural tag.", STRUCTURED, is_option=False)
+    boundary: Boundary | None = setting(None, "Where the grammar begins.", STRUCTURED, is_option=False)
 
     def __post_init__(self) -> None:
         if isinstance(choice := getattr(self, "choice"), list):  # noqa: B009  # as JSON has it
@@ -147,7 +164,7 @@ class Structured:
             if isinstance(value := getattr(self, name), dict):
                 object.__setattr__(self, name, json.dumps(value, ensure_ascii=False))
         named = list(self.given)
-        check(len(named) == 1, "structured", named, f"give one of {', '.join(asdict(self))}")
+        check(len(named) == 1, "structured", named, f"give one of {', '.join(KINDS)}")
         for name, value in self.given.items():
             texts = value if isinstance(value, tuple) else (value,)
             ok = all(text and is_unicode(text) for text in texts)
@@ -156,7 +173,7 @@ class Structured:
     @property
     def given(self) -> dict[str, Any]:
         """The field that is given."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
+        return {name: value for name in KINDS if (value := getattr(self, name)) not in (None, ())}
 
 
 @dataclass(frozen=True)
@@ -240,9 +257,8 @@ class SamplingParams:
 
 def structured_of(fields: dict[str, Any]) -> Structured:
     """Structured output from an object of JSON. Raises ValueError for a field that it does not have."""
-    names = {each.name for each in dataclass_fields(Structured)}
-    unknown = sorted(fields.keys() - names)
-    check(not unknown, "structured", unknown, f"its fields are {', '.join(sorted(names))}")
+    unknown = sorted(fields.keys() - set(KINDS))
+    check(not unknown, "structured", unknown, f"its fields are {', '.join(KINDS)}")
     return Structured(**fields)
 
 

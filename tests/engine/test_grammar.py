@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.conftest import needs_native
 from tests.engine.grammars import EXPRESSIONS, PERSON, STRUCTURED, follows
 
-from aquiline.config import EngineConfig, SamplingParams, Structured
-from aquiline.engine.grammar import Boundary, Grammar
+from aquiline.config import Boundary, EngineConfig, SamplingParams, Structured
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.model import LoadedModels
 from aquiline.errors import NumericalError
@@ -129,13 +128,12 @@ def test_an_end_within_forced_text_and_answers_of_one_token(llm: LLM, choice: tu
 @pytest.mark.parametrize("way", [Chain(4), Dynamic(depth=5, top_k=10, num_nodes=60), Lookup(), Adaptive()], ids=str)
 def test_a_grammar_may_begin_after_a_marker_of_the_models_own(llm: LLM, way: Drafting) -> None:
     newline = llm.encode("a\n")[-1]
-    params = sampling(Structured(json=PERSON), max_tokens=120)
+    params = sampling(Structured(json=PERSON, boundary=Boundary((newline,))), max_tokens=120)
 
     def output(drafting: Drafting, seed: int) -> list[int]:
         own = dataclasses.replace(params, seed=seed)
-        request = llm.request(seed, FREE, own, drafting, boundary=Boundary((newline,)))
-        [found] = llm.outputs([request])
-        free, _, answer = found.text.partition("\n")
+        [found] = llm.generate([FREE], own, drafting=drafting)
+        _, _, answer = found.text.partition("\n")
         assert newline not in found.token_ids or answer.startswith('{"name": "')
         return found.token_ids
 
@@ -146,7 +144,7 @@ def test_a_grammar_may_begin_after_a_marker_of_the_models_own(llm: LLM, way: Dra
 def rows_apart(models: LoadedModels, compiled: str, boundary: Boundary | None, path: list[int]) -> np.ndarray | None:
     """The mask after a path of kept tokens; None if the grammar refuses it or it has ended."""
     ends = models.end_ids(SamplingParams())
-    constraint = models.grammars.constraint(Grammar(compiled, boundary), ends)
+    constraint = models.grammars.constraint(compiled, ends, boundary)
     row = np.full((1, constraint.num_words), -1, np.int32)
     for token in path:
         constraint.fill_tree([0], [0], row)
@@ -166,7 +164,7 @@ def test_a_node_is_masked_as_if_its_path_had_been_kept(models: LoadedModels, dat
     ends, marker = models.end_ids(SamplingParams()), 77
     boundary = draw(st.sampled_from([None, Boundary((marker,)), Boundary((marker, 78), end=79)]))
     compiled = models.grammars.compile(Structured(json=PERSON), ends)
-    constraint = models.grammars.constraint(Grammar(compiled, boundary), ends)
+    constraint = models.grammars.constraint(compiled, ends, boundary)
     tokenizer = models.tokenizer
     assert tokenizer is not None
     legal = tokenizer.encode('{"name": "x", "age": 3, "tags": ["a"]}', add_special_tokens=False).ids
@@ -201,7 +199,7 @@ def test_special_tokens_and_padding_are_never_drawn_and_ends_only_at_the_end(mod
     tokenizer, ends = models.tokenizer, models.end_ids(SamplingParams())
     assert tokenizer is not None
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    constraint = models.grammars.constraint(Grammar(models.grammars.compile(Structured(regex='"[^"]*"'), ends)), ends)
+    constraint = models.grammars.constraint(models.grammars.compile(Structured(regex='"[^"]*"'), ends), ends)
     row = np.zeros((1, constraint.num_words), np.int32)
 
     def allowed() -> set[int]:
@@ -258,7 +256,7 @@ def test_rules_come_before_the_grammar_and_a_row_without_tokens_is_the_requests_
         (Structured(json={"not": {"type": "null"}}), "json: not at #: is not supported"),
         (Structured(json={"type": "object", "required": ["a"]}), "json: required at #: 'a' is not among"),
         (Structured(json={"type": "array", "items": {"allOf": [{}, {}]}}), "json: allOf at #/items: "),
-        (Structured(json={"anyOf": [{"type": "null"}], "minimum": 3}), "json: minimum at #: is not supported beside anyOf"),
+        (Structured(json={"anyOf": [{"type": "null"}], "minimum": 3}), "json: minimum at #: is not .* beside anyOf"),
         (Structured(json={"oneOf": [{"type": "integer"}, {"type": "number"}]}), "json: oneOf at #: two of its"),
         (Structured(json={"$ref": "http://other"}), r"json: \$ref at #: "),
         (Structured(json={"type": "string", "pattern": "a", "maxLength": 3}), "json: pattern at #: .*maxLength"),

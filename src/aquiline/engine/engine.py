@@ -83,8 +83,10 @@ class Engine:
         if request.drafting.is_adaptive:
             self.prepare_choosing()
         sampling, constraint = request.sampling, None
-        if request.grammar is not None:
-            constraint = self.models.grammars.constraint(request.grammar, self.models.end_ids(sampling))
+        if request.grammar is not None and sampling.structured is not None:
+            constraint = self.models.grammars.constraint(
+                request.grammar, self.models.end_ids(sampling), sampling.structured.boundary, request.prompt_ids
+            )
         sequence = Sequence(
             request=request,
             detokenizer=Detokenizer(

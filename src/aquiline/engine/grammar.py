@@ -15,14 +15,14 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from aquiline.backends.base import TokenMasks
 from aquiline.checks import parse_json, shown
-from aquiline.config import Structured
+from aquiline.config import Boundary, Structured
 from aquiline.engine.schema import check_schema
 from aquiline.spec.tree import DraftTree, Topology
 from aquiline.types import Int32
@@ -50,32 +50,10 @@ ALL = -1
 
 SOURCE_PLACE = re.compile(r"\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
 
+PROMPT_TAIL = 8
+"""Tokens at a prompt's end that are looked at for the beginning and the end of reasoning."""
+
 _IN_GRAMMAR = -1
-
-
-class Boundary(NamedTuple):
-    """Where the grammar of an answer begins, if not at its first token: after the token sequence `marker` and, if
-    `end` is a token, the next such token. opener: a token by which the answer may begin; if it begins otherwise, the
-    grammar holds from its first token on."""
-
-    marker: tuple[int, ...]
-    end: int = -1
-    opener: int = -1
-
-    def following(self, state: int, token: int) -> int:
-        """The state after one more token. A state counts the tokens of the marker that have come."""
-        size = len(self.marker)
-        if state < size:
-            state = state + 1 if token == self.marker[state] else int(token == self.marker[0])
-            return _IN_GRAMMAR if state == size and self.end < 0 else state
-        return _IN_GRAMMAR if token == self.end else state
-
-
-class Grammar(NamedTuple):
-    """A compiled grammar as a request brings it to the engine: xgrammar's JSON, and where in the answer it begins."""
-
-    compiled: str
-    boundary: Boundary | None = None
 
 
 class Constraint:
@@ -83,23 +61,31 @@ class Constraint:
     on, if it cannot."""
 
     def __init__(
-        self, matcher: xgrammar.GrammarMatcher, ends: frozenset[int], boundary: Boundary | None, num_words: int
+        self,
+        matcher: xgrammar.GrammarMatcher,
+        ends: frozenset[int],
+        num_words: int,
+        boundary: Boundary | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         self._matcher, self._ends, self._boundary, self.num_words = matcher, ends, boundary, num_words
-        self._state = _IN_GRAMMAR if boundary is None else 0
-        self._has_begun = False
+        self._state = _IN_GRAMMAR if boundary is None else 0  # else how many tokens of the marker have come
+        self._may_open = False  # the answer's first token decides whether the grammar begins at once
+        if boundary is not None and boundary.opener >= 0:
+            marks = [token for token in prompt[-PROMPT_TAIL:] if token in (boundary.opener, *boundary.marker)]
+            self._may_open = not marks
+            self._state = 0 if not marks or marks[-1] == boundary.opener else _IN_GRAMMAR
         self.failure: str | None = None
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Follow tokens that the sequence has kept."""
         for token in tokens:
-            if self._state != _IN_GRAMMAR and self._boundary is not None:
-                is_answer = not self._has_begun and self._boundary.opener not in (-1, token)
-                self._has_begun = True
+            if self._state != _IN_GRAMMAR:
+                assert self._boundary is not None
+                is_answer, self._may_open = self._may_open and token != self._boundary.opener, False
+                self._state = _IN_GRAMMAR if is_answer else self._following(self._state, token)
                 if not is_answer:
-                    self._state = self._boundary.following(self._state, token)
                     continue
-                self._state = _IN_GRAMMAR
             try:
                 if self._matcher.accept_token(token):
                     continue
@@ -128,10 +114,10 @@ class Constraint:
 
     def fill_first(self, row: Int32) -> None:
         """Write which tokens may begin the answer into a row [W] of a mask."""
-        if self._boundary is not None and self._boundary.opener < 0:
+        if self._state != _IN_GRAMMAR and not self._may_open:
             return
         self._fill([0], [0], [0], row[None])
-        if self._boundary is not None:
+        if self._may_open and self._boundary is not None:
             word, bit = divmod(self._boundary.opener, 32)
             row.view(np.uint32)[word] |= np.uint32(1 << bit)
 
@@ -143,8 +129,8 @@ class Constraint:
         for node in range(1, len(tokens)):
             parent = parents[node]
             state, root = states[parent], of_root[parent]
-            if state != _IN_GRAMMAR and self._boundary is not None:
-                state, root = self._boundary.following(state, tokens[node]), node
+            if state != _IN_GRAMMAR:
+                state, root = self._following(state, tokens[node]), node
                 if state == _IN_GRAMMAR:
                     groups[node] = []
             if state == _IN_GRAMMAR:
@@ -155,6 +141,15 @@ class Constraint:
         for nodes in groups.values():
             standing |= self._fill(nodes, tokens, parents, rows)
         return sorted(standing)
+
+    def _following(self, state: int, token: int) -> int:
+        """The state after one more token before the grammar."""
+        assert self._boundary is not None
+        marker, end = self._boundary.marker, self._boundary.end
+        if state == len(marker):
+            return _IN_GRAMMAR if token == end else state
+        state = state + 1 if token == marker[state] else int(token == marker[0])
+        return _IN_GRAMMAR if state == len(marker) and end < 0 else state
 
     def _fill(self, nodes: list[int], tokens: list[int], parents: list[int], rows: Int32) -> set[int]:
         """`fill_tree` for those nodes of a tree that stand below nodes[0], at which the matcher is."""
@@ -250,10 +245,13 @@ class Grammars:
         except RuntimeError as error:
             raise ValueError(f"structured.{name}={shown(value)}: {first_line(error)}") from None
 
-    def constraint(self, grammar: Grammar, ends: frozenset[int]) -> Constraint:
-        """The beginning of an answer that follows a compiled grammar. Raises ValueError for a text that is none."""
-        matcher = _library().GrammarMatcher(self._read(grammar.compiled, ends))
-        return Constraint(matcher, ends, grammar.boundary, -(-self.vocab_size // 32))
+    def constraint(
+        self, compiled: str, ends: frozenset[int], boundary: Boundary | None = None, prompt: Sequence[int] = ()
+    ) -> Constraint:
+        """The beginning of an answer to a prompt that follows a compiled grammar. Raises ValueError for a text that is
+        no such grammar."""
+        matcher = _library().GrammarMatcher(self._read(compiled, ends))
+        return Constraint(matcher, ends, -(-self.vocab_size // 32), boundary, prompt)
 
     def _deserialized(self, compiled: str, ends: frozenset[int]) -> xgrammar.CompiledGrammar:
         try:

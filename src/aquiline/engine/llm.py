@@ -13,7 +13,6 @@ from typing import Any
 from aquiline.config import EngineConfig, Environment, PairConfig, SamplingParams
 from aquiline.engine.encode import Conversations, encode_chats, encode_prediction, encode_prompt, ending_with
 from aquiline.engine.engine import Engine
-from aquiline.engine.grammar import Boundary, Grammar
 from aquiline.engine.model import LoadedModels, Loading, ResolvedPair
 from aquiline.engine.progress import RequestProgress
 from aquiline.engine.sequence import Request, Sequence, TokenDelta
@@ -315,17 +314,15 @@ class LLM:
         deadline_s: float | None = None,
         cache_salt: str | None = None,
         prediction: str | Iterable[int] | None = None,
-        boundary: Boundary | None = None,
     ) -> Request:
         """A request for the engine, with prompt and prediction as tokens, a seed, a compiled grammar where its text is
-        structured, and this LLM's `drafting` if none is given. boundary: where the grammar begins, if not at once."""
+        structured, and this LLM's `drafting` if none is given."""
         if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
         grammar = None
         if isinstance(sampling, SamplingParams) and sampling.structured is not None:
-            compiled = self.models.grammars.compile(sampling.structured, self.models.end_ids(sampling))
-            grammar = Grammar(compiled, boundary)
+            grammar = self.models.grammars.compile(sampling.structured, self.models.end_ids(sampling))
         return Request(
             request_id, tuple(self.encode(prompt)), sampling, drafting or self.drafting, priority, deadline_s, text,
             cache_salt, tuple(encode_prediction(self.models, prediction)), grammar=grammar,

@@ -11,7 +11,7 @@ import numpy as np
 
 from aquiline.backends.base import Chunk, Decode, Decoded, Prefilled
 from aquiline.config import SamplingParams
-from aquiline.engine.grammar import MAX_FORCED, Constraint, Grammar
+from aquiline.engine.grammar import MAX_FORCED, Constraint
 from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafting import Drafting, Proposer
@@ -54,7 +54,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     with_text: bool = True
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    grammar: Grammar | None = None
+    grammar: str | None = None
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
