@@ -113,10 +113,19 @@ class ChatConfig:
 
 def read_schema(path: str) -> str:
     """The text of a file with a JSON schema."""
+    return _read("json_schema", path)
+
+
+def read_grammar(text: str) -> str:
+    """A grammar, or the text of the file that @FILE names."""
+    return _read("grammar", text[1:]) if text.startswith("@") else text
+
+
+def _read(name: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"json_schema={path!r}: cannot be read ({error})") from None
+        raise ValueError(f"{name}={path!r}: cannot be read ({error})") from None
 
 
 KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
@@ -149,7 +158,9 @@ class Structured:
     )
     regex: str | None = setting(None, "Regular expression that the whole text matches.", STRUCTURED)
     choice: tuple[str, ...] = setting((), "A text that may be written; repeatable.", STRUCTURED, is_option=False)
-    grammar: str | None = setting(None, "Grammar of the text in EBNF, its first rule `root`.", STRUCTURED)
+    grammar: str | None = setting(
+        None, "Grammar of the text in EBNF, its first rule `root`, or @FILE.", STRUCTURED, parse=read_grammar
+    )
     structural_tag: str | dict[str, object] | None = setting(None, "Structural tag.", STRUCTURED, is_option=False)
     boundary: Boundary | None = setting(None, "Where the grammar begins.", STRUCTURED, is_option=False)
 

@@ -29,7 +29,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"temperature": 0, "stop_token_ids": [1879]},
     "ignore_eos": {"ignore_eos": True},
     "min_tokens": {"min_tokens": 20},
-    "structured_outputs": {"structured_outputs": {"regex": "[a-z]{4,12} = [0-9]+"}},
+    "structured": {"structured_outputs": {"regex": "[a-z]{4,12} = [0-9]+"}},
     "bad_words": {"temperature": 0, "bad_words": ["generic", "function"]},
 }
 """Parameters of config.SamplingParams by the names they have in JSON."""

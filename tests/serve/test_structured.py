@@ -51,7 +51,7 @@ def test_completions_chats_and_responses_follow_a_schema(server: Server) -> None
     assert choice["finish_reason"] == "stop" and follows(choice["message"]["content"])
     form = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
     reply = server.post("/v1/responses", input="Hi", temperature=1, max_output_tokens=100, text=form)
-    assert follows(reply["output"][-1]["content"][0]["text"])
+    assert follows(reply["output"][-1]["content"][0]["text"]) and reply["text"] == form
     chunks = server.stream("/v1/completions", prompt="a", response_format=NAMED_SCHEMA, **BODY)
     assert follows("".join(chunk["choices"][0]["text"] for chunk in chunks))
 
