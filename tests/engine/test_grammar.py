@@ -21,6 +21,7 @@ from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
 
+pytest.importorskip("xgrammar", reason="not installed: xgrammar")
 pytestmark = needs_native
 
 PLAIN = NoDraft()

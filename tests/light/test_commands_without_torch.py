@@ -77,6 +77,11 @@ def test_no_native_library_and_no_torch_names_both_ways_out(tmp_path: Path) -> N
     assert "AQUILINE_ISA=off" in errors and "C++ compiler" in errors and "pip install 'aquiline[torch]'" in errors
 
 
+def test_structured_output_names_what_it_needs(tmp_path: Path) -> None:
+    code, _, errors = run("generate", *PAIR, *PROMPT, "--regex", "a", place=tmp_path)
+    assert code == 2 and errors.startswith("aquiline: structured: needs pip install 'aquiline[grammar]' (")
+
+
 def test_a_draft_in_torchs_own_format_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((BUNDLED_DRAFT / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(b"whatever is in it")

@@ -24,6 +24,7 @@ from aquiline.serve.protocol import ChatRequest
 from aquiline.serve.server_config import ServerConfig
 from aquiline.serve.structured import Compiling, asked_of
 
+pytest.importorskip("xgrammar", reason="not installed: xgrammar")
 pytestmark = needs_native
 
 BODY = {"temperature": 1, "seed": 5, "max_tokens": 100}
