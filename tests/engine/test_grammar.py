@@ -12,14 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import needs_native
 from tests.engine.grammars import EXPRESSIONS, PERSON, STRUCTURED, follows
+from tests.text.families import byte_tokenizer
+from tokenizers import Tokenizer
 
 from aquiline.config import Boundary, EngineConfig, SamplingParams, Structured
+from aquiline.engine.grammar import Grammars
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.model import LoadedModels
 from aquiline.errors import NumericalError
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.spec.lookup import Lookup
+from aquiline.text.parsing import Parsing
+from aquiline.text.tokenizer import load_tokenizer
 
 pytest.importorskip("xgrammar", reason="not installed: xgrammar")
 pytestmark = needs_native
@@ -80,25 +86,30 @@ def test_constrained_text_is_the_same_with_every_drafter(llm: LLM, temperature: 
     check_same(llm, STRUCTURED[::11], temperature, [Chain(4), Dynamic(), Lookup(), Adaptive()])
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_all_constrained_texts_are_the_same_with_every_drafter(llm: LLM, temperature: float) -> None:
     assert len(STRUCTURED) >= 60
     check_same(llm, STRUCTURED, temperature, DRAFTINGS)
 
 
-@pytest.mark.parametrize("changed", [{"num_pages": 7}, {"late_reads": True}, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [{"num_pages": 7}, {"late_reads": True}, pytest.param({"prefix_cache": False}, marks=pytest.mark.rare)],
+    ids=str,
+)
 def test_preemption_late_reads_and_prefix_hits_change_nothing(llm: LLM, changed: dict[str, object]) -> None:
-    prompts, params = mixed(STRUCTURED[:8], 0.8)
+    prompts, params = mixed(STRUCTURED[:6], 0.8)
     expected = llm.generate(prompts, params, drafting=PLAIN)
     config = dataclasses.replace(ENGINE, **changed)  # type: ignore[arg-type]
     with LLM.from_models(llm.models, config, Adaptive()) as other:
-        for drafting in (Chain(4), Dynamic(), Adaptive()):
+        for drafting in (Dynamic(), Adaptive()):
             result = other.run(prompts, params, drafting=drafting)
             assert said(result.outputs) == said(expected), drafting
             assert result.summary.num_preemptions > 0 or "num_pages" not in changed
 
 
+@pytest.mark.rare
 def test_the_torch_path_follows_grammars_too(llm: LLM) -> None:
     prompts, params = mixed([Structured(json=PERSON), Structured(regex=EXPRESSIONS[1])], 0.8)
     with LLM("bundled", "bundled", engine=ENGINE, device="cpu:0") as torch_llm:
@@ -138,7 +149,7 @@ def test_a_grammar_may_begin_after_a_marker_of_the_models_own(llm: LLM, way: Dra
         assert newline not in found.token_ids or answer.startswith('{"name": "')
         return found.token_ids
 
-    for seed in range(6):
+    for seed in range(3):
         assert output(way, seed) == output(PLAIN, seed)
 
 
@@ -158,7 +169,7 @@ def rows_apart(models: LoadedModels, compiled: str, boundary: Boundary | None, p
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_node_is_masked_as_if_its_path_had_been_kept(models: LoadedModels, data: st.DataObject) -> None:
     """Trees of tokens that are mostly legal, with a boundary at any depth of any branch, or none."""
     draw = data.draw
@@ -194,6 +205,70 @@ def test_a_node_is_masked_as_if_its_path_had_been_kept(models: LoadedModels, dat
             assert own is None or (rows[node] == own).all()
         else:
             assert node not in standing, (node, path)
+
+
+def thinking() -> Tokenizer:
+    """The bundled tokenizer with tokens of reasoning behind its own."""
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    assert tokenizer is not None
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("ask<think>\n", "why</think>"), ("ask<think>\n\n</think>\n\n", ""), ("ask", ""),
+        ("ask", "<think>why\n</think>"), ("ask", "<think></think>"),
+    ],
+)  # fmt: skip
+def test_a_grammar_begins_after_the_reasoning_that_prompt_or_answer_began(prompt: str, answer: str) -> None:
+    tokenizer = thinking()
+    grammars, ends = Grammars(tokenizer, tokenizer.get_vocab_size() + 30), frozenset({0})
+    think, end_think = (tokenizer.token_to_id(word) for word in ("<think>", "</think>"))
+    boundary = Parsing(thinks=True).boundary(tokenizer)
+    assert boundary == Boundary((end_think,), opener=think)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    constraint = grammars.constraint(grammars.compile(Structured(regex="[0-9]+"), ends), ends, boundary, ids(prompt))
+    row = np.full(constraint.num_words, -1, np.int32)
+
+    def allowed(*tokens: int) -> list[bool]:
+        return [bool(row[token // 32] >> token % 32 & 1) for token in tokens]
+
+    digit, letter = ids("7")[0], ids("a")[0]
+    constraint.fill_first(row)
+    has_begun = "<think>" in prompt and "</think>" not in prompt
+    may_begin = "<think>" not in prompt
+    assert allowed(digit, letter, think) == [True, has_begun, has_begun or may_begin]
+    constraint.accept(ids(answer))
+    row[:] = -1
+    constraint.fill_tree([0], [0], row[None])
+    assert allowed(digit, letter, think) == [True, False, False] or (may_begin and not answer)
+    constraint.accept([digit])
+    constraint.fill_tree([0], [0], row[None])
+    assert allowed(digit, letter, 0) == [True, False, True] and constraint.failure is None
+
+
+def test_reasoning_whose_marks_are_no_tokens_is_refused(models: LoadedModels) -> None:
+    assert models.tokenizer is not None
+    with pytest.raises(ValueError, match="begins after </think>, which is no token"):
+        Parsing(thinks=True).boundary(models.tokenizer)
+
+
+def test_harmonys_grammar_begins_in_the_final_channel() -> None:
+    tokenizer = byte_tokenizer()
+    boundary = Parsing.of("<|channel|>", tokenizer).boundary(tokenizer)
+    grammars, ends = Grammars(tokenizer, tokenizer.get_vocab_size()), frozenset({tokenizer.token_to_id("<|return|>")})
+    constraint = grammars.constraint(grammars.compile(Structured(regex="[0-9]+"), ends), ends, boundary)
+    before = "<|channel|>analysis<|message|>final 7<|end|><|start|>assistant<|channel|>final <|constrain|>json"
+    tokens = [0, *tokenizer.encode(before + "<|message|>7a", add_special_tokens=False).ids]
+    rows = np.full((len(tokens), constraint.num_words), -1, np.int32)
+    standing = constraint.fill_tree(tokens, [0, *range(len(tokens) - 1)], rows)
+    assert standing == [*range(len(tokens) - 1)], "all but the letter in the answer"
+    assert (rows[: len(tokens) - 3] == -1).all() and (rows[len(tokens) - 3] != -1).any()
 
 
 def test_special_tokens_and_padding_are_never_drawn_and_ends_only_at_the_end(models: LoadedModels) -> None:
