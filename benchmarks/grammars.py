@@ -48,20 +48,30 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "a weather report": record(city=STRING, temperature_celsius=NUMBER, humidity_percent=WHOLE, is_raining=TRUTH),
     "a flight": record(flight_number=STRING, origin=STRING, destination=STRING, departure_time=STRING, seats=WHOLE),
     "a film": record(title=STRING, director=STRING, release_year=WHOLE, rating=NUMBER, cast=several(STRING)),
-    "an order": record(order_id=WHOLE, customer=STRING, items=several(record(product=STRING, quantity=WHOLE)), paid=TRUTH),
+    "an order": record(
+        order_id=WHOLE, customer=STRING, items=several(record(product=STRING, quantity=WHOLE)), paid=TRUTH
+    ),
     "an event": record(title=STRING, location=STRING, start_date=STRING, end_date=STRING, attendees=several(STRING)),
-    "a city": record(name=STRING, country=STRING, population=WHOLE, coordinates=record(latitude=NUMBER, longitude=NUMBER)),
+    "a city": record(
+        name=STRING, country=STRING, population=WHOLE, coordinates=record(latitude=NUMBER, longitude=NUMBER)
+    ),
     "a product": record(product_name=STRING, price=NUMBER, currency={"enum": ["USD", "EUR", "GBP"]}, in_stock=TRUTH),
     "a review": record(reviewer=STRING, stars={"enum": [1, 2, 3, 4, 5]}, summary=STRING, would_recommend=TRUTH),
     "a job": record(job_title=STRING, company=STRING, salary=WHOLE, remote=TRUTH, required_skills=several(STRING)),
     "a song": record(song_title=STRING, artist=STRING, album=STRING, duration_seconds=WHOLE),
     "a country": record(country_name=STRING, capital=STRING, languages=several(STRING), area_km2=NUMBER),
     "a football match": record(home_team=STRING, away_team=STRING, home_goals=WHOLE, away_goals=WHOLE, stadium=STRING),
-    "an animal": record(species=STRING, habitat=STRING, diet={"enum": ["herbivore", "carnivore", "omnivore"]}, legs=WHOLE),
-    "a bug report": record(summary=STRING, severity={"enum": ["low", "medium", "high"]}, steps_to_reproduce=several(STRING)),
-    "a lesson": record(subject=STRING, teacher=STRING, room_number=WHOLE, students=several(record(name=STRING, grade=STRING))),
+    "an animal": record(
+        species=STRING, habitat=STRING, diet={"enum": ["herbivore", "carnivore", "omnivore"]}, legs=WHOLE
+    ),
+    "a bug report": record(
+        summary=STRING, severity={"enum": ["low", "medium", "high"]}, steps_to_reproduce=several(STRING)
+    ),
+    "a lesson": record(
+        subject=STRING, teacher=STRING, room_number=WHOLE, students=several(record(name=STRING, grade=STRING))
+    ),
     "a planet": record(planet_name=STRING, diameter_km=WHOLE, number_of_moons=WHOLE, has_rings=TRUTH),
-}  # fmt: skip
+}
 FORCED_ALONE = Lookup(min_match=32)
 """A lookup that copies nothing, so that forced text is all that it drafts."""
 

@@ -16,6 +16,7 @@ from tests.text.families import byte_tokenizer
 from tokenizers import Tokenizer
 
 from aquiline.config import Boundary, EngineConfig, SamplingParams, Structured
+from aquiline.engine import grammar
 from aquiline.engine.grammar import Grammars
 from aquiline.engine.llm import LLM, Output
 from aquiline.engine.model import LoadedModels
@@ -342,6 +343,12 @@ def test_rules_come_before_the_grammar_and_a_row_without_tokens_is_the_requests_
 def test_what_no_grammar_expresses_is_refused_by_name(llm: LLM, structured: Structured, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         llm.generate([PROMPT], sampling(structured))
+
+
+def test_a_grammar_that_is_too_large_once_compiled_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_COMPILED", 1000)
+    with pytest.raises(ValueError, match=r"structured\.json=.*its grammar takes [0-9]+ bytes; at most 1000"):
+        llm.generate([PROMPT], sampling(Structured(json=PERSON)))
 
 
 def test_fields_of_structured_output_are_checked() -> None:
