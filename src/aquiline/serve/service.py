@@ -165,7 +165,7 @@ class Service:
                 sampling = asked.choice(index, room)
                 engine_request = Request(
                     self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.drafting, asked.priority,
-                    self.limits.max_request_s, None, asked.cache_salt, prediction, False, grammar,
+                    self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False, grammar=grammar,
                 )  # fmt: skip
                 reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, sampling.stop, has_tools)
                 choices.append(Choice(engine_request, reader, bool(request.return_token_sources), is_detailed))
