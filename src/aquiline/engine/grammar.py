@@ -168,14 +168,12 @@ class Constraint:
         except RuntimeError as error:
             self.failure = first_line(error)
             return {nodes[0]}
-        # Rows below a node that may not stand are not written; nothing follows an end.
+        # Rows of nodes that may not stand, and all below them, stay empty, as that of an end: nothing follows them.
         standing = {nodes[0]}
         for i, node in enumerate(nodes):
             if i:
-                token, parent = tokens[node], parents[node]
-                is_allowed = own[number[parent], token >> 5] >> (token & 31) & 1
-                is_after_end = parent != nodes[0] and tokens[parent] in self._ends
-                if parent not in standing or not is_allowed or is_after_end:
+                token = tokens[node]
+                if not own[number[parents[node]], token >> 5] >> (token & 31) & 1:
                     continue
                 standing.add(node)
             if not i or tokens[node] not in self._ends:
