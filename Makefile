@@ -90,9 +90,11 @@ $(VENV)/run: pyproject.toml setup.py $(CPP)
 	$(BIN)/python -m pip install --quiet --editable '.[serve]'
 	touch $@
 
-# torch comes first and by itself, so that its build is the one named above.
+# torch comes first and by itself, so that its build is the one named above. xgrammar comes without what it asks for
+# beside torch and transformers: Triton is 286 MB that no CPU runs.
 $(VENV)/dev: $(VENV)/run
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-deps 'xgrammar>=0.2.8' 'apache-tvm-ffi>=0.1.11'
 	$(BIN)/python -m pip install --quiet --editable '.[serve,train,dev]'
 	touch $@
 

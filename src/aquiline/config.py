@@ -6,16 +6,17 @@ config by whoever knows the answer; nothing here is mutated.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from aquiline.checks import check_fields, is_unicode, parse_json, shown
 from aquiline.settings import about, setting
 
-MODEL, SAMPLING, BATCH = "Model", "Sampling", "Batch and memory"
+MODEL, SAMPLING, STRUCTURED, BATCH = "Model", "Sampling", "Structured output", "Batch and memory"
 """Headings under which settings are listed."""
 
 MAX_CHAIN = 16
@@ -130,6 +131,82 @@ class ChatConfig:
     )
 
 
+def read_schema(path: str) -> str:
+    """The text of a file with a JSON schema."""
+    return _read("json_schema", path)
+
+
+def read_grammar(text: str) -> str:
+    """A grammar, or the text of the file that @FILE names."""
+    return _read("grammar", text[1:]) if text.startswith("@") else text
+
+
+def _read(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}={path!r}: cannot be read ({error})") from None
+
+
+KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+"""What structured output may be given as."""
+
+
+class Boundary(NamedTuple):
+    """Where in an answer its grammar begins: after the tokens `marker` and, if `end` is a token, the next such token.
+
+    opener: a token that begins what comes before, as <think>. It may be the prompt's; else the answer may begin with
+    it, and if it does not, or the prompt has closed it already, the grammar holds from the answer's first token on."""
+
+    marker: tuple[int, ...]
+    end: int = -1
+    opener: int = -1
+
+
+@dataclass(frozen=True)
+class Structured:
+    """What an answer must consist of, one of: `json`, a schema as a dict or as JSON, or True for any object; `regex`;
+    `choice`, one of these texts; `grammar` in xgrammar's EBNF, whose first rule is `root`; `structural_tag`, as
+    xgrammar has it, a dict or JSON.
+
+    JSON is written in one line, as json.dumps writes it. Properties come in the order of the schema, and others only
+    where it describes them (`additionalProperties`). Fields are kept as texts. boundary: where the grammar begins, if
+    not at once; chats of models that reason set it."""
+
+    json: str | dict[str, object] | bool | None = setting(
+        None, "File with a JSON schema that the text follows.", STRUCTURED, name="json_schema", parse=read_schema
+    )
+    regex: str | None = setting(None, "Regular expression that the whole text matches.", STRUCTURED)
+    choice: tuple[str, ...] = setting((), "A text that may be written; repeatable.", STRUCTURED, is_option=False)
+    grammar: str | None = setting(
+        None, "Grammar of the text in EBNF, its first rule `root`, or @FILE.", STRUCTURED, parse=read_grammar
+    )
+    structural_tag: str | dict[str, object] | None = setting(None, "Structural tag.", STRUCTURED, is_option=False)
+    boundary: Boundary | None = setting(None, "Where the grammar begins.", STRUCTURED, is_option=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(choice := getattr(self, "choice"), list):  # noqa: B009  # as JSON has it
+            object.__setattr__(self, "choice", tuple(choice))
+        check_fields(self)
+        check(self.json is not False, "json", False, "must be a schema as a dict or as JSON, or True for any object")
+        if self.json is True:
+            object.__setattr__(self, "json", {"type": "object"})
+        for name in ("json", "structural_tag"):
+            if isinstance(value := getattr(self, name), dict):
+                object.__setattr__(self, name, json.dumps(value, ensure_ascii=False))
+        named = list(self.given)
+        check(len(named) == 1, "structured", named, f"give one of {', '.join(KINDS)}")
+        for name, value in self.given.items():
+            texts = value if isinstance(value, tuple) else (value,)
+            ok = all(text and is_unicode(text) for text in texts)
+            check(ok, name, value, "a text must not be empty or hold half a surrogate pair")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The field that is given."""
+        return {name: value for name in KINDS if (value := getattr(self, name)) not in (None, ())}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request's tokens are drawn and when it ends. The same seed gives the same tokens, speculation or not.
@@ -164,8 +241,11 @@ class SamplingParams:
     )
     logprobs: int | None = setting(None, "In JSON: log-probability of each token and the N best.", SAMPLING)
     prompt_logprobs: int | None = setting(None, "In JSON: the same for prompt tokens.", SAMPLING)
+    structured: Structured | None = setting(None, "What the text must consist of.", SAMPLING, is_option=False)
 
     def __post_init__(self) -> None:
+        if isinstance(structured := getattr(self, "structured"), dict):  # noqa: B009  # as JSON has it
+            object.__setattr__(self, "structured", structured_of(structured))
         for name in ("stop", "stop_token_ids", "bad_words"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -204,6 +284,13 @@ class SamplingParams:
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters under a resolved seed."""
         return replace(self, seed=seed)
+
+
+def structured_of(fields: dict[str, Any]) -> Structured:
+    """Structured output from an object of JSON. Raises ValueError for a field that it does not have."""
+    unknown = sorted(fields.keys() - set(KINDS))
+    check(not unknown, "structured", unknown, f"its fields are {', '.join(KINDS)}")
+    return Structured(**fields)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained().save(str(home / "target" / "tokenizer.json"))
     write_draft(home / "draft", read_model_config(home / "target"))
     write_gguf_target(home / "model.gguf", home / "target", vocabulary=chatml())
+    (home / "city.schema.json").write_text('{"enum": ["Paris", "Rome"]}')
     for name in ("prompt.txt", "task.txt", "draft.py", "book.txt", "answers.txt"):
         (home / name).write_text("import os\n")
     row = json.dumps({"prompt": "Hi 1", "id": 0}) + "\n"

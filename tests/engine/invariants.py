@@ -66,7 +66,7 @@ def check_outcome(engine: Engine) -> None:
     for b, (slot, sequence) in enumerate(zip(slots, last.plan.decoding, strict=True)):
         rows, drafting = slice(shape.offsets[b], shape.offsets[b + 1]), sequence.request.drafting
         num_nodes = int(shape.offsets[b + 1] - shape.offsets[b])
-        has_room = len(sequence.tokens) + sequence.lookahead <= engine.scheduler.capacity
+        has_room = len(sequence.tokens) + sequence.max_step + sequence.lookahead <= engine.scheduler.capacity
         assert num_nodes == drafting.max_nodes or (
             num_nodes < drafting.max_nodes
             and (drafting.is_adaptive or not drafting.needs_draft_model or (num_nodes == 1 and not has_room))

@@ -83,6 +83,11 @@ def test_a_comparison_with_transformers_names_what_is_missing(tmp_path: Path) ->
     assert code == 2 and "torch is not installed; pip install torch transformers accelerate, or compare" in errors
 
 
+def test_structured_output_names_what_it_needs(tmp_path: Path) -> None:
+    code, _, errors = run("generate", *PAIR, *PROMPT, "--regex", "a", place=tmp_path)
+    assert code == 2 and errors.startswith("aquiline: structured: needs pip install 'aquiline[grammar]' (")
+
+
 def test_a_draft_in_torchs_own_format_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((BUNDLED_DRAFT / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(b"whatever is in it")

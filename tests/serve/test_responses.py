@@ -76,7 +76,7 @@ def test_what_is_not_to_be_kept(server: Server) -> None:
 def test_refusals(server: Server) -> None:
     for more, param in (
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"input": [{"type": "image"}]}, "input"),
         ({"input": [{"type": "message", "content": "a"}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),

@@ -29,6 +29,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"temperature": 0, "stop_token_ids": [1879]},
     "ignore_eos": {"ignore_eos": True},
     "min_tokens": {"min_tokens": 20},
+    "structured": {"structured_outputs": {"regex": "[a-z]{4,12} = [0-9]+"}},
     "bad_words": {"temperature": 0, "bad_words": ["generic", "function"]},
 }
 """Parameters of config.SamplingParams by the names they have in JSON."""
@@ -38,12 +39,16 @@ def expected(llm: LLM, asked: dict[str, Any], max_tokens: int = 32, seed: int = 
     fields = {"temperature": 1.0} | asked | {"max_tokens": max_tokens, "seed": seed}
     if "logit_bias" in fields:
         fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"].items()}
+    if "structured_outputs" in fields:
+        fields["structured"] = fields.pop("structured_outputs")
     (output,) = llm.generate(PROMPT, SamplingParams(**fields))
     return output
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_every_parameter(server: Server, llm: LLM, name: str) -> None:
+    if name == "structured":
+        pytest.importorskip("xgrammar", reason="not installed: xgrammar")
     asked = ASKED[name]
     body = asked | {"max_tokens": 32, "seed": 7}
     output = expected(llm, asked)

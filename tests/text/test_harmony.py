@@ -320,7 +320,7 @@ def test_harmony_is_told_by_template_and_vocabulary() -> None:
     assert Parsing.of(HARMONY, TOKENIZER, tools="none") == Parsing(True, None, is_harmony=True)
     assert Parsing.of(HARMONY, TOKENIZER, "none", "none") == Parsing()
     assert Parsing.of(HARMONY, TOKENIZER, "think").is_harmony is False
-    assert Parsing.of(SMOLLM2, TOKENIZER) == Parsing()
+    assert Parsing.of(SMOLLM2, TOKENIZER) == Parsing(False, "generic")
     assert Parsing.of(SMOLLM2, TOKENIZER, "harmony", "auto").is_harmony
     assert Parsing.of(None, TOKENIZER, "none", "harmony") == Parsing(False, "harmony", is_harmony=True)
     assert Parsing.of(HARMONY, without("<|call|>")) == Parsing() == Parsing.of(HARMONY, None)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from aquiline.cli.fields import Fields, with_options
-from aquiline.cli.options import chosen, named, tell
-from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
+from aquiline.cli.fields import Fields, Given, with_options
+from aquiline.cli.options import chosen, following, named, tell
+from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams, Structured
 from aquiline.spec.registry import DraftingChoice
 
 OFFERED = Fields(only=("max_tokens", "temperature", "top_k", "top_p", "seed"), defaults={"max_tokens": 1024})
@@ -37,6 +37,7 @@ def chat(
     template: ChatConfig,
     pair: PairConfig,
     sampling: Annotated[SamplingParams, OFFERED],
+    structured: Given[Structured],
     choice: DraftingChoice,
     engine: Annotated[EngineConfig, Fields(only=("max_context",))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
@@ -56,7 +57,7 @@ def chat(
     drafting = chosen(choice, pair)
     llm = LLM.open(pair, replace(engine, max_batch=1), drafting)
     wrapped = llm.template(template.template_options)
-    session = ChatSession(llm, wrapped, sampling, template.system)
+    session = ChatSession(llm, wrapped, following(sampling, structured), template.system)
     tell(wrapped.notice)
     converse(session, drafting.is_speculative, as_json)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aquiline.cli.fields import Fields, Given, with_options
-from aquiline.cli.options import AsJson, chosen, named, tell
-from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams
+from aquiline.cli.options import AsJson, chosen, following, named, tell
+from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams, Structured
 from aquiline.spec.registry import DraftingChoice
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ Examples:
   aquiline generate --prompts-file questions.jsonl --out answers.jsonl --max-batch 16 --max-tokens 256
 
   aquiline generate --drafter lookup --prompt-file task.txt --prediction @draft.py --max-tokens 512
+
+  aquiline generate --target smollm2 --chat --prompt 'Name a city.' --json-schema city.schema.json
 
   echo 'import os' | aquiline generate --drafter dynamic --depth 4 --draft-top-k 4 --num-nodes 16
 """
@@ -66,7 +68,8 @@ ENGINE = Fields(only=("max_batch", "max_context", "cache_fraction", "shared_look
 @with_options
 def generate(
     prompt: Prompt = None, prompt_file: PromptFile = None, prediction: Prediction = None, chat: AsChat = False,
-    *, template: ChatConfig, pair: PairConfig, sampling: SamplingParams, choice: DraftingChoice,
+    *, template: ChatConfig, pair: PairConfig, sampling: SamplingParams,
+    structured: Given[Structured], choice: DraftingChoice,
     prompts_file: PromptsFile = None, out: OutFile = None,
     engine: Annotated[Given[EngineConfig], ENGINE], as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -81,6 +84,7 @@ def generate(
     from aquiline.engine.llm import LLM
     from aquiline.engine.model import ResolvedPair
 
+    sampling = following(sampling, structured)
     pair = named(pair)
     drafting = chosen(choice, pair)
     _check_together(chat, template, prediction, prompts_file, out, drafting)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from aquiline.cli.fields import Given
+from aquiline.config import PairConfig, SamplingParams, Structured
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from aquiline.config import PairConfig
     from aquiline.spec.drafting import Drafting
     from aquiline.spec.registry import DraftingChoice
 
@@ -37,6 +39,11 @@ def chosen(choice: DraftingChoice, pair: PairConfig) -> Drafting:
     for name in choice.without_effect(drafting):
         tell(f"--{name.replace('_', '-')} has no effect with drafter {drafting.name}")
     return drafting
+
+
+def following(sampling: SamplingParams, given: Given[Structured]) -> SamplingParams:
+    """The same sampling for a text that follows what stands on the command line, if anything does."""
+    return replace(sampling, structured=Structured(**given)) if given else sampling
 
 
 def tell(notice: str | None) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from aquiline.config import SamplingParams
 from aquiline.engine.model import LoadedModels
 from aquiline.text.chat_template import ChatTemplate, Message
+from aquiline.text.parsing import Parsing
 
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 """One conversation, a list of {"role": ..., "content": text}, or a list of conversations."""
@@ -48,9 +49,14 @@ def encode_chats(template: ChatTemplate, messages: Conversations) -> list[list[i
     return [template.encode(_checked(own, f"messages[{i}]")) for i, own in enumerate(several)]
 
 
-def ending_with(template: ChatTemplate, sampling: SamplingParams) -> SamplingParams:
-    """The same sampling that also stops at the token that ends a turn."""
-    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *template.end_ids))
+def ending_with(template: ChatTemplate, sampling: SamplingParams, parsing: Parsing | None = None) -> SamplingParams:
+    """The same sampling for an answer: it also stops at the token that ends a turn, and a grammar begins after the
+    reasoning. parsing: how the answer is read, by default as the template says."""
+    structured = sampling.structured
+    if structured is not None and template.tokenizer is not None:
+        parsing = parsing or Parsing.of(template.source, template.tokenizer)
+        structured = replace(structured, boundary=parsing.boundary(template.tokenizer))
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *template.end_ids), structured=structured)
 
 
 def _checked(conversation: object, name: str) -> list[Message]:

@@ -82,7 +82,11 @@ class Engine:
             raise ValueError(f"request id {request.id!r}: is in use by a request that has not finished; choose another")
         if request.drafting.is_adaptive:
             self.prepare_choosing()
-        sampling = request.sampling
+        sampling, constraint = request.sampling, None
+        if request.grammar is not None and sampling.structured is not None:
+            constraint = self.models.grammars.constraint(
+                request.grammar, self.models.end_ids(sampling), sampling.structured.boundary, request.prompt_ids
+            )
         sequence = Sequence(
             request=request,
             detokenizer=Detokenizer(
@@ -93,6 +97,7 @@ class Engine:
             order=next(self._orders),
             proposer=self._proposer(request),
             bad_words=(*self.models.token_sequences(sampling.bad_words), *request.bad_word_ids),
+            constraint=constraint,
         )
         self.scheduler.add(sequence)
         self.sequences[request.id] = sequence
@@ -167,7 +172,7 @@ class Engine:
             return False
         choice = None if self.controller is None else self.controller.choose(plan)
         most = self._most_repeats(plan, choice)
-        message = message_of(plan, choice, self.pool.take_changes(), self.with_trees)
+        message = message_of(plan, choice, self.pool.take_changes(), self.with_trees, self.models.tokenizer)
         num_steps = self.pipeline.issue(self.backend, plan, message, most)
         if num_steps > 1 and choice is not None and self.controller is not None:
             self.controller.repeated(choice, num_steps)
@@ -175,7 +180,7 @@ class Engine:
 
     def _most_repeats(self, plan: StepPlan, choice: StepChoice | None) -> int:
         """How often the backend may run this plan before the host is needed: to plan a prompt, look for a stop string,
-        copy text, or choose again."""
+        follow a grammar, copy text, or choose again."""
         most = self.config.num_continuous_decode_steps
         if most == 1 or self.pipeline.is_late or plan.chunks:
             return 1
@@ -237,7 +242,7 @@ class Engine:
             self.controller.forget(sequence)
         if self.past is not None:  # also of aborted requests: the server aborts a request at a stop string
             self.past.space(sequence.request.cache_salt).add(sequence.request.prompt_ids, sequence.output_ids)
-        sequence.proposer = None  # its index of the text is large, and callers may keep sequences that have ended
+        sequence.proposer = sequence.constraint = None  # they are large, and callers may keep sequences that have ended
         del self.sequences[sequence.request.id]
 
     def _check_pages(self) -> None:
@@ -270,6 +275,8 @@ class Engine:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
         if sampling.stop and not request.with_text:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs with_text=True")
+        if (sampling.structured is None) != (request.grammar is None):
+            raise ValueError(f"request {request.id}: structured needs its compiled grammar, which LLM.request makes")
         models.check_drafting(request.drafting)
         self.scheduler.check(request)
 

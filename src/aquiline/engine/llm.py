@@ -316,14 +316,17 @@ class LLM:
         cache_salt: str | None = None,
         prediction: str | Iterable[int] | None = None,
     ) -> Request:
-        """A request for the engine, with prompt and prediction as tokens, a seed, and this LLM's `drafting` if none is
-        given."""
+        """A request for the engine, with prompt and prediction as tokens, a seed, a compiled grammar where its text is
+        structured, and this LLM's `drafting` if none is given."""
         if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
+        grammar = None
+        if isinstance(sampling, SamplingParams) and sampling.structured is not None:
+            grammar = self.models.grammars.compile(sampling.structured, self.models.end_ids(sampling))
         return Request(
             request_id, tuple(self.encode(prompt)), sampling, drafting or self.drafting, priority, deadline_s, text,
-            cache_salt, tuple(encode_prediction(self.models, prediction)),
+            cache_salt, tuple(encode_prediction(self.models, prediction)), grammar=grammar,
         )  # fmt: skip
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:

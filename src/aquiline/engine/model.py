@@ -18,6 +18,7 @@ from aquiline.backends.base import Pair
 from aquiline.backends.choose import new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
 from aquiline.config import Environment, PairConfig, SamplingParams
+from aquiline.engine.grammar import Grammars
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
 from aquiline.models.families import has_blocks
 from aquiline.models.files import TensorSource
@@ -118,6 +119,13 @@ class LoadedModels:
             template = ChatTemplate.load(self.checkpoint, self.tokenizer)
         template.check_ends(self.vocab_size)
         return template
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars that answers may follow. Raises ValueError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("structured: needs a tokenizer, and none is loaded")
+        return Grammars(self.tokenizer, self.vocab_size)
 
     def check_drafting(self, drafting: Drafting) -> None:
         """Raises ValueError if `drafting` needs a draft model and none is loaded, or if a tree asks for more children

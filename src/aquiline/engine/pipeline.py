@@ -10,23 +10,29 @@ A backend keeps each slot's tokens itself, so a step does not need the last outc
 The rule: `lag` outcomes stay unread after a step of the engine, 1 where outcomes are read late, else 0. A step is
 issued while no more than `lag` wait; the oldest is committed once more than `lag` wait, or if nothing can be issued.
 A sequence that drafts on the host needs its last tokens, so a late outcome is then committed before the next issue.
+
+- *Constrained*: where a sequence follows a grammar, the host reads the drafted trees, cuts what the grammar refuses and
+  has the target draw under masks. Such steps are neither late nor repeated.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from aquiline.backends.base import Admit, Backend, Decode, Pages, Pending, StepInput, StepOutput
+from aquiline.engine.grammar import constrain
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
-from aquiline.spec.drafting import NoDraft
+from aquiline.spec.drafting import NoDraft, Proposal
 
 
 class StepChoice(NamedTuple):
@@ -94,14 +100,21 @@ class Pipeline:
         return len(self.unread) > self.lag
 
     def must_read_first(self, running: Iterable[Sequence | None]) -> bool:
-        """Whether the next plan needs the outcome that is still unread: a proposer on the host reads tokens."""
-        return self.is_late and bool(self.unread) and any(s is not None and s.proposer is not None for s in running)
+        """Whether the next plan needs the outcome that is still unread: proposers on the host and grammars read
+        tokens."""
+        needs = any(s is not None and (s.proposer is not None or s.constraint is not None) for s in running)
+        return self.is_late and bool(self.unread) and needs
 
     def issue(self, backend: Backend, plan: StepPlan, message: StepInput, most: int) -> int:
         """Hand a step to the backend, which may repeat its decodes up to `most` times. Returns how often it ran.
 
         Admissions, pages and extends come before the decodes, so they belong to the first of repeated steps."""
-        outcomes = backend.repeat(message, most)
+        outcomes: Items[Pending]
+        drawing = (s for s, chunk in zip(plan.prefilling, plan.chunks, strict=True) if chunk.draws)
+        if any(s.constraint is not None for s in (*plan.decoding, *drawing)):
+            outcomes = [issue_constrained(backend, plan, message)]
+        else:
+            outcomes = backend.repeat(message, most)
         for number, outcome in enumerate(outcomes):
             if number == 1:
                 plan, message = plan._replace(admitted=()), message._replace(admits=(), pages=(), extends=())
@@ -131,13 +144,29 @@ class Pipeline:
             _ = self.unread.popleft().output
 
 
+def issue_constrained(backend: Backend, plan: StepPlan, message: StepInput) -> Pending:
+    """Issue a step some of whose sequences follow a grammar: what their grammars refuse is cut from the drafted trees
+    before the target computes a row of it."""
+    drafts = backend.draft(message)
+    drawing = [s.constraint for s, chunk in zip(plan.prefilling, plan.chunks, strict=True) if chunk.draws]
+    tree, masks = constrain(drafts.read(), [s.constraint for s in plan.decoding], drawing)
+    return backend.verify(message, tree, masks)
+
+
 def message_of(
-    plan: StepPlan, choice: StepChoice | None, pages: Iterable[tuple[int, int, int]], with_trees: bool
+    plan: StepPlan,
+    choice: StepChoice | None,
+    pages: Iterable[tuple[int, int, int]],
+    with_trees: bool,
+    tokenizer: Tokenizer | None,
 ) -> StepInput:
-    """The plan as a StepInput, with the changed entries of page tables. choice: None if no sequence is adaptive."""
+    """The plan as a StepInput, with the changed entries of page tables. choice: None if no sequence is adaptive.
+    tokenizer: writes text that grammars force."""
     chosen = {} if choice is None else choice.decodes
     return StepInput(
-        decodes=tuple(chosen.get(sequence) or _decode(sequence) for sequence in plan.decoding),
+        decodes=tuple(
+            _forced(sequence, tokenizer) or chosen.get(sequence) or _decode(sequence) for sequence in plan.decoding
+        ),
         chunks=plan.chunks,
         admits=tuple(_admit(sequence) for sequence in plan.admitted),
         pages=tuple(Pages(slot, index, (page,)) for slot, index, page in pages),
@@ -145,6 +174,14 @@ def message_of(
         row_costs=() if choice is None else choice.row_costs,
         with_trees=with_trees,
     )
+
+
+def _forced(sequence: Sequence, tokenizer: Tokenizer | None) -> Decode | None:
+    """A step of a sequence whose grammar leaves no choice about the next tokens: they are its draft."""
+    if sequence.constraint is None or tokenizer is None or not sequence.request.num_forced or not sequence.may_draft:
+        return None
+    tokens = sequence.constraint.forced(tokenizer)
+    return Decode(sequence.slot, NoDraft(), Proposal(tokens)) if tokens else None
 
 
 def _decode(sequence: Sequence) -> Decode:

@@ -11,6 +11,7 @@ import numpy as np
 
 from aquiline.backends.base import Chunk, Decode, Decoded, Prefilled
 from aquiline.config import SamplingParams
+from aquiline.engine.grammar import MAX_FORCED, Constraint
 from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafting import Drafting, Proposer
@@ -37,6 +38,7 @@ class Request:
     that the caller expects, which drafts may be copied from; it changes how fast the text comes and never the text.
     with_text False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
     bad_word_ids: bad words as token ids, beside those of `sampling`, which are texts.
+    grammar: what `sampling.structured` was compiled to, by LLM.request or by the server.
 
     Raises ValueError naming a field of a wrong type or out of range: the engine's thread serves all requests and checks
     no field again. Engine.check says whether a request fits the models."""
@@ -52,6 +54,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     with_text: bool = True
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -91,11 +94,26 @@ class Request:
         """Tokens that the sequence can grow to, prompt and output together."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
+    @property
+    def num_forced(self) -> int:
+        """Tokens of forced text that a step drafts at most."""
+        return MAX_FORCED if self.grammar is not None and self.drafting.is_speculative else 0
+
+    @property
+    def max_step(self) -> int:
+        """Tokens that a step adds at most."""
+        return max(self.drafting.max_depth, self.num_forced) + 1
+
+    @property
+    def lookahead(self) -> int:
+        """Number of KV indices, from the last token on, that one step may write."""
+        return max(self.drafting.lookahead, self.num_forced + 1)
+
     @cached_property
     def reach(self) -> int:
         """KV indices that the sequence uses at most where there are pages for them. A step issued before the last
         outcome was read may start after the last token, hence one step more than max_tokens_total."""
-        return self.max_tokens_total + self.drafting.max_depth + 1 + self.drafting.lookahead
+        return self.max_tokens_total + self.max_step + self.lookahead
 
 
 def _is_whole(value: object) -> bool:
@@ -148,6 +166,7 @@ class Sequence:
     tokens: list[int]
     order: int  # number of the request in order of arrival
     proposer: Proposer | None = None  # for ways to draft that run on the host
+    constraint: Constraint | None = None  # of structured output
     bad_words: tuple[tuple[int, ...], ...] = ()
     slot: int = -1  # -1: waiting
     num_cached: int = 0
@@ -183,9 +202,10 @@ class Sequence:
     def __post_init__(self) -> None:
         request, drafting = self.request, self.request.drafting
         self.num_prompt, self.urgency = len(request.prompt_ids), (request.priority, self.order)
-        self.drafts, self.lookahead = drafting.needs_draft_model, drafting.lookahead
-        self.max_step, self.is_adaptive = drafting.max_depth + 1, drafting.is_adaptive
-        self.is_repeatable = not request.sampling.stop and (self.is_adaptive or self.proposer is None)
+        self.drafts, self.lookahead = drafting.needs_draft_model, request.lookahead
+        self.max_step, self.is_adaptive = request.max_step, drafting.is_adaptive
+        needs_host = request.sampling.stop or self.constraint is not None
+        self.is_repeatable = not needs_host and (self.is_adaptive or self.proposer is None)
         self.num_rows = 1 if self.is_adaptive else drafting.max_nodes
 
     @property
@@ -239,15 +259,21 @@ class Sequence:
         self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source = "draft"
     ) -> TokenDelta:
         """Append a step's tokens. A last token of -1 says that the target's logits are not numbers. The sequence then
-        ends with an error, unless the tokens before the last one already end it."""
+        ends with an error, unless the tokens before the last one already end it. It also does if its grammar fails."""
+        if self.constraint is not None and self.constraint.failure is not None:
+            return self.end("error", f"request {self.request.id}: structured: {self.constraint.failure}")
         if token_ids[-1] >= 0:
-            return self._append(token_ids, num_accepted, logprobs, drafter)
+            delta = self._append(token_ids, num_accepted, logprobs, drafter)
+            if self.constraint is None or delta.finish_reason is not None:
+                return delta
+            self.constraint.accept(delta.token_ids)
+            return delta
         delta = self._append(token_ids[:-1], num_accepted, logprobs, drafter)
         if delta.finish_reason is not None:
             return delta
         sampling, cause = self.request.sampling, "check the checkpoint's weights and dtype"
-        if sampling.logit_bias or sampling.bad_words or sampling.min_tokens:
-            cause += ", and whether logit_bias, bad_words and min_tokens leave any token"
+        if sampling.logit_bias or sampling.bad_words or sampling.min_tokens or sampling.structured is not None:
+            cause += ", and whether logit_bias, bad_words, min_tokens and structured leave any token"
         where = f"request {self.request.id}: the target's logits at position {len(self.tokens)}"
         end = self.end("error", f"{where} are NaN or have no finite value; {cause}")
         return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)

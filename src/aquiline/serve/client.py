@@ -18,7 +18,7 @@ from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError, NumericalError
 from aquiline.serve.life import Life, unstarted
 from aquiline.serve.logs import log
-from aquiline.serve.wire import Abort, Delta, EngineInfo, Opening, Quit, StepMessage, Submit
+from aquiline.serve.wire import Abort, Delta, EngineInfo, Opening, Prepare, Quit, StepMessage, Submit
 
 State = Literal["starting", "ready", "down", "closed"]
 
@@ -149,6 +149,12 @@ class EngineClient:
     def new_id(self) -> int:
         """An id for a request."""
         return next(self._ids)
+
+    def prepare(self) -> None:
+        """Tell the engine, once, that requests with grammars will come."""
+        if self._life is not None and not self._life.is_prepared:
+            self._life.is_prepared = True
+            self._life.commands.put(Prepare())
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises ValueError with the reason if it cannot start or load."""

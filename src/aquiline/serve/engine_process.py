@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import threading
 from multiprocessing.connection import Connection
 
 from aquiline.engine.llm import LLM
@@ -21,6 +22,7 @@ from aquiline.serve.wire import (
     Delta,
     EngineInfo,
     Opening,
+    Prepare,
     Quit,
     Refused,
     Stats,
@@ -76,6 +78,9 @@ class _Host:
                     return False
                 if isinstance(command, Submit):
                     self._add(command)
+                elif isinstance(command, Prepare):
+                    prepare = self.engine.models.grammars.prepare
+                    threading.Thread(target=prepare, name="aquiline-grammar", daemon=True).start()
                 else:
                     self._abort(command)
             if not self.engine.is_busy:

@@ -26,6 +26,7 @@ class Life:
     connection: Connection
     commands: queue.SimpleQueue[Command] = field(default_factory=queue.SimpleQueue)
     streams: dict[int, Stream] = field(default_factory=dict)
+    is_prepared: bool = False  # for grammars
     began_s: float = field(default_factory=time.monotonic)
 
     @classmethod

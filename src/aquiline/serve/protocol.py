@@ -83,6 +83,8 @@ class Sampling(Body):
     priority: Whole | None = None
     cache_salt: Salt | None = None
     prediction: Prediction | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     drafter: str | None = None
     num_spec_tokens: Whole | None = None
     return_token_sources: bool | None = None
@@ -125,6 +127,7 @@ class Function(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -173,6 +176,7 @@ class ResponseRequest(Body):
 
     model: str | None = None
     input: str | Listed[dict[str, Any]]
+    text: dict[str, Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

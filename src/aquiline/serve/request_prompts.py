@@ -18,15 +18,26 @@ from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import ChatMessage, ContentPart, Prediction, Tool
 from aquiline.text.chat_template import ChatTemplate, Message
 from aquiline.text.harmony import CHANNEL, GAP
+from aquiline.text.parsers import CALL, END_CALL
 from aquiline.text.tokenizer import least_tokens
+
+GENERIC_TOOLS = f"""You can call these functions:
+%s
+To call one, write its name and its arguments as JSON:
+{CALL}
+{{"name": "...", "arguments": {{...}}}}
+{END_CALL}"""
+"""What a system message says of tools where the template has no form for them."""
 
 
 class Prompts:
-    """The tokenizer and chat template that the server's target comes with."""
+    """The tokenizer and chat template that the server's target comes with. is_generic: the template knows no tools, so
+    the system message describes them."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.is_harmony = CHANNEL in (template.source or "")
+        self.is_generic = False
 
     def text(self, text: str, most: int, special: bool = True, name: str = "prompt") -> list[int]:
         """Token ids of a text; special: with the tokens that the tokenizer puts around one. Raises ApiError naming the
@@ -57,10 +68,13 @@ class Prompts:
         """A conversation as text and as token ids, `most` of them at most. Raises ApiError and ValueError where the
         template refuses it."""
         given = dict(options or {})
-        if tools:
-            given["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        described = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        if described and not self.is_generic:
+            given["tools"] = described
         template = self.template.with_options(given)
         told = [_message(message, place) for place, message in enumerate(messages)]
+        if self.is_generic:
+            told = _with_tools([*map(_with_calls, told)], described)
         text = template.render([_with_thinking(m) for m in told] if self.is_harmony else told, add_generation_prompt)
         if not text:
             raise bad_request("messages: hold no text", "messages")
@@ -99,6 +113,29 @@ def _with_thinking(message: Message) -> Message:
     thinking = given.get("thinking")
     if given.get("tool_calls") and isinstance(thinking, str) and thinking and given["content"]:
         given |= {"thinking": thinking + GAP + given["content"], "content": ""}
+    return given
+
+
+def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """Messages of which the first, the system's, describes tools."""
+    if not tools:
+        return messages
+    described = GENERIC_TOOLS % "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": described}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}, *messages[1:]]
+
+
+def _with_calls(message: Message) -> Message:
+    """A message whose calls of tools, or what a tool told, are text, for templates that know neither."""
+    given = dict(message)
+    calls = [
+        f"{CALL}\n{json.dumps({k: call['function'][k] for k in ('name', 'arguments')}, ensure_ascii=False)}\n{END_CALL}"
+        for call in given.pop("tool_calls", None) or ()
+    ]
+    given["content"] = "\n".join([*filter(None, [given["content"]]), *calls])
+    if given["role"] == "tool":
+        given |= {"role": "user", "content": f"<tool_response>\n{given['content']}\n</tool_response>"}
     return given
 
 

@@ -85,7 +85,7 @@ class ResponseReply:
             "temperature": self.job.wanted.sampling.temperature, "top_p": self.job.wanted.sampling.top_p,
             "tools": request.tools or [], "tool_choice": request.tool_choice or "auto",
             "parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.store is not False,
-            "text": {"format": {"type": "text"}}, "truncation": "disabled",
+            "text": {"format": {"type": "text"}} | (request.text or {}), "truncation": "disabled",
             "usage": None if self.status == "in_progress" else {
                 "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"], "total_tokens": usage["total_tokens"],

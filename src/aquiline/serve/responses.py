@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from aquiline.serve.admission import read_json
 from aquiline.serve.api_errors import ApiError, bad_request, validation_error
 from aquiline.serve.protocol import ChatRequest, ResponseRequest
-from aquiline.serve.sampling import STRUCTURED
 
 Item = dict[str, Any]
 
@@ -33,7 +32,7 @@ PASSED_ON = (
 """Fields that mean in a response what they mean in a chat."""
 
 
-CHAT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
+CHAT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 """Fields of the chat that a response is made by, and what they are called in the request."""
 
 OVERHEAD = 1024
@@ -107,12 +106,11 @@ def as_chat(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
         value = (request.model_extra or {}).get(name)
         if value is not None and value not in harmless:
             raise bad_request(f"{name}: {why}", name)
-    text = (request.model_extra or {}).get("text") or {}
-    if isinstance(text, dict) and (text.get("format") or {"type": "text"}) != {"type": "text"}:
-        raise bad_request(f"text.format: {STRUCTURED}", "text.format")
     messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     body: dict[str, Any] = {name: getattr(request, name) for name in PASSED_ON}
     body |= {"messages": [*messages, *_messages(items)], "max_tokens": request.max_output_tokens}
+    if (form := (request.text or {}).get("format")) is not None:
+        body["response_format"] = _format(form)
     if request.tools:
         body["tools"] = [_tool(tool, place) for place, tool in enumerate(request.tools)]
     if request.top_logprobs:
@@ -121,6 +119,13 @@ def as_chat(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
         return ChatRequest.model_validate(body)
     except ValidationError as error:
         raise validation_error(error.errors()) from None
+
+
+def _format(given: Any) -> Any:
+    """The form of an answer, which a response describes beside its type and a chat inside `json_schema`."""
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from aquiline.serve.admission import check_sizes
 from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling
 from aquiline.serve.server_config import Limits
+from aquiline.serve.structured import asked_of
 from aquiline.spec.adaptive import MAX_COPY, Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 from aquiline.spec.lookup import Lookup
@@ -23,7 +24,7 @@ COMPLETION_TOKENS = 16
 MAX_TEMPERATURE = 2.0
 """OpenAI's bound. The engine draws at any temperature; what clients send beyond it is a mistake."""
 
-STRUCTURED = "structured output is not supported yet; leave it out"
+SUPERSEDED = "is superseded; use structured_outputs"
 UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "best_of": ((), "is not supported: the server returns every choice; use n"),
     "suffix": (("",), "is not supported"),
@@ -41,12 +42,10 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "special tokens are always left out of the text"),
     "include_stop_str_in_output": ((False,), "a stop string is always cut from the text"),
     "continue_final_message": ((False,), "is not supported"),
-    "response_format": (({"type": "text"},), STRUCTURED),
-    "structured_outputs": ((), STRUCTURED),
-    "guided_json": ((), STRUCTURED),
-    "guided_regex": ((), STRUCTURED),
-    "guided_choice": ((), STRUCTURED),
-    "guided_grammar": ((), STRUCTURED),
+    "guided_json": ((), SUPERSEDED),
+    "guided_regex": ((), SUPERSEDED),
+    "guided_choice": ((), SUPERSEDED),
+    "guided_grammar": ((), SUPERSEDED),
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's interfaces that change the answer and are not supported: the values that mean nothing
 special, and what is said of any other. null is always such a value."""
@@ -61,7 +60,7 @@ PASSED_ON = (
 @dataclass(frozen=True)
 class Wanted:
     """What a request asks of the engine for each of its prompts. max_tokens None: whatever room there is, and `most` at
-    most."""
+    most. structured_by: the field of the body that asks for structured output, if one does."""
 
     sampling: SamplingParams
     drafting: Drafting
@@ -71,6 +70,7 @@ class Wanted:
     most: int
     priority: int
     cache_salt: str | None
+    structured_by: str = ""
 
     def choice(self, index: int, room: int) -> SamplingParams:
         """The sampling of one choice of a prompt after which `room` tokens fit. Choice i has the seed + i, so each
@@ -87,8 +87,11 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
             raise bad_request(f"{name}={shown(value)}: {why}", name)
 
 
-def wanted(request: CompletionRequest | ChatRequest, limits: Limits, default: Drafting) -> Wanted:
-    """What a request asks for. Raises ApiError and ValueError naming the field that cannot work."""
+def wanted(
+    request: CompletionRequest | ChatRequest, limits: Limits, default: Drafting, tool_parser: str | None = None
+) -> Wanted:
+    """What a request asks for; tool_parser: how its calls of tools are read. Raises ApiError and ValueError naming the
+    field that cannot work."""
     refuse_unsupported(request.model_extra or {})
     check_sizes(request, limits)
     given: dict[str, Any] = {"temperature": 1.0, "max_tokens": 2**31 - 1, "logprobs": num_logprobs(request)}
@@ -114,10 +117,11 @@ def wanted(request: CompletionRequest | ChatRequest, limits: Limits, default: Dr
         if limits.max_output_tokens is not None and max_tokens > limits.max_output_tokens:
             raise bad_request(f"max_tokens={max_tokens}: at most {limits.max_output_tokens} are allowed", "max_tokens")
     seed = secrets.randbits(63) if request.seed is None else request.seed
-    sampling = SamplingParams(**given, seed=seed)
+    asked = asked_of(request, tool_parser)
+    sampling = SamplingParams(**given, seed=seed, structured=asked.structured)
     return Wanted(
         sampling, chosen_drafting(request, default), _num_choices(request, limits), seed, max_tokens, most,
-        request.priority or 0, request.cache_salt,
+        request.priority or 0, request.cache_salt, asked.field,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
+from aquiline.engine.grammar import Grammars
 from aquiline.models.known_pairs import checkpoints
 from aquiline.models.load import read_model_config, resolve
 from aquiline.serve.app import make_app
@@ -22,6 +23,7 @@ from aquiline.serve.logs import log, set_up
 from aquiline.serve.request_prompts import Prompts
 from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.serve.service import Service
+from aquiline.serve.structured import Compiling
 from aquiline.serve.wire import Opening
 from aquiline.spec.drafting import Drafting
 from aquiline.text.chat_template import ChatTemplate
@@ -38,7 +40,7 @@ def open_service(
     CheckpointError for what cannot be read."""
     target = checkpoints(pair.target, pair.draft).target
     checkpoint = resolve(target)
-    vocab_size = read_model_config(checkpoint).vocab_size  # no target: refused before a process starts for it
+    model = read_model_config(checkpoint)  # no target: refused before a process starts for it
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise ValueError(f"target={str(checkpoint)!r}: has no tokenizer.json, and clients send text; add one")
@@ -47,10 +49,11 @@ def open_service(
         source = Path(config.chat_template).read_text(encoding="utf-8")
         template = ChatTemplate(source, template.special, tokenizer, None, f"the chat template {config.chat_template}")
     template = template.with_options(chat.template_options or {}, "the model's chat template")
-    template.check_ends(vocab_size)
+    template.check_ends(model.vocab_size)
     names = config.served_model_name or (str(target),)
     client = EngineClient(Opening(pair, engine, drafting), config.stream_interval)
-    return Service(client, Prompts(tokenizer, template), drafting, names, config, limits)
+    compiling = Compiling(Grammars(tokenizer, model.vocab_size), model.eos_token_ids, limits.max_compile_s)
+    return Service(client, Prompts(tokenizer, template), compiling, drafting, names, config, limits)
 
 
 def serve(service: Service) -> None:

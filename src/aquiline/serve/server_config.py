@@ -46,9 +46,10 @@ class ServerConfig:
         "auto", "How reasoning is told from the answer; auto: by <think> tags, or Harmony's channels, if the template "
         "has them.", OUTPUT,
     )  # fmt: skip
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "harmony"] = setting(
-        "auto", "How calls of tools are read; auto: by what the template writes.", OUTPUT
-    )
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "harmony", "generic"] = setting(
+        "auto", "How calls of tools are read; auto: by what the template writes, generic, which describes the tools in "
+        "the system message, where it writes none.", OUTPUT,
+    )  # fmt: skip
     per_request_spec_decode_metrics: Detail = setting(
         "none", "Speculation's record in replies: none, summary, or detailed, step by step.", OUTPUT
     )
@@ -87,6 +88,7 @@ class Limits:
     max_stop: int = setting(16, "Stop strings, stop tokens and bad words of a request at most, each.", LIMITS)
     max_stop_length: int = setting(256, "Characters of a stop string or bad word at most.", LIMITS)
     max_logit_bias: int = setting(1024, "Entries of logit_bias at most.", LIMITS)
+    max_compile_s: float = setting(10.0, "Seconds that a request may wait for its grammar to be compiled.", LIMITS)
     max_stalled_s: float = setting(30.0, "Seconds that a client may take nothing of its stream.", LIMITS)
     max_stored_bytes: int = setting(64 * 2**20, "Bytes that stored responses may take; the oldest go.", LIMITS)
 
@@ -98,6 +100,6 @@ class Limits:
             check(getattr(self, name) >= 0, name, getattr(self, name), "must be at least 0")
         ok = self.max_output_tokens is None or self.max_output_tokens >= 1
         check(ok, "max_output_tokens", self.max_output_tokens, "must be at least 1")
-        for name in ("max_request_s", "max_stalled_s"):
+        for name in ("max_request_s", "max_compile_s", "max_stalled_s"):
             value = getattr(self, name)
             check(0 < value <= 1e9, name, value, "must be above 0 and at most 1e9 seconds")

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from aquiline.checks import shown
 from aquiline.engine.encode import ending_with
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
@@ -27,7 +26,9 @@ from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.request_prompts import Prompts, several
 from aquiline.serve.sampling import Wanted, wanted
 from aquiline.serve.server_config import Limits, ServerConfig
+from aquiline.serve.structured import Compiling
 from aquiline.spec.drafting import Drafting
+from aquiline.text.parsers import GENERIC
 from aquiline.text.parsing import Parsing
 
 T = TypeVar("T")
@@ -43,16 +44,19 @@ class Service:
         self,
         client: EngineClient,
         prompts: Prompts,
+        compiling: Compiling,
         drafting: Drafting,
         names: tuple[str, ...],
         config: ServerConfig,
         limits: Limits,
     ) -> None:
         self.client, self.prompts, self.drafting, self.names = client, prompts, drafting, names
+        self.compiling = compiling
         self.config, self.limits = config, limits
         self.parsing = Parsing.of(
             prompts.template.source, prompts.tokenizer, config.reasoning_parser, config.tool_call_parser
         )
+        prompts.is_generic = self.parsing.tools == GENERIC
         self.metrics = Metrics(names[0])
         self.gate = Admission(1, limits.max_waiting)
         self.began = int(time.time())
@@ -90,11 +94,12 @@ class Service:
             asked, model = wanted(request, self.limits, self.drafting), self.model(request.model)
             given, most = several(request.prompt), self.max_length
             check_choices(len(given), asked.n, self.limits)
+            grammar = await self._grammar(asked)
 
             def encoded() -> Job:
                 prompts = self.prompts.completions(given, most)
                 prediction = self.prompts.prediction(request.prediction, most)
-                return self._job("cmpl", model, asked, prompts, prediction, request)
+                return self._job("cmpl", model, asked, prompts, prediction, request, grammar)
 
             return await self.apart(size, encoded)
 
@@ -102,15 +107,16 @@ class Service:
         """A chat request whose body has `size` bytes, checked and as token ids."""
         length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         with in_words_of({"max_tokens": length}), explained():
-            asked, model = wanted(request, self.limits, self.drafting), self.model(request.model)
+            asked, model = wanted(request, self.limits, self.drafting, self.parsing.tools), self.model(request.model)
             tools, most = self._tools(request), self.max_length
-            asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling))
+            asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling, self.parsing))
+            grammar = await self._grammar(asked)
 
             def encoded() -> Job:
                 options, begins = request.chat_template_kwargs, request.add_generation_prompt
                 text, ids = self.prompts.chat(request.messages, most, tools, options, begins)
                 prediction = self.prompts.prediction(request.prediction, most)
-                return self._job(prefix, model, asked, [ids], prediction, request, text)
+                return self._job(prefix, model, asked, [ids], prediction, request, grammar, text)
 
             return await self.apart(size, encoded)
 
@@ -146,6 +152,7 @@ class Service:
         prompts: Sequence[list[int]],
         prediction: tuple[int, ...],
         request: CompletionRequest | ChatRequest,
+        grammar: str | None,
         text: str = "",
     ) -> Job:
         is_detailed = len(prompts) * asked.n == 1 and self.config.per_request_spec_decode_metrics == "detailed"
@@ -158,7 +165,7 @@ class Service:
                 sampling = asked.choice(index, room)
                 engine_request = Request(
                     self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.drafting, asked.priority,
-                    self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
+                    self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False, grammar=grammar,
                 )  # fmt: skip
                 reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, sampling.stop, has_tools)
                 choices.append(Choice(engine_request, reader, bool(request.return_token_sources), is_detailed))
@@ -181,14 +188,16 @@ class Service:
             raise context_error(info.max_length, len(ids), least, field, "max_tokens")
         return room
 
+    async def _grammar(self, asked: Wanted) -> str | None:
+        """The compiled grammar that a request asks for, if it asks for one. Raises ApiError."""
+        if asked.sampling.structured is None:
+            return None
+        self.client.prepare()
+        return await self.compiling.compiled(asked.sampling, asked.structured_by)
+
     def _tools(self, request: ChatRequest) -> Any:
-        """The tools that the template is to show. Raises ApiError where the model cannot be told of tools, or cannot be
-        made to use them."""
-        choice = request.tool_choice
-        if choice not in (None, "none", "auto"):
-            message = f"tool_choice={shown(choice)}: forcing a call needs structured output, which is not supported yet"
-            raise ApiError(400, f"{message}; use auto", "tool_choice")
-        if not request.tools or choice == "none":
+        """The tools that the template is to show. Raises ApiError where the model cannot be told of tools."""
+        if not request.tools or request.tool_choice == "none":
             return None
         if self.parsing.tools is None:
             raise ApiError(400, "tools: the model's chat template has no form for calls of tools", "tools")

@@ -37,11 +37,15 @@ class Abort(NamedTuple):
     request_id: int
 
 
+class Prepare(NamedTuple):
+    """A request with a grammar will come: load the library that reads it beside the steps."""
+
+
 class Quit(NamedTuple):
     """End the process."""
 
 
-Command = Submit | Abort | Quit
+Command = Submit | Abort | Prepare | Quit
 
 
 class EngineInfo(NamedTuple):

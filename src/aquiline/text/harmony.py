@@ -24,9 +24,10 @@ from aquiline.types import FinishReason
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
+FINAL = "final"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 
-CHANNELS: dict[str, Channel] = {"analysis": "reasoning", "commentary": "content", "final": "content"}
+CHANNELS: dict[str, Channel] = {"analysis": "reasoning", "commentary": "content", FINAL: "content"}
 """Where the text of a channel goes. A commentary without recipient is a preamble to calls, which users read."""
 
 ROLE, RECIPIENT, FUNCTIONS = "assistant", "to=", "functions."

@@ -19,6 +19,8 @@ Channel = Literal["content", "reasoning"]
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+GENERIC = "generic"
+"""The form of calls for a template that has none: Hermes', described in the system message."""
 SPACE = " \t\r\n"
 
 
@@ -242,7 +244,7 @@ class LlamaJson:
         return [Text("content", held)] if held else []
 
 
-TOOL_PARSERS: dict[str, Callable[[], Parser]] = {"hermes": Hermes, "llama3_json": LlamaJson}
+TOOL_PARSERS: dict[str, Callable[[], Parser]] = {"hermes": Hermes, "llama3_json": LlamaJson, GENERIC: Hermes}
 
 
 def read_call(text: str, arguments: str) -> Call | None:

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from aquiline.config import Boundary
 from aquiline.text.detokenizer import Detokenizer
-from aquiline.text.harmony import CHANNEL, Harmony, missing_markers
-from aquiline.text.parsers import CALL, END_THINK, SPACE, THINK, TOOL_PARSERS, Parser, Plain, Read, Think
+from aquiline.text.harmony import CHANNEL, FINAL, MESSAGE, Harmony, missing_markers
+from aquiline.text.parsers import CALL, END_THINK, GENERIC, SPACE, THINK, TOOL_PARSERS, Parser, Plain, Read, Think
 from aquiline.types import FinishReason
 
 HARMONY = "harmony"
@@ -92,7 +93,8 @@ class Parsing:
         if named or is_told:
             return cls(reasoning != "none", None if tools == "none" else HARMONY, is_harmony=True)
         if tools == "auto":
-            tools = "hermes" if CALL in text else "llama3_json" if "tools" in text and "ipython" in text else "none"
+            other = GENERIC if text and "tools" not in text else "none"
+            tools = "hermes" if CALL in text else "llama3_json" if "tools" in text and "ipython" in text else other
         thinks = reasoning == "think" or (reasoning == "auto" and END_THINK in text)
         return cls(thinks, None if tools == "none" else tools)
 
@@ -109,6 +111,22 @@ class Parsing:
         if self.is_harmony:
             return Harmony(tokenizer, prompt_ids, stop, self.thinks, has_tools and self.tools is not None)
         return TextReader(Detokenizer(tokenizer, prompt_ids, stop), self.parser(prompt, has_tools))
+
+    def boundary(self, tokenizer: Tokenizer) -> Boundary | None:
+        """Where in an answer a grammar begins: after the reasoning; None where there is none. Raises ValueError where
+        the marks of reasoning are no tokens."""
+        if self.is_harmony:
+            channel, message = tokenizer.token_to_id(CHANNEL), tokenizer.token_to_id(MESSAGE)
+            assert channel is not None and message is not None, "Parsing.of asks for them"
+            return Boundary((channel, *tokenizer.encode(FINAL, add_special_tokens=False).ids), end=message)
+        if not self.thinks:
+            return None
+        begin, end = tokenizer.token_to_id(THINK), tokenizer.token_to_id(END_THINK)
+        if begin is None or end is None:
+            raise ValueError(
+                f"structured: begins after {END_THINK}, which is no token of this vocabulary; switch reasoning off"
+            )
+        return Boundary((end,), opener=begin)
 
     def parser(self, prompt: str, has_tools: bool) -> Parser:
         """A parser of the text of one answer."""

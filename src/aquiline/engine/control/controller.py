@@ -266,7 +266,7 @@ class Controller:
         if proposer is not None and self._num_steps // period > state.last_search // period:
             state.last_search = self._num_steps
             self._num_searches += 1
-            proposal = proposer.propose(sequence.tokens, sequence.max_step - 1)
+            proposal = proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
             worth, count = 0.0, 0
             for chance in proposal.confidences:  # they fall from token to token
                 if chance < state.least_node:

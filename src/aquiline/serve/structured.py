@@ -1,0 +1,217 @@
+"""Structured output that a client asks for: its fields as a grammar, and compiling it beside everything else.
+
+A grammar is compiled in a thread of the HTTP process, which leaves the interpreter to others meanwhile. Few are
+compiled at once, and a request waits for its own only so long. A thread that takes longer ends later, with nobody
+waiting for it, and counts as one of those that run until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from aquiline.checks import shown
+from aquiline.config import SamplingParams, Structured, structured_of
+from aquiline.engine.grammar import Grammars
+from aquiline.serve.api_errors import ApiError, bad_request
+from aquiline.serve.protocol import ChatRequest, Sampling, Tool
+from aquiline.text.parsers import CALL, END_CALL, GENERIC
+from aquiline.text.parsing import HARMONY
+
+MAX_COMPILES = 2
+"""Grammars that are compiled at once."""
+
+WRITTEN: dict[str, tuple[str, str, str]] = {
+    "hermes": (f'{CALL}\n{{"name": %s, "arguments": ', f"}}\n{END_CALL}", "\n"),
+    GENERIC: (f'{CALL}\n{{"name": %s, "arguments": ', f"}}\n{END_CALL}", "\n"),
+    "llama3_json": ('{"name": %s, "parameters": ', "}", "; "),
+}
+"""How calls of tools are written, by parser: what comes before the arguments, after them, and between two calls."""
+
+
+class Compiling:
+    """Compiles grammars for the target. limit_s: seconds that a request waits for its grammar."""
+
+    def __init__(self, grammars: Grammars, eos_token_ids: tuple[int, ...], limit_s: float) -> None:
+        self.grammars, self.eos_token_ids, self.limit_s = grammars, eos_token_ids, limit_s
+        self._room = asyncio.Semaphore(MAX_COMPILES)
+
+    async def compiled(self, sampling: SamplingParams, field: str) -> str:
+        """The compiled grammar of what `field` of a request's body asks for. Raises ApiError."""
+        try:
+            async with asyncio.timeout(self.limit_s):
+                await self._room.acquire()
+                return await self._begun(sampling)
+        except TimeoutError:
+            raise bad_request(
+                f"{field}: compiling its grammar takes longer than {self.limit_s:g} s; make it smaller: fewer and "
+                "shorter repetitions, less nesting", field,
+            ) from None  # fmt: skip
+        except ValueError as error:
+            raise bad_request(
+                f"{field}: {str(error).removeprefix('structured.').removeprefix('structured: ')}", field
+            ) from None
+
+    def _begun(self, sampling: SamplingParams) -> asyncio.Future[str]:
+        """Compile in a thread of its own. The result is dropped if nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[str] = loop.create_future()
+        structured = sampling.structured
+        assert structured is not None
+        eos = () if sampling.ignore_eos else self.eos_token_ids
+        ends = frozenset((*eos, *sampling.stop_token_ids))
+
+        def tell(compiled: str | None, error: Exception | None) -> None:
+            self._room.release()
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            elif compiled is not None:
+                future.set_result(compiled)
+
+        def work() -> None:
+            compiled, problem = None, None
+            try:
+                compiled = self.grammars.compile(structured, ends)
+            except Exception as error:  # whoever waits is told of it
+                problem = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(tell, compiled, problem)
+
+        threading.Thread(target=work, name="aquiline-grammar", daemon=True).start()
+        return future
+
+
+class Asked:
+    """What a request asks its text to be. field: of the body, None where nothing is asked."""
+
+    def __init__(self, structured: Structured | None = None, field: str = "") -> None:
+        self.structured, self.field = structured, field
+
+
+def asked_of(request: Sampling, tool_parser: str | None) -> Asked:
+    """The structured output that a request asks for, by itself or by the tools it must call. tool_parser: reads calls.
+
+    Raises ApiError naming what is not understood, and fields that ask for two things."""
+    found = [Asked(_of_format(request.response_format), "response_format")]
+    if request.structured_outputs is not None:
+        found.append(Asked(_of_outputs(request.structured_outputs), "structured_outputs"))
+    if isinstance(request, ChatRequest):
+        found.append(_of_tools(request, tool_parser))
+    given = [asked for asked in found if asked.structured is not None]
+    if len(given) > 1:
+        raise bad_request(f"{given[1].field}: does not go with {given[0].field}; ask for one of them", given[1].field)
+    if given and given[0].field != "tool_choice" and isinstance(request, ChatRequest) and _has_tools(request):
+        field = given[0].field
+        if field != "tools":
+            raise bad_request(f"{field}: does not go with tools; drop them, or say tool_choice=none", field)
+    return given[0] if given else Asked()
+
+
+def _of_format(given: dict[str, Any] | None) -> Structured | None:
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return Structured(json=True)
+    if kind == "json_schema":
+        described = given.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if not isinstance(schema, dict):
+            raise bad_request("response_format.json_schema: needs a schema, an object", "response_format")
+        return Structured(json=schema)
+    if kind == "structural_tag":
+        return Structured(structural_tag=given)
+    raise bad_request(
+        f"response_format={shown(given)}: its type must be text, json_object, json_schema or structural_tag",
+        "response_format",
+    )
+
+
+def _of_outputs(given: dict[str, Any]) -> Structured | None:
+    fields = {name: value for name, value in given.items() if value is not None and value is not False}
+    if fields.pop("json_object", False):
+        fields["json"] = True
+    for ignored in ("disable_any_whitespace", "disable_additional_properties"):  # it is so here without them
+        fields.pop(ignored, None)
+    try:
+        return structured_of(fields)
+    except ValueError as error:
+        raise bad_request(f"structured_outputs: {error}", "structured_outputs") from None
+
+
+def _has_tools(request: ChatRequest) -> bool:
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def _of_tools(request: ChatRequest, tool_parser: str | None) -> Asked:
+    """Calls that must be made, and those of strict tools that may be."""
+    choice, tools = request.tool_choice, request.tools or []
+    if choice in (None, "auto", "none"):
+        is_strict = any(tool.function.strict for tool in tools) and choice != "none"
+        if not is_strict or tool_parser not in ("hermes", GENERIC):
+            return Asked()
+        return Asked(_calls(tools, tool_parser, may_answer=True), "tools")
+    if not tools:
+        raise bad_request(f"tool_choice={shown(choice)}: needs tools", "tool_choice")
+    if tool_parser is None or tool_parser == HARMONY:
+        raise bad_request(
+            f"tool_choice={shown(choice)}: calls in this model's format cannot be forced; use auto", "tool_choice"
+        )
+    if choice != "required":
+        name = _named(choice)
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise bad_request(f"tool_choice={shown(choice)}: names no tool of the request", "tool_choice")
+    is_single = choice != "required" or request.parallel_tool_calls is False
+    return Asked(_calls(tools, tool_parser, is_single=is_single), "tool_choice")
+
+
+def _named(choice: str | dict[str, Any]) -> str:
+    """The tool that a choice names, in the form of chats or of responses."""
+    function = choice.get("function", choice) if isinstance(choice, dict) else {}
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(name, str):
+        raise bad_request(
+            f"tool_choice={shown(choice)}: must be none, auto, required, or name a function", "tool_choice"
+        )
+    return name
+
+
+def _calls(tools: list[Tool], parser: str, is_single: bool = False, may_answer: bool = False) -> Structured:
+    """Calls of these tools as a structural tag, in the form that a parser reads. may_answer: text may stand beside
+    them, or instead."""
+    begin, end, separator = WRITTEN[parser]
+    tags = [
+        {
+            "type": "tag",
+            "begin": begin % _quoted(tool.function.name),
+            "content": {
+                "type": "json_schema", "max_whitespace_cnt": 1, "json_schema": _arguments(tool, may_answer),
+            },
+            "end": end,
+        }
+        for tool in tools
+    ]  # fmt: skip
+    if may_answer:
+        form: dict[str, Any] = {"type": "triggered_tags", "triggers": [CALL], "tags": tags}
+    else:
+        form = {
+            "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True,
+            "stop_after_first": is_single,
+        }  # fmt: skip
+    return Structured(structural_tag={"type": "structural_tag", "format": form})
+
+
+def _arguments(tool: Tool, may_answer: bool) -> dict[str, Any]:
+    """The schema of a call's arguments. Of tools that may be called and are not strict, any object."""
+    parameters = tool.function.parameters
+    return {"type": "object"} if parameters is None or (may_answer and not tool.function.strict) else parameters
+
+
+def _quoted(name: str) -> str:
+    if not name or not all(letter.isalnum() or letter in "_-." for letter in name):
+        raise ApiError(400, f"tools: {name[:60]!r} is no name of a function; use letters, digits, _ and -", "tools")
+    return f'"{name}"'
