@@ -22,6 +22,7 @@ from aquiline.engine.model import LoadedModels, Loading, ResolvedPair, from_weig
 from aquiline.models.families import read_model_config
 from aquiline.models.formats import read_draft_weights
 from aquiline.models.load import read_target
+from aquiline.models.model_config import LAYER_IDS
 from aquiline.parity.diagnose import transposed
 from aquiline.parity.parity_choice import ParityChoice
 from aquiline.parity.run import Parity, beside_references, observe
@@ -29,7 +30,14 @@ from aquiline.parity.run import Parity, beside_references, observe
 PROMPT = [int(i) for i in np.random.default_rng(3).integers(3, 96, 40)]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0}
 NATIVE, TORCH = Environment(None, 1), Environment("off", 1)
-CAPTURE = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+
+
+def capturing(*ids: int, **marks: Any) -> dict[str, Any]:
+    """The fields of a config that captures these layers, in the numbering of its producer."""
+    return {"eagle_config": {LAYER_IDS: list(ids), **marks}}
+
+
+CAPTURE = capturing(0, 1, 2)
 
 
 def pair_of(
@@ -41,15 +49,13 @@ def pair_of(
     write_target(folder / "target", family, **(sizes | (target_fields or {})))
     config = read_model_config(folder / "target")
 
-    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        config.update(CAPTURE | fields)
-        if is_tame:
-            Vd = len(tensors["d2t"])
-            tensors["d2t"] = torch.where(torch.arange(Vd) < Vd // 2, 0, Vd // 4)
-            tensors["t2d"][:] = False
-            tensors["t2d"][torch.arange(Vd) + tensors["d2t"]] = True
+    def tame(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        Vd = len(tensors["d2t"])
+        tensors["d2t"] = torch.where(torch.arange(Vd) < Vd // 2, 0, Vd // 4)
+        tensors["t2d"][:] = False
+        tensors["t2d"][torch.arange(Vd) + tensors["d2t"]] = True
 
-    write_draft(folder / "draft", config, draft, edit=edit)
+    write_draft(folder / "draft", config, draft, edit=tame if is_tame else None, **CAPTURE | fields)
     return named(folder / "target", folder / "draft", environment)
 
 
@@ -182,12 +188,28 @@ def without_norm(name: str, of_draft: bool) -> Callable[[pytest.MonkeyPatch, Any
     return plant
 
 
+def drop(part: str, **values: Any) -> Edit:
+    """Leave out tensors, and say so in the config."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        names = [name for name in tensors if part in name]
+        assert names, part
+        for name in names:
+            del tensors[name]
+        config.update(values)
+
+    return edit
+
+
 def unit_norm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     config["norm_before_fc"] = True
     tensors["input_norm.weight"] = torch.ones(tensors["fc.weight"].shape[1])
 
 
 OURS = {"producer": "aquiline"}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+MARK = {"use_last_layernorm": True}
+"""One of those that tell NVIDIA's drafts."""
 GPT_OSS = {"num_hidden_layers": 4}
 PLANTS: dict[str, Plant] = {
     "base": Plant("RoPE base", edit=set_field(rope_theta=10000.0)),
@@ -202,11 +224,11 @@ PLANTS: dict[str, Plant] = {
     "k heads": Plant("heads of k", edit=change("k_proj", turned(2))),
     "v heads": Plant("heads of v", edit=change("v_proj", turned(2))),
     "o heads": Plant("heads of o", edit=change("o_proj", turned_columns(4))),
-    "capture +1": Plant("captured layers are +1", edit=set_field(
-        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})),
-    "capture -1": Plant("captured layers are -1", edit=set_field(
-        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}),
-        fields={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}),
+    "capture +1": Plant("captured layers are +1", edit=set_field(**capturing(1, 2, 3))),
+    "capture -1": Plant("captured layers are -1", edit=set_field(**capturing(0, 1, 2)), fields=capturing(1, 2, 3)),
+    "NVIDIA's ids -1": Plant("captured layers are -1", edit=set_field(**capturing(0, 1, 2, **MARK)),
+                             fields=capturing(1, 2, 3), draft="nvidia"),
+    "NVIDIA's ids +1": Plant("captured layers are +1", edit=set_field(**capturing(1, 2, 3, **MARK)), draft="nvidia"),
     "d2t as ids": Plant("read as ids", offsets=lambda d2t: d2t - np.arange(len(d2t))),
     "d2t negated": Plant("d2t is negated", offsets=np.negative, fields={"is_tame": True}),
     "d2t ignored": Plant("d2t is ignored", offsets=np.zeros_like),
@@ -219,6 +241,15 @@ PLANTS: dict[str, Plant] = {
                           fields=OURS | {"norm_before_residual": True}),
     "feedback": Plant("normed output is fed back", edit=set_field(norm_output=True), fields=OURS),
     "fc norm added": Plant("features are normed", edit=unit_norm, fields=OURS),
+    "input_norm": Plant("input_norm is missing", edit=drop("input_norm.weight", norm_before_fc=False),
+                        fields={"norm_before_fc": True}),
+    "fc_norm": Plant("fc_norm is missing", edit=drop("fc_norm", fc_norm=False), fields={"fc_norm": True}),
+    "draft biases": Plant("biases of every linear", edit=drop(".bias", attention_bias=False, mlp_bias=False),
+                          fields=BIASED, draft="nvidia"),
+    "draft attention biases": Plant("biases of every linear", edit=drop(".bias", attention_bias=False),
+                                    fields={"attention_bias": True}, draft="nvidia"),
+    "draft o bias": Plant("biases of o", edit=change("o_proj.bias", torch.zeros_like), fields=OURS | BIASED),
+    "draft down bias": Plant("biases of down", edit=change("down_proj.bias", torch.zeros_like), fields=OURS | BIASED),
     "mask -1": Plant("mask -1", module=mask(-1)),
     "mask +1": Plant("mask +1", module=mask(1)),
     "window": Plant("window is off", edit=set_field(sliding_window=None), fields=OURS | {"sliding_window": 8}),

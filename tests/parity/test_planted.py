@@ -9,8 +9,8 @@ import pytest
 from tests.conftest import needs_native
 from tests.parity.planting import PLANTS, change, copied, judge, pair_of
 
-CHEAP = ("gate and up", "capture +1")
-RARE = ("rotation", "d2t as ids", "mask -1", "sinks", "router")
+CHEAP = ("gate and up", "capture +1", "draft biases", "input_norm")
+RARE = ("rotation", "d2t as ids", "mask -1", "sinks", "router", "NVIDIA's ids -1", "fc_norm", "draft o bias")
 
 
 def costs(name: str) -> object:

@@ -9,18 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter, RopeScalingType
 from tests.conftest import needs_native
-from tests.parity.planting import CAPTURE, NATIVE, PROMPT, TORCH, YARN, judge, named, pair_of
+from tests.parity.planting import CAPTURE, NATIVE, PROMPT, TORCH, YARN, capturing, judge, named, pair_of
 
+from aquiline.config import ConvertConfig
+from aquiline.models.convert import convert
 from aquiline.models.families import FAMILIES
+from aquiline.models.gguf.metadata import LLAMA3 as FACTORLESS
+from aquiline.models.gguf.writer import finish
+from aquiline.models.model_config import LAYER_IDS
 from aquiline.parity.parity_choice import ParityChoice
 from aquiline.parity.record import Row, StageRecord, load, save
+from aquiline.parity.reference_files import read_reference
 from aquiline.parity.run import beside_dump, beside_references, compare_pair, observe
 
 pytestmark = needs_native
 
-IDS = CAPTURE["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-ENTERED = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [i + 1 for i in IDS]}
+IDS = CAPTURE["eagle_config"][LAYER_IDS]
+ENTERED = {"eagle_config": None, LAYER_IDS: [i + 1 for i in IDS]}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **FACTORLESS}
 PAIRS: dict[str, dict[str, Any]] = {
     **{family: {"family": family} for family, kind in FAMILIES.items() if kind.architecture},
     "torch": {"environment": TORCH, "producer": "aquiline", "sliding_window": 8},
@@ -52,6 +60,44 @@ def test_sound_pairs_agree_with_both_references(name: str, tmp_path: Path) -> No
     seen = {stage.stage for stage in found.stages}
     assert {"target.layers.0", "target.layers.3", "target.logits", "draft.keys", "draft.logits", "draft.tokens"} <= seen
     assert ("draft.attn_out" in seen) == (pair.environment is TORCH) == ("draft.attn_out" not in found.unseen)
+
+
+ENDS = {"attention_bias": True, "mlp_bias": True, "norm_before_fc": True}
+DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nvidia": ("nvidia", capturing(2, 3, 8, return_hidden_post_norm=True) | ENDS),
+    "nvidia without ids": ("nvidia", {"eagle_config": {LAYER_IDS: None}, "rope_scaling": LLAMA3}),
+    "fc_norm": ("specforge", {"fc_norm": True}),
+    "biases": ("speculators", {"attention_bias": True, **ENTERED}),
+    "gguf": ("gguf", {"norm_before_fc": True, "norm_before_residual": True}),
+    "gguf llama3": ("gguf", {"rope_scaling": LLAMA3}),
+    "gguf linear": ("gguf", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+}
+"""A draft's format, and what it says beyond a plain head."""
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_of_every_producer_agree_with_the_reference(name: str, tmp_path: Path) -> None:
+    """The reference reads fields and tensors by its own rules."""
+    layout, fields = DRAFTS[name]
+    own = {"producer": "aquiline"} if layout == "gguf" else {}
+    target_fields = {"num_hidden_layers": 8}
+    pair = pair_of(tmp_path, draft="specforge" if own else layout, target_fields=target_fields, **own, **fields)
+    if layout == "gguf":
+        assert pair.draft is not None
+        convert(pair.draft, tmp_path / "draft.gguf", ConvertConfig(to="gguf"))
+        pair = replace(pair, draft=tmp_path / "draft.gguf")
+    found = judge(pair, pair, "eager")
+    assert found.is_good, found.findings
+    assert all(s.figures.relative.max() < 1e-4 for s in found.stages if s.stage != "draft.tokens")
+
+
+def test_a_rotation_that_the_reference_cannot_read_is_refused_with_the_fix(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "draft.gguf", "eagle3")
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_tensor("fc.weight", np.zeros((4, 12), np.float32))
+    finish(writer)
+    with pytest.raises(ValueError, match=r"scaling.type='yarn'.*aquiline convert DRAFT DIR --to aquiline"):
+        read_reference(tmp_path / "draft.gguf", 8, np.zeros((6, 4), np.float32), np.zeros((6, 4), np.float32))
 
 
 @pytest.mark.slow

@@ -236,10 +236,10 @@ def _explained(
     difference = _difference(bad)
     with np.errstate(all="ignore"):  # a mistake may overflow
         for name, record in tries:
-            others = compare(part, record, {model: tolerance})
-            own = next(each for each in others if each.stage == bad.stage)
+            [own] = compare(part.only((bad.stage,)), record, {model: tolerance})
             if own.share_good >= MOST and _difference(own) <= CLEAR * difference:
-                causes.append((float(np.mean([_difference(each) for each in others])), name))
+                whole = compare(ours, record, {model: tolerance})
+                causes.append((float(np.mean([_difference(each) for each in whole])), name))
     causes.sort(key=lambda each: each[0])
     best = tuple(name for left, name in causes if left <= 1.05 * causes[0][0])
     return finding_of(bad, ours, best)

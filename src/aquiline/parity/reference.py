@@ -1,21 +1,17 @@
-"""An EAGLE-3 draft in plain numpy, float32, read from its checkpoint and run without anything of models or ops.
+"""An EAGLE-3 draft in plain numpy, float32, run without anything of models or ops. `reference_files` reads it.
 
-It shares no code with what it judges: fields and tensors are read here a second time, from what each producer's trainer
-does with them. `Layer` also describes a layer of any target, so that a diagnosis can run a target's layer again.
-Every assumption is a field, and a diagnosis replaces fields.
+It shares no code with what it judges. `Layer` also describes a layer of any target, so that a diagnosis can run a
+target's layer again. Every assumption is a field, and a diagnosis replaces fields.
 Source: Li et al., EAGLE-3, arXiv 2503.01840; transformers 5.24, modeling_rope_utils, for scaled rotations.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,11 +23,13 @@ KeysValues = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class ReferenceRope:
-    """Rotary embedding. parameters: the scheme's own fields. pairs: which halves of a head rotate together."""
+    """Rotary embedding. parameters: the scheme's own fields. factors [Dh / 2]: what the scheme `factors` divides
+    frequencies by. pairs: which halves of a head rotate together."""
 
     theta: float = 10000.0
     kind: str = "default"
     parameters: Mapping[str, float] = field(default_factory=dict)
+    factors: tuple[float, ...] = ()
     pairs: Literal["halves", "neighbours"] = "halves"
 
     def frequencies(self, head_dim: int) -> tuple[NDArray[np.float64], float]:
@@ -41,13 +39,15 @@ class ReferenceRope:
             return plain, 1.0
         if self.kind == "linear":
             return plain / p["factor"], 1.0
+        if self.kind == "factors":
+            return plain / np.array(self.factors), 1.0
         if self.kind == "llama3":
             turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)
             low, high = p["low_freq_factor"], p["high_freq_factor"]
             share = np.clip((turns - low) / (high - low), 0, 1)
             return plain * (share + (1 - share) / p["factor"]), 1.0
         if self.kind != "yarn":
-            raise ValueError(f"rope_type={self.kind!r}: the reference has default, linear, llama3 and yarn")
+            raise ValueError(f"rope_type={self.kind!r}: the reference has default, linear, llama3, yarn and factors")
         return self._yarn(plain, head_dim)
 
     def _yarn(self, plain: NDArray[np.float64], head_dim: int) -> tuple[NDArray[np.float64], float]:
@@ -260,103 +260,3 @@ def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)) without overflow."""
     found: Array = (0.5 * (1 + np.tanh(x / 2))).astype(np.float32)
     return found
-
-
-def read_reference(
-    directory: Path, num_layers: int, embed: Array, head: Array,
-    capture: tuple[int, ...] | None = None, norm_feedback: bool | None = None,
-) -> ReferenceDraft:  # fmt: skip
-    """The head of a checkpoint directory for a target of that many layers, whose embedding and head are given.
-
-    capture and norm_feedback replace what the checkpoint says. Raises ValueError for what it cannot read."""
-    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    fields = raw.get("transformer_layer_config") or raw
-    eagle, tensors = raw.get("eagle_config") or {}, read_tensors(directory)
-    prefix = next(name.partition("self_attn.")[0] for name in tensors if "self_attn." in name)
-    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    layer = _layer(fields, own, _rope(raw, fields), _window(raw, fields))
-    embed = tensors.get("embed_tokens.weight", embed)
-    offsets = tensors.get("d2t", np.zeros(len(embed), np.int64)).astype(np.int64)
-    ids = offsets + np.arange(len(offsets))
-    shared = embed if raw.get("tie_word_embeddings") else head
-    fc_norms = [tensors[name] for i in range(8) if (name := f"fc_norm.{i}.weight") in tensors]
-    said = eagle | raw
-    return ReferenceDraft(
-        layer, tensors["fc.weight"], own["hidden_norm.weight"], tensors["norm.weight"], embed,
-        tensors["lm_head.weight"] if "lm_head.weight" in tensors else shared[ids], ids,
-        capture or _capture(raw, said.get("eagle_aux_hidden_state_layer_ids"), num_layers),
-        tensors.get("input_norm.weight"), np.stack(fc_norms) if fc_norms else None,
-        bool(said.get("norm_before_residual")),
-        bool(said.get("norm_output")) if norm_feedback is None else norm_feedback,
-    )  # fmt: skip
-
-
-def read_tensors(directory: Path) -> dict[str, NDArray[Any]]:
-    """Every tensor of a checkpoint, floats as float32. Raises ValueError if there is none."""
-    from safetensors import safe_open
-
-    assert np.dtype("bfloat16") == ml_dtypes.bfloat16, "numpy knows bfloat16 by ml_dtypes"
-    found: dict[str, NDArray[Any]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "np") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    if not found and (file := directory / "pytorch_model.bin").exists():
-        import torch
-
-        for name, tensor in torch.load(file, weights_only=True).items():
-            found[name] = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-    if not found:
-        raise ValueError(f"{directory}: holds neither *.safetensors nor pytorch_model.bin")
-    return {name: tensor if tensor.dtype.kind in "iub" else tensor.astype(np.float32) for name, tensor in found.items()}
-
-
-def _layer(fields: Mapping[str, Any], own: Mapping[str, Array], rope: ReferenceRope, window: int) -> Layer:
-    names = dict.fromkeys("qkvo", "self_attn") | dict.fromkeys(("gate", "up", "down"), "mlp")
-    biases = {n: own[at] for n, block in names.items() if (at := f"{block}.{n}_proj.bias") in own}
-    matrices: dict[str, Any] = {name: own[f"{block}.{name}_proj.weight"] for name, block in names.items()}
-    heads = fields["num_attention_heads"]
-    return Layer(
-        **matrices, biases=biases, input_norm=own["input_layernorm.weight"],
-        post_norm=own["post_attention_layernorm.weight"], num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads") or heads, eps=fields.get("rms_norm_eps", 1e-6), rope=rope,
-        window=window,
-    )  # fmt: skip
-
-
-def _producer(raw: Mapping[str, Any]) -> str:
-    if raw.get("speculators_config") or raw.get("speculators_model_type"):
-        return "speculators"
-    if raw.get("producer") == "aquiline":
-        return "aquiline"
-    is_ours = "LlamaForCausalLMEagle3" in (raw.get("architectures") or []) or "eagle_config" in raw
-    return "specforge" if is_ours else "safeailab"
-
-
-def _capture(raw: Mapping[str, Any], ids: list[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Outputs of layers; SafeAILab and speculators name the layer that a feature enters."""
-    enters = _producer(raw) in ("speculators", "safeailab")
-    return (1, num_layers // 2 - 1, num_layers - 4) if ids is None else tuple(i - enters for i in ids)
-
-
-def _rope(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> ReferenceRope:
-    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    kind, theta = scaling.get("rope_type", scaling.get("type", "default")), fields.get("rope_theta") or 10000.0
-    numbers = {name: float(v) for name, v in scaling.items() if isinstance(v, int | float) and name != "rope_theta"}
-    numbers.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings") or 2048)
-    producer = _producer(raw)
-    if kind in ("linear", "yarn") and producer in ("specforge", "safeailab"):
-        theta = 10000.0  # their scaled embeddings are built at their default base
-    rope = ReferenceRope(float(scaling.get("rope_theta") or theta), kind, numbers)
-    if kind != "yarn" or producer != "specforge":
-        return rope
-    # SpecForge scales by m(mscale) / m(mscale_all_dim) whatever they are, and always truncates.
-    growth = 0.1 * math.log(max(1.0, numbers["factor"]))
-    scale = (1 + growth * numbers.get("mscale", 1.0)) / (1 + growth * numbers.get("mscale_all_dim", 0.0))
-    return replace(rope, parameters=numbers | {"attention_factor": scale, "truncate": 1.0})
-
-
-def _window(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
-    producer, is_on = _producer(raw), fields.get("use_sliding_window", True)
-    if producer == "speculators":
-        is_on = fields.get("layer_types") == ["sliding_attention"]
-    return int(fields.get("sliding_window") or 0) if is_on and producer in ("aquiline", "speculators") else 0
