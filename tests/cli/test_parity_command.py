@@ -37,10 +37,13 @@ def test_a_sound_pair_passes_and_its_dump_is_a_reference(tmp_path: Path) -> None
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     for args, told in (
         (("--reference", f"dump:{tmp_path}"), "is no dump of stages"),
         (("--stages", "attention"), "stages='attention'"),
         (("--reference", "vllm"), "reference='vllm'"),
+        (("--reference", "dump:"), "names no directory"),
+        (("--dump", str(tmp_path / "file")), "is a file; name a folder"),
     ):
-        code, _ = run("parity", "--target", "bundled", *args)
-        assert code == 2, told
+        code, output = run("parity", "--target", "bundled", *args)
+        assert code == 2 and told in output, output

@@ -153,6 +153,8 @@ def test_stages_are_chosen_and_bad_choices_refused(tmp_path: Path) -> None:
         ("layers",): 2, ("layers.3",): 1, ("logits",): 2, ("draft.logits", "keys"): 2, ("draft",): 2, (): 5,
     }.items():  # fmt: skip
         assert len(record.only(names).stages) == kept, names
+    record.unseen = {"draft.qkv": "inside", "draft.keys": "inside"}
+    assert record.only(("keys",)).unseen == {"draft.keys": "inside"} and record.only(()).unseen == record.unseen
     for fields, told in (
         ({"stages": ("attention",)}, "stages='attention'"), ({"reference": "vllm"}, "reference='vllm'"),
         ({"length": 3}, "length=3"), ({"prompt": ""}, "prompt="),
@@ -171,6 +173,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         compare_pair(alone, ParityChoice("eager"))
     with pytest.raises(ValueError, match="length=500: the target has 512 positions"):
         compare_pair(pair, ParityChoice("eager", length=500))
+    with pytest.raises(ValueError, match=r"stages='layers.4': the target's last layer is layers.3"):
+        compare_pair(pair, ParityChoice("eager", stages=("layers.4",)))
     with pytest.raises(ValueError, match="have none of them in common"):
         compare_pair(pair, ParityChoice("eager", stages=("attn_out",), length=8))
     found = beside_references(observe(alone, PROMPT[:8]), alone, ParityChoice("both"))

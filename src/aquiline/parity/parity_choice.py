@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aquiline.config import check
 from aquiline.settings import setting
+from aquiline.writing import check_place
 
 DUMP, MIN_LENGTH = "dump:", 4
 REFERENCES = ("both", "transformers", "eager")
@@ -32,11 +33,13 @@ class ParityChoice:
 
         ok = self.reference in REFERENCES or self.reference.startswith(DUMP)
         check(ok, "reference", self.reference, f"must be one of {', '.join(REFERENCES)}, or dump:DIR")
+        check(self.reference != DUMP, "reference", DUMP, "names no directory; must be dump:DIR")
         ok = MIN_LENGTH <= self.length <= 4096
         check(ok, "length", self.length, f"must be from {MIN_LENGTH} to 4096 tokens")
         check(self.prompt != "", "prompt", self.prompt, "is empty; give at least one character")
         check_names(self.stages)
         taken = self.dump is not None and (self.dump / MANIFEST).exists()
+        check_place(self.dump, is_folder=True)
         check(not taken, "dump", str(self.dump), "is a dump already; name another directory, or remove this one")
 
     def compares(self, model: str, reference: str) -> bool:

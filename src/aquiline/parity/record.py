@@ -69,8 +69,9 @@ class StageRecord:
 
     def only(self, wanted: Collection[str]) -> StageRecord:
         """The stages that names choose, as `check_names` allows them; all if there are none."""
-        kept = {s: v for s, v in self.stages.items() if not wanted or any(_is_chosen(s, name) for name in wanted)}
-        return StageRecord(self.prompt, self.text, kept, self.unseen)
+        names = {s for s in {**self.stages, **self.unseen} if not wanted or any(_is_chosen(s, name) for name in wanted)}
+        kept, unseen = ({s: v for s, v in own.items() if s in names} for own in (self.stages, self.unseen))
+        return StageRecord(self.prompt, self.text, kept, unseen)
 
     def part(self, keeps: Callable[[Row], bool]) -> StageRecord:
         """The rows that a function keeps."""

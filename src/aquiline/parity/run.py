@@ -65,18 +65,23 @@ class Parity:
 
 def check_installed(target: Path) -> None:
     """Raises ValueError if transformers cannot load this target here."""
-    for name in ("torch", "transformers", *(["accelerate"] if is_gguf(target) else [])):
+    names = ("torch", "transformers", *(["accelerate"] if is_gguf(target) else []))
+    for name in names:
         try:
             import_module(name)
         except ImportError:
             raise ValueError(
-                f"reference='transformers': {name} is not installed; pip install torch transformers accelerate, or "
-                "compare the draft alone with --reference eager"
+                f"reference='transformers': {name} is not installed, and {target.name} needs it: pip install "
+                f"{' '.join(names)}, or compare the draft alone with --reference eager"
             ) from None
 
 
-def check_fits(prompt: Sequence[int], models: LoadedModels) -> None:
-    """Raises ValueError for a prompt that this target cannot read, or is not built to go on from."""
+def check_fits(prompt: Sequence[int], stages: Sequence[str], models: LoadedModels) -> None:
+    """Raises ValueError for a prompt that this target cannot read, or is not built to go on from, and for layers that
+    it does not have."""
+    for name in stages:
+        number, last = name.rpartition(".")[2], models.target_config.num_layers - 1
+        check(not number.isdigit() or int(number) <= last, "stages", name, f"the target's last layer is layers.{last}")
     ok = len(prompt) >= MIN_LENGTH and all(0 <= token < models.vocab_size for token in prompt)
     check(ok, "prompt", list(prompt), f"must be {MIN_LENGTH} or more tokens, each below {models.vocab_size}")
     most = models.max_positions - MOST_WRITTEN
@@ -129,15 +134,15 @@ def compare_pair(resolved: ResolvedPair, choice: ParityChoice) -> Parity:
     theirs = load(Path(choice.reference.removeprefix(DUMP))) if choice.reference.startswith(DUMP) else None
     models = resolved.load()
     prompt = prompt_of(models, choice) if theirs is None else theirs.prompt
-    check_fits(prompt, models)
+    check_fits(prompt, choice.stages, models)
     seen = observe(resolved, prompt, models)
     if choice.dump is not None:
         save(seen.record, choice.dump)
     found = beside_references(seen, resolved, choice) if theirs is None else beside_dump(seen, theirs, choice)
     if not found.stages:
         raise ValueError(
-            f"stages={choice.stages}, reference={choice.reference!r}: this run and the reference have none of them in "
-            f"common; this run has {', '.join(sorted(seen.record.stages, key=order_of))}"
+            f"stages={' '.join(choice.stages) or 'all'}, reference={choice.reference!r}: this run and the reference "
+            f"have none of them in common; this run has {', '.join(sorted(seen.record.stages, key=order_of))}"
         )
     return found
 
@@ -154,7 +159,8 @@ def beside_references(seen: Observed, resolved: ResolvedPair, choice: ParityChoi
     if choice.compares("draft", "eager") and resolved.draft is not None:
         run = DraftRun(_draft_reference(resolved, seen), ours.text, layers)
         theirs.stages |= run.record(ours, ours.rows("draft.")).stages
-    stages = compare(ours.only(choice.stages), theirs, seen.tolerances)
+    chosen = ours.only(choice.stages)
+    stages = compare(chosen, theirs, seen.tolerances)
     findings = []
     for model, figures in by_model(stages).items():
         if all(each.is_good for each in figures):
@@ -166,13 +172,13 @@ def beside_references(seen: Observed, resolved: ResolvedPair, choice: ParityChoi
         else:
             assert run is not None
             findings.append(diagnose_draft(figures, ours, run, layers, tolerance))
-    return Parity(stages, findings, _unseen(ours, theirs), seen)
+    return Parity(stages, findings, _unseen(chosen, theirs), seen)
 
 
 def beside_dump(seen: Observed, theirs: StageRecord, choice: ParityChoice) -> Parity:
     """What was seen of a pair, beside a dump. Its engine cannot be run again, so nothing is explained."""
-    ours = seen.record
-    stages = compare(ours.only(choice.stages), theirs, seen.tolerances)
+    ours = seen.record.only(choice.stages)
+    stages = compare(ours, theirs, seen.tolerances)
     different = [figures for figures in by_model(stages).values() if not all(each.is_good for each in figures)]
     findings = [finding_of(first_bad(figures), ours) for figures in different]
     return Parity(stages, findings, _unseen(ours, theirs), seen)

@@ -24,7 +24,9 @@ class TransformersTarget:
 
     def __init__(self, checkpoint: Path, dtype: str = "float32") -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         place, how = (checkpoint.parent, {"gguf_file": checkpoint.name}) if is_gguf(checkpoint) else (checkpoint, {})
         model = AutoModelForCausalLM.from_pretrained(
             place, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **how
