@@ -232,11 +232,12 @@ def _explained(
     bad = first_bad(found)
     model = bad.stage.partition(".")[0]
     phase, causes = ours.phase(bad.first_bad), list[tuple[float, str]]()
-    part = ours.part(lambda row: ours.phase(row) == phase)
+    part = StageRecord(ours.prompt)
+    part.stages[bad.stage] = {row: v for row, v in ours.stages[bad.stage].items() if ours.phase(row) == phase}
     difference = _difference(bad)
     with np.errstate(all="ignore"):  # a mistake may overflow
         for name, record in tries:
-            [own] = compare(part.only((bad.stage,)), record, {model: tolerance})
+            [own] = compare(part, record, {model: tolerance})
             if own.share_good >= MOST and _difference(own) <= CLEAR * difference:
                 whole = compare(ours, record, {model: tolerance})
                 causes.append((float(np.mean([_difference(each) for each in whole])), name))

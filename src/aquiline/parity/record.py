@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from aquiline.types import Float32
 
+Value = TypeVar("Value")
 FORMAT = "aquiline-parity-1"
 MANIFEST, TENSORS = "manifest.json", "stages.safetensors"
 TARGET_STAGES = ("layers", "final_hidden", "logits")
@@ -69,14 +70,11 @@ class StageRecord:
 
     def only(self, wanted: Collection[str]) -> StageRecord:
         """The stages that names choose, as `check_names` allows them; all if there are none."""
-        names = {s for s in {**self.stages, **self.unseen} if not wanted or any(_is_chosen(s, name) for name in wanted)}
-        kept, unseen = ({s: v for s, v in own.items() if s in names} for own in (self.stages, self.unseen))
-        return StageRecord(self.prompt, self.text, kept, unseen)
 
-    def part(self, keeps: Callable[[Row], bool]) -> StageRecord:
-        """The rows that a function keeps."""
-        stages = {s: {row: v for row, v in own.items() if keeps(row)} for s, own in self.stages.items()}
-        return StageRecord(self.prompt, self.text, stages, self.unseen)
+        def chosen(stages: dict[str, Value]) -> dict[str, Value]:
+            return {s: v for s, v in stages.items() if not wanted or any(_is_chosen(s, name) for name in wanted)}
+
+        return StageRecord(self.prompt, self.text, chosen(self.stages), chosen(self.unseen))
 
 
 KNOWN = tuple(f"target.{name}" for name in TARGET_STAGES) + tuple(f"draft.{name}" for name in DRAFT_STAGES)
