@@ -22,7 +22,7 @@ from aquiline.models.model_config import LAYER_IDS
 from aquiline.parity.parity_choice import ParityChoice
 from aquiline.parity.record import Row, StageRecord, load, save
 from aquiline.parity.reference_files import read_reference
-from aquiline.parity.run import beside_dump, beside_references, compare_pair, observe
+from aquiline.parity.run import beside, beside_references, compare_pair, observe
 
 pytestmark = needs_native
 
@@ -121,13 +121,13 @@ def test_a_dump_is_a_reference(tmp_path: Path) -> None:
     assert {name: set(rows) for name, rows in again.stages.items()} == {
         name: set(rows) for name, rows in seen.record.stages.items()
     }
-    found = beside_dump(seen, again, ParityChoice(f"dump:{tmp_path / 'dump'}"))
+    found = beside(seen, again, ParityChoice(f"dump:{tmp_path / 'dump'}"), {})
     assert found.is_good and all(s.figures.max.max() == 0 for s in found.stages if s.stage != "draft.tokens")
     row = Row(tuple(PROMPT[:9]))
     values = again.stages["target.layers.2"][row]
     for other in (-values, 1.1 * values, values + np.float32("nan"), np.roll(values, 1)):
         again.stages["target.layers.2"][row] = other
-        [finding] = beside_dump(seen, again, ParityChoice()).findings
+        [finding] = beside(seen, again, ParityChoice(), {}).findings
         assert (finding.stage, finding.position, finding.phase, finding.causes) == (
             "target.layers.2",
             8,

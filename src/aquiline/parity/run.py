@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +34,8 @@ def total(prices, rate=0.2):
     return sum(price * (1 + rate) for price in prices)
 
 """
+
+Explain = Callable[[list[StageFigures]], Finding]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +140,7 @@ def compare_pair(resolved: ResolvedPair, choice: ParityChoice) -> Parity:
     seen = observe(resolved, prompt, models)
     if choice.dump is not None:
         save(seen.record, choice.dump)
-    found = beside_references(seen, resolved, choice) if theirs is None else beside_dump(seen, theirs, choice)
+    found = beside_references(seen, resolved, choice) if theirs is None else beside(seen, theirs, choice, {})
     if not found.stages:
         raise ValueError(
             f"stages={' '.join(choice.stages) or 'all'}, reference={choice.reference!r}: this run and the reference "
@@ -148,45 +150,32 @@ def compare_pair(resolved: ResolvedPair, choice: ParityChoice) -> Parity:
 
 
 def beside_references(seen: Observed, resolved: ResolvedPair, choice: ParityChoice) -> Parity:
-    """What was seen of a pair, beside the references of these checkpoints."""
-    ours, theirs = seen.record, StageRecord(seen.record.prompt)
-    target, run, layers = None, None, layers_of(ours)
+    """What was seen of a pair, beside the references of these checkpoints; what differs is explained."""
+    ours, theirs, explain = seen.record, StageRecord(seen.record.prompt), dict[str, Explain]()
     if choice.compares("target", "transformers"):
         from aquiline.parity.transformers_target import TransformersTarget
 
         target = TransformersTarget(resolved.target, seen.storages["target"])
         theirs.stages |= target.record(ours.prompt, ours.rows("target.")).stages
+        explain["target"] = lambda bad: diagnose_target(bad, ours, target, seen.tolerances["target"])
     if choice.compares("draft", "eager") and resolved.draft is not None:
+        layers = layers_of(ours)
         run = DraftRun(_draft_reference(resolved, seen), ours.text, layers)
         theirs.stages |= run.record(ours, ours.rows("draft.")).stages
-    chosen = ours.only(choice.stages)
-    stages = compare(chosen, theirs, seen.tolerances)
-    findings = []
-    for model, figures in by_model(stages).items():
-        if all(each.is_good for each in figures):
-            continue
-        tolerance = seen.tolerances[model]
-        if model == "target":
-            assert target is not None
-            findings.append(diagnose_target(figures, ours, target, tolerance))
-        else:
-            assert run is not None
-            findings.append(diagnose_draft(figures, ours, run, layers, tolerance))
-    return Parity(stages, findings, _unseen(chosen, theirs), seen)
+        explain["draft"] = lambda bad: diagnose_draft(bad, ours, run, layers, seen.tolerances["draft"])
+    return beside(seen, theirs, choice, explain)
 
 
-def beside_dump(seen: Observed, theirs: StageRecord, choice: ParityChoice) -> Parity:
-    """What was seen of a pair, beside a dump. Its engine cannot be run again, so nothing is explained."""
-    ours = seen.record.only(choice.stages)
+def beside(seen: Observed, theirs: StageRecord, choice: ParityChoice, explain: Mapping[str, Explain]) -> Parity:
+    """What was seen of a pair, beside a record. explain: by model, what says why its stages differ; a dump's engine
+    cannot be run again, so nothing does."""
+    ours, findings = seen.record.only(choice.stages), []
     stages = compare(ours, theirs, seen.tolerances)
-    different = [figures for figures in by_model(stages).values() if not all(each.is_good for each in figures)]
-    findings = [finding_of(first_bad(figures), ours) for figures in different]
+    for model in seen.tolerances:
+        own = [each for each in stages if each.stage.startswith(f"{model}.")]
+        if not all(each.is_good for each in own):
+            findings.append(explain[model](own) if model in explain else finding_of(first_bad(own), ours))
     return Parity(stages, findings, _unseen(ours, theirs), seen)
-
-
-def by_model(stages: Sequence[StageFigures]) -> dict[str, list[StageFigures]]:
-    """The stages of the target and those of the draft."""
-    return {name: [s for s in stages if s.stage.startswith(f"{name}.")] for name in ("target", "draft")}
 
 
 def _unseen(ours: StageRecord, theirs: StageRecord) -> dict[str, str]:
