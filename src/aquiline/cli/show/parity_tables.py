@@ -33,7 +33,7 @@ def show_parity(found: Parity) -> None:
             causes = "; or ".join(finding.causes) or "unknown: no known mistake explains it"
         print(f"{finding.stage} differs from position {finding.position} ({finding.phase}) on. Cause: {causes}")
     if found.is_good:
-        print(f"all {len(found.stages)} stages agree")
+        print(f"all stages agree ({len(found.stages)})")
 
 
 def _cells(stage: StageFigures, found: Parity) -> list[str]:
