@@ -106,8 +106,7 @@ def num_pairs() -> int:
 
 
 def test_memory_returns_with_the_model() -> None:
-    """Two models of 40 MB, packed by two threads, and one of them freed with its engines. Not every page comes back,
-    but most do."""
+    """Two models of 40 MB, packed by two threads, and one of them freed with its engines; then others come and go."""
     process = psutil.Process()
     fields = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
     models = {seed: new_model(seed=seed, **fields) for seed in (1, 2)}
@@ -117,21 +116,25 @@ def test_memory_returns_with_the_model() -> None:
     def pack(seed: int) -> None:
         models[seed].generate(**batch(2), max_new_tokens=4, custom_generate=speculating(drafter="lookup"))
 
-    gc.collect()
-    give_back()
     pairs = num_pairs()
     threads = [threading.Thread(target=pack, args=(seed,)) for seed in models]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    packed = process.memory_info().rss
     assert num_pairs() == pairs + 2
-    del models[1]
-    gc.collect()
-    give_back()
-    assert num_pairs() == pairs + 1
-    freed = packed - process.memory_info().rss
-    assert freed > 0.5 * size, f"{freed / 1e6:.0f} MB came back of {size / 1e6:.0f}"
+    sizes = []
+    for seed in (1, 3, 4, 5):
+        if seed not in models:
+            models[seed] = new_model(seed=seed, **fields)
+            pack(seed)
+        del models[seed]
+        gc.collect()
+        give_back()
+        assert num_pairs() == pairs + 1
+        sizes.append(process.memory_info().rss)
+    assert sizes[-1] - sizes[0] < size, (
+        f"three models came and went, and {(sizes[-1] - sizes[0]) / 1e6:.0f} MB are left"
+    )
     pack(2)
     assert num_pairs() == pairs + 1

@@ -64,7 +64,7 @@ def test_a_prompt_that_cannot_be_read_ends_alone(name: str, place: int) -> None:
     for i in (1, 4):
         assert found[i].token_ids == [] and found[i].error == (
             f"request {i}: the target's logits at position 30 are NaN or have no finite value; check the checkpoint's "
-            "weights and dtype, and whether logit_bias, bad_words and min_tokens leave any token"
+            "weights and dtype, and whether logit_bias, bad_words, min_tokens and structured leave any token"
         )
     assert not llm.engine.is_busy and llm.engine.pool.num_free == llm.engine.pool.num_pages
 
