@@ -2,8 +2,9 @@
 
 Random arrivals; clients that leave in the middle of a stream or before a reply; slow readers; malformed bodies, those
 that end early, and those of which one field is as large as it may be; prompts that exhaust the pages, so that sequences
-are preempted; the engine process killed. Among them canaries: requests whose texts, whole or streamed, with speculation
-or without, must equal those before the storm.
+are preempted; grammars, new ones and such as take long to compile; the engine process killed. Among them canaries:
+requests whose texts, whole or streamed, with speculation or without, some under a grammar, must equal those before the
+storm.
 
 Before the storm each of the largest bodies is sent beside one stream, which must not wait for it, and no process may
 grow by it. What must hold in the storm: every request ends; canaries are equal; 5xx and broken streams come only from
@@ -105,7 +106,8 @@ def growth(storm: Storm) -> float:
 
 async def know_canaries(storm: Storm) -> None:
     """The first answers, without speculation."""
-    for name in [f"{place} {temperature}" for place in range(len(PROMPTS)) for temperature in (0.0, 0.9)]:
+    names = [f"{place} {temperature}" for place in range(len(PROMPTS)) for temperature in (0.0, 0.9)]
+    for name in [*names, "0 0.0 [a-z]{9,30}", "1 0.9 ([a-z]{2,8}_){3,6}"]:
         status, text = await text_of(storm.served, canary_body(name) | {"drafter": "none"})
         assert status == 200, text
         storm.canaries[name] = text

@@ -51,12 +51,13 @@ class Storm:
 
 
 def canary_body(name: str) -> dict[str, Any]:
-    """A request by its name, which says prompt and temperature."""
-    place, temperature = name.split()
-    return {
+    """A request by its name, which says prompt, temperature, and the grammar, if it has one."""
+    place, temperature, *grammar = name.split()
+    body = {
         "prompt": PROMPTS[int(place)], "max_tokens": 48, "temperature": float(temperature), "seed": 11,
         "frequency_penalty": 0.3,
     }  # fmt: skip
+    return body | ({"structured_outputs": {"regex": grammar[0]}} if grammar else {})
 
 
 async def text_of(served: Served, body: dict[str, Any]) -> tuple[int, str]:
@@ -144,6 +145,27 @@ async def malformed(storm: Storm) -> None:
         storm.count("malformed", str(reply.status), began, is_fine)
 
 
+BOMBS: list[dict[str, Any]] = [
+    {"regex": "(a{1,900}){1,900}"}, {"regex": "((a|b){0,60}c){0,60}"}, {"json": {"type": "string", "maxLength": 10**6}},
+    {"json": {"type": "array", "items": {"type": "array", "maxItems": 999}, "minItems": 999}},
+    {"json": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"grammar": "root ::= a"}, {"regex": "(?=a)"},
+]  # fmt: skip
+
+
+async def compiler(storm: Storm) -> None:
+    """A grammar that the server has not seen for long, or one that takes long to compile or none can follow. An answer
+    that ended follows its schema."""
+    began, number = time.monotonic(), storm.rng.randrange(200)
+    schema = {"type": "object", "properties": {f"n{number}": {"enum": [number]}}, "required": [f"n{number}"]}
+    is_bomb = storm.rng.random() < 0.2
+    asked: dict[str, Any] = storm.rng.choice(BOMBS) if is_bomb else {"json": schema | {"additionalProperties": False}}
+    body = {"prompt": storm.rng.choice(PROMPTS), "max_tokens": 40, "structured_outputs": asked}
+    status, text = await text_of(storm.served, body)
+    if status == 200 and not is_bomb and json.loads(text) != {f"n{number}": number}:
+        storm.wrong.append(f"compiler: {text[:80]!r} does not follow its schema")
+    storm.count("compiler", str(status), began, status in (200, 429) or (status == 400 and "structured" in text))
+
+
 async def worst(storm: Storm) -> None:
     """A body as large as the server takes, of one field above all."""
     began, name = time.monotonic(), storm.rng.choice(list(WORST))
@@ -194,7 +216,7 @@ async def figures(storm: Storm) -> None:
 
 ACTORS: list[tuple[Callable[[Storm], Awaitable[None]], int]] = [
     (canary, 8), (leaver, 4), (impatient, 3), (slow, 2), (malformed, 3), (worst, 1), (unfinished, 1), (large, 3),
-    (figures, 1),
+    (figures, 1), (compiler, 2),
 ]  # fmt: skip
 
 

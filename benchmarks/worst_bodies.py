@@ -77,6 +77,12 @@ WORST = {
     "a user": Worst(COMPLETIONS, '"user":"..."', "a"),
     "options of streams": Worst(COMPLETIONS, '"stream_options":{...}', '"KEY000":0,'),
     "a schema": Worst(COMPLETIONS, '"response_format":{"a":[...]}', "{},"),
+    "properties of a grammar": Worst(
+        COMPLETIONS, '"structured_outputs":{"json":{"type":"object","properties":{...}}}', '"KEY000":{"type":"string"},'
+    ),
+    "choices of a grammar": Worst(COMPLETIONS, '"structured_outputs":{"choice":[...]}', '"KEY000",'),
+    "a regular expression": Worst(COMPLETIONS, '"structured_outputs":{"regex":"..."}', "a?"),
+    "a deep regular expression": Worst(COMPLETIONS, '"structured_outputs":{"regex":"..."}', "("),
     "a model": Worst(COMPLETIONS, '"model":"..."', "a"),
     "a body that is deep": Worst(COMPLETIONS, '"user":...', "["),
     "numbers": Worst(COMPLETIONS, '"user":[...]', "1.5,"),

