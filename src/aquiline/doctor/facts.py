@@ -43,6 +43,8 @@ FEATURES = (
 LACKING = {
     "serve": "aquiline serve",
     "torch": "the torch path: GPUs, widths that are no multiples of 16, machines without the native library",
+    "transformers": "aquiline.transformers, for transformers' generate",
+    "grammar": "structured output: schemas, regular expressions, grammars",
     "train": "aquiline train; plots of eval, demo and report",
     "log": "training logs for TensorBoard and Weights & Biases",
     "peers": "aquiline compare with transformers, OpenVINO GenAI and llama.cpp",
