@@ -339,6 +339,8 @@ def test_rules_come_before_the_grammar_and_a_row_without_tokens_is_the_requests_
         (Structured(json={"$ref": "http://other"}), r"json: \$ref at #: "),
         (Structured(json={"type": "string", "pattern": "a", "maxLength": 3}), "json: pattern at #: .*maxLength"),
         (Structured(regex="a" * 2**17), "structured.regex: has 131072 characters"),
+        (Structured(json='{"$ref": "#"}'), "no text follows it"),
+        (Structured(grammar="root ::= root"), "no text follows it"),
     ],
 )  # fmt: skip
 def test_what_no_grammar_expresses_is_refused_by_name(llm: LLM, structured: Structured, why: str) -> None:

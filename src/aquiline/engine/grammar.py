@@ -241,11 +241,15 @@ class Grammars:
                 f"structured.{name}: the answer ends with an end token, and none is left; drop ignore_eos, or give "
                 "stop_token_ids"
             )
-        compiler = self._vocabulary(ends)[1]
+        compiler, first = self._vocabulary(ends)[1], np.zeros(-(-self.vocab_size // 32), np.int32)
         try:
-            compiled = str(_compiled(compiler, name, value).serialize_json())
+            found = _compiled(compiler, name, value)
+            compiled = str(found.serialize_json())
+            Constraint(_library().GrammarMatcher(found), ends, len(first)).fill_first(first)
         except RuntimeError as error:
             raise ValueError(f"structured.{name}={shown(value)}: {first_line(error)}") from None
+        if not first.any():
+            raise ValueError(f"structured.{name}={shown(value)}: no text follows it; give rules that come to an end")
         if len(compiled) > MAX_COMPILED:
             raise ValueError(
                 f"structured.{name}={shown(value)}: its grammar takes {len(compiled)} bytes; at most {MAX_COMPILED} "
