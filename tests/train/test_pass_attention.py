@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import tiny
@@ -17,7 +16,7 @@ from aquiline.train.distributed import World
 from aquiline.train.losses import LOSSES
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
-from aquiline.train.train_config import AttentionName
+from aquiline.train.train_config import ATTENTION_NAMES
 from aquiline.train.trainer import Trainer
 from aquiline.train.ttt import Objective, TokenBatch, num_rows, passes, plan, ttt_loss
 
@@ -98,7 +97,7 @@ def test_flex_computes_the_same_values_and_has_no_backward_on_a_cpu(window: int,
     assert torch.allclose(run_steps("flex", inputs, rows, window), run_steps("eager", inputs, rows, window), atol=1e-9)
     with pytest.raises(ValueError, match=r"attention='flex': .*take fused, sdpa or eager"):
         Trainer(replace(tiny.run_config(tmp_path), attention="flex"), World(), None, Silent(), Clock())
-    assert {*KINDS, "fused"} == set(get_args(AttentionName))
+    assert {*KINDS, "fused"} == set(ATTENTION_NAMES)
 
 
 def batch_of(length: int) -> TokenBatch:

@@ -54,7 +54,7 @@ _NOT_IN_SPECFORGES_YARN = ("attention_factor", "truncate", "mscale", "mscale_all
 
 
 @dataclass(frozen=True)
-class Mark:
+class FieldRule:
     """A field of eagle_config whose `values` mean the head that runs here; none: every value does. The first value is
     written; `otherwise` says what another value means."""
 
@@ -96,7 +96,7 @@ class Format:
     other_layer: str | None = None
     last_is_input: bool = False
     ids_in: str | None = EAGLE_SECTION
-    marks: Mapping[str, Mark] = field(default_factory=dict)
+    marks: Mapping[str, FieldRule] = field(default_factory=dict)
     knows: frozenset[str] = frozenset()
     has_t2d: bool = True
 
@@ -133,14 +133,14 @@ NVIDIA = Format(
     last_is_input=True, has_t2d=False,
     knows=_SCALINGS | {*FC_NORM_FLAGS, "norm_output", "attention_bias", "mlp_bias", "target_hidden_size"},
     marks={
-        "use_input_layernorm_in_first_layer": Mark((True,), "embeddings then enter attention without their norm"),
-        "use_last_layernorm": Mark((True,), "the head then reads hidden states without the final norm"),
-        "use_mtp_layernorm": Mark((False,), "embeddings and hidden states then pass the norms of an MTP head"),
-        "next_layer_regular": Mark(),
-        "parallel_draft_step": Mark((1,), "parallel heads then draft several tokens in a pass"),
-        "parallel_draft_heads_num_layers": Mark(),
-        "eh_proj_before_attn": Mark((False,), "a projection then mixes embeddings and hidden states before attention"),
-        POST_NORM: Mark((False, True), "it must be true or false"),
+        "use_input_layernorm_in_first_layer": FieldRule((True,), "embeddings then enter attention without their norm"),
+        "use_last_layernorm": FieldRule((True,), "the head then reads hidden states without the final norm"),
+        "use_mtp_layernorm": FieldRule((False,), "embeddings and hidden states then pass the norms of an MTP head"),
+        "next_layer_regular": FieldRule(),
+        "parallel_draft_step": FieldRule((1,), "parallel heads then draft several tokens in a pass"),
+        "parallel_draft_heads_num_layers": FieldRule(),
+        "eh_proj_before_attn": FieldRule((False,), "a projection then mixes embeddings and hidden states before attention"),
+        POST_NORM: FieldRule((False, True), "it must be true or false"),
     },
 )  # fmt: skip
 GGUF = Format(

@@ -26,7 +26,7 @@ rows of the phase in which the stage differs first, since the rows at the ends o
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """The first stage that differs, at which position, in which phase. causes: what would explain it, the best first;
     () if nothing does, None if nothing was tried."""
 
@@ -166,7 +166,7 @@ def of_drafts(draft: ReferenceDraft, num_layers: int) -> dict[str, Fields]:
 
 def diagnose_draft(
     found: list[StageFigures], ours: StageRecord, run: DraftRun, layers: Array, tolerance: Tolerance
-) -> Finding:
+) -> Diagnosis:
     """The draft's first bad stage and what explains it. found: the draft's stages as compared; layers: as DraftRun."""
     rows = ours.rows("draft.")
 
@@ -180,7 +180,7 @@ def diagnose_draft(
 
 def diagnose_target(
     found: list[StageFigures], ours: StageRecord, target: TransformersTarget, tolerance: Tolerance
-) -> Finding:
+) -> Diagnosis:
     """The target's first bad stage and what explains it, where that is a layer or the logits. Only the layer is run
     again, over what transformers gives it: a mistake in all layers shows in the first."""
     bad = first_bad(found)
@@ -226,7 +226,7 @@ def first_bad(found: Iterable[StageFigures]) -> StageFigures:
 
 def _explained(
     found: list[StageFigures], ours: StageRecord, tries: Iterable[tuple[str, StageRecord]], tolerance: Tolerance
-) -> Finding:
+) -> Diagnosis:
     """The first bad stage, and the hypotheses under which it agrees; the first is the one under which all stages
     together agree best."""
     bad = first_bad(found)
@@ -246,9 +246,9 @@ def _explained(
     return finding_of(bad, ours, best)
 
 
-def finding_of(bad: StageFigures, ours: StageRecord, causes: tuple[str, ...] | None = None) -> Finding:
+def finding_of(bad: StageFigures, ours: StageRecord, causes: tuple[str, ...] | None = None) -> Diagnosis:
     """A bad stage at its first bad row."""
-    return Finding(bad.stage, bad.first_bad.position, ours.phase(bad.first_bad), causes)
+    return Diagnosis(bad.stage, bad.first_bad.position, ours.phase(bad.first_bad), causes)
 
 
 def _difference(figures: StageFigures) -> float:

@@ -17,7 +17,7 @@ from aquiline.models.files import is_gguf
 from aquiline.models.load import read_target
 from aquiline.models.model_weights import ModelWeights
 from aquiline.ops.quantise import QUANTISED, quantise
-from aquiline.parity.diagnose import Finding, diagnose_draft, diagnose_target, finding_of, first_bad
+from aquiline.parity.diagnose import Diagnosis, diagnose_draft, diagnose_target, finding_of, first_bad
 from aquiline.parity.draft_run import DraftRun
 from aquiline.parity.observe import MOST_WRITTEN, lens_of, observe_draft, observe_target
 from aquiline.parity.parity_choice import DUMP, MIN_LENGTH, ParityChoice
@@ -35,7 +35,7 @@ def total(prices, rate=0.2):
 
 """
 
-Explain = Callable[[list[StageFigures]], Finding]
+Explain = Callable[[list[StageFigures]], Diagnosis]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Parity:
     compared, or not at all rows."""
 
     stages: list[StageFigures]
-    findings: list[Finding]
+    findings: list[Diagnosis]
     unseen: dict[str, str]
     seen: Observed
 

@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Speculation:
+class SpeculationRecord:
     """What drafting did for one answer. accepted_of[d][a]: steps that drafted d tokens and confirmed a of them; steps:
     the same pairs in order, where somebody wants them. num_steps: all decode steps, those that drafted nothing too, and
     num_committed the tokens that they added: tau is the one by the other (metrics.Counters)."""
@@ -84,7 +84,7 @@ class Choice:
 
     def __init__(self, request: Request, reader: Reader, by_token: bool = False, is_detailed: bool = False) -> None:
         self.request, self.reader, self.by_token = request, reader, by_token
-        self.speculation = Speculation(steps=[] if is_detailed else None)
+        self.speculation = SpeculationRecord(steps=[] if is_detailed else None)
         self.num_tokens = self.num_reasoning = 0
         self.finish_reason: FinishReason | None = None
         self.begin = Begin(0, None)

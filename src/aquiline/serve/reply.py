@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from aquiline.serve.api_errors import ApiError
-from aquiline.serve.choices import Choice, Gain, Job, Speculation
+from aquiline.serve.choices import Choice, Gain, Job, SpeculationRecord
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.request_prompts import dumps
 from aquiline.serve.server_config import Detail
@@ -98,7 +98,7 @@ class ChunkedReply:
         return head | self.metrics()
 
 
-def record(speculation: Speculation, num_spec_tokens: int) -> dict[str, Any]:
+def record(speculation: SpeculationRecord, num_spec_tokens: int) -> dict[str, Any]:
     """What speculation did for one answer, in vLLM's words: histograms count steps by their accepted tokens."""
     steps, drafted, accepted = speculation.num_drafts, speculation.num_drafted, speculation.num_accepted
     by_length = {

@@ -6,16 +6,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
 
 from aquiline.checks import check_fields
 from aquiline.config import parse_layers
 from aquiline.settings import about, setting
 
-LossName = Literal["ce", "kl", "lk", "lk-mix", "agree", "agree-mix"]
-"""The keys of losses.LOSSES, named here so that the command line need not load torch."""
-AttentionName = Literal["fused", "sdpa", "eager", "flex"]
-"""`fused` and the keys of attention.KINDS."""
+LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
+"""The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
+OPTIMIZER_NAMES = ("adamw", "muon")
+PARALLEL_NAMES = ("ddp", "fsdp")
+ATTENTION_NAMES = ("fused", "sdpa", "eager", "flex")
+LOG_NAMES = ("tensorboard", "wandb")
+
+STORAGES = ("bfloat16", "int8", "int4")
+"""bfloat16 and ops.quantise.QUANTISED, named here for the same reason."""
+
+LOSS_ON = ("answers", "all")
+"""Which tokens of conversations and masked rows count: those the model itself wrote, or prompts too."""
+
 
 SHAPE, BUDGET, BATCH = "The draft's shape", "How long", "Batches and passes"
 UPDATE, HELD_OUT, KEEP, RUN = "Loss and update", "Looks at held-out text", "Checkpoints and figures", "How it runs"
@@ -61,9 +69,9 @@ class TrainConfig:
         None, "Positions that the draft attends to, 0 for all; default: as --init has it, else all. A window keeps a "
         "draft good beyond the contexts it was trained on.", SHAPE,
     )  # fmt: skip
-    draft_dtype: Literal["bfloat16", "int8", "int4"] = setting(
-        "bfloat16", "How the draft is stored where it serves. For int8 and int4 its linears are rounded so in every "
-        "step, and it learns to do well with that.", SHAPE,
+    draft_dtype: str = setting(
+        "bfloat16", f"How the draft is stored where it serves: one of {', '.join(STORAGES)}. For int8 and int4 its "
+        "linears are rounded so in every step, and it learns to do well with that.", SHAPE,
     )  # fmt: skip
     rope_scaling: str | None = setting(
         None, "yarn:FACTOR stretches the draft's rotary embedding from the positions it was built for; "
@@ -76,18 +84,17 @@ class TrainConfig:
     late_share: float = setting(
         1.0, "Share of positions that passes after the first train on; 0.25 is 1.7x faster on a CPU.", BATCH
     )
-    loss: LossName = setting("ce", "losses.py says which is which.", UPDATE)
-    loss_on: Literal["answers", "all"] = setting(
-        "answers",
-        "Tokens that count: what loss masks and the chat template say the model wrote, or prompts too.",
-        UPDATE,
-    )
+    loss: str = setting("ce", f"One of {', '.join(LOSS_NAMES)} (losses.py says which).", UPDATE)
+    loss_on: str = setting(
+        "answers", f"{LOSS_ON[0]}: what loss masks and the chat template say the model wrote; {LOSS_ON[1]}: prompts "
+        "too.", UPDATE,
+    )  # fmt: skip
     replay: float = setting(
         1.0, "Weight of tokens that the draft missed when it served, as rows of aquiline regenerate --draft say; 1: "
         "that of all others.", UPDATE,
     )  # fmt: skip
     decay: float = setting(0.8, "Weight of each pass beside the one before it.", UPDATE)
-    optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: Muon inside, AdamW for head and norms.", UPDATE)
+    optimizer: str = setting("adamw", "adamw, or muon (Muon inside, AdamW for head and norms).", UPDATE)
     lr: float | None = setting(
         None, "Peak learning rate; default: 0.35 / hidden size, at most 1e-3, less where a target's logits are large.",
         UPDATE,
@@ -105,13 +112,13 @@ class TrainConfig:
     keep: int = setting(2, "Newest checkpoints to keep.", KEEP)
     save_every_minutes: float = setting(10.0, "Checkpoints between looks.", KEEP)
     log_every: int = setting(20, "Steps between lines.", KEEP)
-    log: tuple[Literal["tensorboard", "wandb"], ...] = setting((), "Send figures to tensorboard and wandb too.", KEEP)
+    log: tuple[str, ...] = setting((), f"Send figures to {' and '.join(LOG_NAMES)} too.", KEEP)
     features: Path | None = setting(
         None, "Folder that keeps what the target says of each document, for later epochs and runs.", RUN
     )
-    attention: AttentionName = setting("fused", "Of the passes; all compute the same values.", RUN)
-    parallel: Literal["ddp", "fsdp"] | None = setting(
-        None, "Under torchrun; fsdp splits the draft and its optimizer over the ranks.", RUN
+    attention: str = setting("fused", f"Of the passes, the same values: {', '.join(ATTENTION_NAMES)}.", RUN)
+    parallel: str | None = setting(
+        None, f"Under torchrun: {' or '.join(PARALLEL_NAMES)} (the draft and its optimizer split over the ranks).", RUN
     )
 
     def __post_init__(self) -> None:
@@ -120,8 +127,13 @@ class TrainConfig:
             f"{f.name}={value}: must be a number that is finite" for f in fields(self)
             if isinstance(value := getattr(self, f.name), float) and not math.isfinite(value)
         ]  # fmt: skip
-        checks = [
-            *self._ranges(),
+        problems = problems or self._problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        checks = [*self._ranges(), *self._choices()]
+        checks += [
             (bool(self.data), "data: name at least one file or folder"),
             (
                 self.rope_scaling is None or yarn_of(self.rope_scaling) is not None,
@@ -131,9 +143,7 @@ class TrainConfig:
             (self.norm_feedback is None or bool(self.init), "norm_feedback: says how to read --init; name that draft"),
             (self.resume or not self.may_differ, "may_differ: says what a resumed run changes; add --resume"),
         ]
-        problems = problems or [text for ok, text in checks if not ok]
-        if problems:
-            raise ValueError("; ".join(problems))
+        return [text for ok, text in checks if not ok]
 
     def _ranges(self) -> list[tuple[bool, str]]:
         """Whether each number is in its range, and what to say if not. None is a number that is left open."""
@@ -152,6 +162,19 @@ class TrainConfig:
         ]
         given = [(name, getattr(self, name), fits, told) for names, fits, told in ranges for name in names.split()]
         return [(value is None or fits(value), f"{name}={value}: must be {told}") for name, value, fits, told in given]
+
+    def _choices(self) -> list[tuple[bool, str]]:
+        """Whether each name is one of those there are, and what to say if not. None is a name that is left open."""
+        chosen = [
+            ("loss", self.loss, LOSS_NAMES), ("loss_on", self.loss_on, LOSS_ON),
+            ("optimizer", self.optimizer, OPTIMIZER_NAMES), ("parallel", self.parallel, PARALLEL_NAMES),
+            ("attention", self.attention, ATTENTION_NAMES), ("draft_dtype", self.draft_dtype, STORAGES),
+            *(("log", name, LOG_NAMES) for name in self.log),
+        ]  # fmt: skip
+        return [
+            (value is None or value in names, f"{field}={value!r}: must be one of {', '.join(names)}")
+            for field, value, names in chosen
+        ]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Speculation:
         packed = _packed(model)
         with packed.lock:
             llm = packed.llm(model, self)
-            rows = _Run(llm, arguments, sampling, input_ids, self.streamer).finish()
+            rows = _Call(llm, arguments, sampling, input_ids, self.streamer).finish()
         pad, longest = arguments.pad or 0, max(map(len, rows))
         padded = input_ids.new_tensor([row + [pad] * (longest - len(row)) for row in rows])
         sequences = torch.cat([input_ids, padded], dim=1)
@@ -166,7 +166,7 @@ def _packed(model: PreTrainedModel) -> _Packed:
         return _PACKED[model]
 
 
-class _Run:
+class _Call:
     """One call: rows of a batch on their way through an engine."""
 
     def __init__(

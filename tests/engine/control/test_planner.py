@@ -49,7 +49,7 @@ def test_steps_that_bring_less_than_planned_end_drafting_and_it_comes_back() -> 
         planner.learn_rate(2, 4 / plan.planned_rate, plan.planned_rate)
         plan = plan_of(planner, record)
         num_drafted += 1
-        assert num_drafted < 60, "half of what was planned is less than plain steps bring"
+        assert num_drafted < 40, "half of what was planned is less than plain steps bring"
     assert plan.rate == plain and planner.terms(plan, record, 8) is None
     for _ in range(40):
         plan = plan_of(planner, record)

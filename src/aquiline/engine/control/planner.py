@@ -57,7 +57,7 @@ MIN_SPEEDUP = 1.01
 FADING = 1 / 8
 """Share of the correction that a plan forgets if nothing is drafted."""
 
-RATE_MEMORY = 32
+RATE_MEMORY = 24
 """Tokens of timed steps after which half of the correction of the planned rate is theirs."""
 
 
