@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,28 +60,35 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_targets_of_other_families(dtype: str, name: str) -> None:
-    """A target with a bias on every linear and sinks, and one like Gemma 3: hidden states within 1e-4, and the same
-    texts."""
-    config = dataclasses.replace(TINY, **TARGETS[name])
+def compare(pairs: Sequence[CpuPair | TorchPair], tolerance: float) -> None:
+    """Hidden states within a share of the largest, and the same texts, chains and trees."""
     hidden, texts = [], []
-    for new in (CpuPair, TorchPair):
-        decoder, head = tiny_pair(7, config)
-        for module in (decoder, head):
-            round_to(module, getattr(torch, dtype))
-        pair = new(*weights_of(decoder, head), dtype)
-        assert pair.kv_dtype == ("float32" if dtype == "float32" else "bfloat16")
+    for pair in pairs:
         player = Player(pair, num_slots=2)
         for way in ("chain3", "dynamic"):
             player.add(words(40, 5), WAYS[way], SAMPLED)
         player.run(12)
         texts.append([(text.tokens, text.trees) for text in player.texts])
         hidden.append(pair.open(player.sizes).score([np.array(words(40), np.int32)]).hidden.copy())
-    tolerance = 1e-4 if dtype == "float32" else 1e-2  # keys that land on the other side of a rounding boundary
     np.testing.assert_allclose(*hidden, rtol=0, atol=tolerance * np.abs(hidden[0]).max())
     assert texts[0] == texts[1], "no near tie in this fixture"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_targets_of_other_families(dtype: str, name: str) -> None:
+    """A target with a bias on every linear and sinks, and one like Gemma 3: hidden states within 1e-4, and the same
+    texts."""
+    config = dataclasses.replace(TINY, **TARGETS[name])
+    pairs = []
+    for new in (CpuPair, TorchPair):
+        decoder, head = tiny_pair(7, config)
+        for module in (decoder, head):
+            round_to(module, getattr(torch, dtype))
+        pairs.append(new(*weights_of(decoder, head), dtype))
+        assert pairs[-1].kv_dtype == ("float32" if dtype == "float32" else "bfloat16")
+    tolerance = 1e-4 if dtype == "float32" else 1e-2  # keys that land on the other side of a rounding boundary
+    compare(pairs, tolerance)
 
 
 @pytest.mark.parametrize("name", ["biases and sinks", "gemma3"])
@@ -88,20 +96,13 @@ def test_keys_in_eight_bits(name: str) -> None:
     """Hidden states within what a weight that falls on the other side of a half may change, and the same texts: paths
     that move, prompts in chunks, windows and sinks, drafts in the same storage."""
     config = dataclasses.replace(TINY, **TARGETS[name])
-    hidden, texts = [], []
-    for pair in (
+    pairs = (
         CpuPair(*weights_of(*tiny_pair(7, config)), "float32", kv_dtype="int8"),
         TorchPair(*weights_of(*tiny_pair(7, config)), "float32", "int8"),
-    ):
-        player = Player(pair, num_slots=2)
-        for way in ("chain3", "dynamic"):
-            player.add(words(40, 5), WAYS[way], SAMPLED)
-        player.run(12)
-        texts.append([(text.tokens, text.trees) for text in player.texts])
-        hidden.append(pair.open(player.sizes).score([np.array(words(40), np.int32)]).hidden.copy())
+    )
+    for pair in pairs:
         assert pair.kv_dtype == "int8" and pair.kv_bytes_per_token() == CpuPair.kv_bytes_per_token(pair)  # type: ignore[arg-type]
-    np.testing.assert_allclose(*hidden, rtol=0, atol=1e-2 * np.abs(hidden[0]).max())
-    assert texts[0] == texts[1], "no near tie in this fixture"
+    compare(pairs, 1e-2)
 
 
 @pytest.mark.parametrize("kind", [CpuPair, TorchPair])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from native_calls import ISAS, Cache, Row, attention, bits, reference_attention
 from aquiline.backends.cpu import calls, native, native_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
+FAST_ISAS = [isa for isa in ISAS if isa != "portable"] or ISAS
 STORED = {
     "float32": (torch.float32, native.FLOAT32), "bfloat16": (torch.bfloat16, native.FLOAT32),
     "dot": (torch.bfloat16, native.BFLOAT16_DOT),
@@ -42,17 +45,17 @@ def check(cache, specs, q, **kwargs):
     return got
 
 
-def some_rows(draw, dtype):
+def some_rows(draw, new_cache, filled=fill, dims=(16, 48, 64, 128), isas=ISAS):
     """Mixed rows of two slots (chunk rows, tree nodes, key_start) over page sizes, groups, windows, sinks."""
     page_size, group = draw(st.sampled_from([16, 32, 64])), draw(st.sampled_from([1, 3, 4, 8]))
-    kv_heads, dim = draw(st.sampled_from([1, 2])), draw(st.sampled_from([16, 48, 64, 128]))
-    calls.select_isa(draw(st.sampled_from([isa for isa in ISAS if isa != "portable"] or ISAS)))
+    kv_heads, dim = draw(st.sampled_from([1, 2])), draw(st.sampled_from(dims))
+    calls.select_isa(draw(st.sampled_from(isas)))
     calls.set_threads(draw(st.sampled_from([1, 2])))
-    cache = Cache.new(800, kv_heads, dim, page_size, dtype, slots=2)
+    cache = new_cache(800, kv_heads, dim, page_size, slots=2)
     lengths = [draw(st.integers(1, 780)) for _ in range(2)]
     specs = []
     for slot, length in enumerate(lengths):
-        fill(cache, length, slot)
+        filled(cache, length, slot)
         for _ in range(draw(st.integers(0 if slot else 1, 5))):
             context = draw(st.integers(0, length))
             tail = draw(st.lists(st.integers(0, length - 1), max_size=5, min_size=0 if context else 1))
@@ -66,7 +69,8 @@ def some_rows(draw, dtype):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_matches_reference(data):
-    cache, specs, q, how = some_rows(data.draw, data.draw(st.sampled_from(DTYPES)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    cache, specs, q, how = some_rows(data.draw, partial(Cache.new, dtype=dtype), isas=FAST_ISAS)
     check(cache, specs, q, **how)
 
 
@@ -75,7 +79,7 @@ def test_matches_reference(data):
 def test_the_second_arithmetic_rounds_queries_and_weights_alone(data):
     """Values weigh up to half a unit of bfloat16's last place more or less, 2^-9 of each."""
     _, arithmetic = stored("dot")
-    cache, specs, q, how = some_rows(data.draw, torch.bfloat16)
+    cache, specs, q, how = some_rows(data.draw, partial(Cache.new, dtype=torch.bfloat16), isas=FAST_ISAS)
     got = attention(cache, specs, q, q.shape[2] ** -0.5, **how, arithmetic=arithmetic)
     rounded = torch.as_tensor(q).bfloat16().float().numpy()
     expected = reference_attention(cache, specs, rounded, q.shape[2] ** -0.5, **how)

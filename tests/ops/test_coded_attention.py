@@ -11,7 +11,7 @@ from codes import BLOCK, CodedCache, coded_attention, head_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_calls import ISAS, LOADED, Row, at, attention, bits, move_kv, rows_of
-from test_attention import queries
+from test_attention import queries, some_rows
 
 from aquiline.backends.cpu import buffers, calls
 
@@ -37,24 +37,8 @@ def check(cache, specs, q, scale=0.2, **how):
 @given(st.data())
 def test_follows_its_rules_to_the_bit(data):
     """Rows of two slots (chunks, nodes of trees, starts) over sizes of pages, groups, heads, windows, sinks."""
-    draw = data.draw
-    page_size, group = draw(st.sampled_from([16, 32, 64])), draw(st.sampled_from([1, 3, 4, 8]))
-    kv_heads, dim = draw(st.sampled_from([1, 2])), draw(st.sampled_from([16, 48, 64, 80, 256]))
-    calls.select_isa(draw(st.sampled_from(ISAS)))
-    calls.set_threads(draw(st.sampled_from([1, 2])))
-    cache = CodedCache.new(700, kv_heads, dim, page_size, slots=2)
-    specs = []
-    for slot in range(2):
-        length = draw(st.integers(1, 680))
-        fill(cache, length, slot)
-        for _ in range(draw(st.integers(0 if slot else 1, 4))):
-            context = draw(st.integers(0, length))
-            tail = draw(st.lists(st.integers(0, length - 1), max_size=5, min_size=0 if context else 1))
-            start = draw(st.integers(0, context + len(tail) - 1))
-            specs.append(Row(context, tuple(tail), start, slot))
-    sinks = draw(st.sampled_from([None, np.linspace(-2, 2, group * kv_heads).astype(np.float32)]))
-    window = draw(st.sampled_from([0, 1, 50, 128]))
-    check(cache, specs, queries(len(specs), group * kv_heads, dim), window=window, sinks=sinks)
+    cache, specs, q, how = some_rows(data.draw, CodedCache.new, fill, dims=(16, 48, 64, 80, 256))
+    check(cache, specs, q, **how)
 
 
 def test_keys_are_rounded_by_their_own_largest_channel(isa):
