@@ -139,7 +139,7 @@ NVIDIA = Format(
         "next_layer_regular": FieldRule(),
         "parallel_draft_step": FieldRule((1,), "parallel heads then draft several tokens in a pass"),
         "parallel_draft_heads_num_layers": FieldRule(),
-        "eh_proj_before_attn": FieldRule((False,), "a projection then mixes embeddings and hidden states before attention"),
+        "eh_proj_before_attn": FieldRule((False,), "a projection then mixes embeddings and hidden states first"),
         POST_NORM: FieldRule((False, True), "it must be true or false"),
     },
 )  # fmt: skip
