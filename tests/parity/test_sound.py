@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter, RopeScalingType
+from safetensors.numpy import load_file, save_file
 from tests.conftest import needs_native
 from tests.parity.planting import CAPTURE, NATIVE, PROMPT, TORCH, YARN, capturing, judge, named, pair_of
 
@@ -143,6 +144,14 @@ def test_a_dump_is_a_reference(tmp_path: Path) -> None:
         (tmp_path / part / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(ValueError, match=told):
             load(tmp_path / part)
+    manifest = json.loads((tmp_path / "dump" / "manifest.json").read_text())
+    manifest["stages"]["target.sums"] = manifest["stages"].pop("target.logits")
+    tensors = load_file(tmp_path / "dump" / "stages.safetensors")
+    tensors["target.sums"] = tensors.pop("target.logits")
+    save_file(tensors, tmp_path / "dump" / "stages.safetensors")
+    (tmp_path / "dump" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest.json: stages='target.sums': must be one of target.layers, "):
+        load(tmp_path / "dump")
 
 
 def test_stages_are_chosen_and_bad_choices_refused(tmp_path: Path) -> None:

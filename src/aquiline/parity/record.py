@@ -89,8 +89,13 @@ def check_names(wanted: Iterable[str]) -> None:
 
 def models_of(wanted: Collection[str]) -> set[str]:
     """The models, target and draft, of which names choose stages; both for no names."""
-    plain = [re.sub(r"(layers)\.\d+$", r"\1", name) for name in wanted]
+    plain = [_numberless(name) for name in wanted]
     return {s.partition(".")[0] for s in KNOWN if not wanted or any(_is_chosen(s, name) for name in plain)}
+
+
+def _numberless(name: str) -> str:
+    """A stage's name without a layer's number."""
+    return re.sub(r"(layers)\.\d+$", r"\1", name)
 
 
 def _is_chosen(stage: str, name: str) -> bool:
@@ -155,9 +160,10 @@ def _read(manifest: dict[str, Any], directory: Path) -> StageRecord:
     )
     with safe_open(directory / TENSORS, "np") as tensors:
         for name, about in manifest["stages"].items():
+            if _numberless(name) not in KNOWN:
+                raise ValueError(f"{directory / MANIFEST}: stages={name!r}: must be one of {', '.join(KNOWN)}")
             values, own = tensors.get_tensor(name).astype(np.float32), [rows[i] for i in about["rows"]]
             if values.ndim != 2 or len(values) != len(own):
                 raise ValueError(f"{directory / TENSORS}: {name} is {list(values.shape)}; must be [{len(own)}, width]")
-            order_of(name)
             record.add(name, own, values)
     return record
