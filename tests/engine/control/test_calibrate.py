@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +106,47 @@ def test_a_kept_table_that_none_can_be_is_measured_anew(name: str, monkeypatch: 
 def test_a_kept_file_that_is_no_table_is_measured_anew(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """None: the file was cut."""
     assert_is_measured_anew(lambda sound: sound[: len(sound) // 2] if text is None else text, monkeypatch)
+
+
+@needs_native
+def test_a_table_of_a_busy_machine_is_measured_again_and_the_least_disturbed_one_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models, base = tiny_models(), CostTable(**TABLE)
+    tables = [dataclasses.replace(base, key_row_ms=float(number)) for number in range(4)]
+
+    def starts(*shares: float) -> list[int]:
+        """Which of the tables each start takes, where others use these shares while they are measured; one more start
+        may measure nothing."""
+        for file in cache_directory().glob("costs-*.json"):
+            file.unlink()
+        left, found = list(zip(tables, shares, strict=False)), list[int]()
+        for _ in range(len(shares) + 1):
+            monkeypatch.setattr(calibrate, "measured_table", lambda models: left[0][0])
+            monkeypatch.setattr(calibrate._Watch, "others", lambda watch: left.pop(0)[1])
+            found.append(tables.index(cost_table(models, True)))
+        assert not left
+        return found
+
+    assert starts(0.1) == [0, 0]
+    assert starts(0.5, 0.0) == [0, 1, 1]
+    assert "while others used 50 % of the processors; the next start measures again" in caplog.text
+    caplog.clear()
+    assert starts(0.5, 0.3, 0.4) == [0, 1, 1, 1]
+    assert caplog.text.count("measures again") == 2, "after MAX_TRIES nothing is promised"
+
+
+def test_the_work_of_others_is_seen() -> None:
+    watch = calibrate._Watch()
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.5)
+        share = watch.others()
+    finally:
+        child.kill()
+        child.wait()
+    assert 0.3 / len(watch._usable()) < share <= 1.1
+    assert calibrate._Watch().others() == 0.0, "no time has passed"
 
 
 def edited(table: dict[str, Any], edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Measure a CostTable on this machine, by short steps of a separate backend over made-up tokens and keys.
 
 A table depends on the models' geometry, their storage, the arithmetic, the machine and its threads. It is kept in the
-cache directory under a hash of all of these, so that it is measured once.
+cache directory under a hash of all of these, so that it is measured once. One that was measured while others used the
+processors is measured again at the next starts, MAX_TRIES times in all, and the least disturbed one is kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
+import psutil
+
 from aquiline.backends.base import Admit, Backend, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.checks import parse_json
 from aquiline.config import MAX_DEPTH, SamplingParams, cache_directory
@@ -27,8 +30,12 @@ from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
 logger = logging.getLogger(__name__)
 
-FILE_VERSION = 4
+FILE_VERSION = 5
 """Version of the file's format and of the measurement."""
+
+MAX_OTHERS, MAX_TRIES = 0.1, 3
+"""Share of the processors that others may use while a table is measured, and measurements after which the least
+disturbed table stays."""
 
 MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 MEASURED_SEQUENCES = (1, 2, 4, 8, 16, 32)
@@ -58,19 +65,63 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
     be measured, an estimate from the bytes of the weights."""
     if not is_measured:
         return estimated_table(models.weight_bytes, models.draft_config is not None)
-    file = cache_directory() / f"costs-{_key(models)}.json"
+    file, kept = cache_directory() / f"costs-{_key(models)}.json", None
     try:
-        return _read(parse_json(file.read_bytes()), models.draft_config is not None)
+        kept = _read(parse_json(file.read_bytes()), models.draft_config is not None)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         logger.warning("%s: broken (%s); measuring again", file, error)
-    table = measured_table(models)
+    if kept is not None and (kept.others <= MAX_OTHERS or kept.tries >= MAX_TRIES):
+        return kept.table
+    watch = _Watch()
+    found = _Kept(measured_table(models), watch.others(), kept.tries + 1 if kept else 1)
+    if found.others > MAX_OTHERS and found.tries < MAX_TRIES:
+        logger.warning(
+            "step times were measured while others used %.0f %% of the processors; the next start measures again",
+            100 * found.others,
+        )
+    if kept is not None and kept.others < found.others:
+        found = kept._replace(tries=found.tries)
     try:
-        _write(file, json.dumps(asdict(table)))
+        _write(file, json.dumps(asdict(found.table) | {"others": found.others, "tries": found.tries}))
     except OSError as error:
         logger.warning("%s: cannot be written (%s); the next start measures again", file, error)
-    return table
+    return found.table
+
+
+class _Kept(NamedTuple):
+    """A table of the cache. others: the share of the processors that others used meanwhile; tries: measurements."""
+
+    table: CostTable
+    others: float
+    tries: int
+
+
+class _Watch:
+    """Tells how much of the processors that this process may run on others use from now on."""
+
+    LEAST_S = 0.1  # processor times are counted in hundredths of a second
+    BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._own = time.perf_counter(), self._busy_s(), time.process_time()
+
+    def others(self) -> float:
+        """The share that others used, a virtual machine's host among them; 0 if too little time has passed."""
+        took, own = time.perf_counter() - self._began, time.process_time() - self._own
+        used = self._busy_s() - self._busy - own
+        return max(0.0, used / took / len(self._usable())) if took >= self.LEAST_S else 0.0
+
+    @staticmethod
+    def _usable() -> list[int]:
+        """The processors that this process may run on."""
+        return list(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(psutil.cpu_count() or 1))
+
+    def _busy_s(self) -> float:
+        """Seconds that they have worked."""
+        each = psutil.cpu_times(percpu=True)
+        return sum(getattr(each[cpu], kind, 0.0) for cpu in self._usable() for kind in self.BUSY)
 
 
 def measured_table(models: LoadedModels) -> CostTable:
@@ -227,14 +278,14 @@ def _key(models: LoadedModels) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _read(fields: dict[str, Any], has_draft: bool) -> CostTable:
+def _read(fields: dict[str, Any], has_draft: bool) -> _Kept:
     """A table from the cache. Raises ValueError, TypeError, KeyError or OverflowError for anything else."""
     verify, first, deeper = (tuple(map(float, fields[name])) for name in ("verify", "first", "deeper"))
     keys = tuple((float(number), float(ms)) for number, ms in fields["keys"])
     table = CostTable(verify, first, deeper, keys, float(fields["key_row_ms"]), float(fields["draft_key_ms"]))
     if has_draft and table.first[1] < MIN_MS:
         raise ValueError(f"first={table.first[1]} ms: drafting takes time")
-    return table
+    return _Kept(table, float(fields["others"]), int(fields["tries"]))
 
 
 def _write(file: Path, text: str) -> None:
