@@ -167,6 +167,9 @@ def test_a_server_that_refuses_a_wish_is_asked_without_it(server: Server) -> Non
     peer = peer_of(server)
     assert [peer.generate([PROMPT], 4, 0.0)[0].num_tokens for _ in range(2)] == [4, 4]
     assert ["return_token_ids" in asked for asked in server.asked] == [True, False, False]
+    server.asked.clear()
+    assert [each.num_tokens for each in peer_of(server).generate([PROMPT] * 4, 4, 0.0)] == [4] * 4, "all at once"
+    assert ["return_token_ids" in asked for asked in server.asked].count(False) == 4
     server.refuses = "ignore_eos"
     with pytest.raises(ValueError, match=r"answered 400: .*ignore_eos: Extra inputs"):
         peer.generate([PROMPT], 4, 0.0)

@@ -63,7 +63,9 @@ def test_a_draft_there_and_back(home: Path, tmp_path: Path) -> None:
         (("inspect", "draft", "--text", "answers.txt"), "text: goes with --target"),
         (("inspect", "draft", "--target", "target", "--text", "none.txt"), "none.txt"),
         (("vocab", "draft", "--text", "answers.txt", "--keep", "9", "--out", "out"), "target: name the target"),
-        ((*VOCAB, "--keep", "999", "--out", "out"), "keep=999: must exceed"),
+        ((*VOCAB, "--keep", "999", "--out", "out"), "keep=999: must exceed its special tokens, and be below the"),
+        ((*VOCAB, "--keep", "0", "--out", "out"), "keep=0: must exceed its special tokens"),
+        ((*VOCAB, "--keep", "9", "--out", "out", "--questions", "none.jsonl"), "none.jsonl"),
         ((*VOCAB, "--keep", "9", "--out", "target"), "--force"),
     ],
 )  # fmt: skip
@@ -115,3 +117,7 @@ def test_a_smaller_vocabulary_keeps_its_rows_and_the_text(home: Path, tmp_path: 
     assert {0, 1} & set(ids) <= set(kept)  # the special tokens that it could name
     untouched = set(whole) - {"lm_head.weight", "d2t", "t2d"}
     assert all(np.array_equal(whole[name], small[name]) for name in untouched)
+    (tmp_path / "small" / "model.safetensors.index.json").write_text("{}")
+    told = run(*("vocab", home / "draft", "--target", home / "target", "--text", home / "answers.txt", "--keep", 40),
+               "--out", tmp_path / "small", "--force")  # fmt: skip
+    assert told.exit_code == 2 and "which would lie beside model.safetensors" in told.stderr

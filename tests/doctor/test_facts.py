@@ -147,5 +147,6 @@ def test_other_processes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         busy.kill()
         busy.wait()
+    assert busy.pid in {pid for _, pid, _ in found} or min(cpus for *_, cpus in found) > 0.3, "of the three busiest"
     assert total > 0 and all(cpus >= 0.05 for _, _, cpus in found) and os.getpid() not in {pid for _, pid, _ in found}
     assert [cpus for *_, cpus in found] == sorted((cpus for *_, cpus in found), reverse=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from aquiline.config import ConvertConfig, DraftFormat
 from aquiline.errors import CheckpointError
-from aquiline.models.convert import CONFIG, WEIGHTS, convert
+from aquiline.models.convert import convert
 from aquiline.models.draft_config import DraftOverrides
-from aquiline.models.formats import open_draft, read_draft_config
+from aquiline.models.formats import CONFIG, WEIGHTS, open_draft, read_draft_config
 from aquiline.models.load import read_model_config
 from aquiline.models.model_config import LAYER_IDS
 from aquiline.models.producers import FORMATS
@@ -246,7 +246,9 @@ def test_a_head_that_is_the_drafts_own_embedding_stays_so(target: Path, tmp_path
 def test_any_provenance_is_read_or_passed_over(target: Path, tmp_path: Path) -> None:
     write_draft(tmp_path / "a", read_model_config(target))
     origin = {"format": "speculators", "layer": "layers.0", "tensors": {}, "metadata": None, "config": "[]"}
-    for i, value in enumerate((None, 1, "x", [], {}, origin, origin | {"config": 1}, origin | {"config": '{"a": 1}'})):
+    metadata = ({"metadata": each} for each in ("x", ["x"], {"format": 1}))
+    origins = (origin, origin | {"config": 1}, origin | {"config": '{"a": 1}'}, *(origin | each for each in metadata))
+    for i, value in enumerate((None, 1, "x", [], {}, *origins)):
         edit_json(tmp_path / "a" / CONFIG, lambda config, value=value: config.update(provenance=value))
         done = convert(tmp_path / "a", tmp_path / f"b{i}", ConvertConfig("speculators"), target)
         assert not done.is_restored

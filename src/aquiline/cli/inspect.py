@@ -27,7 +27,7 @@ Examples:
 @with_options
 def inspect(
     checkpoint: Annotated[
-        str, typer.Argument(help="Draft or target: directory, .gguf file, hub id or known pair.", metavar="DRAFT")
+        str, typer.Argument(help="Draft or target: directory, .gguf file, hub id or known pair.", metavar="CHECKPOINT")
     ],
     *,
     pair: Annotated[Given[PairConfig], Fields(only=("target", "capture", "norm_feedback"))],
@@ -55,7 +55,7 @@ def inspect(
 
         words = read_text(text)
         if found.draft_ids is not None:
-            found.sections["coverage"] = dict(text_choices(target, words).coverage(found.draft_ids))
+            found.sections["coverage"] = dict(text_choices(PairConfig(target), words).coverage(found.draft_ids))
     if as_json:
         print(json.dumps(found.as_dict()))
     else:

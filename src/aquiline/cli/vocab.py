@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 from aquiline.bench.suite.pruning_work import PruningWork
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, chosen, tell
-from aquiline.config import PairConfig
+from aquiline.config import PairConfig, check
 from aquiline.spec.registry import DraftingChoice
 
 EXAMPLES = """
@@ -45,27 +44,24 @@ def vocab(
     not have ranks by its id. One piece in five is held out to tell the share of its tokens, and of the target's choices
     in it, that both drafts name. Both are then served on the same questions, by turns: tau and tok/s.
     """
-    from aquiline.bench.suite.pruning import serve_drafts
+    from aquiline.bench.suite.pruning import questions_of, serve_drafts
     from aquiline.cli.show.pruning import pruning_rows, show_pruning
     from aquiline.engine.coverage import read_text, text_choices
+    from aquiline.models.formats import check_destination
     from aquiline.models.prune import choose_rows, draft_ids, write_pruned
-    from aquiline.writing import check_new
 
     if pair.target is None:
         raise ValueError("target: name the target that the draft was trained for")
-    check_new(out, force)
-    words, ids = read_text(text), draft_ids(draft, pair.target)
-    seen, held_out = text_choices(pair.target, words).split()
+    check_destination(out, force)
+    words, ids, questions = read_text(text), draft_ids(draft, pair.target), questions_of(pair, work)
+    sizes = f"must exceed its special tokens, and be below the {len(ids)} tokens of the draft's vocabulary"
+    check(0 < keep < len(ids), "keep", keep, sizes)
+    seen, held_out = text_choices(pair, words).split()
     small = choose_rows(ids, seen.weights, seen.special, keep)
     write_pruned(draft, pair.target, small, out, force)
-    drafts: dict[str, Path | str] = {"before": draft, "after": out}
-    said = tell if not as_json else lambda _: None
-    served = serve_drafts(pair, drafts, chosen(choice, pair), work, said) if work.num_questions else []
-    rows = pruning_rows({"before": ids, "after": small.ids}, held_out, served)
-    if as_json:
-        print(json.dumps({"out": str(out), "rows": rows}))
-    else:
-        show_pruning(rows, str(out))
+    drafts, said = {"before": draft, "after": str(out)}, tell if not as_json else lambda _: None
+    served = serve_drafts(pair, drafts, chosen(choice, pair), questions, work, said) if questions else []
+    show_pruning(pruning_rows({"before": ids, "after": small.ids}, held_out, served), str(out), as_json)
 
 
 vocab.__doc__ = f"{inspect.getdoc(vocab)}\n{EXAMPLES}"

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from aquiline.config import Environment
+from aquiline.config import PairConfig
 from aquiline.engine.encode import encode_prompt
-from aquiline.engine.model import LoadedModels, Loading, load_models
+from aquiline.engine.model import LoadedModels, ResolvedPair
 from aquiline.engine.score import Scorer
+from aquiline.spec.drafting import NoDraft
 from aquiline.text.tokenizer import special_ids
 from aquiline.types import Int32, Int64
 
@@ -65,9 +66,10 @@ def read_text(file: Path) -> str:
     return text
 
 
-def text_choices(target: str | Path, text: str) -> TextChoices:
-    """A text read by a target that is loaded for it. Raises as load_models; ValueError without a tokenizer."""
-    return choices_of(load_models(target, None, Loading(), Environment.read()), text)
+def text_choices(pair: PairConfig, text: str) -> TextChoices:
+    """A text read by a pair's target, which is loaded for it. Raises as ResolvedPair does; ValueError without a
+    tokenizer."""
+    return choices_of(ResolvedPair.of(pair, NoDraft()).load(), text)
 
 
 def choices_of(models: LoadedModels, text: str) -> TextChoices:

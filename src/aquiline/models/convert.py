@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from aquiline.blocks import BLOCK_TYPES, Array
 from aquiline.checks import parse_json
@@ -23,7 +22,18 @@ from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, draft_reading
 from aquiline.models.draft_fields import cannot_say, differences, draft_fields
 from aquiline.models.files import Tensors, refuse, resolve
-from aquiline.models.formats import HEAD, MAP, MASK, DraftFiles, open_draft, vocabulary_mask
+from aquiline.models.formats import (
+    AS_TORCH,
+    CONFIG,
+    HEAD,
+    MAP,
+    MASK,
+    DraftFiles,
+    check_destination,
+    open_draft,
+    vocabulary_mask,
+    write_files,
+)
 from aquiline.models.gguf.draft import PROVENANCE, GGUFDraft
 from aquiline.models.json_fields import Raw
 from aquiline.models.known_pairs import draft_of
@@ -31,11 +41,7 @@ from aquiline.models.load import read_model_config
 from aquiline.models.model_config import LAYER_IDS, ModelConfig
 from aquiline.models.parameters import OF_FILES
 from aquiline.models.producers import FORMATS, GGUF, Format, read_draft_fields
-from aquiline.writing import check_new, placing
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin")
-_AS_TORCH = {"format": "pt"}
+from aquiline.writing import placing
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,10 @@ class Origin:
         except TypeError:  # other fields
             return None
         kinds = {"format": str, "config": str, "layer": str, "tensors": dict}
-        return found if found and all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()) else None
+        if found is None or not all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()):
+            return None
+        said = {} if found.metadata is None else found.metadata
+        return found if isinstance(said, dict) and all(isinstance(value, str) for value in said.values()) else None
 
     def chain(self) -> Iterator[Origin]:
         """This origin, the one before it, and so on."""
@@ -141,14 +150,10 @@ def convert(
 
 
 def _check_destination(destination: Path, fmt: Format, force: bool) -> None:
-    """Refuse a destination that exists, is of the wrong kind, or holds weights that would be read in place of those to
-    be written."""
+    """Refuse a destination of the wrong kind, and those that `check_destination` refuses."""
     if (fmt is GGUF) != (destination.suffix.lower() == ".gguf"):
         raise ValueError(f"DST={destination}: to={fmt.name} writes {'a .gguf file' if fmt is GGUF else 'a folder'}")
-    check_new(destination, force)
-    for name in _OTHER_WEIGHTS:
-        if (destination / name).exists():
-            raise OSError(f"{destination}: holds {name}, which would lie beside {WEIGHTS}; name another folder")
+    check_destination(destination, force)
 
 
 def _refuse(found: DraftFiles, fmt: Format, problems: list[str]) -> None:
@@ -223,7 +228,7 @@ def _write_gguf(part: Path, found: DraftFiles) -> None:
 
 def _write(part: Path, found: DraftFiles, fmt: Format, earlier: Origin | None, verifier: str | None) -> None:
     """Write config and weights, those that the draft had in that format if it had any."""
-    metadata: dict[str, str] | None = _AS_TORCH
+    metadata: dict[str, str] | None = AS_TORCH
     if earlier is None:
         tensors = {name: read() for name, read in _tensors(found, fmt, fmt.layer).items()}
         dtype = tensors["fc.weight"].dtype.name
@@ -235,8 +240,7 @@ def _write(part: Path, found: DraftFiles, fmt: Format, earlier: Origin | None, v
         there = _tensors(found, fmt, earlier.layer)
         tensors = {name: _in_dtype(there[name](), kind) for name, kind in earlier.tensors.items() if name in there}
         text, metadata = earlier.config, earlier.metadata
-    save_file({name: np.array(values, order="C") for name, values in tensors.items()}, part / WEIGHTS, metadata)
-    (part / CONFIG).write_bytes(text.encode("utf-8"))
+    write_files(part, tensors, text, metadata)
 
 
 def _in_dtype(values: Array, kind: object) -> Array:

@@ -1,16 +1,14 @@
 """Draft heads in and out of checkpoints: read in any format of producers.py, saved in our own.
 
 `draft_config.py` reads what a checkpoint says it is; here its tensors become DraftWeights. `convert.py` writes other
-formats. Nothing falls back to
-random, zeros or identity: a head, an embedding or a vocabulary that is absent comes from the target by a rule, or is an
-error.
+formats. Nothing falls back to random, zeros or identity: a head, an embedding or a vocabulary that is absent comes from
+the target by a rule, or is an error.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,17 @@ from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.models.parameters import Parameters
 from aquiline.models.producers import AQUILINE, Format
 from aquiline.types import Bool, Int64, storage_dtype
+from aquiline.writing import check_new, placing
 
 __all__ = ["draft_entries", "draft_weights", "read_draft_config", "read_draft_weights", "save_draft"]
 
 logger = logging.getLogger(__name__)
 
 EMBED, HEAD, MAP, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+AS_TORCH = {"format": "pt"}
+"""What a file of weights says beside them, where nothing else is to be said; transformers asks for it."""
+_OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin")
 
 
 def draft_entries(config: DraftConfig, layer: str, *, embed: bool, head: bool) -> list[Entry]:
@@ -193,22 +196,22 @@ def _read_d2t(config: DraftConfig, tensors: TensorSource, problems: list[str]) -
     """The offsets int64 [Vd], checked against the vocabulary and t2d."""
     Vd, V = config.draft_vocab_size, config.model.vocab_size
     identity = np.zeros(Vd, np.int64)
-    if "d2t" not in tensors:
+    if MAP not in tensors:
         if Vd < V:
             problems.append(f"missing tensor d2t: draft_vocab_size={Vd} is smaller than vocab_size={V}")
         return identity
-    if tensors.dtype("d2t") not in ("I64", "int64") or tensors.shape("d2t") != (Vd,):
-        found = f"{tensors.dtype('d2t')} {list(tensors.shape('d2t'))}"
+    if tensors.dtype(MAP) not in ("I64", "int64") or tensors.shape(MAP) != (Vd,):
+        found = f"{tensors.dtype(MAP)} {list(tensors.shape(MAP))}"
         problems.append(f"tensor d2t is {found}; expected int64 offsets [{Vd}]")
         return identity
-    d2t: Int64 = tensors.get("d2t")
+    d2t: Int64 = tensors.get(MAP)
     before = len(problems)
     check_d2t(d2t, V, problems)
-    if "t2d" in tensors and len(problems) == before:
-        if tensors.dtype("t2d") not in ("BOOL", "bool") or tensors.shape("t2d") != (V,):
-            found = f"{tensors.dtype('t2d')} {list(tensors.shape('t2d'))}"
+    if MASK in tensors and len(problems) == before:
+        if tensors.dtype(MASK) not in ("BOOL", "bool") or tensors.shape(MASK) != (V,):
+            found = f"{tensors.dtype(MASK)} {list(tensors.shape(MASK))}"
             problems.append(f"tensor t2d is {found}; expected bool [{V}]")
-        elif differ := int((tensors.get("t2d") != vocabulary_mask(d2t, V)).sum()):
+        elif differ := int((tensors.get(MASK) != vocabulary_mask(d2t, V)).sum()):
             problems.append(f"t2d and d2t disagree on {differ} target ids")
     return d2t
 
@@ -241,18 +244,27 @@ def save_draft(head: DraftWeights, directory: str | Path, *, target: ModelWeight
     The embedding is left out if it is `target`'s. Loading the result gives bit-equal parameters in the same dtype. The
     layout is SpecForge's. The config declares this producer, so that norm_output keeps its one meaning here (the normed
     output is fed back); layer ids are in SpecForge's numbering, which is the canonical one."""
-    place = Path(directory)
-    place.mkdir(parents=True, exist_ok=True)
     omit = target is not None and _is_same(floats_of(head.model.embed), target.embed)
-    tensors = {"d2t": head.d2t, "t2d": vocabulary_mask(head.d2t, head.config.model.vocab_size)}
+    tensors = {MAP: head.d2t, MASK: vocabulary_mask(head.d2t, head.config.model.vocab_size)}
     tensors |= draft_arrays(head, AQUILINE.layer, embed=not omit)
     config = json.dumps(draft_fields(head.config, AQUILINE, head.fc[0].kind), indent=2, sort_keys=True) + "\n"
+    with placing(Path(directory).absolute(), is_folder=True) as part:
+        write_files(part, tensors, config, AS_TORCH)
 
-    weights_tmp, config_tmp = place / "model.safetensors.tmp", place / "config.json.tmp"
-    save_file({name: np.array(tensor, order="C") for name, tensor in tensors.items()}, weights_tmp, {"format": "pt"})
-    config_tmp.write_text(config, encoding="utf-8")
-    os.replace(weights_tmp, place / "model.safetensors")
-    os.replace(config_tmp, place / "config.json")
+
+def write_files(folder: Path, tensors: dict[str, Array], config: str, metadata: dict[str, str] | None) -> None:
+    """Write a draft's weights, with what the file says beside them, and its config."""
+    save_file({name: np.array(values, order="C") for name, values in tensors.items()}, folder / WEIGHTS, metadata)
+    (folder / CONFIG).write_bytes(config.encode("utf-8"))
+
+
+def check_destination(folder: Path, force: bool) -> None:
+    """Refuse a folder that exists, unless it may be replaced, or that holds weights which would be read in place of
+    those to be written. Raises OSError."""
+    check_new(folder, force)
+    for name in _OTHER_WEIGHTS:
+        if (folder / name).exists():
+            raise OSError(f"{folder}: holds {name}, which would lie beside {WEIGHTS}; name another folder")
 
 
 def _is_same(embed: Array, target: Parts) -> bool:

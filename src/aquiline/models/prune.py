@@ -11,19 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from aquiline.errors import CheckpointError
 from aquiline.models.draft_config import NO_OVERRIDES
 from aquiline.models.draft_vocabulary import choose_vocabulary
 from aquiline.models.files import Tensors, read_json, refuse, resolve
-from aquiline.models.formats import HEAD, MAP, MASK, head_rows, open_draft, vocabulary_mask
+from aquiline.models.formats import (
+    CONFIG,
+    HEAD,
+    MAP,
+    MASK,
+    DraftFiles,
+    check_destination,
+    head_rows,
+    open_draft,
+    vocabulary_mask,
+    write_files,
+)
 from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import read_model_config
 from aquiline.types import Int64
-from aquiline.writing import check_new, placing
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+from aquiline.writing import placing
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +43,17 @@ class Pruned:
 
 
 def draft_ids(draft: str | Path, target: str | Path) -> Int64:
-    """The target ids [Vd] that a draft names. Raises CheckpointError listing everything that does not fit."""
+    """The target ids [Vd] that a draft names. Raises CheckpointError listing everything that does not fit, and for a
+    GGUF file, which is not pruned."""
+    return head_rows(_opened(draft, target)[0].d2t)
+
+
+def _opened(draft: str | Path, target: str | Path) -> tuple[DraftFiles, Tensors]:
     found = open_draft(resolve(draft_of(draft)), read_model_config(target), NO_OVERRIDES)
     refuse(found.place, found.problems)
-    return head_rows(found.d2t)
+    if not isinstance(found.tensors, Tensors):
+        raise CheckpointError(f"{found.place}: a GGUF file is not pruned; convert it to another format first")
+    return found, found.tensors
 
 
 def choose_rows(ids: Int64, weights: Int64, special: Sequence[int], keep: int) -> Pruned:
@@ -59,13 +74,9 @@ def choose_rows(ids: Int64, weights: Int64, special: Sequence[int], keep: int) -
 def write_pruned(draft: str | Path, target: str | Path, chosen: Pruned, destination: Path, force: bool) -> None:
     """Write a draft with that vocabulary alone, in the draft's own format. Raises CheckpointError for a draft that does
     not fit its target or is a GGUF file, OSError for a destination that exists."""
-    check_new(destination, force)
-    model = read_model_config(target)
-    found = open_draft(resolve(draft_of(draft)), model, NO_OVERRIDES)
-    refuse(found.place, found.problems)
-    if not isinstance(found.tensors, Tensors):
-        raise CheckpointError(f"{found.place}: a GGUF file is not pruned; convert it to another format first")
-    tensors = {name: found.tensors.get(name) for name in found.tensors.names}
+    check_destination(destination, force)
+    model, (found, read) = read_model_config(target), _opened(draft, target)
+    tensors = {name: read.get(name) for name in read.names}
     if HEAD in tensors:
         tensors[HEAD] = tensors[HEAD][chosen.rows]
     tensors[MAP] = chosen.ids - np.arange(len(chosen.ids))
@@ -73,8 +84,6 @@ def write_pruned(draft: str | Path, target: str | Path, chosen: Pruned, destinat
         tensors[MASK] = vocabulary_mask(tensors[MAP], model.vocab_size)
     config = read_json(found.place / CONFIG) | {"draft_vocab_size": len(chosen.ids)}
     with placing(destination, is_folder=True) as part:
-        arrays = {name: np.array(values, order="C") for name, values in tensors.items()}
-        save_file(arrays, part / WEIGHTS, found.tensors.metadata)
-        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_files(part, tensors, json.dumps(config, indent=2) + "\n", read.metadata)
         again = open_draft(part, model, NO_OVERRIDES)
         refuse(destination, again.problems)

@@ -119,6 +119,8 @@ def test_it_is_the_best_of_all_ways(
         for size in range(1, len(nodes) + 1):
             best = max(best, *(rate(chosen, count) for chosen in itertools.combinations(nodes, size)))
     assert planned.rate == pytest.approx(best)
+    drafted = costs.draft_ms((planned.num_drafting,), planned.num_drafting * keys) if planned.num_drafting else 0.0
+    assert planned.draft_ms == pytest.approx(drafted)
 
 
 @settings(max_examples=40)

@@ -102,10 +102,11 @@ class OpenAiPeer:
     def _answer(self, body: dict[str, object]) -> HTTPResponse | HTTPError:
         """The response to a request. TensorRT-LLM refuses fields that it does not know: it is asked again without the
         wish for token ids, now and from then on."""
+        wishes = self._wishes  # another prompt's thread may drop them meanwhile
         try:
-            return self._request("/completions", body | self._wishes)
+            return self._request("/completions", body | wishes)
         except ValueError as error:
-            if not any(wish in str(error) for wish in self._wishes):
+            if not any(wish in str(error) for wish in wishes):
                 raise
         self._wishes = {}
         return self._request("/completions", body)

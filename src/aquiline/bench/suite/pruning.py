@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
 from aquiline.bench.data.datasets import load_questions
@@ -16,6 +16,7 @@ from aquiline.engine.llm import LLM
 from aquiline.models.known_pairs import pair_of
 from aquiline.spec.drafting import Drafting
 from aquiline.text.chat_template import conversation
+from aquiline.text.questions import Question
 
 
 @dataclass(eq=False)
@@ -40,28 +41,36 @@ class ServedDraft:
         return median(self.rates)
 
 
+def questions_of(pair: PairConfig, work: PruningWork) -> list[Question]:
+    """The questions that drafts are served on. Raises as load_questions."""
+    source = pair_of(pair.target).demo if work.questions is None else work.questions
+    return load_questions(source)[: work.num_questions] if work.num_questions else []
+
+
 def serve_drafts(
-    pair: PairConfig, drafts: dict[str, Path | str], drafting: Drafting, work: PruningWork, say: Callable[[str], None]
-) -> list[ServedDraft]:
+    pair: PairConfig, drafts: dict[str, str], drafting: Drafting, questions: Sequence[Question], work: PruningWork,
+    say: Callable[[str], None],
+) -> list[ServedDraft]:  # fmt: skip
     """Serve each draft on the same questions, greedily, taking turns at every question; one run of each warms up.
 
     Raises AssertionError if two drafts give different texts: no draft may change what its target writes."""
     config = EngineConfig(max_batch=1, prefix_cache=False)
-    served = [ServedDraft(label, LLM.open(replace(pair, draft=str(path)), config)) for label, path in drafts.items()]
-    template = served[0].llm.template()
-    source = pair_of(pair.target).demo if work.questions is None else work.questions
-    asked = [template.encode(conversation(q.turns[:1])) for q in load_questions(source)[: work.num_questions]]
-    sampling = SamplingParams(max_tokens=work.new_tokens, temperature=0.0, seed=0, ignore_eos=True)
-    for each in served:
-        each.llm.run(asked[:1], sampling, drafting=drafting)
-    for number in range(work.rounds):
-        say(f"serving, round {number + 1} of {work.rounds}")
-        for place, prompt in enumerate(asked):
-            for each in rotated(served, number + place):
-                _run(each, prompt, sampling, drafting)
+    with ExitStack() as loaded:
+        served = [
+            ServedDraft(label, loaded.enter_context(LLM.open(replace(pair, draft=path), config)))
+            for label, path in drafts.items()
+        ]
+        template = served[0].llm.template()
+        asked = [template.encode(conversation(question.turns[:1])) for question in questions]
+        sampling = SamplingParams(max_tokens=work.new_tokens, temperature=0.0, seed=0, ignore_eos=True)
+        for each in served:
+            each.llm.run(asked[:1], sampling, drafting=drafting)
+        for number in range(work.rounds):
+            say(f"serving, round {number + 1} of {work.rounds}")
+            for place, prompt in enumerate(asked):
+                for each in rotated(served, number + place):
+                    _run(each, prompt, sampling, drafting)
     assert all(each.answers == served[0].answers for each in served), "a draft changed a text"
-    for each in served:
-        each.llm.close()
     return served
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from aquiline.bench.suite.pruning import ServedDraft
@@ -22,8 +23,11 @@ def pruning_rows(ids: dict[str, Int64], held_out: TextChoices, served: Sequence[
     ]  # fmt: skip
 
 
-def show_pruning(rows: Sequence[Row], out: str) -> None:
+def show_pruning(rows: Sequence[Row], out: str, as_json: bool) -> None:
     """Print the rows; figures that were not measured have no column."""
+    if as_json:
+        print(json.dumps({"out": out, "rows": rows}))
+        return
     cells = [
         {
             "draft": str(row["draft"]),
