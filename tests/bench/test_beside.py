@@ -99,6 +99,20 @@ def test_the_command_ends_with_the_worst_verdict(tmp_path: Path) -> None:
     assert gate(directory, 1.5, "--peer-tau-gap", -1).exit_code == 1, "a tau that fails is worse than one not decided"
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((1.0, "--set", "a.min_speedup=1.5", "--only", "a"), "over_peers=1.0: asks no gates; leave out only, set"),
+        ((0.0,), "over_peers=0.0: must be a ratio above 0"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(options: tuple[object, ...], told: str, tmp_path: Path) -> None:
+    done = gate(write_all(run_of((50.0,) * 6), tmp_path / "run"), *options)
+    assert done.exit_code == 2 and told in done.output
+    done = CliRunner().invoke(app, ["gate", str(tmp_path / "run"), "--peer-tau-gap", "0.2"])
+    assert done.exit_code == 2 and "peer_tau_gap=0.2: goes with over_peers" in done.output
+
+
 def test_a_recorded_run_is_read_as_it_is() -> None:
     done = gate(ROOT / "results" / "peers" / "bundled-batch8", 1.0, "--json")
     found = json.loads(done.stdout)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.conftest import needs_native
 
-from aquiline.doctor import findings
 from aquiline.doctor.examination import course_of
 from aquiline.doctor.facts import Facts, LibraryTrial, Package
 from aquiline.doctor.findings import findings_of
@@ -21,13 +20,9 @@ SOUND = Facts(
     memory_bytes=16 << 30, machine_free_bytes=8 << 30, free_bytes=8 << 30, huge_pages="madvise",
     packages=(NUMPY, TORCH), library=LIBRARY, newer_source=None, compiler="/usr/bin/c++", isa=None, num_threads=None,
     environment_problem=None, torch_problem=None, variables={}, busy_cpus=0.05, busiest=(),
+    default_notice=None,
 )  # fmt: skip
 MISSING, KILLS = LibraryTrial("a/_native.so does not exist"), LibraryTrial("a/_native.so: SIGBUS", is_fatal=True)
-
-
-@pytest.fixture(autouse=True)
-def chat_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "default_notice", lambda: None)
 
 
 def test_a_sound_machine_has_no_findings() -> None:
@@ -65,6 +60,7 @@ def test_a_sound_machine_has_no_findings() -> None:
         ({"packages": (replace(TORCH, version="1.0", is_fit=False),)}, "warning", "torch: 1.0 is installed", "torch>="),
         ({"packages": (replace(NUMPY, version=None, is_fit=False),)}, "error", "numpy: is not installed", "numpy>="),
         ({"packages": ()}, "notice", "without being installed", "pip install ."),
+        ({"default_notice": "no chat model"}, "notice", "no chat model", "install it to chat"),
         ({"free_bytes": 1 << 30}, "notice", "leaves 1.07 GB of 8.6 GB", "--memory"),
     ],
     ids=str,

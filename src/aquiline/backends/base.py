@@ -291,8 +291,7 @@ class Pair(Protocol):
     """A target and an optional draft, loaded into one backend's layout. Any number of backends share its weights.
 
     name: "native" or "torch", for results. is_exact: whether text is bit for bit the same with speculation on or off.
-    arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or
-    "int8"."""
+    arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or "int8"."""
 
     name: str
     is_exact: bool

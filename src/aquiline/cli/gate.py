@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ import typer
 
 from aquiline.cli.fields import with_options
 from aquiline.cli.options import AsJson, wide_console
-from aquiline.settings import setting
+from aquiline.settings import name_of, setting
 
 EXAMPLES = """
 Examples:
@@ -46,6 +46,14 @@ class GateChoice:
     )  # fmt: skip
     peer_tau_gap: float = setting(0.1, "With --over-peers: how far tau may be from an engine's that drafts as much.")
     state: Path | None = setting(None, "File of green streaks. Default: ~/.cache/aquiline/gates.json.")
+
+    def __post_init__(self) -> None:
+        given = {name_of(field) for field in fields(self) if getattr(self, field.name) != field.default}
+        beside = {"over_peers", "peer_tau_gap"}
+        if self.over_peers is None and "peer_tau_gap" in given:
+            raise ValueError(f"peer_tau_gap={self.peer_tau_gap}: goes with over_peers; name that ratio too")
+        if self.over_peers is not None and (unused := sorted(given - beside)):
+            raise ValueError(f"over_peers={self.over_peers}: asks no gates; leave out {', '.join(unused)}")
 
 
 @with_options
@@ -83,13 +91,12 @@ def gate(
 
 def _beside_peers(directory: Path, least: float, most_gap: float, as_json: bool) -> int:
     """Print the verdict beside every other engine's setting; returns the exit code."""
-    from aquiline.bench.gates.beside import VERDICTS, beside_peers
+    from aquiline.bench.gates.beside import beside_peers, exit_code_of
     from aquiline.bench.results.result import read_results
     from aquiline.bench.tables import Table
 
     checks = beside_peers(read_results(directory), least, most_gap)
-    code = max(checks, key=lambda check: (0, 2, 1)[VERDICTS.index(check.verdict)])
-    exit_code = VERDICTS.index(code.verdict)
+    exit_code = exit_code_of(checks)
     if as_json:
         print(json.dumps({"exit_code": exit_code, "checks": [asdict(check) for check in checks]}))
         return exit_code

@@ -32,6 +32,7 @@ from aquiline.bench.theory.measure import last_level_cache
 from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
 from aquiline.errors import NativeError
+from aquiline.models.known_pairs import default_notice
 from aquiline.ops.control_groups import ROOT, cpu_quota, free_memory, read
 from aquiline.ops.threads import usable_cores
 
@@ -87,7 +88,8 @@ class Facts:
     free_bytes: what this process can take of the machine_free_bytes; newer_source: a source of the library that was
     changed after it was built; torch_problem: why torch cannot be imported, tried where torch would run; variables: of
     the environment, by which other libraries choose threads and pages; busy_cpus: CPUs' worth of work of others, and
-    what the hypervisor took; busiest: other processes' names, ids and CPUs."""
+    what the hypervisor took; busiest: other processes' names, ids and CPUs; default_notice: why the chat model is not
+    the default pair."""
 
     cpu: str
     features: tuple[str, ...]
@@ -111,6 +113,7 @@ class Facts:
     variables: dict[str, str]
     busy_cpus: float
     busiest: tuple[tuple[str, int, float], ...]
+    default_notice: str | None
 
     @property
     def is_native(self) -> bool:
@@ -145,7 +148,7 @@ def read_facts(root: Path = ROOT) -> Facts:
         library=trial, newer_source=_newer_source(), compiler=shutil.which(compiler.split()[0]), isa=environment.isa,
         num_threads=environment.num_threads, environment_problem=problem,
         torch_problem=_torch_problem() if trial.problem or environment.isa == "off" else None, variables=variables,
-        busy_cpus=busy_cpus, busiest=busiest,
+        busy_cpus=busy_cpus, busiest=busiest, default_notice=default_notice(),
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from aquiline.doctor.facts import Facts
-from aquiline.models.known_pairs import default_notice
 
 SEVERITIES = ("notice", "warning", "error")
 """notice: good to know; warning: it runs, but not at its best, or figures are unsure; error: it does not run."""
@@ -120,8 +119,8 @@ def _packages(facts: Facts) -> Iterator[Finding]:
     if not facts.packages:
         what = "aquiline is on the path without being installed: what its extras need is not known"
         yield Finding("notice", what, "pip install . in its checkout")
-    if (notice := default_notice()) is not None:
-        yield Finding("notice", notice, "install it to chat; the bundled pair continues Python source")
+    if facts.default_notice is not None:
+        yield Finding("notice", facts.default_notice, "install it to chat; the bundled pair continues Python source")
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:

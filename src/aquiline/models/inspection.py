@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from aquiline.blocks import BLOCK_TYPES, GGUF_BLOCKS
@@ -19,7 +20,7 @@ from aquiline.models.formats import EMBED, HEAD, MAP, DraftFiles, head_rows, is_
 from aquiline.models.gguf.draft import is_draft_file
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.known_pairs import draft_of
-from aquiline.models.load import open_tensors, target_entries
+from aquiline.models.load import is_spare, open_tensors, target_entries
 from aquiline.models.model_config import DraftConfig, ModelConfig, RopeConfig, default_capture
 from aquiline.models.parameters import OF_FILES
 from aquiline.models.producers import draft_mark
@@ -179,7 +180,7 @@ def _target(place: Path) -> Inspection:
         sections["experts"] = {"count": model.experts.count, "per token": model.experts.per_token}
     try:
         tensors = open_tensors(place)
-        problems = check_entries(tensors, target_entries(model, tensors), lambda name: _is_spare(name, model))
+        problems = check_entries(tensors, target_entries(model, tensors), partial(is_spare, model))
         sections["tensors"] = {
             "parameters": sum(math.prod(tensors.shape(name)) for name in tensors.names),
             "dtypes": sorted({tensors.dtype(name) for name in tensors.names}),
@@ -188,7 +189,3 @@ def _target(place: Path) -> Inspection:
     except CheckpointError as error:
         problems = [str(error)]
     return Inspection("target", str(place), sections, problems)
-
-
-def _is_spare(name: str, model: ModelConfig) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (model.tied_head and name == "lm_head.weight")

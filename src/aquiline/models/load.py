@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,11 @@ def read_target(checkpoint: Path, *, dtype: str = "bfloat16", capture: tuple[int
     return target_of(read_model_config(checkpoint), open_tensors(checkpoint), dtype=dtype, capture=capture)
 
 
+def is_spare(config: ModelConfig, name: str) -> bool:
+    """Whether a target's checkpoint may hold a tensor of this name that is not read."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
+
+
 def target_of(
     config: ModelConfig, tensors: TensorSource, *, dtype: str = "bfloat16", capture: tuple[int, ...] = ()
 ) -> ModelWeights:
@@ -143,11 +149,7 @@ def target_of(
     if list(capture) != sorted({i for i in capture if 0 <= i < config.num_layers}):
         raise ValueError(f"capture={capture}: name different layers of 0 .. {config.num_layers - 1}, ascending")
     entries = target_entries(config, tensors)
-
-    def is_ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
-
-    refuse(tensors.path, check_entries(tensors, entries, is_ignored))
+    refuse(tensors.path, check_entries(tensors, entries, partial(is_spare, config)))
     _check_tied(config, tensors)
     return target_weights(config, Parameters(tensors, entries, dtype), capture)
 

@@ -115,7 +115,11 @@ def speculative(
     drafting = drafting_named(drafter) if isinstance(drafter, str) else drafter
     place = None if draft is None else resolve(draft_of(draft))
     asked = Loading(
-        dtype, arithmetic, kv_dtype, overrides=DraftOverrides(capture and tuple(capture), norm_feedback), draft_dtype=draft_dtype
+        dtype,
+        arithmetic,
+        kv_dtype,
+        overrides=DraftOverrides(capture and tuple(capture), norm_feedback),
+        draft_dtype=draft_dtype,
     )
     return Speculation(place, drafting, asked, device, engine or EngineConfig(), streamer)
 

@@ -6,14 +6,15 @@ figure is missing, or the results may not be compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aquiline.bench.results.integrity import differences
 from aquiline.bench.results.intervals import Estimate, paired
 from aquiline.bench.results.result import Result
+from aquiline.config import check
 
-VERDICTS = PASS, FAIL, UNDECIDED = ("pass", "fail", "not decided")
+PASS, FAIL, UNDECIDED = "pass", "fail", "not decided"
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,20 @@ def beside_peers(results: Mapping[str, Result], least: float, most_gap: float) -
     """Whether, beside each setting of every other engine, our fastest is `least` times as fast; and whether our tau is
     within most_gap of each that drafts as many tokens with an EAGLE-3 head.
 
-    Raises ValueError where there are no results of ours, or none of another engine."""
+    Raises ValueError for a ratio that is none, and where there are no results of ours, or none of another engine."""
+    check(least > 0, "over_peers", least, "must be a ratio above 0, as 1.0")
     own = [result for result in results.values() if result["engine"] == "aquiline"]
     theirs = [result for result in results.values() if result["engine"] != "aquiline"]
     if not theirs or not own:
         raise ValueError("over_peers: needs results of ours and of another engine, as `aquiline compare --out` writes")
     drafting = [peer for peer in theirs if "eagle=" in peer["setting"]["name"]]
     return [_speed(own, peer, least) for peer in theirs] + [_tau(own, peer, most_gap) for peer in drafting]
+
+
+def exit_code_of(checks: Sequence[PeerCheck]) -> int:
+    """1 if a limit is failed, 2 if none is but one is not decided, 0 if all are passed."""
+    found = {check.verdict for check in checks}
+    return 1 if FAIL in found else 2 if UNDECIDED in found else 0
 
 
 def _speed(own: list[Result], peer: Result, least: float) -> PeerCheck:
