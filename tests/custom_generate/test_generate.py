@@ -37,6 +37,11 @@ def both(model: Any, how: Any, inputs: dict[str, Tensor] | None = None, **argume
     return model.generate(**inputs, **arguments), model.generate(**inputs, **arguments, custom_generate=how)
 
 
+def test_captured_layers_may_be_a_list() -> None:
+    alone, ours = both(model_of(), speculating(draft_of(), Chain(2), capture=[0, 1, 2]))
+    assert torch.equal(alone, ours)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_greedy_tokens_are_those_of_transformers(family: str, drafter: str) -> None:

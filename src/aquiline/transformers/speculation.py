@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock, RLock
@@ -99,7 +100,7 @@ def speculative(
     kv_dtype: str = "auto",
     device: str | None = None,
     engine: EngineConfig | None = None,
-    capture: tuple[int, ...] | None = None,
+    capture: Sequence[int] | None = None,
     norm_feedback: bool | None = None,
 ) -> Speculation:
     """A `custom_generate` for transformers' `model.generate`, which decodes with an EAGLE-3 draft: a path, a hub id or
@@ -114,13 +115,8 @@ def speculative(
     for an unknown drafter."""
     drafting = drafting_named(drafter) if isinstance(drafter, str) else drafter
     place = None if draft is None else resolve(draft_of(draft))
-    asked = Loading(
-        dtype,
-        arithmetic,
-        kv_dtype,
-        overrides=DraftOverrides(capture and tuple(capture), norm_feedback),
-        draft_dtype=draft_dtype,
-    )
+    overrides = DraftOverrides(capture and tuple(capture), norm_feedback)
+    asked = Loading(dtype, arithmetic, kv_dtype, overrides=overrides, draft_dtype=draft_dtype)
     return Speculation(place, drafting, asked, device, engine or EngineConfig(), streamer)
 
 
