@@ -2,28 +2,31 @@
 
 Part 1: 1, 8 and 32 sequences that decode plainly: free, with and without repeated steps, and constrained; of the
 constrained ones the time of masks apart. Part 2: a workload of 20 schemas, plain and with each way to draft, with and
-without forced text, beside the same prompts without a schema. Part 3 (--answers N): N answers at temperature 1; every
-one must follow its schema, or be cut by max_tokens within it. Ends with one JSON line.
+without forced text, beside the same prompts without a schema, and beside llama.cpp (`pip install xllamacpp`) on the
+same file, whose requests carry the schema as its --json-schema does. Part 3 (--answers N): N answers at temperature 1;
+every one must follow its schema, or be cut by max_tokens within it. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import jsonschema
 
-from aquiline.bench.results.intervals import rotated
+from aquiline.bench.results.intervals import estimate, paired, rotated
 from aquiline.config import EngineConfig, SamplingParams, Structured
 from aquiline.engine import pipeline, sequence
 from aquiline.engine.encode import encode_chats, ending_with
 from aquiline.engine.grammar import MAX_FORCED
-from aquiline.engine.llm import LLM
+from aquiline.engine.llm import LLM, Output
+from aquiline.ops.threads import usable_cores
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft
 from aquiline.spec.lookup import Lookup
@@ -137,37 +140,90 @@ WAYS: dict[str, tuple[bool, Drafting, int]] = {
 """Whether there is a grammar, how to draft, and how many forced tokens a step may draft."""
 
 
-def workload(llm: LLM, max_batch: int, ways: list[str]) -> dict[str, dict[str, float]]:
-    """Decoded tokens per second of the 20 schemas, tau, and the share of tokens that the host drafted: forced text and
-    copies. The ways take turns with every `max_batch` prompts, so that a machine whose speed changes treats them
-    alike."""
-    done = {name: {"tokens": 0, "ms": 0.0, "steps": 0, "by the host": 0} for name in ways}
-    with LLM.from_models(llm.models, EngineConfig(max_batch=max_batch, max_context=512), Adaptive()) as own:
-        batches = {is_constrained: asked(own, 0.0, 160, is_constrained) for is_constrained in (False, True)}
-        for turn, first in enumerate(range(-max_batch, len(SCHEMAS), max_batch)):  # the first turn warms up
-            texts = set()
-            for name in rotated(ways, turn):
-                is_constrained, drafting, num_forced = WAYS[name]
-                prompts, params = (each[max(0, first) : max(0, first) + max_batch] for each in batches[is_constrained])
-                with mock.patch.object(sequence, "MAX_FORCED", num_forced):
-                    result = own.run(prompts, params, drafting=drafting)
-                if is_constrained:
-                    texts.add(tuple(output.text for output in result.outputs))
-                if first < 0:
-                    continue
-                row, counters = done[name], result.summary.counters
-                row["tokens"] += counters.num_committed
-                row["steps"] += counters.num_steps
-                row["ms"] += result.summary.decode_ms
-                row["by the host"] += sum(output.sources.count("lookup") for output in result.outputs)
-            assert len(texts) < 2, "drafts changed a text"
+LLAMA = {"llama.cpp, free": False, "llama.cpp --json-schema": True}
+"""The rows of llama.cpp, and whether there is a grammar."""
+
+
+def llama_turn(file: str, threads: int) -> Callable[[list[int], SamplingParams], dict[str, float]]:
+    """llama.cpp's server in this process; what it returns continues a prompt, one at a time."""
+    llama = importlib.import_module("xllamacpp")
+    given = llama.CommonParams()
+    given.model.path, given.n_ctx, given.n_parallel, given.verbosity = file, 512, 1, 1
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
+    server = llama.Server(given)
+
+    def turn(prompt: list[int], params: SamplingParams) -> dict[str, float]:
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": params.max_tokens, "cache_prompt": False,
+                                "samplers": ["top_k"], "top_k": 1, "temperature": 0.0}  # fmt: skip
+        if params.structured is not None:
+            body["json_schema"] = json.loads(str(params.structured.json))
+        answer = server.handle_completions(body)
+        assert answer["usage"]["prompt_tokens"] == len(prompt), answer
+        (choice,), timings = answer["choices"], answer["timings"]  # of the tokens after the first
+        if choice["finish_reason"] == "stop" and params.structured is not None:
+            jsonschema.Draft202012Validator(body["json_schema"]).validate(json.loads(choice["text"]))
+        return {"tokens": timings["predicted_n"] - 1, "ms": timings["predicted_ms"]}
+
+    return turn
+
+
+def our_turn(llm: LLM, name: str, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[Any, list[Output]]:
+    """What one of WAYS makes of some prompts."""
+    with mock.patch.object(sequence, "MAX_FORCED", WAYS[name][2]):
+        result = llm.run(prompts, params, drafting=WAYS[name][1])
+    counters, outputs = result.summary.counters, result.outputs
     return {
-        name: {
-            "tok/s": row["tokens"] / row["ms"] * 1e3, "tau": row["tokens"] / row["steps"], "tokens": row["tokens"],
-            "by the host": row["by the host"] / row["tokens"],
-        }
-        for name, row in done.items()
-    }  # fmt: skip
+        "tokens": counters.num_committed, "ms": result.summary.decode_ms, "steps": counters.num_steps,
+        "by the host": sum(output.sources.count("lookup") for output in outputs),
+    }, outputs  # fmt: skip
+
+
+def workload(llm: LLM, max_batch: int, ways: list[str], schemas: range) -> dict[str, list[dict[str, float]]]:
+    """What each way decoded in each turn: tokens, milliseconds, steps, and the tokens that the host drafted: forced
+    text and copies. The ways take turns with every `max_batch` prompts, so that a machine whose speed changes treats
+    them alike."""
+    done: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    config = EngineConfig(max_batch=max_batch, max_context=512)
+    llama = llama_turn(str(llm.models.checkpoint), usable_cores()) if LLAMA.keys() & done else None
+    with LLM.from_models(llm.models, config, Adaptive()) as own:
+        batches = {is_constrained: asked(own, 0.0, 160, is_constrained) for is_constrained in (False, True)}
+        for turn, first in enumerate(range(schemas.start - max_batch, schemas.stop, max_batch)):  # the first warms up
+            texts = set()
+            place = max(schemas.start, first)
+            for name in rotated(ways, turn):
+                is_constrained = LLAMA[name] if name in LLAMA else WAYS[name][0]
+                prompts, params = (
+                    each[place : min(place + max_batch, schemas.stop)] for each in batches[is_constrained]
+                )
+                if name in LLAMA:
+                    assert llama is not None and max_batch == 1, "llama.cpp runs one at a time here"
+                    row = llama(prompts[0], params[0])
+                else:
+                    row, outputs = our_turn(own, name, prompts, params)
+                    if is_constrained:
+                        texts.add(tuple(output.text for output in outputs))
+                if first >= schemas.start:
+                    done[name].append(row)
+            assert len(texts) < 2, "drafts changed a text"
+    return done
+
+
+def summed(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """Of each way tokens a second, tau and the host's share over all turns, and the median of the turns' speeds beside
+    those of the first way."""
+    told: dict[str, dict[str, Any]] = {}
+    speeds = {name: [row["tokens"] / row["ms"] * 1e3 for row in rows] for name, rows in turns.items()}
+    base = next(iter(speeds.values()))
+    for name, rows in turns.items():
+        total = {key: sum(row[key] for row in rows) for key in rows[0]}
+        told[name] = {"tok/s": total["tokens"] / total["ms"] * 1e3, "tokens": total["tokens"]}
+        told[name] |= {"median": estimate(speeds[name]).whole(), "beside": paired(speeds[name], base).times()}
+        if "steps" in total:
+            told[name] |= {
+                "tau": total["tokens"] / total["steps"],
+                "by the host": total["by the host"] / total["tokens"],
+            }
+    return told
 
 
 def answers(llm: LLM, count: int, max_tokens: int) -> dict[str, int]:
@@ -194,7 +250,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="*", default=[1, 8, 32], help="Sequences of part 1.")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8], help="Requests at once of part 2.")
-    parser.add_argument("--ways", nargs="*", default=[*WAYS], help="Rows of part 2.")
+    parser.add_argument("--ways", nargs="*", default=[*WAYS], help=f"Rows of part 2; also {', '.join(LLAMA)}.")
+    parser.add_argument("--schemas", type=int, nargs=2, default=[0, len(SCHEMAS)], help="First and end of part 2.")
     parser.add_argument("--answers", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=400)
     given = parser.parse_args()
@@ -204,9 +261,10 @@ def main() -> None:
         told[f"step of {num}"] = step_costs(llm, num, given.repeats)
         print(f"{num} sequences, us a step:", {name: round(us) for name, us in told[f"step of {num}"].items()})
     for num in given.batch:
-        told[f"workload, {num} at once"] = workload(llm, num, given.ways)
-        for name, row in told[f"workload, {num} at once"].items():
-            print(f"{num} at once, {name:26s}", {key: round(value, 2) for key, value in row.items()})
+        told[f"workload, {num} at once"] = turns = workload(llm, num, given.ways, range(*given.schemas))
+        for name, row in summed(turns).items():
+            shown = {key: value if isinstance(value, str) else round(value, 2) for key, value in row.items()}
+            print(f"{num} at once, {name:26s}", shown)
     if given.answers:
         told["answers"] = answers(llm, given.answers, given.max_tokens)
         print(told["answers"])

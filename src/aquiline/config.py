@@ -153,7 +153,8 @@ KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
 
 
 class Boundary(NamedTuple):
-    """Where in an answer its grammar begins: after the tokens `marker` and, if `end` is a token, the next such token.
+    """Where in an answer its grammar begins: after the tokens `marker` and, if `end` is a token, the next such token;
+    without a marker at once.
 
     opener: a token that begins what comes before, as <think>. It may be the prompt's; else the answer may begin with
     it, and if it does not, or the prompt has closed it already, the grammar holds from the answer's first token on."""
@@ -171,7 +172,7 @@ class Structured:
 
     JSON is written in one line, as json.dumps writes it. Properties come in the order of the schema, and others only
     where it describes them (`additionalProperties`). Fields are kept as texts. boundary: where the grammar begins, if
-    not at once; chats of models that reason set it."""
+    not at once; chats of models that reason set it where it is None."""
 
     json: str | dict[str, object] | bool | None = setting(
         None, "File with a JSON schema that the text follows.", STRUCTURED, name="json_schema", parse=read_schema

@@ -87,6 +87,37 @@ def test_a_call_of_a_tool(served: Server, way: dict[str, Any]) -> None:
     assert [each["function"] for each in told["tool_calls"]] == [call["function"]]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_that_must_be_made(served: Server, way: dict[str, Any]) -> None:
+    """The target alone would answer after its reasoning; the function that it may not call is not called."""
+    pytest.importorskip("xgrammar", reason="not installed: xgrammar")
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    add, other = ({"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("add", "sub"))
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        asked = {**SETTINGS, "tools": [add, other], "tool_choice": choice, **way}
+        (told,) = served.chat("Hi", **asked)["choices"]
+        assert told["message"]["reasoning_content"] == "Hm🦅" and told["message"]["content"] is None
+        (call,) = told["message"]["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": ARGUMENTS} and told["finish_reason"] == "tool_calls"
+        assert [each["function"] for each in streamed(served, **asked)["tool_calls"]] == [call["function"]]
+    asked |= {"tool_choice": {"type": "function", "function": {"name": "sub"}}, "max_tokens": 150}
+    asked["logit_bias"] = {str(TOKENIZER.token_to_id(word)): -100 for word in ("analysis", "a")}
+    (told,) = served.chat("Hi", **asked)["choices"]
+    assert [call["function"]["name"] for call in told["message"]["tool_calls"]] == ["sub"]
+
+
+def test_strict_tools_and_an_answer(served: Server) -> None:
+    pytest.importorskip("xgrammar", reason="not installed: xgrammar")
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+    function = {"name": "add", "parameters": schema, "strict": True}
+    asked = {**SETTINGS, "tools": [{"type": "function", "function": function}]}
+    (told,) = served.chat("Hi", **asked)["choices"]
+    assert told["message"] == {"role": "assistant", "content": "Yesé", "reasoning_content": "Hm🦅"}
+    (told,) = served.chat("Hi", **asked, logit_bias=TO_CALL)["choices"]
+    (call,) = told["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 7}, "which the target alone would not write"
+
+
 def test_a_response_has_an_item_of_reasoning(served: Server) -> None:
     """Without presence_penalty, which responses do not have, the target thinks until it is cut."""
     thought = num_tokens(ANSWER.partition("<|start|>")[0])

@@ -53,7 +53,7 @@ def ending_with(template: ChatTemplate, sampling: SamplingParams, parsing: Parsi
     """The same sampling for an answer: it also stops at the token that ends a turn, and a grammar begins after the
     reasoning. parsing: how the answer is read, by default as the template says."""
     structured = sampling.structured
-    if structured is not None and template.tokenizer is not None:
+    if structured is not None and structured.boundary is None and template.tokenizer is not None:
         parsing = parsing or Parsing.of(template.source, template.tokenizer)
         structured = replace(structured, boundary=parsing.boundary(template.tokenizer))
     return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *template.end_ids), structured=structured)

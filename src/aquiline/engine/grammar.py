@@ -44,10 +44,16 @@ CACHE_BYTES = 64 * 2**20
 """Memory of the grammars that a compiler keeps."""
 
 MAX_KEPT = 16
-"""Compiled grammars that the engine keeps for further requests."""
+"""Compiled grammars that are kept for further requests, where they are compiled and in the engine."""
 
-MAX_ENDS = 4
-"""Sets of end tokens whose vocabularies are kept."""
+MAX_VOCABULARIES = 4
+"""Vocabularies that are kept. Each has its own end tokens and named tokens."""
+
+TOKEN_FIELDS = ("token", "trigger_tokens", "exclude_tokens")
+"""Fields of a structural tag that name tokens, by their ids or texts."""
+
+NO_TEXT: dict[str, str | bytes] = {"RAW": b"\xff", "BYTE_FALLBACK": "<0xFF>", "BYTE_LEVEL": "\xff"}
+"""A byte that is part of no UTF-8 text, by the way in which a vocabulary is written."""
 
 ALL = -1
 """A word of a mask that allows all of its 32 tokens."""
@@ -73,7 +79,8 @@ class Constraint:
         prompt: Sequence[int] = (),
     ) -> None:
         self._matcher, self._ends, self._boundary, self.num_words = matcher, ends, boundary, num_words
-        self._state = _IN_GRAMMAR if boundary is None else 0  # else how many tokens of the marker have come
+        is_free = boundary is not None and bool(boundary.marker)
+        self._state = 0 if is_free else _IN_GRAMMAR  # else how many tokens of the marker have come
         self._may_open = False  # the answer's first token decides whether the grammar begins at once
         if boundary is not None and boundary.opener >= 0:
             marks = [token for token in prompt[-PROMPT_TAIL:] if token in (boundary.opener, *boundary.marker)]
@@ -218,7 +225,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self._vocabulary = lru_cache(MAX_ENDS)(self._new_vocabulary)
+        self._vocabulary = lru_cache(MAX_VOCABULARIES)(self._new_vocabulary)
+        self._compiled = lru_cache(MAX_KEPT)(self._new_grammar)
         self._read = lru_cache(MAX_KEPT)(self._deserialized)
         self._kind = lru_cache(1)(self._find_kind)
 
@@ -234,17 +242,18 @@ class Grammars:
             raise ValueError(f"structured.{name}: has {size} characters; at most {MAX_SOURCE} are allowed")
         if name == "json":
             check_schema(value)
+        named = frozenset[int]()
         if name == "structural_tag":
-            _check_tag(value)
+            value, named = self._checked_tag(value, ends)
         if not ends:
             raise ValueError(
                 f"structured.{name}: the answer ends with an end token, and none is left; drop ignore_eos, or give "
                 "stop_token_ids"
             )
-        compiler, first = self._vocabulary(ends)[1], np.zeros(-(-self.vocab_size // 32), np.int32)
+        first = np.zeros(-(-self.vocab_size // 32), np.int32)
         try:
-            found = _compiled(compiler, name, value)
-            compiled = str(found.serialize_json())
+            found = self._compiled(name, value, ends, named)
+            compiled = f"{sorted(named) or ''}{found.serialize_json()}"
             Constraint(_library().GrammarMatcher(found), ends, len(first)).fill_first(first)
         except RuntimeError as error:
             raise ValueError(f"structured.{name}={shown(value)}: {first_line(error)}") from None
@@ -265,26 +274,86 @@ class Grammars:
         matcher = _library().GrammarMatcher(self._read(compiled, ends))
         return Constraint(matcher, ends, -(-self.vocab_size // 32), boundary, prompt)
 
+    def _new_grammar(
+        self, name: str, value: Any, ends: frozenset[int], named: frozenset[int]
+    ) -> xgrammar.CompiledGrammar:
+        info, compiler = self._vocabulary(ends, named)
+        if named or (name == "grammar" and "Token" in value):  # xgrammar's cache takes every token for the same one
+            compiler = _library().GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        if name == "json":
+            return compiler.compile_json_schema(value, any_whitespace=False)
+        if name == "regex":
+            return compiler.compile_regex(value)
+        if name == "grammar":
+            return compiler.compile_grammar(value)
+        if name == "choice":
+            texts = [{"type": "const_string", "value": text} for text in value]
+            value = json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": texts}})
+        return compiler.compile_structural_tag(value)
+
     def _deserialized(self, compiled: str, ends: frozenset[int]) -> xgrammar.CompiledGrammar:
+        ids, brace, grammar = compiled.partition("{")
         try:
-            return _library().CompiledGrammar.deserialize_json(compiled, self._vocabulary(ends)[0])
-        except RuntimeError as error:
+            info = self._vocabulary(ends, frozenset(json.loads(ids or "[]")))[0]
+            return _library().CompiledGrammar.deserialize_json(brace + grammar, info)
+        except (RuntimeError, json.JSONDecodeError) as error:
             raise ValueError(f"grammar: was not compiled for these models ({first_line(error)})") from None
 
-    def _new_vocabulary(self, ends: frozenset[int]) -> tuple[xgrammar.TokenizerInfo, xgrammar.GrammarCompiler]:
+    def _new_vocabulary(
+        self, ends: frozenset[int], named: frozenset[int] = frozenset()
+    ) -> tuple[xgrammar.TokenizerInfo, xgrammar.GrammarCompiler]:
         """The vocabulary with these ends, and its compiler. A special token that is no end is never part of a text, nor
-        is an id that only fills the embedding up: both are written as nothing."""
+        is an id that only fills the embedding up: both are written as nothing.
+
+        named: tokens that a structural tag names. xgrammar allows no token that is written as nothing, so the special
+        ones of them are written as a byte of no text."""
         library, kind = _library(), self._kind()
         special = {token for token, added in self.tokenizer.get_added_tokens_decoder().items() if added.special}
-        written = [""] * self.vocab_size
+        written: list[str | bytes] = [""] * self.vocab_size
         for text, token in self.tokenizer.get_vocab().items():
             if token < self.vocab_size and token not in special:
                 written[token] = text
+        for token in named & special:
+            written[token] = NO_TEXT[kind.vocab_type.name]
         info = library.TokenizerInfo(
             written, kind.vocab_type, vocab_size=self.vocab_size, stop_token_ids=sorted(ends),
             add_prefix_space=kind.add_prefix_space,
         )  # fmt: skip
         return info, library.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+    def _checked_tag(self, text: str, ends: frozenset[int]) -> tuple[str, frozenset[int]]:
+        """A structural tag with the ids of the tokens that it names, and these ids. Raises ValueError for a schema that
+        no grammar expresses, and for tokens that no answer goes on after."""
+        try:
+            tag = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"structural_tag={shown(text)}: is not JSON ({error})") from None
+        parts, named = [tag], set[int]()
+        while parts:
+            part = parts.pop()
+            if isinstance(part, list):
+                parts += part
+            elif isinstance(part, dict) and part.get("type") == "json_schema":
+                check_schema(json.dumps(part.get("json_schema")))
+            elif isinstance(part, dict):
+                if part.get("type") == "token_dispatch":  # whose rules xgrammar keeps apart from these fields
+                    raise ValueError("structural_tag: token_dispatch is not supported; use token_triggered_tags")
+                for field in part.keys() & set(TOKEN_FIELDS):
+                    given = part[field]
+                    ids = [self._token_id(token) for token in (given if isinstance(given, list) else [given])]
+                    if field != "exclude_tokens" and not ends.isdisjoint(ids):
+                        raise ValueError(f"structural_tag: {field}={shown(given)} ends the answer; leave it out")
+                    part[field] = ids if isinstance(given, list) else ids[0]
+                    named.update(ids)
+                parts += part.values()
+        return json.dumps(tag), frozenset(named)
+
+    def _token_id(self, given: object) -> int:
+        """The id of a token that a structural tag names by its id or text."""
+        found = self.tokenizer.token_to_id(given) if isinstance(given, str) else given
+        if type(found) is not int or not 0 <= found < self.vocab_size:
+            raise ValueError(f"structural_tag: {shown(given)} is no token of this vocabulary; name one, or its id")
+        return found
 
     def _find_kind(self) -> xgrammar.TokenizerInfo:
         """How the vocabulary is written: as bytes, or as text with bytes beside it."""
@@ -301,33 +370,6 @@ def _library() -> Any:
         return importlib.import_module("xgrammar")
     except ImportError as error:
         raise ValueError(f"structured: needs pip install 'aquiline[grammar]' ({error})") from None
-
-
-def _compiled(compiler: xgrammar.GrammarCompiler, name: str, value: Any) -> xgrammar.CompiledGrammar:
-    if name == "json":
-        return compiler.compile_json_schema(value, any_whitespace=False)
-    if name == "regex":
-        return compiler.compile_regex(value)
-    if name == "grammar":
-        return compiler.compile_grammar(value)
-    if name == "choice":
-        texts = [{"type": "const_string", "value": text} for text in value]
-        value = json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": texts}})
-    return compiler.compile_structural_tag(value)
-
-
-def _check_tag(text: str) -> None:
-    """Check every JSON schema inside a structural tag."""
-    try:
-        parts = [parse_json(text)]
-    except ValueError as error:
-        raise ValueError(f"structural_tag={shown(text)}: is not JSON ({error})") from None
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict) and part.get("type") == "json_schema":
-            check_schema(json.dumps(part.get("json_schema")))
-        elif isinstance(part, dict | list):
-            parts += part.values() if isinstance(part, dict) else part
 
 
 def first_line(error: BaseException) -> str:

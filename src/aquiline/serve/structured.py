@@ -12,10 +12,11 @@ import threading
 from typing import Any
 
 from aquiline.checks import shown
-from aquiline.config import SamplingParams, Structured, structured_of
+from aquiline.config import Boundary, SamplingParams, Structured, structured_of
 from aquiline.engine.grammar import Grammars
 from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import ChatRequest, Sampling, Tool
+from aquiline.text.harmony import CHANNEL, CONSTRAIN, ENDS, FINAL, FUNCTIONS, MESSAGE, RECIPIENT, ROLE, START
 from aquiline.text.parsers import CALL, END_CALL, GENERIC
 from aquiline.text.parsing import HARMONY
 
@@ -23,11 +24,14 @@ MAX_COMPILES = 2
 """Grammars that are compiled at once."""
 
 WRITTEN: dict[str, tuple[str, str, str]] = {
-    "hermes": (f'{CALL}\n{{"name": %s, "arguments": ', f"}}\n{END_CALL}", "\n"),
-    GENERIC: (f'{CALL}\n{{"name": %s, "arguments": ', f"}}\n{END_CALL}", "\n"),
-    "llama3_json": ('{"name": %s, "parameters": ', "}", "; "),
+    "hermes": (f'{CALL}\n{{"name": "%s", "arguments": ', f"}}\n{END_CALL}", "\n"),
+    GENERIC: (f'{CALL}\n{{"name": "%s", "arguments": ', f"}}\n{END_CALL}", "\n"),
+    "llama3_json": ('{"name": "%s", "parameters": ', "}", "; "),
 }
 """How calls of tools are written, by parser: what comes before the arguments, after them, and between two calls."""
+
+Format = dict[str, Any]
+"""A part of a structural tag."""
 
 
 class Compiling:
@@ -151,14 +155,15 @@ def _of_tools(request: ChatRequest, tool_parser: str | None) -> Asked:
     choice, tools = request.tool_choice, request.tools or []
     if choice in (None, "auto", "none"):
         is_strict = any(tool.function.strict for tool in tools) and choice != "none"
-        if not is_strict or tool_parser not in ("hermes", GENERIC):
+        if not is_strict or tool_parser not in ("hermes", GENERIC, HARMONY):
             return Asked()
         return Asked(_calls(tools, tool_parser, may_answer=True), "tools")
     if not tools:
         raise bad_request(f"tool_choice={shown(choice)}: needs tools", "tool_choice")
-    if tool_parser is None or tool_parser == HARMONY:
+    if tool_parser is None:
         raise bad_request(
-            f"tool_choice={shown(choice)}: calls in this model's format cannot be forced; use auto", "tool_choice"
+            f"tool_choice={shown(choice)}: calls of this model are not read and cannot be forced; use auto",
+            "tool_choice",
         )
     if choice != "required":
         name = _named(choice)
@@ -183,20 +188,15 @@ def _named(choice: str | dict[str, Any]) -> str:
 def _calls(tools: list[Tool], parser: str, is_single: bool = False, may_answer: bool = False) -> Structured:
     """Calls of these tools as a structural tag, in the form that a parser reads. may_answer: text may stand beside
     them, or instead."""
+    if parser == HARMONY:
+        return _harmony_call(tools, may_answer)
     begin, end, separator = WRITTEN[parser]
     tags = [
-        {
-            "type": "tag",
-            "begin": begin % _quoted(tool.function.name),
-            "content": {
-                "type": "json_schema", "max_whitespace_cnt": 1, "json_schema": _arguments(tool, may_answer),
-            },
-            "end": end,
-        }
+        {"type": "tag", "begin": begin % _name(tool), "content": _arguments(tool, may_answer), "end": end}
         for tool in tools
-    ]  # fmt: skip
+    ]
     if may_answer:
-        form: dict[str, Any] = {"type": "triggered_tags", "triggers": [CALL], "tags": tags}
+        form: Format = {"type": "triggered_tags", "triggers": [CALL], "tags": tags}
     else:
         form = {
             "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True,
@@ -205,13 +205,53 @@ def _calls(tools: list[Tool], parser: str, is_single: bool = False, may_answer: 
     return Structured(structural_tag={"type": "structural_tag", "format": form})
 
 
-def _arguments(tool: Tool, may_answer: bool) -> dict[str, Any]:
-    """The schema of a call's arguments. Of tools that may be called and are not strict, any object."""
+def _harmony_call(tools: list[Tool], may_answer: bool) -> Structured:
+    """A whole answer in the Harmony format as a structural tag: messages of the channel analysis, then one call, after
+    which the model's turn ends. may_answer: commentary may come before it, and an answer in its place.
+
+    xgrammar's own tag of the format, `get_model_structural_tag("harmony")`, forces no call: it is followed by no text
+    at all, and by reasoning alone. It also takes the markers as letters."""
+    before = ("analysis", "commentary") if may_answer else ("analysis",)
+    free: Format = {"type": "any_text"}
+    header = _in_order(_token(CHANNEL), _either(*map(_text, before)), _token(MESSAGE))
+    message = _in_order(header, free, _token(ENDS[0]), _token(START), _text(ROLE))
+    space: Format = {"type": "optional", "content": _text(" ")}
+    kind = _either(_in_order(space, _token(CONSTRAIN), _text("json")), _text(" json"))
+    last = [_in_order(_token(CHANNEL), _text(FINAL), _token(MESSAGE), free)] if may_answer else []
+    for tool in tools:
+        to = _text(f" {RECIPIENT}{FUNCTIONS}{_name(tool)}")
+        commentary = _in_order(_token(CHANNEL), _text("commentary"))
+        to_function = _either(_in_order(commentary, to), _in_order(to, commentary))
+        last.append(_in_order(to_function, kind, _token(MESSAGE), _arguments(tool, may_answer)))
+    form = _in_order({"type": "star", "content": message}, _either(*last))
+    return Structured(structural_tag={"type": "structural_tag", "format": form}, boundary=Boundary(()))
+
+
+def _token(text: str) -> Format:
+    return {"type": "token", "token": text}
+
+
+def _text(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _in_order(*parts: Format) -> Format:
+    return {"type": "sequence", "elements": list(parts)}
+
+
+def _either(*parts: Format) -> Format:
+    return {"type": "or", "elements": list(parts)}
+
+
+def _arguments(tool: Tool, may_answer: bool) -> Format:
+    """The arguments of a call. Those of tools that may be called and are not strict are any object."""
     parameters = tool.function.parameters
-    return {"type": "object"} if parameters is None or (may_answer and not tool.function.strict) else parameters
+    schema = {"type": "object"} if parameters is None or (may_answer and not tool.function.strict) else parameters
+    return {"type": "json_schema", "max_whitespace_cnt": 1, "json_schema": schema}
 
 
-def _quoted(name: str) -> str:
+def _name(tool: Tool) -> str:
+    name = tool.function.name
     if not name or not all(letter.isalnum() or letter in "_-." for letter in name):
         raise ApiError(400, f"tools: {name[:60]!r} is no name of a function; use letters, digits, _ and -", "tools")
-    return f'"{name}"'
+    return name
