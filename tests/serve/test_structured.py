@@ -22,7 +22,8 @@ from aquiline.engine.grammar import Grammars
 from aquiline.serve.api_errors import ApiError
 from aquiline.serve.protocol import ChatRequest
 from aquiline.serve.server_config import ServerConfig
-from aquiline.serve.structured import Compiling, asked_of
+from aquiline.serve.compiling import MAX_COMPILES, Compiling
+from aquiline.serve.structured import asked_of
 
 pytest.importorskip("xgrammar", reason="not installed: xgrammar")
 pytestmark = needs_native
