@@ -58,6 +58,7 @@ def make_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(service.start())  # the page and /health answer meanwhile
         yield
+        service.compiling.close()
         await service.client.close()
         await starting
 

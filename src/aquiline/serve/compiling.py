@@ -103,6 +103,11 @@ class Compiling:
             raise answer
         return answer
 
+    def close(self) -> None:
+        """End the processes that have nothing to do."""
+        while self._idle:
+            self._idle.pop().connection.close()
+
     def _taken(self) -> _Compiler:
         """An idle process that is alive, or a new one."""
         with contextlib.suppress(IndexError):
