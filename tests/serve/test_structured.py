@@ -7,6 +7,7 @@ import asyncio
 import json
 import multiprocessing
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -189,9 +190,10 @@ def test_a_request_waits_for_its_grammar_only_so_long_and_few_are_compiled_at_on
                 await compiled(BOMB)
             return str(error.value.param)
 
-        others = {child.pid for child in processes()}
+        others, began = {child.pid for child in processes()}, time.monotonic()
         bombs = asyncio.gather(*(refused() for _ in range(4)))
         while not bombs.done():
+            assert time.monotonic() < began + 300, "the limit ends nothing"
             await asyncio.sleep(0.02)
             begun |= {child.pid for child in processes()} - others
         assert await bombs == ["structured_outputs"] * 4
