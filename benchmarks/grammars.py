@@ -23,8 +23,8 @@ import jsonschema
 from aquiline.bench.results.intervals import estimate, paired, rotated
 from aquiline.config import EngineConfig, SamplingParams, Structured
 from aquiline.engine import pipeline, sequence
+from aquiline.engine.constraint import MAX_FORCED
 from aquiline.engine.encode import encode_chats, ending_with
-from aquiline.engine.grammar import MAX_FORCED
 from aquiline.engine.llm import LLM, Output
 from aquiline.ops.threads import usable_cores
 from aquiline.spec.adaptive import Adaptive

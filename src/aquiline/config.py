@@ -282,6 +282,10 @@ class SamplingParams:
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(self.logit_bias or penalties or self.min_tokens or self.bad_words)
 
+    def ends(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+        """Tokens that end a text of a model with these EOS tokens."""
+        return frozenset(() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids)
+
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters under a resolved seed."""
         return replace(self, seed=seed)

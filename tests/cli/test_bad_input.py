@@ -63,6 +63,18 @@ def test_bad_options(pair: Path, options: list[str], named: str) -> None:
     assert named in refused("generate", "--target", str(pair / "target"), *prompt, *options)
 
 
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat"]])
+def test_what_a_text_cannot_follow_is_told_before_a_model_is_loaded(command: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar", reason="not installed: xgrammar")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"not": {}}')
+    for options, named in (
+        (["--regex", "("], "The parenthesis is not closed"), (["--json-schema", str(schema)], "not at #: is not"),
+        (["--grammar", "root :"], "structured.grammar='root :': EBNF"),
+    ):  # fmt: skip
+        assert named in refused(*command, "--target", str(tmp_path / "no-such-dir"), *options)
+
+
 @pytest.mark.rare
 def test_broken_checkpoints(pair: Path, tmp_path: Path) -> None:
     assert "no-such-dir" in refused("generate", "--target", str(tmp_path / "no-such-dir"), "--prompt", "x")

@@ -226,4 +226,6 @@ def test_tokens_and_back(server: Server) -> None:
     assert server.post("/detokenize", tokens=bare)["prompt"] == PROMPT
     assert server.post("/tokenize", messages=[{"role": "user", "content": PROMPT}])["tokens"] == told["tokens"]
     assert server.error("/tokenize")["param"] == "prompt"
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert server.error("/tokenize", messages=[], tools=[tool])["param"] == "messages"
     assert server.error("/detokenize", tokens=[9999])["param"] == "tokens"

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,19 @@ from tests.conftest import needs_native
 from tests.engine.grammars import PERSON
 from tests.serve.serving import Server, running
 
-from aquiline.config import SamplingParams, Structured
+from aquiline.config import EngineConfig, SamplingParams, Structured
 from aquiline.engine.grammar import Grammars
+from aquiline.engine.llm import LLM
+from aquiline.models.known_pairs import BUNDLED_TARGET
 from aquiline.serve.api_errors import ApiError
+from aquiline.serve.compiling import MAX_COMPILES, Compiling
+from aquiline.serve.engine_process import _Host
 from aquiline.serve.protocol import ChatRequest
 from aquiline.serve.server_config import ServerConfig
-from aquiline.serve.structured import Compiling, asked_of
+from aquiline.serve.structured import asked_of
+from aquiline.serve.wire import Prepare, Quit
+from aquiline.spec.drafting import NoDraft
+from aquiline.text.tokenizer import load_tokenizer
 
 pytest.importorskip("xgrammar", reason="not installed: xgrammar")
 pytestmark = needs_native
@@ -77,6 +86,8 @@ def test_the_other_forms_and_those_that_ask_for_nothing(server: Server) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "give one of json, regex"),
         ({"structured_outputs": {"rgx": "a"}}, "structured_outputs", "its fields are json, regex"),
         ({"structured_outputs": {}}, "structured_outputs", "give one of"),
+        ({"structured_outputs": {"json": PERSON, "json_object": True}}, "structured_outputs", "does not go with json"),
+        ({"structured_outputs": {"json": {"required": 5}}}, "structured_outputs", "required at #: 5 must be of type"),
         ({"structured_outputs": {"regex": "a"}, "response_format": OBJECT}, "structured_outputs", "does not go"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs", "drop ignore_eos"),
         ({"guided_json": {}}, "guided_json", "use structured_outputs"),
@@ -90,6 +101,9 @@ def test_what_cannot_be_followed_is_refused_by_name(server: Server, body: Any, p
 def test_a_response_names_its_own_field(server: Server) -> None:
     error = server.error("/v1/responses", input="Hi", text={"format": {"type": "xml"}})
     assert error["param"] == "text" and "must be text" in error["message"]
+    form = {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}
+    error = server.error("/v1/responses", input="Hi", text=form)
+    assert error["param"] == "text" and "text: json: not at #" in error["message"]
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -146,44 +160,98 @@ def test_strict_tools_may_be_called_by_their_schema_alone() -> None:
         with pytest.raises(ApiError) as refused:
             asked_of(chat(**fields), "hermes")
         assert refused.value.param == param
+    wrong = {"type": "function", "function": {"name": "sub", "parameters": {"not": {}}, "strict": True}}
+    for choice in ("auto", "required"):
+        with pytest.raises(ApiError, match="tools: sub: json: not at #: is not supported") as refused:
+            asked_of(chat(tools=[strict, wrong], tool_choice=choice), "hermes")
+        assert refused.value.param == "tools"
     with pytest.raises(ApiError, match="cannot be forced"):
         asked_of(chat(tools=[TOOL], tool_choice="required"), None)
 
 
-class Slow(Grammars):
-    """Grammars that are compiled when a test says so."""
-
-    def __init__(self) -> None:
-        self.goes_on, self.num_running = threading.Event(), 0
-
-    def compile(self, structured: Structured, ends: frozenset[int]) -> str:
-        self.num_running += 1
-        self.goes_on.wait(30)
-        return str(structured.regex)
+BOMB = "(" + "|".join(f"a{{0,{number}}}" for number in range(1, 900)) + ")*b"  # 8 kB
 
 
 def test_a_request_waits_for_its_grammar_only_so_long_and_few_are_compiled_at_once() -> None:
-    slow = Slow()
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    assert tokenizer is not None
+
+    def processes() -> list[multiprocessing.process.BaseProcess]:
+        return [child for child in multiprocessing.active_children() if child.name == "aquiline-grammar"]
 
     async def main() -> None:
-        compiling = Compiling(slow, (0,), 0.2)
+        compiling, begun = Compiling(Grammars(tokenizer, 4096), (0,), 2.0), set[int | None]()
 
-        async def refused(regex: str) -> str:
-            with pytest.raises(ApiError, match=r"compiling its grammar takes longer than 0\.2 s") as error:
-                await compiling.compiled(SamplingParams(structured=Structured(regex=regex)), "structured_outputs")
+        async def compiled(regex: str) -> str:
+            return await compiling.compiled(SamplingParams(structured=Structured(regex=regex)), "structured_outputs")
+
+        async def refused() -> str:
+            with pytest.raises(ApiError, match=r"compiling its grammar takes longer than 2 s") as error:
+                await compiled(BOMB)
             return str(error.value.param)
 
-        assert await asyncio.gather(*map(refused, "abcd")) == ["structured_outputs"] * 4
-        assert slow.num_running == 2, "two threads, and the others never began"
-        slow.goes_on.set()
-        began = time.monotonic()
-        while time.monotonic() < began + 10:  # the room comes back when the threads end
-            try:
-                sampling = SamplingParams(structured=Structured(regex="e"))
-                assert await compiling.compiled(sampling, "structured_outputs") == "e"
-                break
-            except ApiError:
-                pass
-        assert slow.num_running == 3
+        others, began = {child.pid for child in processes()}, time.monotonic()
+        bombs = asyncio.gather(*(refused() for _ in range(4)))
+        while not bombs.done():
+            assert time.monotonic() < began + 300, "the limit ends nothing"
+            await asyncio.sleep(0.02)
+            begun |= {child.pid for child in processes()} - others
+        assert await bombs == ["structured_outputs"] * 4
+        assert len(begun) == MAX_COMPILES, "the others never began"
+        assert not begun & {child.pid for child in processes()}, "which have ended"
+        assert await compiled("[0-9]") == await compiled("[0-9]")
+        assert len(sound := {child.pid for child in processes()} - others) == 1, "one serves both"
+        (compiler,) = compiling._idle
+        compiler.process.kill()
+        compiler.process.join()
+        assert await compiled("[0-9]") and not sound & {child.pid for child in processes()}, "a dead one is replaced"
+        compiling.close()
 
     asyncio.run(main())
+
+
+def test_the_room_of_a_grammar_whose_thread_cannot_start_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    assert tokenizer is not None
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        compiling = Compiling(Grammars(tokenizer, 4096), (0,), 0.2)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        for _ in range(MAX_COMPILES + 1):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await compiling.compiled(SamplingParams(structured=Structured(regex="a")), "structured_outputs")
+
+    asyncio.run(main())
+
+
+def test_everything_else_of_a_request_is_checked_before_its_grammar_is_compiled(server: Server) -> None:
+    bad = {"structured_outputs": {"regex": "("}}
+    assert server.error("/v1/completions", prompt=[9999], **bad)["message"].startswith("prompt token 9999")
+    assert "maximum context length" in server.error("/v1/completions", prompt="a", max_tokens=5000, **bad)["message"]
+    server.service.gate.num_inside += server.service.gate.limit
+    try:
+        assert server.error("/v1/completions", 429, prompt="a", **bad)["code"] == "queue_full"
+    finally:
+        server.service.gate.num_inside -= server.service.gate.limit
+    assert "Regex parsing error" in server.error("/v1/completions", prompt="a", **bad)["message"]
+    assert not server.service.gate.num_inside
+
+
+def test_an_engine_that_cannot_import_the_library_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are told, each its own reason."""
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    engine = EngineConfig(max_batch=1, max_context=64, calibration=False)
+    with LLM("bundled", drafting=NoDraft(), engine=engine) as llm:
+        llm.engine.models = replace(llm.models, tokenizer=None)  # for which there are no grammars either
+        ours, theirs = multiprocessing.Pipe()
+        ours.send([Prepare()])
+        ours.send([Quit()])
+        _Host(theirs, llm).run()
+        for thread in threading.enumerate():
+            if thread.name == "aquiline-grammar":
+                thread.join()
+    assert not raised

@@ -53,11 +53,12 @@ def chat(
 
     if sys.stdin is None:
         raise ValueError("chat: stdin is closed; talk in a terminal, or write a turn a line to stdin")
+    sampling = following(sampling, structured)
     pair = named(pair)
     drafting = chosen(choice, pair)
     llm = LLM.open(pair, replace(engine, max_batch=1), drafting)
     wrapped = llm.template(template.template_options)
-    session = ChatSession(llm, wrapped, following(sampling, structured), template.system)
+    session = ChatSession(llm, wrapped, sampling, template.system)
     tell(wrapped.notice)
     converse(session, drafting.is_speculative, as_json)
 

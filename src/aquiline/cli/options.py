@@ -42,8 +42,15 @@ def chosen(choice: DraftingChoice, pair: PairConfig) -> Drafting:
 
 
 def following(sampling: SamplingParams, given: Given[Structured]) -> SamplingParams:
-    """The same sampling for a text that follows what stands on the command line, if anything does."""
-    return replace(sampling, structured=Structured(**given)) if given else sampling
+    """The same sampling for a text that follows what stands on the command line, if anything does. Raises ValueError
+    for what cannot be followed, before a model is loaded."""
+    if not given:
+        return sampling
+    from aquiline.engine.grammar import check_structured
+
+    structured = Structured(**given)
+    check_structured(structured)
+    return replace(sampling, structured=structured)
 
 
 def tell(notice: str | None) -> None:

@@ -78,6 +78,8 @@ class Engine:
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises ValueError naming what cannot work, OutOfPages if it could never fit."""
         self.check(request)
+        if (request.sampling.structured is None) != (request.grammar is None):
+            raise ValueError(f"request {request.id}: structured needs its compiled grammar, which LLM.request makes")
         if request.id in self.sequences:
             raise ValueError(f"request id {request.id!r}: is in use by a request that has not finished; choose another")
         if request.drafting.is_adaptive:
@@ -275,8 +277,6 @@ class Engine:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs a tokenizer, and none is loaded")
         if sampling.stop and not request.with_text:
             raise ValueError(f"request {request.id}: stop={sampling.stop!r}: needs with_text=True")
-        if (sampling.structured is None) != (request.grammar is None):
-            raise ValueError(f"request {request.id}: structured needs its compiled grammar, which LLM.request makes")
         models.check_drafting(request.drafting)
         self.scheduler.check(request)
 

@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -321,13 +321,15 @@ class LLM:
         if isinstance(sampling, SamplingParams) and sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(64))
         text = prompt if isinstance(prompt, str) else None
-        grammar = None
-        if isinstance(sampling, SamplingParams) and sampling.structured is not None:
-            grammar = self.models.grammars.compile(sampling.structured, self.models.end_ids(sampling))
-        return Request(
+        request = Request(
             request_id, tuple(self.encode(prompt)), sampling, drafting or self.drafting, priority, deadline_s, text,
-            cache_salt, tuple(encode_prediction(self.models, prediction)), grammar=grammar,
+            cache_salt, tuple(encode_prediction(self.models, prediction)),
         )  # fmt: skip
+        if sampling.structured is None:
+            return request
+        self.engine.check(request)  # first, as compiling takes up to seconds
+        compiled = self.models.grammars.compile(sampling.structured, self.models.end_ids(sampling))
+        return replace(request, grammar=compiled)
 
     def encode(self, prompt: str | Iterable[int] | int) -> list[int]:
         """Token ids of a prompt, as `encode_prompt` makes them."""

@@ -108,7 +108,7 @@ class LoadedModels:
 
     def end_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Tokens that end a text under these parameters."""
-        return frozenset(() if sampling.ignore_eos else self.eos_token_ids) | frozenset(sampling.stop_token_ids)
+        return sampling.ends(self.eos_token_ids)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from aquiline.backends.base import Admit, Backend, Decode, Pages, Pending, StepInput, StepOutput
-from aquiline.engine.grammar import constrain
+from aquiline.engine.constraint import constrain
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.spec.drafting import NoDraft, Proposal

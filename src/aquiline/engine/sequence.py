@@ -11,7 +11,7 @@ import numpy as np
 
 from aquiline.backends.base import Chunk, Decode, Decoded, Prefilled
 from aquiline.config import SamplingParams
-from aquiline.engine.grammar import MAX_FORCED, Constraint
+from aquiline.engine.constraint import MAX_FORCED, Constraint
 from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafting import Drafting, Proposer

@@ -58,6 +58,7 @@ def make_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(service.start())  # the page and /health answer meanwhile
         yield
+        service.compiling.close()
         await service.client.close()
         await starting
 
@@ -242,8 +243,8 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         with in_words_of(CHAT_FIELDS), explained():
             items = conversation_of(body, before)
             job = await service.chat(as_chat(body, items), size, "resp")
-        reply = ResponseReply(job, body, items, store, tokenizer)
-        return await answer(service, job, reply, request, bool(body.stream))
+            reply = ResponseReply(job, body, items, store, tokenizer)
+            return await answer(service, job, reply, request, bool(body.stream))
 
     @app.get("/v1/responses/{response_id}")
     async def kept(response_id: str) -> Response:

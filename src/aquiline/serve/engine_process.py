@@ -79,13 +79,16 @@ class _Host:
                 if isinstance(command, Submit):
                     self._add(command)
                 elif isinstance(command, Prepare):
-                    prepare = self.engine.models.grammars.prepare
-                    threading.Thread(target=prepare, name="aquiline-grammar", daemon=True).start()
+                    threading.Thread(target=self._prepare, name="aquiline-grammar", daemon=True).start()
                 else:
                     self._abort(command)
             if not self.engine.is_busy:
                 break  # whoever sent them is told, an abort too: pages are free
         return True
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(ValueError):  # of which the requests are told that need grammars
+            self.engine.models.grammars.prepare()
 
     def _add(self, command: Submit) -> None:
         name = int(command.request.id)

@@ -150,13 +150,18 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether there are tools that may be called."""
+        return bool(self.tools) and self.tool_choice != "none"
+
 
 class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or messages through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Listed[ChatMessage] | None = None
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)] | None = None
     tools: Listed[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

@@ -19,11 +19,11 @@ from aquiline.models.known_pairs import checkpoints
 from aquiline.models.load import read_model_config, resolve
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
+from aquiline.serve.compiling import Compiling
 from aquiline.serve.logs import log, set_up
 from aquiline.serve.request_prompts import Prompts
 from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.serve.service import Service
-from aquiline.serve.structured import Compiling
 from aquiline.serve.wire import Opening
 from aquiline.spec.drafting import Drafting
 from aquiline.text.chat_template import ChatTemplate

@@ -20,13 +20,13 @@ from aquiline.serve.admission import Admission, check_choices, check_entries
 from aquiline.serve.api_errors import ApiError, as_api_error, context_error, in_words_of
 from aquiline.serve.choices import Choice, Gain, Job
 from aquiline.serve.client import EngineClient, EngineDown, Stream
+from aquiline.serve.compiling import Compiling
 from aquiline.serve.logs import log
 from aquiline.serve.prometheus import Metrics
 from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.request_prompts import Prompts, several
 from aquiline.serve.sampling import Wanted, wanted
 from aquiline.serve.server_config import Limits, ServerConfig
-from aquiline.serve.structured import Compiling
 from aquiline.spec.drafting import Drafting
 from aquiline.text.parsers import GENERIC
 from aquiline.text.parsing import Parsing
@@ -94,12 +94,11 @@ class Service:
             asked, model = wanted(request, self.limits, self.drafting), self.model(request.model)
             given, most = several(request.prompt), self.max_length
             check_choices(len(given), asked.n, self.limits)
-            grammar = await self._grammar(asked)
 
             def encoded() -> Job:
                 prompts = self.prompts.completions(given, most)
                 prediction = self.prompts.prediction(request.prediction, most)
-                return self._job("cmpl", model, asked, prompts, prediction, request, grammar)
+                return self._job("cmpl", model, asked, prompts, prediction, request)
 
             return await self.apart(size, encoded)
 
@@ -110,13 +109,12 @@ class Service:
             asked, model = wanted(request, self.limits, self.drafting, self.parsing.tools), self.model(request.model)
             tools, most = self._tools(request), self.max_length
             asked = replace(asked, sampling=ending_with(self.prompts.template, asked.sampling, self.parsing))
-            grammar = await self._grammar(asked)
 
             def encoded() -> Job:
                 options, begins = request.chat_template_kwargs, request.add_generation_prompt
                 text, ids = self.prompts.chat(request.messages, most, tools, options, begins)
                 prediction = self.prompts.prediction(request.prediction, most)
-                return self._job(prefix, model, asked, [ids], prediction, request, grammar, text)
+                return self._job(prefix, model, asked, [ids], prediction, request, text)
 
             return await self.apart(size, encoded)
 
@@ -133,12 +131,14 @@ class Service:
         return work() if size < SHORT else await asyncio.to_thread(work)
 
     async def open(self, job: Job) -> Run:
-        """Hand a job to the engine. Raises ApiError where there is no room, no engine, or what cannot work."""
+        """Hand a job to the engine, with its grammar if it asks for one. Raises ApiError where there is no room, no
+        engine, or what cannot work."""
         num_choices = len(job.choices)
         self.gate.enter(num_choices)
         try:
             with explained():
-                stream = await self.client.submit([choice.request for choice in job.choices])
+                grammar = await self._grammar(job.wanted)
+                stream = await self.client.submit([replace(choice.request, grammar=grammar) for choice in job.choices])
         except BaseException:
             self.gate.leave(num_choices, 0.0)
             raise
@@ -152,11 +152,10 @@ class Service:
         prompts: Sequence[list[int]],
         prediction: tuple[int, ...],
         request: CompletionRequest | ChatRequest,
-        grammar: str | None,
         text: str = "",
     ) -> Job:
         is_detailed = len(prompts) * asked.n == 1 and self.config.per_request_spec_decode_metrics == "detailed"
-        has_tools = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+        has_tools = isinstance(request, ChatRequest) and request.has_tools
         parsing = self.parsing if isinstance(request, ChatRequest) else Parsing()
         choices = []
         for ids in prompts:
@@ -165,7 +164,7 @@ class Service:
                 sampling = asked.choice(index, room)
                 engine_request = Request(
                     self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.drafting, asked.priority,
-                    self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False, grammar=grammar,
+                    self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
                 )  # fmt: skip
                 reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, sampling.stop, has_tools)
                 choices.append(Choice(engine_request, reader, bool(request.return_token_sources), is_detailed))
@@ -197,7 +196,7 @@ class Service:
 
     def _tools(self, request: ChatRequest) -> Any:
         """The tools that the template is to show. Raises ApiError where the model cannot be told of tools."""
-        if not request.tools or request.tool_choice == "none":
+        if not request.has_tools:
             return None
         if self.parsing.tools is None:
             raise ApiError(400, "tools: the model's chat template has no form for calls of tools", "tools")

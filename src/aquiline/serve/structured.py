@@ -1,91 +1,27 @@
-"""Structured output that a client asks for: its fields as a grammar, and compiling it beside everything else.
-
-A grammar is compiled in a thread of the HTTP process, which leaves the interpreter to others meanwhile. Few are
-compiled at once, and a request waits for its own only so long. A thread that takes longer ends later, with nobody
-waiting for it, and counts as one of those that run until it does.
-"""
+"""Structured output that a client asks for: its fields as a source of a grammar, which `compiling` compiles."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import json
 from typing import Any
 
 from aquiline.checks import shown
-from aquiline.config import Boundary, SamplingParams, Structured, structured_of
-from aquiline.engine.grammar import Grammars
+from aquiline.config import Boundary, Structured, structured_of
+from aquiline.engine.schema import check_schema
 from aquiline.serve.api_errors import ApiError, bad_request
 from aquiline.serve.protocol import ChatRequest, Sampling, Tool
 from aquiline.text.harmony import CHANNEL, CONSTRAIN, ENDS, FINAL, FUNCTIONS, MESSAGE, RECIPIENT, ROLE, START
 from aquiline.text.parsers import CALL, END_CALL, GENERIC
 from aquiline.text.parsing import HARMONY
 
-MAX_COMPILES = 2
-"""Grammars that are compiled at once."""
-
 WRITTEN: dict[str, tuple[str, str, str]] = {
-    "hermes": (f'{CALL}\n{{"name": "%s", "arguments": ', f"}}\n{END_CALL}", "\n"),
-    GENERIC: (f'{CALL}\n{{"name": "%s", "arguments": ', f"}}\n{END_CALL}", "\n"),
+    **dict.fromkeys(("hermes", GENERIC), (f'{CALL}\n{{"name": "%s", "arguments": ', f"}}\n{END_CALL}", "\n")),
     "llama3_json": ('{"name": "%s", "parameters": ', "}", "; "),
 }
 """How calls of tools are written, by parser: what comes before the arguments, after them, and between two calls."""
 
 Format = dict[str, Any]
 """A part of a structural tag."""
-
-
-class Compiling:
-    """Compiles grammars for the target. limit_s: seconds that a request waits for its grammar."""
-
-    def __init__(self, grammars: Grammars, eos_token_ids: tuple[int, ...], limit_s: float) -> None:
-        self.grammars, self.eos_token_ids, self.limit_s = grammars, eos_token_ids, limit_s
-        self._room = asyncio.Semaphore(MAX_COMPILES)
-
-    async def compiled(self, sampling: SamplingParams, field: str) -> str:
-        """The compiled grammar of what `field` of a request's body asks for. Raises ApiError."""
-        try:
-            async with asyncio.timeout(self.limit_s):
-                await self._room.acquire()
-                return await self._begun(sampling)
-        except TimeoutError:
-            raise bad_request(
-                f"{field}: compiling its grammar takes longer than {self.limit_s:g} s; make it smaller: fewer and "
-                "shorter repetitions, less nesting", field,
-            ) from None  # fmt: skip
-        except ValueError as error:
-            raise bad_request(
-                f"{field}: {str(error).removeprefix('structured.').removeprefix('structured: ')}", field
-            ) from None
-
-    def _begun(self, sampling: SamplingParams) -> asyncio.Future[str]:
-        """Compile in a thread of its own. The result is dropped if nobody waits for it any more."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[str] = loop.create_future()
-        structured = sampling.structured
-        assert structured is not None
-        eos = () if sampling.ignore_eos else self.eos_token_ids
-        ends = frozenset((*eos, *sampling.stop_token_ids))
-
-        def tell(compiled: str | None, error: Exception | None) -> None:
-            self._room.release()
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            elif compiled is not None:
-                future.set_result(compiled)
-
-        def work() -> None:
-            compiled, problem = None, None
-            try:
-                compiled = self.grammars.compile(structured, ends)
-            except Exception as error:  # whoever waits is told of it
-                problem = error
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(tell, compiled, problem)
-
-        threading.Thread(target=work, name="aquiline-grammar", daemon=True).start()
-        return future
 
 
 class Asked:
@@ -107,7 +43,7 @@ def asked_of(request: Sampling, tool_parser: str | None) -> Asked:
     given = [asked for asked in found if asked.structured is not None]
     if len(given) > 1:
         raise bad_request(f"{given[1].field}: does not go with {given[0].field}; ask for one of them", given[1].field)
-    if given and given[0].field != "tool_choice" and isinstance(request, ChatRequest) and _has_tools(request):
+    if given and given[0].field != "tool_choice" and isinstance(request, ChatRequest) and request.has_tools:
         field = given[0].field
         if field != "tools":
             raise bad_request(f"{field}: does not go with tools; drop them, or say tool_choice=none", field)
@@ -137,6 +73,8 @@ def _of_format(given: dict[str, Any] | None) -> Structured | None:
 def _of_outputs(given: dict[str, Any]) -> Structured | None:
     fields = {name: value for name, value in given.items() if value is not None and value is not False}
     if fields.pop("json_object", False):
+        if "json" in fields:
+            raise bad_request("structured_outputs: json_object does not go with json", "structured_outputs")
         fields["json"] = True
     for ignored in ("disable_any_whitespace", "disable_additional_properties"):  # it is so here without them
         fields.pop(ignored, None)
@@ -146,10 +84,6 @@ def _of_outputs(given: dict[str, Any]) -> Structured | None:
         raise bad_request(f"structured_outputs: {error}", "structured_outputs") from None
 
 
-def _has_tools(request: ChatRequest) -> bool:
-    return bool(request.tools) and request.tool_choice != "none"
-
-
 def _of_tools(request: ChatRequest, tool_parser: str | None) -> Asked:
     """Calls that must be made, and those of strict tools that may be."""
     choice, tools = request.tool_choice, request.tools or []
@@ -157,6 +91,7 @@ def _of_tools(request: ChatRequest, tool_parser: str | None) -> Asked:
         is_strict = any(tool.function.strict for tool in tools) and choice != "none"
         if not is_strict or tool_parser not in ("hermes", GENERIC, HARMONY):
             return Asked()
+        _check_tools([tool for tool in tools if tool.function.strict])
         return Asked(_calls(tools, tool_parser, may_answer=True), "tools")
     if not tools:
         raise bad_request(f"tool_choice={shown(choice)}: needs tools", "tool_choice")
@@ -170,8 +105,18 @@ def _of_tools(request: ChatRequest, tool_parser: str | None) -> Asked:
         tools = [tool for tool in tools if tool.function.name == name]
         if not tools:
             raise bad_request(f"tool_choice={shown(choice)}: names no tool of the request", "tool_choice")
+    _check_tools(tools)
     is_single = choice != "required" or request.parallel_tool_calls is False
     return Asked(_calls(tools, tool_parser, is_single=is_single), "tool_choice")
+
+
+def _check_tools(tools: list[Tool]) -> None:
+    """Raises ApiError naming the tool whose parameters no grammar expresses."""
+    for tool in tools:
+        try:
+            check_schema(json.dumps(tool.function.parameters or {}))
+        except ValueError as error:
+            raise bad_request(f"tools: {tool.function.name[:60]}: {error}", "tools") from None
 
 
 def _named(choice: str | dict[str, Any]) -> str:
