@@ -4,9 +4,10 @@ Each client sends one request after the other, streamed, over the loopback inter
 its requests. Beside it stands the engine alone on the same requests, in a process of its own without HTTP, so that the
 share of HTTP is seen; both run in turn in every round. Before what is counted each answers the same requests once, so
 that neither meets memory for the first time. Clients, HTTP and the engine share the machine's cores, so the load
-generator's own processor time is told too. --url measures another OpenAI-compatible server alone; prompt_tokens in
-the JSON tell whether both read the same, and --body what a server needs beside OpenAI's fields. llama-server keeps
-prompts of earlier rounds unless it is told not to, and ignore_eos forbids end tokens there.
+generator's own processor time is told too; http_share in the JSON is HTTP's part of the server's, and a run with
+--max-tokens 1 tells what a request costs apart from its events. --url measures another OpenAI-compatible server alone;
+prompt_tokens in the JSON tell whether both read the same, and --body what a server needs beside OpenAI's fields.
+llama-server keeps prompts of earlier rounds unless it is told not to, and ignore_eos forbids end tokens there.
 
     python benchmarks/serve_load.py --clients 1 4 16 32 --requests 48
     python benchmarks/serve_load.py --target model.gguf --draft DIR --temperature 0.8
@@ -54,12 +55,14 @@ class Load:
 
     def figures(self) -> dict[str, Any]:
         """The table's row."""
+        http, engine = self.cpu_s.get("http", 0.0), self.cpu_s.get("engine", 0.0)
         p50, p99 = (lambda values, q=q: float(np.quantile(values, q)) if values else 0.0 for q in (0.5, 0.99))
         return {
             "ttft_ms_p50": p50(self.ttft_ms), "ttft_ms_p99": p99(self.ttft_ms), "itl_ms_p50": p50(self.gaps_ms),
             "itl_ms_p99": p99(self.gaps_ms), "per_token_ms_p50": p50(self.per_token_ms),
             "tokens_per_s": self.tokens_per_s, "tokens": self.num_tokens, "prompt_tokens": self.num_prompt_tokens,
-            "cpu_s": self.cpu_s,
+            "cpu_s": self.cpu_s, "http_us_per_token": http / self.num_tokens * 1e6,
+            "http_share": http / (http + engine) if engine else 0.0,
         }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -71,31 +72,36 @@ def check_fields(settings: object) -> None:
 
     An int stands for a float, a bool for neither. Literals, unions, tuple[X, ...] and dict[K, V] are looked into."""
     assert is_dataclass(settings) and not isinstance(settings, type), settings
-    for name, declared in _declared(type(settings)).items():
+    for name, (declared, is_right) in _declared(type(settings)).items():
         value = getattr(settings, name)
-        if not _is_of(value, declared):
+        if not is_right(value):
             raise ValueError(f"{name}={shown(value)}: must be {_described(declared)}")
 
 
 @lru_cache
-def _declared(kind: type) -> dict[str, Any]:
+def _declared(kind: type) -> dict[str, tuple[Any, Callable[[Any], bool]]]:
+    """The type of each field and its test. Tests are made once: each request of a client has fields."""
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    return {field.name: (hints[field.name], _test_of(hints[field.name])) for field in fields(kind)}
 
 
-def _is_of(value: object, declared: Any) -> bool:
+def _test_of(declared: Any) -> Callable[[Any], bool]:
     origin, args = get_origin(declared), get_args(declared)
-    if origin in (Union, UnionType):
-        return any(_is_of(value, arg) for arg in args)
     if origin is Literal:
-        return value in args
+        return args.__contains__
+    inner = [_test_of(arg) for arg in args if arg is not Ellipsis]
+    if origin in (Union, UnionType):
+        return lambda value: any(test(value) for test in inner)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_is_of(item, args[0]) for item in value)
+        return lambda value: isinstance(value, tuple) and all(map(inner[0], value))
     if origin is dict:
-        return isinstance(value, dict) and all(_is_of(k, args[0]) and _is_of(v, args[1]) for k, v in value.items())
-    if declared in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, int | float if declared is float else declared)
+        return lambda value: (
+            isinstance(value, dict) and all(map(inner[0], value)) and all(map(inner[1], value.values()))
+        )
+    if declared in (int, float):
+        kinds = int | float if declared is float else int
+        return lambda value: isinstance(value, kinds) and not isinstance(value, bool)
+    return lambda value: isinstance(value, declared)
 
 
 def _described(declared: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import queue
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,41 +21,33 @@ INFO = EngineInfo(254, 4096, 4, 4, True, "", {})
 
 
 class SilentLife(Life):
-    """A process that is none."""
+    """A process that is none. With a client, it gives each request its first token."""
 
-    def __init__(self, commands: queue.SimpleQueue[Command] | None = None) -> None:
+    def __init__(self, client: EngineClient | None = None) -> None:
         process: Any = SimpleNamespace(pid=0, kill=lambda: None)
-        super().__init__(process, process, commands or queue.SimpleQueue())
+        super().__init__(process, socket.socket())
+        self.client = client
 
-    def first(self) -> EngineInfo | str:
+    async def first(self) -> EngineInfo | str:
         return INFO
 
-    def write(self) -> None:
-        """Nobody reads."""
+    def send(self, *commands: Command) -> None:
+        for name in [int(command.request.id) for command in commands if isinstance(command, Submit)]:
+            if self.client is not None:
+                delta = Delta(name, [5], 0, "target", 0, 0, None, None, None, Begin(0, None))
+                message = StepMessage([name], [], [delta], Stats(1, 0, 0, 0, 0, 0, 0, 0), 1)
+                asyncio.get_running_loop().call_soon(self.client._arrived, self, message)
 
     def end(self) -> None:
         """There is nothing to end."""
-
-
-class Answering(queue.SimpleQueue[Command]):
-    """Commands to an engine that gives each request its first token."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-
-    def put(self, command: Command, block: bool = True, timeout: float | None = None) -> None:
-        if isinstance(command, Submit):
-            name = int(command.request.id)
-            delta = Delta(name, [5], 0, "target", 0, 0, None, None, None, Begin(0, None))
-            message = StepMessage([name], [], [delta], Stats(1, 0, 0, 0, 0, 0, 0, 0), 1)
-            asyncio.get_running_loop().call_soon(self.client._arrived, self.client._life, message)
+        self.pipe.close()
 
 
 class SilentClient(EngineClient):
     """The client of such an engine."""
 
     async def start(self) -> None:
-        self._life = SilentLife(Answering(self))
+        self._life = SilentLife(self)
         self.info, self.state = INFO, "ready"
 
 

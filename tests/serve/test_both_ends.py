@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import threading
+import os
+import socket
 import time
 from collections import deque
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +22,14 @@ from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.sequence import Request
 from aquiline.serve.client import LONGEST_PAUSE_S, STEADY_S, EngineClient
 from aquiline.serve.engine_process import _Host
+from aquiline.serve.life import Life
 from aquiline.serve.prometheus import Metrics
 from aquiline.serve.wire import Abort, Command, EngineInfo, Opening, Quit, Stats, StepMessage, Submit
 from aquiline.spec.drafting import NoDraft
 
 
 class Script:
-    """A connection over which commands come, a list before each step, and then the end of the other process."""
+    """A connection over which commands come, some before each step, and then the end of the other process."""
 
     def __init__(self, *commands: list[Command]) -> None:
         self.left, self.told = deque(commands), list[StepMessage]()
@@ -61,31 +64,73 @@ def test_the_engine_process_keeps_nothing_of_requests_that_are_gone() -> None:
     assert [delta.request_id for step in script.told for delta in step.deltas if delta.finish_reason] == [1]
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000, 10**6])
+def test_messages_come_whole_and_in_order_wherever_the_pipe_cuts_them(size: int) -> None:
+    """The other end is a Connection of multiprocessing, as in the engine process; what it writes comes in pieces."""
+    info = EngineInfo(*[0] * len(EngineInfo._fields))  # type: ignore[arg-type]
+    steps = [StepMessage([0] * number, [], [], Stats(*[number] * 8), 1) for number in (1, 0, 5000)]
+    commands, told, ended = [Abort(3), Quit()], list[StepMessage](), asyncio.Event()
+
+    async def main() -> list[object]:
+        ours, theirs = socket.socketpair()
+        life = Life(SimpleNamespace(), ours)
+        life.on_message, life.on_end = told.append, ended.set
+        inside, outside = multiprocessing.Pipe()
+        for message in (info, *steps):
+            inside.send(message)
+        inside.close()
+        written = b"".join(iter(lambda: os.read(outside.fileno(), 10**6), b""))
+        first = asyncio.ensure_future(life.first())
+        for place in range(0, len(written), size):
+            theirs.sendall(written[place : place + size])
+            await asyncio.sleep(0)
+        found: list[object] = [await first]
+        life.send(*commands)
+        with Connection(theirs.detach()) as connection:
+            found += await asyncio.to_thread(connection.recv)
+        await ended.wait()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(main(), 30)) == [info, *commands]
+    assert told == steps
+
+
+def test_a_process_that_ends_while_it_loads_says_so_and_is_not_taken_for_one_that_ran() -> None:
+    async def main() -> None:
+        client, (ours, theirs) = (
+            EngineClient(Opening(PairConfig("bundled"), EngineConfig(), NoDraft())),
+            socket.socketpair(),
+        )
+        life = Life(SimpleNamespace(join=lambda timeout=None: None, is_alive=lambda: False, exitcode=3), ours)
+        theirs.close()
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(ValueError, match=r"loading \(exit code 3\)"):
+            patched.setattr(Life, "begun", lambda opening: life)
+            await client.start()
+        await asyncio.sleep(0)
+        assert client.num_restarts == 0 and client.state == "starting"
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 class Played:
-    """An engine process and both ends of its pipe: it is ready at once, and ends when it is told to."""
+    """An engine process that is ready at once, and dies when it is told to."""
 
     exitcode, pid = -9, 1
 
-    def __init__(self) -> None:
-        self.dies, self.is_ready = threading.Event(), False
+    def __init__(self, connection: Connection) -> None:
+        self.given = connection
 
-    def start(self) -> None: ...
-    def close(self) -> None: ...
+    def start(self) -> None:
+        self.connection = Connection(os.dup(self.given.fileno()))
+        self.connection.send(EngineInfo(*[0] * len(EngineInfo._fields)))  # type: ignore[arg-type]
+
     def join(self, timeout: float | None = None) -> None: ...
-    def send(self, commands: list[Command]) -> None: ...
 
     def kill(self) -> None:
-        self.dies.set()
+        self.connection.close()
 
     def is_alive(self) -> bool:
-        return not self.dies.is_set()
-
-    def recv(self) -> EngineInfo:
-        if self.is_ready:
-            self.dies.wait(30)
-            raise EOFError
-        self.is_ready = True
-        return EngineInfo(*[0] * len(EngineInfo._fields))  # type: ignore[arg-type]
+        return not self.connection.closed
 
 
 class Processes:
@@ -97,11 +142,8 @@ class Processes:
     def __call__(self, method: str) -> Processes:
         return self
 
-    def Pipe(self) -> tuple[Played, Played]:  # noqa: N802
-        self.all.append(Played())
-        return self.all[-1], self.all[-1]
-
-    def Process(self, **settings: Any) -> Played:  # noqa: N802
+    def Process(self, args: tuple[Connection, Opening], **settings: Any) -> Played:  # noqa: N802
+        self.all.append(Played(args[0]))
         return self.all[-1]
 
 
@@ -123,7 +165,7 @@ def test_an_engine_that_dies_again_and_again_is_waited_for_longer(monkeypatch: p
         await client.start()
         for seconds in [0.0] * 12 + [STEADY_S] + [0.0] * 2:
             lived, number = seconds, client.num_restarts
-            processes.all[-1].dies.set()
+            processes.all[-1].kill()
             while client.num_restarts == number or client.state != "ready":
                 await asyncio.sleep(0.001)
         await client.close()

@@ -56,18 +56,29 @@ def choice_of(by_token: bool = False) -> Choice:
     return Choice(request, reader, by_token, True)
 
 
-def gains(name: str, sizes: list[int], by_token: bool) -> tuple[Choice, list[Gain]]:
+def deltas_of(name: str, sizes: list[int]) -> list[Delta]:
     """The recorded output in chunks of these sizes, the last token being the end of the text."""
-    ids, choice, found = [*ids_of(name), 0], choice_of(by_token), list[Gain]()
-    while ids and choice.finish_reason is None:
+    ids, found = [*ids_of(name), 0], list[Delta]()
+    while ids:
         size = sizes[len(found)] if len(found) < len(sizes) else 1
         part, ids = ids[:size], ids[size:]
-        logprobs = [TokenLogprobs(token, -1.0, 1, {}) for token in part]
-        reason = None if ids else "stop"
-        found.append(
-            choice.take(Delta(0, part, len(part) - 1, "draft", K, len(part) - 1, reason, logprobs, None, None))
-        )  # type: ignore[arg-type]
+        logprobs, num = [TokenLogprobs(token, -1.0, 1, {}) for token in part], len(part) - 1
+        found.append(Delta(0, part, num, "draft", K, num, None if ids else "stop", logprobs, None, None))
+    return found
+
+
+def read(deltas: list[Delta], by_token: bool, num_held: int = 1) -> tuple[Choice, list[Gain]]:
+    """The answer of deltas, so many of which are read together."""
+    choice, found = choice_of(by_token), list[Gain]()
+    while deltas and choice.finish_reason is None:
+        found.append(choice.take(*deltas[:num_held]))
+        deltas = deltas[num_held:]
     return choice, found
+
+
+def gains(name: str, sizes: list[int], by_token: bool) -> tuple[Choice, list[Gain]]:
+    """The recorded output in chunks of these sizes, each of which is read when it comes."""
+    return read(deltas_of(name, sizes), by_token)
 
 
 def recorded_job(name: str, size: int) -> tuple[Job, list[Gain]]:
@@ -121,6 +132,24 @@ def test_every_beginning_and_every_size(name: str) -> None:
 @given(st.sampled_from(list(RECORDED)), st.lists(st.integers(1, K + 1), min_size=40, max_size=40), st.booleans())
 def test_any_chunking(name: str, sizes: list[int], by_token: bool) -> None:
     check(name, sizes, by_token)
+
+
+@given(
+    st.sampled_from(list(RECORDED)), st.lists(st.integers(1, K + 1), min_size=40, max_size=40), st.booleans(),
+    st.integers(2, 9),
+)  # fmt: skip
+def test_deltas_that_are_read_together_are_those_read_one_by_one(
+    name: str, sizes: list[int], by_token: bool, num_held: int
+) -> None:
+    """Their text, what belongs to it, and what drafting did for it; the first tokens are a prefill's."""
+    first, *others = deltas_of(name, sizes)
+    deltas = [first._replace(begin=Begin(5, None)), *others]
+    (alone, several), (together, fewer) = read(deltas, by_token), read(deltas, by_token, num_held)
+    assert told(fewer) == told(several) and len(fewer) == -(-len(several) // num_held)
+    for of in (lambda gain: gain.token_ids, lambda gain: gain.logprobs, lambda gain: gain.pieces if by_token else []):
+        assert [x for gain in fewer for x in of(gain)] == [x for gain in several for x in of(gain)]
+    for field in ("num_tokens", "num_reasoning", "finish_reason", "begin", "speculation"):
+        assert getattr(together, field) == getattr(alone, field), field
 
 
 def test_the_recorded_answers_are_what_they_seem() -> None:

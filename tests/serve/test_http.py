@@ -59,6 +59,26 @@ def test_a_client_that_takes_nothing_is_dropped() -> None:
     assert closed == [True]
 
 
+@pytest.mark.parametrize(("last", "ends"), [(3, [True, True, False]), (9, [True, True, True, False])])
+def test_the_last_event_ends_the_reply_where_it_is_known(last: int, ends: list[bool]) -> None:
+    """Else, as after an error, an empty message does."""
+    sent: list[Message] = []
+
+    async def main() -> None:
+        async def events() -> AsyncIterator[bytes]:
+            for number in range(3):
+                yield b"data: %d\n\n" % number
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await EventStream(events(), lambda: None, 30, lambda: len(sent) == last)(SCOPE, never, send)
+
+    asyncio.run(main())
+    assert [message["more_body"] for message in sent[1:]] == ends
+    assert b"".join(message["body"] for message in sent[1:]) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+
+
 def test_a_client_that_leaves_ends_the_work() -> None:
     cancelled = []
 

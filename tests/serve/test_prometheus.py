@@ -6,11 +6,15 @@ import json
 import re
 from pathlib import Path
 
+import prometheus_client
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import needs_native
 from tests.serve.serving import Server
 
-from aquiline.serve.prometheus import Metrics
+from aquiline.serve.prometheus import GAPS, Histogram, Metrics
 from aquiline.serve.wire import Begin, Delta, Stats, StepMessage
 
 pytestmark = needs_native
@@ -80,3 +84,22 @@ def test_tau_is_of_all_steps() -> None:
         delta = Delta(0, [5] * number, number - 1, "draft", drafted, number - 1, None, None, None, begin)
         metrics.on_step(StepMessage([], [], [delta], stats, 1))
     assert 'aquiline:tau{model_name="m"} 2.0' in metrics.text().decode()
+
+
+@given(st.lists(st.tuples(st.sampled_from(GAPS) | st.floats(0, 20), st.integers(1, 9))))
+def test_equal_observations_count_as_the_library_counts_them_one_by_one(seen: list[tuple[float, int]]) -> None:
+    ours, registry = Histogram("gap", "A gap.", "m", GAPS), prometheus_client.CollectorRegistry()
+    theirs = prometheus_client.Histogram("gap", "A gap.", ["model_name"], buckets=GAPS, registry=registry).labels("m")
+    for value, times in seen:
+        ours.observe(value, times)
+        for _ in range(times):
+            theirs.observe(value)
+    told = []
+    for collector in (ours, registry):
+        page = prometheus_client.generate_latest(collector).decode()
+        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        told.append({(sample.name, *sample.labels.items()): sample.value for sample in samples})
+        assert [line for line in page.splitlines() if line.startswith("#")][:2] == [
+            "# HELP gap A gap.", "# TYPE gap histogram",
+        ]  # fmt: skip
+    assert told[0] == pytest.approx(told[1])

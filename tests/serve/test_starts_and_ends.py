@@ -59,7 +59,6 @@ def test_a_process_that_cannot_be_replaced_is_tried_again(
         client = EngineClient(Opening(PairConfig("bundled"), EngineConfig(), NoDraft()))
         client._pause_s = 0.0
         monkeypatch.setattr(Life, "begun", begun)
-        monkeypatch.setattr(EngineClient, "_read", lambda *given: None)
         monkeypatch.setattr("aquiline.serve.client.LONGEST_PAUSE_S", 0.01)
         await asyncio.wait_for(client._restart(), 30)
         return client.state

@@ -68,10 +68,10 @@ def make_app(service: Service) -> FastAPI:
     )  # fmt: skip
     app.router.route_class = Route
     _handle_errors(app)
-    _add_operations(app, service)
-    _add_tokens(app, service)
-    _add_generation(app, service)
+    _add_generation(app, service)  # routes are tried in their order
     _add_responses(app, service)
+    _add_tokens(app, service)
+    _add_operations(app, service)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path]
     app.router.default = Page(PAGE, ["/", *dict.fromkeys(paths)])
     config = service.config
@@ -274,11 +274,12 @@ async def answer(service: Service, job: Job, reply: Reply, request: Request, is_
     """Run a job and send its reply, as events or whole. The client's leaving ends the job."""
     run = await while_connected(disconnect(request.receive), service.open(job))
     if is_stream:
-        return EventStream(_events(reply, run), run.close, service.limits.max_stalled_s)
+        return EventStream(_events(reply, run), run.close, service.limits.max_stalled_s, run.is_over)
 
     async def collect() -> dict[str, Any]:
-        async for choice, gain in run:
-            reply.add(choice, gain)
+        async for gains in run:
+            for choice, gain in gains:
+                reply.add(choice, gain)
         return reply.whole()
 
     try:
@@ -288,15 +289,13 @@ async def answer(service: Service, job: Job, reply: Reply, request: Request, is_
 
 
 async def _events(reply: Reply, run: Run) -> AsyncIterator[bytes]:
-    """The events of a job. An error on the way is the last event."""
+    """The events of a job, those that come together as one. An error on the way is the last event."""
     try:
-        for event in reply.begin():
-            yield event
-        async for choice, gain in run:
-            for event in reply.add(choice, gain):
-                yield event
+        if begun := reply.begin():
+            yield b"".join(begun)
+        async for gains in run:
+            events = [event for choice, gain in gains for event in reply.add(choice, gain)]
+            if events := events + (reply.end() if run.is_over() else []):
+                yield b"".join(events)
     except ApiError as error:
         yield reply.failed(error)
-    else:
-        for event in reply.end():
-            yield event

@@ -7,7 +7,8 @@ seed, whatever a step brings. No part ever ends inside a character.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class SpeculationRecord:
 
     num_steps: int = 0
     num_committed: int = 0
-    accepted_of: dict[int, Counter[int]] = field(default_factory=dict)
+    accepted_of: dict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     steps: list[tuple[int, int]] | None = None
 
     def add(self, num_drafted: int, num_confirmed: int, num_committed: int) -> None:
@@ -42,7 +43,7 @@ class SpeculationRecord:
         self.num_steps += 1
         self.num_committed += num_committed
         if num_drafted:
-            self.accepted_of.setdefault(num_drafted, Counter())[num_confirmed] += 1
+            self.accepted_of[num_drafted][num_confirmed] += 1
             if self.steps is not None:
                 self.steps.append((num_drafted, num_confirmed))
 
@@ -63,18 +64,13 @@ class SpeculationRecord:
 
 
 class Gain(NamedTuple):
-    """What a delta added to an answer, or several. pieces: one for all tokens of a delta, or one per token where
-    `by_token` asks; tokens after a stop string are in none of the fields."""
+    """What some deltas added to an answer. pieces: one for all tokens, or one per token where `by_token` asks;
+    logprobs: of each token, where asked for. Tokens after a stop string are in none of the fields."""
 
     pieces: list[Piece]
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
+    logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
-
-    def joined(self, later: Gain) -> Gain:
-        """This and the next one as one."""
-        logprobs = self.logprobs if later.logprobs is None else [*(self.logprobs or ()), *later.logprobs]
-        return Gain(self.pieces + later.pieces, self.token_ids + later.token_ids, logprobs, later.finish_reason)
 
 
 class Choice:
@@ -89,31 +85,35 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.begin = Begin(0, None)
 
-    def take(self, delta: Delta) -> Gain:
-        """The next delta of the answer. After one with a finish_reason no more may come."""
+    def take(self, *deltas: Delta) -> Gain:
+        """The next deltas of the answer, read as one. After one with a finish_reason no more may come."""
         assert self.finish_reason is None, "the answer has ended"
-        self.begin = delta.begin or self.begin
-        ids, pieces, num = delta.token_ids, list[Piece](), 0
+        ids = [token for delta in deltas for token in delta.token_ids]
+        pieces, num, last = list[Piece](), 0, deltas[-1]
+        authors = [author for delta in deltas for author in delta.authors] if self.by_token else []
         size = 1 if self.by_token else max(1, len(ids))
         while True:
             some = ids[num : num + size]
             is_last = num + size >= len(ids)
-            read = self.reader.take(some, delta.finish_reason if is_last else None)
-            pieces.append(Piece(read.parts, self._source(delta, num + len(some) - 1)))
+            read = self.reader.take(some, last.finish_reason if is_last else None)
+            pieces.append(Piece(read.parts, authors[num] if num < len(authors) else last.drafter))
             num += read.num_tokens
             self.num_reasoning += read.num_reasoning
             if is_last or read.finish_reason is not None:
                 break
         self.num_tokens += num
-        if delta.is_decoded:
-            self.speculation.add(delta.num_drafted, delta.num_confirmed, num)
         self.finish_reason = read.finish_reason
-        logprobs = None if delta.logprobs is None else delta.logprobs[:num]
-        return Gain(pieces, ids[:num], logprobs, read.finish_reason)
+        self._count(deltas, num)
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+        return Gain(pieces, ids[:num], logprobs[:num], read.finish_reason)
 
-    @staticmethod
-    def _source(delta: Delta, place: int) -> Source:
-        return delta.drafter if place < delta.num_accepted else "target"
+    def _count(self, deltas: Sequence[Delta], num_tokens: int) -> None:
+        """Keep what deltas say beside their tokens, of which num_tokens belong to the answer."""
+        for delta in deltas:
+            self.begin = delta.begin or self.begin
+            if delta.is_decoded and num_tokens > 0:
+                self.speculation.add(delta.num_drafted, delta.num_confirmed, min(num_tokens, len(delta.token_ids)))
+            num_tokens -= len(delta.token_ids)
 
 
 @dataclass(eq=False)

@@ -1,22 +1,21 @@
 """The HTTP process's side of the engine: it starts the engine process, hands requests over and deltas out, and starts
 another process when one dies.
 
-One event loop uses it. Two threads per engine process do the blocking part: one reads messages, one writes commands.
+One event loop uses it, and reads and writes the pipe itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError, NumericalError
-from aquiline.serve.life import Life, unstarted
+from aquiline.serve.life import Life
 from aquiline.serve.logs import log
 from aquiline.serve.wire import Abort, Delta, EngineInfo, Opening, Prepare, Quit, StepMessage, Submit
 
@@ -49,11 +48,12 @@ class Stream:
         self.client = client
         self.running = {int(request.id) for request in requests}
         self.pending = set(self.running)
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.accepted: asyncio.Future[None] = self._loop.create_future()
         self._held: list[Delta] = []
         self._num_held = 0  # tokens of the deltas that are held
         self._error: Exception | None = None
-        self._is_due = asyncio.Event()
+        self._due: asyncio.Future[None] = self._loop.create_future()
 
     async def __aenter__(self) -> Stream:
         return self
@@ -65,8 +65,8 @@ class Stream:
         """Deltas until all requests have ended: the first and the last of a request at once, those between as soon as
         they bring the client's `interval` of tokens. Raises EngineDown, and NumericalError for bad logits."""
         while self.running:
-            await self._is_due.wait()
-            self._is_due.clear()
+            await self._due
+            self._due = self._loop.create_future()
             held, self._held, self._num_held = self._held, [], 0
             # Others were computed before the engine heard of their requests' end.
             if known := [delta for delta in held if delta.request_id in self.running]:
@@ -100,15 +100,19 @@ class Stream:
         self._num_held += len(delta.token_ids)
         is_edge = delta.begin is not None or delta.finish_reason is not None
         if is_edge or self._num_held >= self.client.interval:
-            self._is_due.set()
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error; whoever waits for it, or will, gets the error."""
         if self.accepted.done():
             self._error = error
-            self._is_due.set()
+            self._wake()
         else:
             self.accepted.set_exception(error)
+
+    def _wake(self) -> None:
+        if not self._due.done():
+            self._due.set_result(None)
 
 
 class EngineClient:
@@ -152,13 +156,13 @@ class EngineClient:
 
     def prepare(self) -> None:
         """Tell the engine, once, that requests with grammars will come."""
-        if self._life is not None and not self._life.is_prepared:
+        if self.state == "ready" and self._life is not None and not self._life.is_prepared:
             self._life.is_prepared = True
-            self._life.commands.put(Prepare())
+            self._life.send(Prepare())
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises ValueError with the reason if it cannot start or load."""
-        await self._start(asyncio.get_running_loop())
+        await self._start()
 
     async def submit(self, requests: Sequence[Request]) -> Stream:
         """Hand requests over that belong together. Returns once the engine has taken all of them; raises ValueError
@@ -169,9 +173,8 @@ class EngineClient:
         if self.state != "ready" or life is None:
             raise EngineDown("the engine is starting; send the request again")
         stream = Stream(self, requests)
-        for request in requests:
-            life.streams[int(request.id)] = stream
-            life.commands.put(Submit(request))
+        life.streams |= {int(request.id): stream for request in requests}
+        life.send(*map(Submit, requests))
         try:
             await stream.accepted
         except BaseException:
@@ -184,7 +187,7 @@ class EngineClient:
         life = self._life
         if life is not None and life.streams.get(request_id) is stream:
             del life.streams[request_id]
-            life.commands.put(Abort(request_id))
+            life.send(Abort(request_id))
 
     async def close(self) -> None:
         """End the engine process; streams that still run end with ServerEnding."""
@@ -198,6 +201,8 @@ class EngineClient:
             stream.fail(ServerEnding())
         if is_loading:
             life.process.kill()  # it reads no commands yet
+        else:
+            life.send(Quit())
         await asyncio.to_thread(life.end)
 
     def kill(self) -> None:
@@ -205,35 +210,20 @@ class EngineClient:
         if self._life is not None:
             self._life.process.kill()
 
-    async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _start(self) -> None:
         self._life = life = await asyncio.to_thread(Life.begun, self.opening)
+        life.on_message, life.on_end = partial(self._arrived, life), partial(self._died, life)
         if self.state == "closed":  # meanwhile
             life.process.kill()
-        first = await asyncio.to_thread(life.first)
+        first = await life.first()
         if not isinstance(first, EngineInfo):
             self._life = None
             await asyncio.to_thread(life.end)
             raise ValueError(first)
         if self.state == "closed":
             return
-        try:
-            threading.Thread(target=self._read, args=(life, loop), name="engine-reader", daemon=True).start()
-            threading.Thread(target=life.write, name="engine-writer", daemon=True).start()
-        except RuntimeError as error:
-            self._life = None
-            life.process.kill()
-            raise unstarted(error) from error
         self.info, self.state = first, "ready"
         log("engine ready", pid=life.process.pid, memory=first.memory)
-
-    def _read(self, life: Life, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited with it
-            try:
-                while True:
-                    message = life.connection.recv()
-                    loop.call_soon_threadsafe(self._arrived, life, message)
-            except (EOFError, OSError):
-                loop.call_soon_threadsafe(self._died, life)
 
     def _arrived(self, life: Life, message: StepMessage) -> None:
         streams = life.streams
@@ -251,7 +241,7 @@ class EngineClient:
         self.on_step(message)
 
     def _died(self, life: Life) -> None:
-        if self._life is not life or self.state == "closed":
+        if self._life is not life or self.state != "ready":
             return
         life.process.join(1.0)
         error = EngineDown("the engine died while it worked on this request; send the request again")
@@ -259,7 +249,6 @@ class EngineClient:
         log("engine died", level="error", exit_code=life.process.exitcode, num_requests=len(streams))
         for stream in set(streams.values()):
             stream.fail(error)
-        life.commands.put(Quit())  # for the thread that writes
         is_steady = time.monotonic() - life.began_s >= STEADY_S
         self._pause_s = 0.0 if is_steady else min(LONGEST_PAUSE_S, 2 * self._pause_s + 0.1)
         self._life, self.state = None, "down"
@@ -271,7 +260,7 @@ class EngineClient:
         while True:
             await asyncio.sleep(self._pause_s)
             try:
-                await self._start(asyncio.get_running_loop())
+                await self._start()
             except Exception as error:  # whatever it is: without another try nobody would be served any more
                 log("engine cannot start again", level="error", error=str(error) or repr(error))
                 self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s + 0.1)

@@ -72,7 +72,7 @@ class _Host:
     def _obey(self) -> bool:
         """Carry out the commands that have come; wait for some while the engine has nothing to do. False for Quit."""
         while self.connection.poll(0 if self.engine.is_busy else None):
-            commands: list[Command] = self.connection.recv()
+            commands: tuple[Command, ...] = self.connection.recv()
             for command in commands:
                 if isinstance(command, Quit):
                     return False

@@ -153,14 +153,21 @@ class Route(APIRoute):
 
 class EventStream(Response):
     """A reply of server-sent events. `close` is called once nobody reads them any more: at their end, and as soon as
-    the client leaves, or takes nothing for max_stalled_s seconds."""
+    the client leaves, or takes nothing for max_stalled_s seconds. is_over: whether an event that has come is the last,
+    which then ends the reply; where nobody knows, its end is written by itself."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], max_stalled_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        max_stalled_s: float,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.events, self.close, self.max_stalled_s = events, close, max_stalled_s
+        self.events, self.close, self.max_stalled_s, self.is_over = events, close, max_stalled_s, is_over
         self.sending_since = math.inf  # while an event waits to be taken
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,11 +181,13 @@ class EventStream(Response):
             self.close()
 
     async def _send(self, send: Send) -> None:
+        has_more = True
         async for event in self.events:
-            self.sending_since = time.monotonic()
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self.sending_since, has_more = time.monotonic(), not self.is_over()
+            await send({"type": "http.response.body", "body": event, "more_body": has_more})
             self.sending_since = math.inf
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if has_more:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _gone(self, receive: Receive) -> None:
         """Return once the client has left or has taken nothing for too long. One watch over the stream costs less than
@@ -214,15 +223,15 @@ class Page(StaticFiles):
 async def while_connected(gone: Awaitable[None], work: Awaitable[T]) -> T:
     """The result of `work`. If `gone` returns first, the client has left: work is cancelled, and ClientGone raised."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone)
+    watcher.add_done_callback(lambda _: worker.cancel())
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            return worker.result()
-        raise ClientGone
+        return await worker
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientGone from None
+        raise
     finally:
-        for task in (worker, watcher):
-            task.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
+        watcher.cancel()
 
 
 async def disconnect(receive: Receive) -> None:

@@ -1,75 +1,100 @@
-"""One engine process from its start to its end, as the HTTP process sees it. All of this blocks: threads call it."""
+"""One engine process from its start to its end, as the HTTP process sees it.
+
+The event loop reads and writes our end of the pipe. A thread that read it would wake at each message, wait for the
+interpreter's lock and then wake the loop.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import multiprocessing
-import queue
+import pickle
+import socket
+import struct
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from aquiline.serve.engine_process import run_engine
-from aquiline.serve.wire import Command, EngineInfo, Opening, Quit
+from aquiline.serve.wire import Command, EngineInfo, Opening, StepMessage
 
 if TYPE_CHECKING:
     from aquiline.serve.client import Stream
 
+LENGTH = struct.Struct("!i")
+"""What stands before a pickle on the pipe, as multiprocessing's connections have it: the other end is one of them.
+*Source*: CPython, Lib/multiprocessing/connection.py, `Connection._send_bytes`."""
 
-@dataclass(eq=False)
-class Life:
-    """An engine process and our end of its pipe. commands: what it is still to be sent; streams: the requests that it
-    runs, by id."""
 
-    process: Any
-    connection: Connection
-    commands: queue.SimpleQueue[Command] = field(default_factory=queue.SimpleQueue)
-    streams: dict[int, Stream] = field(default_factory=dict)
-    is_prepared: bool = False  # for grammars
-    began_s: float = field(default_factory=time.monotonic)
+class Life(asyncio.Protocol):
+    """An engine process and our end of its pipe. streams: the requests that it runs, by id; is_prepared: for grammars.
+    on_message sees every message but the first, on_end is called when the process is gone."""
+
+    def __init__(self, process: Any, pipe: socket.socket) -> None:
+        self.process, self.pipe = process, pipe
+        self.streams: dict[int, Stream] = {}
+        self.is_prepared, self.began_s = False, time.monotonic()
+        self.on_message: Callable[[StepMessage], None] = lambda message: None
+        self.on_end: Callable[[], None] = lambda: None
+        self._held = bytearray()  # what has come of messages that are not whole
 
     @classmethod
     def begun(cls, opening: Opening) -> Life:
-        """Start a process. Raises ValueError, leaving nothing behind, where the machine has no room for one."""
-        context = multiprocessing.get_context("spawn")
+        """Start a process; this blocks. Raises ValueError, leaving nothing behind, where the machine has no room for
+        one."""
         try:
-            ours, theirs = context.Pipe()
+            ours, theirs = socket.socketpair()
         except OSError as error:
             raise unstarted(error) from error
-        process = context.Process(target=run_engine, args=(theirs, opening), name="aquiline-engine", daemon=True)
-        try:
-            process.start()
-        except (OSError, RuntimeError) as error:
-            ours.close()
-            raise unstarted(error) from error
-        finally:
-            theirs.close()
+        with Connection(theirs.detach()) as connection:
+            args, context = (connection, opening), multiprocessing.get_context("spawn")
+            process = context.Process(target=run_engine, args=args, name="aquiline-engine", daemon=True)
+            try:
+                process.start()
+            except (OSError, RuntimeError) as error:
+                ours.close()
+                raise unstarted(error) from error
         return cls(process, ours)
 
-    def first(self) -> EngineInfo | str:
+    async def first(self) -> EngineInfo | str:
         """Wait until the process has loaded its models: what it tells of them, or why it could not load them."""
-        try:
-            told: EngineInfo | str = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(5.0)
+        loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[EngineInfo | str | None] = loop.create_future()
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self.pipe)
+        if (told := await self._first) is None:
+            await asyncio.to_thread(self.process.join, 5.0)
             code = self.process.exitcode
             return f"the engine process ended while it was loading (exit code {code}); see its output"
         return told
 
-    def write(self) -> None:
-        """Send commands, those that wait together in one message, up to Quit or until the process has died."""
-        commands: list[Command] = []
-        with contextlib.suppress(OSError):
-            while not (commands and isinstance(commands[-1], Quit)):
-                commands = [self.commands.get()]
-                while not self.commands.empty():
-                    commands.append(self.commands.get())
-                self.connection.send(commands)
+    def send(self, *commands: Command) -> None:
+        """Have the process carry out commands; they come together."""
+        message = pickle.dumps(commands)
+        self._transport.write(LENGTH.pack(len(message)) + message)
+
+    def data_received(self, data: bytes) -> None:
+        """Messages have come, the last one perhaps in part."""
+        self._held += data
+        while len(self._held) >= (begin := LENGTH.size):
+            end = begin + LENGTH.unpack_from(self._held)[0]
+            if len(self._held) < end:
+                break
+            message = pickle.loads(self._held[begin:end])
+            del self._held[:end]
+            if self._first.done():
+                self.on_message(message)
+            else:
+                self._first.set_result(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The process has closed its end, or is gone."""
+        if not self._first.done():
+            self._first.set_result(None)
+        asyncio.get_running_loop().call_soon(self.on_end)  # after whoever waits for `first`
 
     def end(self) -> None:
-        """Have the process end after its step; kill it if it does not."""
-        self.commands.put(Quit())
+        """Wait until the process has ended, and kill it if it does not; this blocks."""
         self.process.join(5.0)
         if self.process.is_alive():
             self.process.kill()

@@ -21,6 +21,8 @@ from aquiline.text.harmony import CHANNEL, GAP
 from aquiline.text.parsers import CALL, END_CALL
 from aquiline.text.tokenizer import least_tokens
 
+ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 GENERIC_TOOLS = f"""You can call these functions:
 %s
 To call one, write its name and its arguments as JSON:
@@ -176,4 +178,4 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 def dumps(value: object) -> bytes:
     """JSON in one line. Not ASCII is escaped, so that half a surrogate pair that a client sent can be sent back."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return ENCODER.encode(value).encode()

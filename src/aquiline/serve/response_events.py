@@ -43,7 +43,7 @@ class ResponseReply:
 
     def add(self, choice: Choice, gain: Gain) -> list[bytes]:
         """The events of what a step added."""
-        entries = [logprob_entry(self.tokenizer, entry) for entry in gain.logprobs or ()]
+        entries = [logprob_entry(self.tokenizer, entry) for entry in gain.logprobs]
         told: dict[str, Any] = {"logprobs": entries}
         if self.request.return_token_sources:
             told |= {"sources": sources(gain), "drafting": drafting_so_far(choice)}

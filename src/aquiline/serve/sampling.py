@@ -73,10 +73,12 @@ class Wanted:
     structured_by: str = ""
 
     def choice(self, index: int, room: int) -> SamplingParams:
-        """The sampling of one choice of a prompt after which `room` tokens fit. Choice i has the seed + i, so each
-        choice is the text of a request with n=1 and that seed."""
+        """The sampling of one choice of a prompt after which `room` tokens fit, as the engine gets it: stop strings are
+        the reader's. Choice i has the seed + i, so each choice is the text of a request with n=1 and that seed."""
         max_tokens = min(room, self.most) if self.max_tokens is None else self.max_tokens
-        return replace(self.sampling, seed=(self.seed + index) % 2**64, max_tokens=max_tokens)
+        told: dict[str, Any] = {"seed": (self.seed + index) % 2**64, "max_tokens": max_tokens, "stop": ()}
+        is_told = all(getattr(self.sampling, name) == value for name, value in told.items())
+        return self.sampling if is_told else replace(self.sampling, **told)
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:

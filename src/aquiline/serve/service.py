@@ -27,6 +27,7 @@ from aquiline.serve.protocol import ChatRequest, CompletionRequest
 from aquiline.serve.request_prompts import Prompts, several
 from aquiline.serve.sampling import Wanted, wanted
 from aquiline.serve.server_config import Limits, ServerConfig
+from aquiline.serve.wire import Delta
 from aquiline.spec.drafting import Drafting
 from aquiline.text.parsers import GENERIC
 from aquiline.text.parsing import Parsing
@@ -161,12 +162,11 @@ class Service:
         for ids in prompts:
             room, prompt_ids = self._room(ids, asked, request), tuple(ids)
             for index in range(asked.n):
-                sampling = asked.choice(index, room)
                 engine_request = Request(
-                    self.client.new_id(), prompt_ids, replace(sampling, stop=()), asked.drafting, asked.priority,
+                    self.client.new_id(), prompt_ids, asked.choice(index, room), asked.drafting, asked.priority,
                     self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
                 )  # fmt: skip
-                reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, sampling.stop, has_tools)
+                reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, asked.sampling.stop, has_tools)
                 choices.append(Choice(engine_request, reader, bool(request.return_token_sources), is_detailed))
         if not request.stream or prefix == "resp":  # whose end repeats what was streamed
             has_sources = bool(request.return_token_sources)
@@ -207,7 +207,7 @@ class Service:
         now, metrics = time.monotonic(), self.metrics
         if not num_tokens:
             return
-        metrics.new_tokens.inc(num_tokens)
+        metrics.on_tokens(num_tokens)
         if not job.first_s:
             job.first_s = job.last_s = now
             metrics.time_to_first_token.observe(now - job.began_s)
@@ -231,29 +231,35 @@ class Service:
 
 
 class Run:
-    """A job that the engine has taken. Iterate over what each step adds to each choice; `close` it in any case."""
+    """A job that the engine has taken. Iterate over what is added to its choices; `close` it in any case."""
 
     def __init__(self, service: Service, job: Job, stream: Stream) -> None:
         self.service, self.job, self.stream = service, job, stream
         self.is_closed = False
 
-    async def __aiter__(self) -> AsyncIterator[tuple[Choice, Gain]]:
-        """Gains of each choice in the order in which the engine made them. Raises ApiError."""
+    def is_over(self) -> bool:
+        """Whether all choices have ended."""
+        return not self.stream.running
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[Choice, Gain]]]:
+        """Gains of choices that have come together, in the order in which the engine made them. Raises ApiError."""
         by_id = {int(choice.request.id): choice for choice in self.job.choices}
         with explained():
             async for deltas in self.stream:
-                gains: dict[int, Gain] = {}
+                held: dict[int, list[Delta]] = {}
                 for delta in deltas:
-                    name, choice = delta.request_id, by_id[delta.request_id]
+                    held.setdefault(delta.request_id, []).append(delta)
+                gains: list[tuple[Choice, Gain]] = []
+                for name, some in held.items():
+                    choice = by_id[name]
                     if choice.finish_reason is not None:
                         continue  # computed after a stop string
-                    gain = choice.take(delta)
-                    if gain.finish_reason is not None and delta.finish_reason is None:
+                    gain = choice.take(*some)
+                    if gain.finish_reason is not None and some[-1].finish_reason is None:
                         self.stream.end(name)  # a stop string, which the engine does not know
-                    gains[name] = gains[name].joined(gain) if name in gains else gain
-                for name, gain in gains.items():
-                    self.service.count(self.job, by_id[name], len(gain.token_ids))
-                    yield by_id[name], gain
+                    self.service.count(self.job, choice, len(gain.token_ids))
+                    gains.append((choice, gain))
+                yield gains
 
     def close(self) -> None:
         """End the choices that have not ended, and give the room back."""

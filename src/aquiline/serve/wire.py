@@ -1,8 +1,8 @@
 """What the HTTP process and the engine process tell each other: plain values over one pipe, a message each way.
 
-The HTTP process sends a list of commands whenever it has some. The engine process sends one `StepMessage` per step of
-the engine, or for steps that were computed together, whatever number of requests they served; while no request runs it
-answers commands alone.
+The HTTP process sends commands whenever it has some, those of a client's request together. The engine process sends
+one `StepMessage` per step of the engine, or for steps that were computed together, whatever number of requests they
+served; while no request runs it answers commands alone.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ class Delta(NamedTuple):
     def is_decoded(self) -> bool:
         """Whether a decode step wrote the tokens; the first one of a request is its prefill's."""
         return bool(self.token_ids) and self.begin is None
+
+    @property
+    def authors(self) -> list[Source]:
+        """Who wrote each token."""
+        return [self.drafter if place < self.num_accepted else "target" for place in range(len(self.token_ids))]
 
 
 class Refused(NamedTuple):

@@ -77,7 +77,9 @@ class Detokenizer:
         if self.tokenizer is None:
             return ""
         num = len(token_ids) - hide_last
-        for i, token in enumerate(token_ids[:num], 1):
+        begin = 0 if self.stop or self.bytes else max(0, num - 1)  # what no token but the last one can decide
+        self.undecided += [token for token in token_ids[:begin] if token not in self.skipped]
+        for i, token in enumerate(token_ids[begin:num], begin + 1):
             if token not in self.skipped:
                 self.undecided.append(token)
             is_final = self._is_final(token)
