@@ -154,26 +154,34 @@ size_t padded_vocab(int vocab) { return ((size_t)vocab + 63) / 64 * 64; }
     AQ_REQUIRE(pointer != nullptr, "out of memory: %s of %zu elements", #buffer, (size_t)(count)); \
   } while (0)
 
-// Fills a job: the tiles of rows, whether each span is a work item of its own, and the memory for partial results.
+constexpr int64_t kCutFrom = 1 << 17;  // products of queries and keys, from which on cutting tiles is worth a barrier
+
+// Fills a job: the tiles of rows, whether they are cut between workers, and the memory for partial results.
 int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJob* job) {
   Engine& e = engine();
-  const int group = num_heads / kv.num_kv_heads;
-  const int tile_rows = kTileQueries / group;
+  const int tile_rows = kTileQueries / (num_heads / kv.num_kv_heads);
   e.tiles.clear();
   int high = 0;
+  int64_t work = 0;
   for (int r = 0; r < rows.num_rows; r++) {
     const int own = rows.context_len[r] + rows.tail_len[r];
-    high = own > high ? own : high;
-    if (r > 0 && rows.slots[r] == rows.slots[r - 1] && e.tiles.back().num_rows < tile_rows) e.tiles.back().num_rows++;
-    else e.tiles.push_back({r, 1});
+    high = std::max(high, own), work += (int64_t)own * num_heads * kv.head_dim;
+  }
+  for (int r = 0, end; r < rows.num_rows; r = end) {
+    for (end = r + 1; end < rows.num_rows && rows.slots[end] == rows.slots[r];) end++;
+    for (int count = (end - r + tile_rows - 1) / tile_rows, i = 0; i < count; i++) {
+      const int first = r + (end - r) * i / count;
+      e.tiles.push_back({first, r + (end - r) * (i + 1) / count - first});
+    }
   }
   job->kv = &kv, job->rows = &rows, job->num_heads = num_heads;
   job->tiles = e.tiles.data(), job->num_tiles = (int)e.tiles.size();
-  job->num_spans = (high + kSpan - 1) / kSpan;
+  job->num_blocks = (high + AQ_BLOCK - 1) / AQ_BLOCK;
   const int items = job->num_tiles * kv.num_kv_heads, threads = num_threads();
-  job->deferred = job->num_spans > 1 && items % threads != 0 && items < 4 * threads;
+  job->deferred = work >= kCutFrom && items % threads != 0 && items < 4 * threads;
   if (job->deferred)
-    AQ_RESERVE(job->partials, partials, float, (size_t)rows.num_rows * num_heads * job->num_spans * (16 + kv.head_dim));
+    AQ_RESERVE(job->partials, partials, float,
+               (size_t)rows.num_rows * num_heads * job->num_blocks * (16 + kv.head_dim));
   job->workspace_floats = (size_t)kTileQueries * (3 * kv.head_dim + 4) + (size_t)AQ_BLOCK * kv.head_dim * 2;
   AQ_RESERVE(job->workspace, workspace, float, threads * job->workspace_floats);
   return 0;

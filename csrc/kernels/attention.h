@@ -3,25 +3,25 @@
 // A row sees positions [low, high): below context_len through the page table, from there on through its tail. Blocks
 // of 64 absolute positions are reduced to (maximum, sum, accumulator), each a function of the block's keys in position
 // order alone; blocks are folded in order within spans of kSpan positions, and spans in order. Since that shape is
-// fixed by absolute positions, a row gets the same bits as a tree node, a decoded token or part of a prompt, and spans
-// may be computed by different workers.
+// fixed by absolute positions, a row gets the same bits as a tree node, a decoded token or part of a prompt, and blocks
+// may be computed by different workers (attention_items.h).
 //
 // A block in the context is read in place, and once for all rows and heads of a tile that see the same of its
 // positions. A block that reaches into tails is gathered row by row (attention_keys.h). Keys in eight bits are
 // multiplied as integers (attention_codes.h), in one tile for rows that see different positions of a block.
 #pragma once
 #include "attention_block.h"
-#include "attention_keys.h"
-#include "linear.h"
+#include "attention_items.h"
 #include "round.h"
 
 namespace AQ_NAMESPACE {
 
 using aq::kTileQueries;
 
-static void reset(const State& s, int queries, int dim) {
+// Empties a state. A sum that is then added to accumulators of minus zero stays as it is, a minus zero too.
+static void reset(const State& s, int queries, int dim, float start = 0.0f) {
   for (int i = 0; i < queries; i++) s.maximum[i] = -kInfinity, s.sum[i] = 0.0f;
-  memset(s.accumulator, 0, (size_t)queries * dim * sizeof(float));
+  for (size_t i = 0; i < (size_t)queries * dim; i += 16) store(s.accumulator + i, set1(start));
 }
 
 // Folds (maximum, sum, accumulator) of later positions into `s`. From an empty state this copies exactly: the weights
@@ -60,7 +60,19 @@ static void finish(const AttentionJob& job, const State& s, int dim, const float
   }
 }
 
-// One tile (rows of a slot) and kv head, spans [first_span, last_span).
+static int end_of_span(int block, int end) {
+  const int next = (block / kSpanBlocks + 1) * kSpanBlocks;
+  return next < end ? next : end;
+}
+
+// Where the part of a row and head that begins with `block` is put aside: maximum, sum, number of blocks, ...,
+// accumulator.
+static float* partial(const AttentionJob& job, int row, int head, int block) {
+  const size_t row_head = (size_t)row * job.num_heads + head;
+  return job.partials + (row_head * job.num_blocks + block) * (16 + job.kv->head_dim);
+}
+
+// One tile (rows of a slot) and kv head.
 template <class S>
 struct TileWork {
   const AttentionJob& job;
@@ -192,26 +204,18 @@ struct TileWork {
   template <class T> void dot_update(const Pair*, int, const Keys<T>&, State) {
   }  // not reached: is_dot has rounded keys
 
-  void run_span(int span, int low, int high) {
-    reset(span_state, queries, dim);
-    const int begin = low > span * kSpan ? low / AQ_BLOCK * AQ_BLOCK : span * kSpan;
-    for (int block = begin; block < high && block < (span + 1) * kSpan; block += AQ_BLOCK) run_block(block);
+  // Blocks of one span, in order.
+  void run_blocks(int block, int end, float start = 0.0f) {
+    reset(span_state, queries, dim, start);
+    for (; block < end; block++) run_block(block * AQ_BLOCK);
   }
 
-  void run(int only_span) {
-    int low = path(0).low, high = path(0).high;
-    for (int r = 1; r < tile.num_rows; r++) {
-      const Path own = path(r);
-      low = own.low < low ? own.low : low, high = own.high > high ? own.high : high;
-    }
-    if (only_span >= 0) {
-      run_span(only_span, low, high);
-      for (int i = 0; i < queries; i++) put_aside(i, only_span);
-      return;
-    }
+  void run(const Item& item) {
+    if (item.is_cut) return run_part(item);
     reset(total, queries, dim);
-    for (int span = low / kSpan; span * kSpan < high; span++) {
-      run_span(span, low, high);
+    for (int block = item.blocks.begin, next; block < item.blocks.end; block = next) {
+      next = end_of_span(block, item.blocks.end);
+      run_blocks(block, next);
       fold(total, span_state, queries, dim);
     }
     for (int i = 0; i < queries; i++) {
@@ -221,55 +225,59 @@ struct TileWork {
     }
   }
 
-  void put_aside(int query, int span) {
-    const size_t row_head = (size_t)(tile.row + query / group) * job.num_heads + head * group + query % group;
-    float* to = job.partials + (row_head * job.num_spans + span) * (16 + dim);
-    const State from = offset(span_state, query, dim);
-    to[0] = *from.maximum, to[1] = *from.sum;
-    memcpy(to + 16, from.accumulator, dim * sizeof(float));
+  // Puts every span aside. A span that another worker begins is folded block by block into what that worker puts aside,
+  // so its blocks here are put aside one by one.
+  void run_part(const Item& item) {
+    for (int block = item.blocks.begin, next; block < item.blocks.end; block = next) {
+      const bool is_begun = block % kSpanBlocks != 0 && block > item.first;
+      next = is_begun ? block + 1 : end_of_span(block, item.blocks.end);
+      run_blocks(block, next, is_begun ? -0.0f : 0.0f);
+      for (int i = 0; i < queries; i++) {
+        float* to = partial(job, tile.row + i / group, head * group + i % group, block);
+        const State from = offset(span_state, i, dim);
+        to[0] = *from.maximum, to[1] = *from.sum, to[2] = (float)(next - block);
+        memcpy(to + 16, from.accumulator, dim * sizeof(float));
+      }
+    }
   }
 };
 
-static void merge_deferred(const AttentionJob& job, int row, int head, float* accumulator) {
+// Folds the parts of a row and head, whose tile sees `blocks`, in order.
+static void merge_parts(const AttentionJob& job, int row, int head, BlockRange blocks, float* accumulator) {
   const int dim = job.kv->head_dim;
+  const auto state_at = [&](int block) {
+    float* from = partial(job, row, head, block);
+    return State{from, from + 1, from + 16};
+  };
   float maximum[16], sum[16];
   const State total{maximum, sum, accumulator};
   reset(total, 1, dim);
-  const Path own(*job.rows, row, job.window);
-  const size_t row_head = (size_t)row * job.num_heads + head;
-  for (int span = own.low / kSpan; span * kSpan < own.high; span++) {
-    float* from = job.partials + (row_head * job.num_spans + span) * (16 + dim);
-    fold(total, State{from, from + 1, from + 16}, 1, dim);
+  for (int block = blocks.begin, next; block < blocks.end; block = next) {
+    next = end_of_span(block, blocks.end);
+    const State span = state_at(block);
+    for (int later = block + (int)span.maximum[2]; later < next; later++) fold(span, state_at(later), 1, dim);
+    fold(total, span, 1, dim);
   }
-  finish(job, total, dim, job.sinks == nullptr ? nullptr : job.sinks + head, row_head * dim);
+  finish(job, total, dim, job.sinks == nullptr ? nullptr : job.sinks + head,
+         ((size_t)row * job.num_heads + head) * dim);
 }
 
-// The attention of one tile and kv head, and of one span if spans are computed apart.
-struct Item {
-  int tile, head, span;
-};
-
-// Item `index` of those that a worker computes: with heads of its own all tiles of these heads, otherwise its part of
-// all tiles, heads and spans.
-struct Items {
-  Share heads;
-  int spans, first, step, count;
-
-  Items(const AttentionJob& job, Share own) : heads(own), spans(1), first(0), step(1) {
-    count = job.num_tiles * (own.end - own.begin);
+// Merges the items that are cut, of each of them this worker's part.
+static void merge_items(const Worker& worker, const AttentionJob& job) {
+  const int heads = job.kv->num_kv_heads, group = job.num_heads / heads;
+  for (int w = 1, last = -1; w < worker.count; w++) {
+    const Cut cut = cut_before(job, w, worker.count);
+    if (cut.item == job.num_tiles * heads || cut.item == last) continue;
+    const aq::Tile& tile = job.tiles[cut.item / heads];
+    const BlockRange blocks = blocks_of(job, tile);
+    if (cut.block == blocks.begin) continue;
+    last = cut.item;
+    const Share mine = share(worker, tile.num_rows * group);
+    float* accumulator = job.workspace + worker.index * job.workspace_floats;
+    for (int i = mine.begin; i < mine.end; i++)
+      merge_parts(job, tile.row + i / group, cut.item % heads * group + i % group, blocks, accumulator);
   }
-  Items(const AttentionJob& job, const Worker& worker)
-      : heads{0, job.kv->num_kv_heads},
-        spans(job.deferred ? job.num_spans : 1),
-        first(worker.index),
-        step(worker.count) {
-    count = (job.num_tiles * heads.end * spans - first + step - 1) / step;
-  }
-  Item operator[](int index) const {
-    const int item = first + index * step, num_heads = heads.end - heads.begin;
-    return Item{item / num_heads / spans, heads.begin + item % num_heads, item / num_heads % spans};
-  }
-};
+}
 
 // Items whose keys are on their way to L2 while one is computed. Every slot and head has pages of its own, so nothing
 // else brings them into the cache in time, and in a batch of short texts they are most of what attention reads.
@@ -285,7 +293,7 @@ static void fetch(const AttentionJob& job, const Items& items, int index) {
   if (tile.num_rows > aq::kOwnRows) return;
   const Pages<S> pages(*job.kv, job.layer, item.head,
                        rows.page_table + (size_t)rows.slots[tile.row] * rows.table_stride);
-  pages.fetch(Path(rows, tile.row, job.window), item.span * kSpan);
+  pages.fetch(Path(rows, tile.row, job.window), item.blocks.begin * AQ_BLOCK);
 }
 
 static void fetch_first(const AttentionJob& job, const Items& items) {
@@ -300,7 +308,7 @@ static void run_items(const AttentionJob& job, const Items& items, float* worksp
   for (int i = 0; i < items.count; i++) {
     fetch<S>(job, items, i + kItemsAhead);
     const Item item = items[i];
-    TileWork<S>(job, job.tiles[item.tile], item.head, workspace).run(job.deferred ? item.span : -1);
+    TileWork<S>(job, job.tiles[item.tile], item.head, workspace).run(item);
   }
 }
 
@@ -313,9 +321,7 @@ static void attention(const Worker& worker, const AttentionJob& job) {
   run_items(worker, job, Items(job, worker));
   if (!job.deferred) return;
   worker.barrier();
-  const Share mine = share(worker, job.rows->num_rows * job.num_heads);
-  float* accumulator = job.workspace + worker.index * job.workspace_floats;
-  for (int i = mine.begin; i < mine.end; i++) merge_deferred(job, i / job.num_heads, i % job.num_heads, accumulator);
+  merge_items(worker, job);
 }
 
 }  // namespace AQ_NAMESPACE

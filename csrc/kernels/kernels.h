@@ -104,9 +104,9 @@ struct AttentionJob {
   int layer, num_heads, q_stride, window;
   float scale;
   const Tile* tiles;
-  int num_tiles, num_spans;
-  bool deferred;       // each span is a work item of its own, and its state goes to `partials`
-  float* partials;     // [R, num_heads, num_spans, 16 + head_dim]: maximum, sum, ..., accumulator
+  int num_tiles, num_blocks;
+  bool deferred;       // tiles are cut between workers, and the states of their parts go to `partials`
+  float* partials;     // [R, num_heads, num_blocks, 16 + head_dim]: attention.h
   float* workspace;    // per worker
   size_t workspace_floats;
 };

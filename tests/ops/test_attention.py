@@ -184,6 +184,25 @@ def test_spans_computed_by_several_threads_fold_to_the_same_bits(storage):
     assert all(np.array_equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("storage", ["bfloat16", "dot"])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("window", [0, 700])
+def test_workers_that_share_tiles_by_blocks_give_the_same_bits(window, kv_heads, storage):
+    """Tiles and heads that no number of threads divides, of rows that begin and end anywhere in spans."""
+    arithmetic = stored(storage)[1]
+    cache, rng = Cache.new(2500, kv_heads, 64, slots=2), np.random.default_rng(kv_heads)
+    fill(cache, 2500), fill(cache, 1300, 1)
+    for num_first, num_second in ((1, 0), (4, 0), (5, 1), (50, 0)):
+        specs = [Row(int(rng.integers(500, 2500)), key_start=int(rng.integers(400))) for _ in range(num_first)]
+        specs += [Row(1290, (1291, 1295), 70, slot=1)] * num_second
+        q = queries(len(specs), 3 * kv_heads, 64)
+        results = []
+        for threads in (1, 2, 3, 4, 7):
+            calls.set_threads(threads)
+            results.append(bits(attention(cache, specs, q, 0.125, window, arithmetic=arithmetic)))
+        assert all(np.array_equal(result, results[0]) for result in results), len(specs)
+
+
 @pytest.mark.parametrize("storage", STORED)
 def test_a_row_does_not_see_its_neighbours_nan(storage):
     """A later key that is NaN belongs to the later row of the chunk only."""
