@@ -59,6 +59,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"prefix_allowed_tokens_fn": lambda row, ids: [(7 * int(ids[-1]) + n + 5 * row) % 150 + 3 for n in range(9)]},
     {"encoder_repetition_penalty": 1.8, "encoder_no_repeat_ngram_size": 1},
     {"remove_invalid_values": True},
+    {"logits_processor": [NeverSameParity(), RepetitionPenaltyLogitsProcessor(3.0)]},
     {"logits_processor": [NeverSameParity(), RepetitionPenaltyLogitsProcessor(1.3), NeverSameParity()]},
 ]
 """Among them processors that the engine stands in for, before and after those of the host."""
