@@ -72,9 +72,8 @@ class NativeBatch:
 
     def verify(self, masks: TokenMasks | None, edits: RowEdits = ()) -> None:
         """Run the target over the drafted step, draw, accept. Raises what an edit raises."""
-        shape, at = (len(edits), 0) if masks is None else masks.shape, None
-        if masks is not None:
-            at = address("masks", masks, np.int32)
+        shape = (len(edits), 0) if masks is None else masks.shape
+        at = None if masks is None else address("masks", masks, np.int32)
         if not edits:
             self._check(self._library.verify(self._handle, at, *shape, None, None))
             return
