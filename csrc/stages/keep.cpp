@@ -181,7 +181,7 @@ int keep(AqBatch* batch, int32_t* out) {
 int one_step(AqBatch* batch, const int32_t* message, const AqConfidence* confidence, const AqAdmit* admits,
              int num_admits, int32_t* out, double* times) {
   if (const int failed = aq_draft(batch, message, confidence, admits, num_admits)) return failed;
-  if (const int failed = aq_verify(batch, nullptr, 0, 0)) return failed;
+  if (const int failed = aq_verify(batch, nullptr, 0, 0, nullptr, nullptr)) return failed;
   return aq_keep(batch, out, times);
 }
 

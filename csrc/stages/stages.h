@@ -102,9 +102,13 @@ int aq_read_trees(AqBatch*, int32_t* out);
 // Replaces the grown trees by others, laid out as aq_read_trees does. Each tree keeps its root's token.
 int aq_replace_trees(AqBatch*, const int32_t* trees);
 
+// Changes the logits [vocab] of a row of the host's choice, after the slot's own rules and before the mask.
+typedef void (*AqEdit)(int32_t row, float* logits);
+
 // One target forward over trees and chunks, and a token drawn at every row. masks [nodes + chunks that draw, words]:
-// which tokens a row may draw; NULL: all.
-int aq_verify(AqBatch*, const uint32_t* masks, int32_t num_rows, int32_t num_words);
+// which tokens a row may draw; NULL: all. edited [nodes + chunks that draw]: whether edit changes a row's logits; NULL:
+// no row's. edit runs on the calling thread.
+int aq_verify(AqBatch*, const uint32_t* masks, int32_t num_rows, int32_t num_words, const uint8_t* edited, AqEdit edit);
 
 // Moves every slot to its next root. out holds the size of what follows up to the trees, the number of draft rows run,
 // and the number of experts that the target read, of all layers together; for each decode the root's index, the number

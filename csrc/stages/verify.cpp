@@ -91,8 +91,19 @@ int draw_plain(AqBatch* batch, const std::vector<Drawing>& all, const std::vecto
   return 0;
 }
 
-int draw_ruled(AqBatch* batch, const std::vector<Drawing>& all, const std::vector<int>& which, const uint32_t* masks,
-               int num_words) {
+// What the host says of the rows that draw, see aq_verify.
+struct Host {
+  const uint32_t* masks;
+  int num_words;
+  const uint8_t* edited;
+  AqEdit edit;
+
+  const uint32_t* mask(int row) const { return masks == nullptr ? nullptr : masks + (size_t)row * num_words; }
+  bool edits(int row) const { return edited != nullptr && edited[row]; }
+  bool changes(int row, int vocab) const { return edits(row) || (masks != nullptr && !allows_all(mask(row), vocab)); }
+};
+
+int draw_ruled(AqBatch* batch, const std::vector<Drawing>& all, const std::vector<int>& which, const Host& host) {
   const AqBatchConfig& c = batch->config;
   const int vocab = c.target->head.n;
   for (size_t begin = 0; begin < which.size(); begin += kRuleRows) {
@@ -111,7 +122,8 @@ int draw_ruled(AqBatch* batch, const std::vector<Drawing>& all, const std::vecto
       float* logits = batch->logits.data() + (size_t)i * vocab;
       Rules& rules = batch->slots[all[number].slot].rules;
       if (rules.any()) rules.apply(before(*batch, all[number]), logits);
-      if (masks != nullptr) apply_mask(masks + (size_t)number * num_words, vocab, logits);
+      if (host.edits(number)) host.edit(number, logits);
+      if (const uint32_t* mask = host.mask(number)) apply_mask(mask, vocab, logits);
     }
     AQ_TRY(aq_draw(batch->logits.data(), n, vocab, sampling, tokens));
     for (int i = 0; i < n; i++) batch->drawn[which[begin + i]] = tokens[i];
@@ -119,16 +131,14 @@ int draw_ruled(AqBatch* batch, const std::vector<Drawing>& all, const std::vecto
   return 0;
 }
 
-int draw(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks, int num_words) {
+int draw(AqBatch* batch, const std::vector<Drawing>& all, const Host& host) {
   const int vocab = batch->config.target->head.n;
   std::vector<int> plain, ruled;
-  for (int i = 0; i < (int)all.size(); i++) {
-    const bool masked = masks != nullptr && !allows_all(masks + (size_t)i * num_words, vocab);
-    (masked || batch->slots[all[i].slot].rules.any() ? ruled : plain).push_back(i);
-  }
+  for (int i = 0; i < (int)all.size(); i++)
+    (host.changes(i, vocab) || batch->slots[all[i].slot].rules.any() ? ruled : plain).push_back(i);
   batch->drawn.assign(all.size(), -1);
   if (!plain.empty()) AQ_TRY(draw_plain(batch, all, plain));
-  return ruled.empty() ? 0 : draw_ruled(batch, all, ruled, masks, num_words);
+  return ruled.empty() ? 0 : draw_ruled(batch, all, ruled, host);
 }
 
 // The accepted nodes of one tree, root first. One pass suffices because parents stand before their children.
@@ -152,7 +162,7 @@ void accept(AqBatch* batch, int b) {
   kept.push_back(drawn[path.back()]);
 }
 
-int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* masks, int num_words) {
+int verify(AqBatch* batch, const std::vector<Drawing>& all, const Host& host) {
   const AqBatchConfig& c = batch->config;
   bool captures = false;
   for (const AqDecode& decode : batch->decodes) captures |= batch->slots[decode.slot].drafts;
@@ -161,7 +171,7 @@ int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* mask
   AQ_TRY(aq_forward(c.target, c.target_kv, &batch->rows.rows(), nullptr, batch->rows.num_rows(), c.hidden,
                     captures ? c.features : nullptr, &batch->num_experts));
   batch->lap(kVerifyTime);
-  AQ_TRY(draw(batch, all, masks, num_words));
+  AQ_TRY(draw(batch, all, host));
   const size_t count = batch->decodes.size();
   batch->paths.resize(count), batch->kept.resize(count);
   for (size_t b = 0; b < count; b++) accept(batch, (int)b);
@@ -172,14 +182,19 @@ int verify(AqBatch* batch, const std::vector<Drawing>& all, const uint32_t* mask
   return 0;
 }
 
-int check_verify(const AqBatch& batch, const uint32_t* masks, int num_rows, int num_words) {
+int check_verify(const AqBatch& batch, const Host& host, int num_rows) {
   AQ_REQUIRE(batch.stage == Stage::drafted, "the step has not been drafted");
-  if (masks == nullptr) return 0;
-  AQ_TRY(check_pointer("masks", masks, sizeof(uint32_t)));
   int expected = (int)batch.trees.tokens.size();
   for (const AqChunk& chunk : batch.chunks) expected += chunk.draws;
-  AQ_REQUIRE(num_rows == expected && num_words == (batch.config.target->head.n + 31) / 32,
-             "masks [%d, %d]: must be [%d, %d]", num_rows, num_words, expected,
+  if (host.edited != nullptr) {
+    AQ_TRY(check_pointer("edited", host.edited, sizeof(uint8_t)));
+    AQ_REQUIRE(num_rows == expected && host.edit != nullptr, "edited [%d]: must be [%d], with an edit", num_rows,
+               expected);
+  }
+  if (host.masks == nullptr) return 0;
+  AQ_TRY(check_pointer("masks", host.masks, sizeof(uint32_t)));
+  AQ_REQUIRE(num_rows == expected && host.num_words == (batch.config.target->head.n + 31) / 32,
+             "masks [%d, %d]: must be [%d, %d]", num_rows, host.num_words, expected,
              (batch.config.target->head.n + 31) / 32);
   return 0;
 }
@@ -209,14 +224,16 @@ int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* draw
   return 0;
 }
 
-int aq_verify(AqBatch* batch, const uint32_t* masks, int32_t num_rows, int32_t num_words) {
+int aq_verify(AqBatch* batch, const uint32_t* masks, int32_t num_rows, int32_t num_words, const uint8_t* edited,
+              AqEdit edit) {
   AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
-  AQ_TRY(check_verify(*batch, masks, num_rows, num_words));
+  const Host host{masks, num_words, edited, edit};
+  AQ_TRY(check_verify(*batch, host, num_rows));
   batch->lapped = seconds();
   bind(batch);
   const std::vector<Drawing> all = drawing_rows(*batch);
   batch->lap(kRowsTime);
-  if (verify(batch, all, masks, num_words) != 0) return -2;
+  if (verify(batch, all, host) != 0) return -2;
   batch->stage = Stage::verified;
   return 0;
 }

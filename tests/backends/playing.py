@@ -20,6 +20,7 @@ from aquiline.backends.base import (
     Extend,
     Pages,
     Prefilled,
+    RowEdits,
     Sizes,
     StepInput,
     StepOutput,
@@ -155,18 +156,21 @@ class Player:
         in_stages: bool = False,
         change: Callable[[DraftTree], DraftTree] | None = None,
         masks: Callable[[DraftTree, StepInput], TokenMasks] | None = None,
+        edits: Callable[[DraftTree, StepInput], RowEdits] | None = None,
     ) -> StepOutput:
-        """One step, in one call or in stages; change and masks act between the two."""
+        """One step, in one call or in stages; change, masks and edits act between the two."""
         message = self.next_step(texts)
-        if not in_stages and change is None and masks is None:
+        if not in_stages and change is None and masks is None and edits is None:
             output = self.backend.step(message).read()
         else:
             drafts = self.backend.draft(message)
-            tree = drafts.read() if change is not None or masks is not None else None
+            tree = drafts.read() if (change or masks or edits) is not None else None
             if tree is not None and change is not None:
                 tree = change(tree)
             given = masks(tree, message) if masks is not None and tree is not None else None
-            output = self.backend.verify(message, drafts if change is None or tree is None else tree, given).read()
+            given_edits = edits(tree, message) if edits is not None and tree is not None else ()
+            shown = drafts if change is None or tree is None else tree
+            output = self.backend.verify(message, shown, given, given_edits).read()
         self.note(message, output)
         return output
 

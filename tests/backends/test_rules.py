@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tests.backends.playing import WAYS, Player, Text, new_pair, words
 from tests.conftest import needs_native, tiny_pair, weights_of
 from tests.ops.native_calls import draw as draw_rows
 
-from aquiline.backends.base import StepInput, TokenMasks
+from aquiline.backends.base import RowEdits, StepInput, TokenMasks
 from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
@@ -208,3 +208,55 @@ def test_a_mask_that_allows_nothing() -> None:
     player.drop(text)
     player.run(8)
     check(other)
+
+
+@pytest.mark.parametrize("way", SOME, ids=lambda way: way.name)
+def test_edits(way: Drafting) -> None:
+    """Rules come before an edit, an edit before a mask; rows without an edit go the fast way."""
+    rng, by_index = np.random.default_rng(1), dict[int, Float32]()
+
+    def edit(index: int, logits: Float32) -> None:
+        """Turns negative logits around, which only commutes with what stands at its own place."""
+        logits[:] = np.abs(logits) + by_index.setdefault(index, rng.normal(0, 2, 96).astype(np.float32))
+
+    def indices(tree: DraftTree, step: StepInput) -> list[int]:
+        offsets, depths = tree.topology.offsets, tree.topology.depths
+        texts = [player.at(decode.slot) for decode in step.decodes]
+        found = [len(t.tokens) + int(d) for b, t in enumerate(texts) if t for d in depths[offsets[b] : offsets[b + 1]]]
+        return found + [chunk.end for chunk in step.chunks if chunk.draws]
+
+    def edits(tree: DraftTree, step: StepInput) -> RowEdits:
+        return [None if index % 3 == 0 else partial(edit, index) for index in indices(tree, step)]
+
+    def masks(tree: DraftTree, step: StepInput) -> TokenMasks:
+        bits = np.ones((len(indices(tree, step)), 96), np.uint8)
+        bits[:, 7:30] = 0
+        return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+    player = Player(pair())
+    texts = [player.add(PROMPT, way, dataclasses.replace(BASE, presence_penalty=p)) for p in (0.0, 4.0)]
+    player.run(10, edits=edits, masks=masks)
+    player.run(20, edits=edits)
+    for text in texts:
+        logits = own_logits(text.tokens)
+        for index in range(text.num_prompt, len(text.tokens)):
+            row = adjusted(logits[index - 1], text.tokens[:index], text.num_prompt, text.sampling)
+            if index % 3:
+                row = np.abs(row) + by_index[index]
+            if index < text.num_prompt + 10:
+                row[7:30] = -math.inf
+            assert text.tokens[index] == draw(row, index, text.sampling), index
+
+
+def test_edits_that_do_not_fit_and_fail() -> None:
+    player = Player(pair())
+    text = player.add(PROMPT, Chain(3), BASE)
+    player.run(1)
+    with pytest.raises(ValueError, match="3 edits beside masks of 4 rows"):
+        player.step(masks=lambda tree, step: np.full((4, 3), -1, np.int32), edits=lambda tree, step: [None] * 3)
+    with pytest.raises(ValueError, match=r"edited \[5\]: must be \[4\]"):
+        player.step(edits=lambda tree, step: [None] * 5)
+    with pytest.raises(ZeroDivisionError):
+        player.step(edits=lambda tree, step: [None, lambda logits: 1 // 0, None, None])  # type: ignore[list-item]
+    player.run(10)
+    check(text)

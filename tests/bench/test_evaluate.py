@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import TINY, engine_config, needs_native, tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from aquiline.backends.base import Backend, Drafts, Pending, StepInput, TokenMasks
+from aquiline.backends.base import Backend, Drafts, Pending, RowEdits, StepInput, TokenMasks
 from aquiline.bench.eval.answers import AnsweredText
 from aquiline.bench.eval.eval_plan import EvalPlan
 from aquiline.bench.eval.eval_report import EvalFacts, EvalReport, model_facts
@@ -51,8 +51,10 @@ class Lossy(SimulatedBackend):
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner, 1.0, TINY.vocab_size)
 
-    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> Pending:
-        output = self.inner.verify(step, drafts, masks).read()
+    def verify(
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None, edits: RowEdits = ()
+    ) -> Pending:
+        output = self.inner.verify(step, drafts, masks, edits).read()
         for decode, decoded in zip(step.decodes, output.decodes, strict=True):
             decoded.kept[-1] ^= decode.drafting.is_speculative
         return ReadOutcome(output)

@@ -212,7 +212,7 @@ ARGUMENTS: dict[str, dict[int, Callable[[list[Any]], int]]] = {
         1: lambda a: last_row(a[3], a[6]) * a[2] * WORD, **{i: lambda a: a[6] * WORD for i in (3, 4, 5)},
     },
     "aq_open_batch": {}, "aq_close_batch": {}, "aq_add_shape": {}, "aq_draft": {}, "aq_step": {}, "aq_keep": {},
-    "aq_verify": {1: lambda a: a[2] * a[3] * WORD},
+    "aq_verify": {1: lambda a: a[2] * a[3] * WORD, 4: lambda a: a[2]},
     "aq_open_index": {}, "aq_close_index": {}, "aq_extend_index": {1: lambda a: a[2] * WORD},
     "aq_propose": {1: lambda a: a[2] * WORD, 5: lambda _: ctypes.sizeof(AqCopy)},
 }  # fmt: skip

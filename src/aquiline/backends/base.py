@@ -12,7 +12,7 @@ j + 1, and its key stands at KV index j + 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,9 @@ from aquiline.types import AcceptResult, Float32, Int32, TokenLogprobs
 
 TokenMasks = NDArray[np.int32]
 """[R, ceil(V / 32)]: bit t % 32 of word t // 32 says whether row r may draw token t (xgrammar's bitmask)."""
+
+RowEdits = Sequence[Callable[[Float32], None] | None]
+"""What changes the logits [V] of each row in place, on the host; None: nothing does. Empty: no row's are changed."""
 
 
 @dataclass(frozen=True)
@@ -257,9 +260,13 @@ class Backend(Protocol):
         """Apply the step's extends, admits and pages, and grow a tree below the root of every Decode."""
         ...
 
-    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> Pending:
+    def verify(
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None, edits: RowEdits = ()
+    ) -> Pending:
         """Run the target over the trees and the chunks, draw at every row, keep the drawn paths, and make every slot
-        ready for its next step. masks: what each row of the trees, then of the chunks that draw, may draw."""
+        ready for its next step. masks: what each row of the trees, then of the chunks that draw, may draw. edits: what
+        changes the logits of the same rows, after the slot's own rules and before the mask; none: nothing does. What an
+        edit raises is raised."""
         ...
 
     def step(self, step: StepInput) -> Pending:

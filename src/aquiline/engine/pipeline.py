@@ -11,8 +11,9 @@ The rule: `lag` outcomes stay unread after a step of the engine, 1 where outcome
 issued while no more than `lag` wait; the oldest is committed once more than `lag` wait, or if nothing can be issued.
 A sequence that drafts on the host needs its last tokens, so a late outcome is then committed before the next issue.
 
-- *Constrained*: where a sequence follows a grammar, the host reads the drafted trees, cuts what the grammar refuses and
-  has the target draw under masks. Such steps are neither late nor repeated.
+- *Guided*: where a sequence follows a grammar, the host reads the drafted trees, cuts what the grammar refuses and has
+  the target draw under masks. A request's own edit changes the logits of its rows. Such steps are neither late nor
+  repeated.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from aquiline.backends.base import Admit, Backend, Decode, Pages, Pending, StepInput, StepOutput
+from aquiline.backends.base import Admit, Backend, Decode, Pages, Pending, RowEdits, StepInput, StepOutput
 from aquiline.engine.constraint import constrain
 from aquiline.engine.scheduler import StepPlan
-from aquiline.engine.sequence import Sequence
+from aquiline.engine.sequence import Sequence, TextEdit
 from aquiline.spec.drafting import NoDraft, Proposal
+from aquiline.spec.tree import DraftTree
 
 
 class StepChoice(NamedTuple):
@@ -100,9 +102,9 @@ class Pipeline:
         return len(self.unread) > self.lag
 
     def must_read_first(self, running: Iterable[Sequence | None]) -> bool:
-        """Whether the next plan needs the outcome that is still unread: proposers on the host and grammars read
+        """Whether the next plan needs the outcome that is still unread: proposers on the host, grammars and edits read
         tokens."""
-        needs = any(s is not None and (s.proposer is not None or s.constraint is not None) for s in running)
+        needs = any(s is not None and (s.proposer is not None or s.is_guided) for s in running)
         return self.is_late and bool(self.unread) and needs
 
     def issue(self, backend: Backend, plan: StepPlan, message: StepInput, most: int) -> int:
@@ -110,9 +112,8 @@ class Pipeline:
 
         Admissions, pages and extends come before the decodes, so they belong to the first of repeated steps."""
         outcomes: Items[Pending]
-        drawing = (s for s, chunk in zip(plan.prefilling, plan.chunks, strict=True) if chunk.draws)
-        if any(s.constraint is not None for s in (*plan.decoding, *drawing)):
-            outcomes = [issue_constrained(backend, plan, message)]
+        if any(s.is_guided for s in (*plan.decoding, *_drawing(plan))):
+            outcomes = [issue_guided(backend, plan, message)]
         else:
             outcomes = backend.repeat(message, most)
         for number, outcome in enumerate(outcomes):
@@ -144,13 +145,34 @@ class Pipeline:
             _ = self.unread.popleft().output
 
 
-def issue_constrained(backend: Backend, plan: StepPlan, message: StepInput) -> Pending:
-    """Issue a step some of whose sequences follow a grammar: what their grammars refuse is cut from the drafted trees
-    before the target computes a row of it."""
-    drafts = backend.draft(message)
-    drawing = [s.constraint for s, chunk in zip(plan.prefilling, plan.chunks, strict=True) if chunk.draws]
-    tree, masks = constrain(drafts.read(), [s.constraint for s in plan.decoding], drawing)
-    return backend.verify(message, tree, masks)
+def issue_guided(backend: Backend, plan: StepPlan, message: StepInput) -> Pending:
+    """Issue a step some of whose sequences are guided: what their grammars refuse is cut from the drafted trees before
+    the target computes a row of it."""
+    tree, masks, drawing = backend.draft(message).read(), None, _drawing(plan)
+    of_trees, of_chunks = ([s.constraint for s in sequences] for sequences in (plan.decoding, drawing))
+    if any(constraint is not None for constraint in (*of_trees, *of_chunks)):
+        tree, masks = constrain(tree, of_trees, of_chunks)
+    return backend.verify(message, tree, masks, _edits(tree, plan.decoding, drawing))
+
+
+def _drawing(plan: StepPlan) -> list[Sequence]:
+    """The sequences that draw their first token."""
+    return [s for s, chunk in zip(plan.prefilling, plan.chunks, strict=True) if chunk.draws]
+
+
+def _edits(tree: DraftTree, decoding: Iterable[Sequence], drawing: Iterable[Sequence]) -> RowEdits:
+    """The edit of every node, given the tokens up to the node, then that of every sequence that draws its first
+    token. Empty if no request has one."""
+    offsets, tokens, parents = (a.tolist() for a in (tree.topology.offsets, tree.tokens, tree.topology.parents))
+    rows = list[tuple[TextEdit | None, list[int]]]()
+    for sequence, first, end in zip(decoding, offsets, offsets[1:], strict=False):
+        edit = sequence.request.edit
+        rows.append((edit, sequence.tokens))
+        for node in range(first + 1, end):
+            rows.append((edit, [] if edit is None else [*rows[first + parents[node]][1], tokens[node]]))
+    rows += [(sequence.request.edit, sequence.tokens) for sequence in drawing]
+    edits = [None if edit is None else partial(edit, before) for edit, before in rows]
+    return edits if any(edits) else ()
 
 
 def message_of(

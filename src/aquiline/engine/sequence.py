@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from aquiline.kv.prefix import Node
 from aquiline.metrics import Counters
 from aquiline.spec.drafting import Drafting, Proposer
 from aquiline.text.detokenizer import Detokenizer
-from aquiline.types import FinishReason, Source, TokenLogprobs
+from aquiline.types import FinishReason, Float32, Source, TokenLogprobs
 
 MARGIN = 2
 """Number of KV indices that every sequence must have room for after its longest text: one for a step that drafts
@@ -26,6 +28,9 @@ drafted."""
 MAX_DEADLINE_S = 1e9
 """Thirty years. A longer deadline, an arrival so long after the machine's start, NaN and infinity are refused as
 mistakes."""
+
+TextEdit = Callable[[Items[int], Float32], None]
+"""Changes the logits [V] of the next token in place, given all tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Request:
     with_text False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
     bad_word_ids: bad words as token ids, beside those of `sampling`, which are texts.
     grammar: what `sampling.structured` was compiled to, by LLM.request or by the server.
+    edit: changes the logits before a token is drawn, by these and the tokens before it alone, so that drafts do not
+    change the text. It runs in the engine's thread; what it raises, the step raises.
 
     Raises ValueError naming a field of a wrong type or out of range: the engine's thread serves all requests and checks
     no field again. Engine.check says whether a request fits the models."""
@@ -55,6 +62,7 @@ class Request:
     with_text: bool = True
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
+    edit: TextEdit | None = None
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -197,6 +205,7 @@ class Sequence:
     lookahead: int = field(init=False)
     max_step: int = field(init=False)  # tokens that a step adds at most
     is_adaptive: bool = field(init=False)
+    is_guided: bool = field(init=False)  # whether the host says what a row may draw, by the tokens before it
     is_repeatable: bool = field(init=False)  # whether steps may be repeated before the host reads its tokens
 
     def __post_init__(self) -> None:
@@ -204,7 +213,8 @@ class Sequence:
         self.num_prompt, self.urgency = len(request.prompt_ids), (request.priority, self.order)
         self.drafts, self.lookahead = drafting.needs_draft_model, request.lookahead
         self.max_step, self.is_adaptive = request.max_step, drafting.is_adaptive
-        needs_host = request.sampling.stop or self.constraint is not None
+        self.is_guided = self.constraint is not None or request.edit is not None
+        needs_host = request.sampling.stop or self.is_guided
         self.is_repeatable = not needs_host and (self.is_adaptive or self.proposer is None)
         self.num_rows = 1 if self.is_adaptive else drafting.max_nodes
 
@@ -274,6 +284,8 @@ class Sequence:
         sampling, cause = self.request.sampling, "check the checkpoint's weights and dtype"
         if sampling.logit_bias or sampling.bad_words or sampling.min_tokens or sampling.structured is not None:
             cause += ", and whether logit_bias, bad_words, min_tokens and structured leave any token"
+        if self.request.edit is not None:
+            cause += ", and whether the edit leaves any token"
         where = f"request {self.request.id}: the target's logits at position {len(self.tokens)}"
         end = self.end("error", f"{where} are NaN or have no finite value; {cause}")
         return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)

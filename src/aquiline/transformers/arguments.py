@@ -7,8 +7,9 @@ Source of the classes and of what they do: transformers 5.24, generation/{logits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.logits_process import (
     LogitNormalization,
     LogitsProcessor,
+    LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -30,6 +32,8 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 
 from aquiline.config import SamplingParams
+from aquiline.engine.sequence import TextEdit
+from aquiline.types import Float32
 
 _OTHER_MODES = (
     "num_beams", "num_beam_groups", "penalty_alpha", "constraints", "force_words_ids", "dola_layers",
@@ -58,7 +62,8 @@ stand in any order; those after it decide among tokens that are drawn, and chang
 @dataclass
 class Arguments:
     """A call of `generate`. length: tokens of the padded prompts; prompts: without padding; criteria: those that run on
-    the host after each token; pad: what shorter rows end with."""
+    the host after each token; pad: what shorter rows end with; on_host: processors that run at every
+    node of a tree."""
 
     length: int
     prompts: list[list[int]]
@@ -69,6 +74,7 @@ class Arguments:
     pad: int | None
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    on_host: list[LogitsProcessor] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
 
     def sampling(self) -> list[SamplingParams]:
@@ -84,14 +90,25 @@ class Arguments:
         seeds = torch.randint(2**63 - 1, (rows,)).tolist() if self.is_sampled else [0] * rows
         return [SamplingParams(**common, seed=seed) for seed in seeds]
 
-    def read_processors(self, processors: Iterable[LogitsProcessor]) -> None:
-        """Take over what the processors do. Raises ValueError naming one that the engine cannot stand in for."""
+    def read_processors(self, processors: list[LogitsProcessor], host_processors: bool) -> None:
+        """Take over what the processors do. With host_processors, those that the engine cannot stand in for run on the
+        host, and so do those beside them that would change places; without, they are refused: raises ValueError naming
+        one."""
+        if host_processors and any(type(processor) not in _STAGES for processor in processors):
+            stages = [_STAGES.get(type(processor)) for processor in processors]
+            first = next(i for i, stage in enumerate(stages) if stage != 0)
+            end = max(i for i, stage in enumerate(stages) if not stage) + 1
+            self.on_host, processors = processors[first:end], processors[:first] + processors[end:]
         seen: list[type[LogitsProcessor]] = []
         for processor in processors:
             kind = type(processor)
             if kind not in _STAGES:
                 known = ", ".join(each.__name__ for each in _STAGES)
-                raise ValueError(f"{kind.__name__}: is a logits processor that does not run here; there are {known}")
+                told = f"{kind.__name__}: is a logits processor that does not run here; there are {known}"
+                raise ValueError(
+                    f"{told}. One that is a function of (input_ids, scores) alone runs on the host with "
+                    "speculative(host_processors=True)"
+                )
             if kind in seen or (seen and _STAGES[kind] < _STAGES[seen[-1]]):
                 before = f"{seen[-1].__name__}: the order here is temperature, top-k, top-p, min-p, each once"
                 raise ValueError(f"{kind.__name__}: stands after {before}")
@@ -99,6 +116,35 @@ class Arguments:
             seen.append(kind)
             if self.is_sampled or not _STAGES[kind]:
                 self._read(processor)
+
+    def check_host(self, input_ids: Tensor, vocab_size: int) -> None:
+        """Try the processors of the host on rows [B, L]. Raises ValueError naming one whose scores depend on earlier
+        calls or on other rows, as far as that shows."""
+        scores = torch.randn(len(input_ids), vocab_size, generator=torch.Generator().manual_seed(0))
+        scores = scores.to(input_ids.device)
+        for processor in self.on_host:
+            together = processor(input_ids, scores.clone())
+            for row, expected in enumerate(together):
+                found = _of_row(processor, row, len(scores), input_ids[row], scores[row])
+                if not torch.allclose(found, expected, equal_nan=True):
+                    name = type(processor).__name__
+                    raise ValueError(f"{name}: is no function of a row's (input_ids, scores) alone; leave it out")
+            scores = together
+
+    def edits(self, input_ids: Tensor) -> list[TextEdit | None]:
+        """What the processors of the host do with the logits of each row [L], padding included."""
+        if not self.on_host:
+            return [None] * len(self.prompts)
+        processors, device = LogitsProcessorList(self.on_host), input_ids.device
+
+        def edit(row: int, tokens: Sequence[int], logits: Float32) -> None:
+            padding = input_ids[row, : self.length - len(self.prompts[row])]
+            with torch.inference_mode(False), torch.no_grad():
+                ids = torch.cat((padding, padding.new_tensor(tokens)))
+                scores = _of_row(processors, row, len(input_ids), ids, torch.from_numpy(logits).to(device))
+            logits[:] = scores.float().cpu().numpy()
+
+        return [partial(edit, row) for row in range(len(input_ids))]
 
     def _read(self, processor: LogitsProcessor) -> None:
         match processor:
@@ -215,6 +261,13 @@ def _check_filter(processor: Any) -> None:
     kept = getattr(processor, "min_tokens_to_keep", 1)
     if kept > 1 and not isinstance(processor, TopKLogitsWarper):  # which has it in its top_k
         raise ValueError(f"{name}: min_tokens_to_keep={kept}: one token is kept here; leave it out")
+
+
+def _of_row(processor: LogitsProcessor, row: int, num_rows: int, ids: Tensor, scores: Tensor) -> Tensor:
+    """What a processor makes of one row's scores [V], given its tokens [L]. A processor may know rows by their numbers,
+    so it gets a whole batch, each row of which is this one."""
+    changed: Tensor = processor(ids.repeat(num_rows, 1), scores.repeat(num_rows, 1))
+    return changed[row]
 
 
 def _ids(tokens: Tensor) -> frozenset[int]:

@@ -47,6 +47,7 @@ class Speculation:
     device: str | None
     engine: EngineConfig
     streamer: BaseStreamer | None
+    host_processors: bool
 
     def __call__(
         self,
@@ -64,7 +65,9 @@ class Speculation:
         family that it does not run or a draft that does not fit, NumericalError for logits that are not numbers."""
         _check_lost()
         arguments = read_arguments(input_ids, stopping_criteria, generation_config, rest)
-        arguments.read_processors(logits_processor)
+        arguments.read_processors(logits_processor, self.host_processors)
+        if arguments.on_host:
+            arguments.check_host(input_ids, config_of(model).vocab_size)
         sampling = arguments.sampling()
         if self.streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer: takes one row, and there are {len(input_ids)}; pass them one by one")
@@ -94,6 +97,7 @@ def speculative(
     drafter: str | Drafting | None = None,
     *,
     streamer: BaseStreamer | None = None,
+    host_processors: bool = False,
     dtype: str = "auto",
     draft_dtype: str = "auto",
     arithmetic: str = "auto",
@@ -111,13 +115,14 @@ def speculative(
 
     drafter: a way to draft or its name; by default adaptively with a draft, else none. dtype: by default the model's.
     device: by default the model's. streamer: gets the prompt and every token of a single row; `generate` does not hand
-    its own to a callable. The rest is as in LLM. Raises CheckpointError for a draft that is not there, and ValueError
-    for an unknown drafter."""
+    its own to a callable. host_processors: whether logits processors that the engine cannot stand in for run on the
+    host, at every node; each must be a function of (input_ids, scores) alone. The rest is as in LLM. Raises
+    CheckpointError for a draft that is not there, and ValueError for an unknown drafter."""
     drafting = drafting_named(drafter) if isinstance(drafter, str) else drafter
     place = None if draft is None else resolve(draft_of(draft))
     overrides = DraftOverrides(capture and tuple(capture), norm_feedback)
     asked = Loading(dtype, arithmetic, kv_dtype, overrides=overrides, draft_dtype=draft_dtype)
-    return Speculation(place, drafting, asked, device, engine or EngineConfig(), streamer)
+    return Speculation(place, drafting, asked, device, engine or EngineConfig(), streamer, host_processors)
 
 
 class _Packed:
@@ -179,8 +184,10 @@ class _Call:
         self._padded = dict(zip(self._rows, self._prompt.tolist(), strict=True))
         self._ended: set[int] = set()  # by a criterion
         self._requests = [
-            replace(llm.request(name, prompt, params), bad_word_ids=arguments.bad_words)
-            for name, prompt, params in zip(self._rows, arguments.prompts, sampling, strict=True)
+            replace(llm.request(name, prompt, params), bad_word_ids=arguments.bad_words, edit=edit)
+            for name, prompt, params, edit in zip(
+                self._rows, arguments.prompts, sampling, arguments.edits(input_ids), strict=True
+            )
         ]
         for request in self._requests:
             llm.engine.check(request)

@@ -11,9 +11,9 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.backends.base import Admit, Decode, StepInput, TokenMasks
+from aquiline.backends.base import Admit, Decode, RowEdits, StepInput, TokenMasks
 from aquiline.backends.cpu.buffers import address, pointer
-from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqCut, AqSampling, AqShape
+from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqCut, AqEdit, AqSampling, AqShape
 from aquiline.backends.cpu.native_weights import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
@@ -70,13 +70,29 @@ class NativeBatch:
         self._check(self._library.draft(self._handle, message, confidence, admits, len(step.admits)))
         del kept
 
-    def verify(self, masks: TokenMasks | None) -> None:
-        """Run the target over the drafted step, draw, accept."""
-        if masks is None:
-            self._check(self._library.verify(self._handle, None, 0, 0))
+    def verify(self, masks: TokenMasks | None, edits: RowEdits = ()) -> None:
+        """Run the target over the drafted step, draw, accept. Raises what an edit raises."""
+        shape = (len(edits), 0) if masks is None else masks.shape
+        at = None if masks is None else address("masks", masks, np.int32)
+        if not edits:
+            self._check(self._library.verify(self._handle, at, *shape, None, None))
             return
-        at = address("masks", masks, np.int32)
-        self._check(self._library.verify(self._handle, at, *masks.shape))
+        if len(edits) != shape[0]:
+            raise ValueError(f"{len(edits)} edits beside masks of {shape[0]} rows: must be one of each for a row")
+        errors = list[BaseException]()
+
+        def change(row: int, logits: Any) -> None:
+            edit = edits[row]
+            try:
+                if edit is not None and not errors:
+                    edit(np.ctypeslib.as_array(logits, (self.vocab_size,)))
+            except BaseException as error:  # the library lets none through
+                errors.append(error)
+
+        edited = np.array([edit is not None for edit in edits], np.uint8)
+        self._check(self._library.verify(self._handle, at, *shape, pointer(edited), AqEdit(change)))
+        if errors:
+            raise errors[0]
 
     def keep(self) -> None:
         """Move every slot of the verified step to its next root."""

@@ -218,6 +218,9 @@ STRUCTS: tuple[type[Structure], ...] = (
 _MODEL, _KV, _ROWS, _LINEAR = (POINTER(t) for t in (AqModel, AqKV, AqRows, AqLinear))
 _P, _I, _F = c_void_p, c_int32, c_float
 
+AqEdit = ctypes.CFUNCTYPE(None, c_int32, POINTER(c_float))
+"""What aq_verify calls, where asked, with a row's number and its logits."""
+
 _CHECKED: dict[str, list[Any]] = {
     "aq_select_isa": [c_char_p],
     "aq_set_threads": [_I],
@@ -254,7 +257,7 @@ _STAGES: dict[str, list[Any]] = {
     "aq_draft": [_P, _P, _P, _P, _I],
     "aq_read_trees": [_P, _P],
     "aq_replace_trees": [_P, _P],
-    "aq_verify": [_P, _P, _I, _I],
+    "aq_verify": [_P, _P, _I, _I, _P, _P],
     "aq_keep": [_P, _P, _P],
     "aq_step": [_P, _P, _P, _P, _I, _I, _P, _P, _P],
 }

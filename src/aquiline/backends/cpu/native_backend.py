@@ -19,6 +19,7 @@ from aquiline.backends.base import (
     Decoded,
     Drafts,
     Prefilled,
+    RowEdits,
     Scored,
     Sizes,
     StepInput,
@@ -127,17 +128,20 @@ class CpuBackend:
         self._drafts = CpuDrafts(self._batch, step)
         return self._drafts
 
-    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> CpuPending:
+    def verify(
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None, edits: RowEdits = ()
+    ) -> CpuPending:
         """Run the target over the trees and the chunks, and make every slot ready for its next step.
 
-        Raises ValueError if the step is not the one that was drafted last, or for trees or masks that do not fit."""
+        Raises ValueError if the step is not the one that was drafted last, or for trees, masks or edits that do not
+        fit."""
         waiting = self._drafts
         if waiting is None or waiting.step is not step or not (drafts is waiting or isinstance(drafts, DraftTree)):
             raise ValueError("verify: takes the step that was drafted last, and its drafts or other trees for it")
         if isinstance(drafts, DraftTree):
             self._batch.replace_trees(drafts, len(step.decodes))
         with self._timing():
-            self._batch.verify(masks)
+            self._batch.verify(masks, edits)
             self._drafts = None
             self._batch.keep()
         return self._finish(step, 1)[0]

@@ -1,4 +1,5 @@
-"""What changes a sequence's logits before a token is drawn: penalties, bias, min_tokens, bad words, token masks.
+"""What changes a sequence's logits before a token is drawn: penalties, bias, min_tokens, bad words, the host's edits,
+token masks.
 
 Applied to every node with the tokens of the node's own path, so that a node's logits are those that the same text
 would have if it were decoded without a tree.
@@ -7,11 +8,12 @@ would have if it were decoded without a tree.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from aquiline.backends.base import Admit
+from aquiline.backends.base import Admit, RowEdits
 
 
 class Rules:
@@ -73,3 +75,25 @@ def mask_tokens(logits: Tensor, masks: Tensor) -> Tensor:
     places = torch.arange(logits.shape[1], device=logits.device)
     bits = (masks.long()[:, places // 32] >> (places % 32)) & 1
     return logits.masked_fill(bits == 0, -math.inf)
+
+
+class RowChanges(NamedTuple):
+    """What the host changes of the rows that draw. masks [R, ceil(V / 32)], on the device; edits of the same rows:
+    those of Backend.verify, or none."""
+
+    masks: Tensor | None = None
+    edits: RowEdits = ()
+
+    def take(self, first: int, end: int | None = None) -> RowChanges:
+        """Those of rows [first, end)."""
+        return RowChanges(None if self.masks is None else self.masks[first:end], self.edits[first:end])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Changed logits [R, V]. Waits for the device where there are edits."""
+        if any(self.edits):
+            changed = logits.to("cpu", torch.float32, copy=True)
+            for values, edit in zip(changed.numpy(), self.edits, strict=True):
+                if edit is not None:
+                    edit(values)
+            logits = changed.to(logits)
+        return logits if self.masks is None else mask_tokens(logits, self.masks)

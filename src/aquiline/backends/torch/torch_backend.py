@@ -11,7 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.backends.base import HEAD_ROWS, Chunk, Decode, Drafts, Extend, Scored, Sizes, StepInput, TokenMasks
+from aquiline.backends.base import (
+    HEAD_ROWS,
+    Chunk,
+    Decode,
+    Drafts,
+    Extend,
+    RowEdits,
+    Scored,
+    Sizes,
+    StepInput,
+    TokenMasks,
+)
 from aquiline.backends.torch.chains import (
     ChainGuesses,
     CutChains,
@@ -26,7 +37,7 @@ from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
-from aquiline.backends.torch.logit_rules import mask_tokens
+from aquiline.backends.torch.logit_rules import RowChanges
 from aquiline.backends.torch.slot_state import SlotState
 from aquiline.backends.torch.torch_pages import PagedAttention, TorchPages
 from aquiline.backends.torch.torch_rows import prompt_block, tree_block
@@ -77,7 +88,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def verify(  # noqa: D102
-        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None, edits: RowEdits = ()
     ) -> IssuedStep:
         if isinstance(drafts, DraftTree):
             trees = padded(drafts, self.device)
@@ -87,8 +98,8 @@ class TorchBackend:
         decodes = [decode.slot for decode in step.decodes]
         slots = torch.tensor(decodes, dtype=torch.int64, device=self.device)
         base = self.state.root[slots]
-        if masks is not None:
-            trees = trees.counted()  # whoever made masks has waited for the trees
+        if masks is not None or edits:
+            trees = trees.counted()  # whoever made them has waited for the trees
         on_path = trees.ancestors()
         blocks = [tree_block(self.state, decodes, base, trees, on_path)] if decodes else []
         blocks += [prompt_block(self.state, c.slot, c.start, c.end) for c in step.chunks]
@@ -98,16 +109,16 @@ class TorchBackend:
 
         num_tree_rows = trees.tokens.numel()
         allowed = None if masks is None else torch.from_numpy(np.asarray(masks)).to(self.device)
+        changes, num_nodes = RowChanges(allowed, edits), sum(trees.sizes) if decodes else 0
         kept, columns = None, list[LogprobColumns | None]()
         if decodes:
             logits = self.decoder.logits(out.hidden[:num_tree_rows])
-            drawn = self._draw_trees(decodes, base, trees, on_path, logits, allowed)
+            drawn = self._draw_trees(decodes, base, trees, on_path, logits, changes.take(0, num_nodes))
             kept = accept(trees, on_path, drawn)
             columns = self._decode_logprobs(decodes, trees, kept, logits)
             self._keep(step.decodes, slots, base, trees, kept, out.features[:num_tree_rows])
-        if allowed is not None:
-            allowed = allowed[sum(trees.sizes) :]
-        prefilled = self._prefill(step.chunks, out.hidden[num_tree_rows:], out.features[num_tree_rows:], allowed)
+        changes = changes.take(num_nodes)
+        prefilled = self._prefill(step.chunks, out.hidden[num_tree_rows:], out.features[num_tree_rows:], changes)
         draft_end = self.state.draft_end[slots]
         num_draft_rows = 0 if self._draft is None else self._draft.num_rows
         hosts = [self.state.hosts[slot] for slot in decodes]
@@ -210,7 +221,7 @@ class TorchBackend:
     # Verify
 
     def _draw_trees(
-        self, slots: list[int], base: Tensor, trees: Trees, on_path: Tensor, logits: Tensor, allowed: Tensor | None
+        self, slots: list[int], base: Tensor, trees: Trees, on_path: Tensor, logits: Tensor, changes: RowChanges
     ) -> Tensor:
         """The target's own token at every node, [B, N], from its logits [B * N, V]."""
         B, N = trees.tokens.shape
@@ -222,11 +233,10 @@ class TorchBackend:
                                trees.depths[b : b + 1], (trees.sizes[b],), trees.max_depth), on_path[b], logits[b])
                 for b, slot in enumerate(slots)
             ])  # fmt: skip
-        if allowed is not None:
-            masks = torch.full((B, N, allowed.shape[1]), -1, dtype=allowed.dtype, device=self.device)
-            for b, (first, size) in enumerate(zip(np.cumsum([0, *trees.sizes]).tolist(), trees.sizes, strict=False)):
-                masks[b, :size] = allowed[first : first + size]
-            logits = mask_tokens(logits.flatten(0, 1), masks.flatten(0, 1)).view(B, N, -1)
+        if changes.masks is not None or changes.edits:
+            flat, nodes = logits.flatten(0, 1), [b * N + i for b, size in enumerate(trees.sizes) for i in range(size)]
+            rows = torch.tensor(nodes, device=self.device)
+            logits = flat.index_copy(0, rows, changes.apply(flat[rows])).view(B, N, -1)
         owner = torch.tensor(slots, device=self.device).repeat_interleave(N)
         sampling = self.state.sampling(slots, owner, index.flatten())
         return draw(logits.flatten(0, 1), sampling, self.all_ids).view(B, N)
@@ -287,26 +297,25 @@ class TorchBackend:
     # Prompts
 
     def _prefill(
-        self, chunks: tuple[Chunk, ...], hidden: Tensor, features: Tensor, allowed: Tensor | None
+        self, chunks: tuple[Chunk, ...], hidden: Tensor, features: Tensor, changes: RowChanges
     ) -> list[PrefilledRows]:
         """Finish each chunk after the target's forward; the chunks' rows stand one after the other."""
         found, first = [], 0
         for chunk in chunks:
             rows = slice(first, first + chunk.end - chunk.start)
             first = rows.stop
-            mask = None
-            if chunk.draws and allowed is not None:
-                mask, allowed = allowed[:1], allowed[1:]
-            found.append(self._finish_chunk(chunk, hidden[rows], features[rows], mask))
+            num_drawn = int(chunk.draws)
+            found.append(self._finish_chunk(chunk, hidden[rows], features[rows], changes.take(0, num_drawn)))
+            changes = changes.take(num_drawn)
         return found
 
-    def _finish_chunk(self, chunk: Chunk, hidden: Tensor, features: Tensor, mask: Tensor | None) -> PrefilledRows:
+    def _finish_chunk(self, chunk: Chunk, hidden: Tensor, features: Tensor, changes: RowChanges) -> PrefilledRows:
         state, host = self.state, self.state.hosts[chunk.slot]
         slots = torch.tensor([chunk.slot], device=self.device)
         token, columns = None, None
         if chunk.draws:
             logits = self.decoder.logits(hidden[-1:])
-            token = self._first_token(chunk, slots, logits, mask)
+            token = self._first_token(chunk, slots, logits, changes)
             if (k := host.admit.sampling.logprobs) is not None:
                 columns = columns_of(logits, token, k)
             state.history[chunk.slot, chunk.end] = token[0].clamp(min=0)
@@ -319,14 +328,12 @@ class TorchBackend:
             self._extend_prompt(chunk, slots, features)
         return PrefilledRows(token, host.draft_end, columns, prompt)
 
-    def _first_token(self, chunk: Chunk, slots: Tensor, logits: Tensor, mask: Tensor | None) -> Tensor:
+    def _first_token(self, chunk: Chunk, slots: Tensor, logits: Tensor, changes: RowChanges) -> Tensor:
         """The token [1] that the chunk's last row draws. The row is treated as a tree that is a root alone."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         tree = Trees(self.state.history[chunk.slot, chunk.end - 1].view(1, 1), zero, zero, (1,), 0)
         base = torch.tensor(chunk.end - 1, device=self.device)
-        logits = self._by_rules(chunk.slot, base, tree, tree.ancestors()[0], logits)
-        if mask is not None:
-            logits = mask_tokens(logits, mask)
+        logits = changes.apply(self._by_rules(chunk.slot, base, tree, tree.ancestors()[0], logits))
         return draw(logits, self.state.sampling([chunk.slot], slots, base.view(1) + 1), self.all_ids)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobColumns]:

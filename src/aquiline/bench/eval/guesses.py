@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from aquiline.backends.base import Backend, Drafts, Pending, StepInput, TokenMasks
+from aquiline.backends.base import Backend, Drafts, Pending, RowEdits, StepInput, TokenMasks
 from aquiline.bench.suite.simulated import SimulatedBackend
 from aquiline.config import SamplingParams
 from aquiline.engine.llm import LLM
@@ -47,7 +47,9 @@ class ChainRecorder(SimulatedBackend):
         super().__init__(inner, 1.0, vocab_size)
         self.chains: list[list[int]] = []
 
-    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> Pending:
+    def verify(
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None, edits: RowEdits = ()
+    ) -> Pending:
         """The outcome of the roots alone."""
         tree = drafts if isinstance(drafts, DraftTree) else drafts.read()
         roots = tree.topology.offsets[:-1]
@@ -55,7 +57,7 @@ class ChainRecorder(SimulatedBackend):
             self.chains.append(tree.tokens[1:].tolist())
         none = np.zeros(len(roots), np.int32)
         shape = Topology(none, none, np.arange(len(roots) + 1, dtype=np.int32))
-        return self.inner.verify(step, DraftTree(shape, tree.tokens[roots]), masks)
+        return self.inner.verify(step, DraftTree(shape, tree.tokens[roots]), masks, edits)
 
 
 class ChainTeacher:

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aquiline.backends.base import Backend, Decode, Drafts, Pending, Scored, StepInput, StepOutput, TokenMasks
+from aquiline.backends.base import (
+    Backend,
+    Decode,
+    Drafts,
+    Pending,
+    RowEdits,
+    Scored,
+    StepInput,
+    StepOutput,
+    TokenMasks,
+)
 from aquiline.spec.drafting import Chain
 from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32
@@ -62,11 +72,13 @@ class SimulatedBackend:
             self.slots[admit.slot] = SlotText(list(admit.tokens), admit.num_prompt)
         return self.inner.draft(step)
 
-    def verify(self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None) -> Pending:
+    def verify(
+        self, step: StepInput, drafts: Drafts | DraftTree, masks: TokenMasks | None = None, edits: RowEdits = ()
+    ) -> Pending:
         """The inner backend's outcome of the replaced drafts."""
         tree = drafts if isinstance(drafts, DraftTree) else drafts.read()
         self._replace(step.decodes, tree)
-        output = self.inner.verify(step, tree, masks).read()
+        output = self.inner.verify(step, tree, masks, edits).read()
         self._record(step, output)
         return ReadOutcome(output)
 
