@@ -5,6 +5,7 @@
 # make sanitize  the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make arm    the native library for 64-bit Arm, cross-compiled and emulated: the same bits as on this machine
 # make nightly   all tests, the slow ones too, with random examples; SEED=N repeats those of a run that printed N
+# make docs   the site of docs/ in build/site; python3 -m http.server -d build/site shows it
 # make chaos  a minute of bad clients and killed engines on the server; ARGS='--minutes 60' for an hour
 # make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
 #
@@ -26,7 +27,7 @@ CPP_TESTS := $(wildcard tests/native/*.cpp)
 
 LIGHT := tests/light tests/engine/test_golden.py tests/kv $(addprefix tests/serve/test_,http.py same_text.py openai_client.py engine_process.py)
 
-.PHONY: demo test test-all light format lint bench sanitize arm nightly chaos mutants clean
+.PHONY: demo test test-all light format lint bench sanitize arm nightly docs chaos mutants clean
 
 # Without a network the weights cannot be fetched; the demo then says so and runs the bundled pair.
 demo: $(VENV)/run
@@ -77,6 +78,11 @@ nightly: $(VENV)/dev
 	  AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' \
 	  --hypothesis-profile=nightly --hypothesis-seed=$$seed $(ARGS)
 
+# Not with -q, which would hide the warnings that make it fail.
+docs: $(VENV)/run
+	$(BIN)/python -m pip install --quiet --editable '.[serve,docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 chaos: $(VENV)/dev
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
@@ -95,7 +101,7 @@ $(VENV)/run: pyproject.toml setup.py $(CPP)
 $(VENV)/dev: $(VENV)/run
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-deps 'xgrammar>=0.2.8' 'apache-tvm-ffi>=0.1.11'
-	$(BIN)/python -m pip install --quiet --editable '.[serve,train,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[serve,train,docs,dev]'
 	touch $@
 
 clean:

@@ -4,6 +4,8 @@ ctypes.
 csrc/kernels/kernels.cpp and integer.cpp are compiled once per instruction set, each with its own flags; csrc/api,
 csrc/stages and csrc/lookup as baseline code, for the machine that the compiler compiles for. CXX, CXXFLAGS and LDFLAGS
 are heeded. Without a working compiler the package still installs, says so, and runs on its slower torch path.
+
+A wheel holds the chat model's draft in int4.
 """
 
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
@@ -123,7 +126,20 @@ class BuildNative(build_ext):
             super().copy_extensions_to_source()
 
 
+class BuildData(build_py):
+    """Writes the chat model's draft in int4, as it serves: 7 MB in a wheel instead of 26. A checkout keeps bfloat16."""
+
+    def run(self) -> None:
+        super().run()
+        draft = Path("aquiline", "data", "smollm2", "draft")
+        if not self.editable_mode:
+            sys.path.insert(0, str(ROOT / "src"))
+            from aquiline.models.int4_files import write_int4
+
+            write_int4(ROOT / "src" / draft, Path(self.build_lib) / draft / "model.safetensors")
+
+
 setup(
     ext_modules=[Extension("aquiline._native", sources=["csrc/api/api.cpp"])],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "build_py": BuildData},
 )

@@ -1,7 +1,7 @@
-"""Every example that a help text or a page shows is one the command line takes; those of help texts run.
+"""Every example that a help text or a page shows runs, and every line of shell on a page is one that something runs.
 
-A help's example names known pairs, ids of the hub, and files of the user's own, which `home` makes; it runs in their
-folder until a model would be loaded or a server would wait."""
+An example names known pairs, ids of the hub, and files of the user's own, which `home` makes; it runs in their folder
+until a model would be loaded or a server would wait. tests/docs/test_ten_minutes.py runs a page to its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,27 @@ from aquiline.parity.record import StageRecord, save
 from gguf_files import chatml, trained, write_gguf_target
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {
+    str(page.relative_to(ROOT)): "".join(re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
+    for page in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("*/*/README.md"),
+        *ROOT.glob("src/*/data/*/*.md"),
+    ]
+}
+"""The lines of shell of every page that shows any."""
+RUN_ELSEWHERE = {
+    r"pip install ": "an environment of its own, as .ci/run makes one",
+    r"python3 -m venv ": "the same",
+    r"make (\w+)$": "tests/docs/test_site.py for docs, .ci/run for the others",
+    r"curl ": "tests/docs/test_ten_minutes.py",
+    r"(\w+=\S+ |\w+=\"[^\"]*\" )*examples/other_engines/compare.sh ": "tests/bench/test_beside.py",
+    r"vllm serve ": "another engine's own command",
+    r"torchrun ": "tests/train/test_several_nodes.py",
+    r"python (prepare|train_target|make_draft)\.py ": "the recipe of examples/demo_pair, which takes hours",
+}
+"""How lines of shell begin that are no examples of ours, and what runs them."""
 OWN = ("cpu-baseline-512x1-t0-baseline.json", "cpu-baseline-512x1-t0-chain-3.json")
 RESULTS = {
     "results": OWN,
@@ -34,6 +54,7 @@ RESULTS = {
     "results-of-another-engine": ("peers/bundled/llamacpp-eagle=3.json",),
     "compared": ("peers/bundled/llamacpp-eagle=3.json", "peers/bundled/aquiline-chain-3.json"),
 }
+EXAMPLE = r"(aquiline |[a-z]+ .*\| aquiline )"
 WAITS = (
     "aquiline.engine.model.ResolvedPair.load",
     "aquiline.serve.server.serve",
@@ -61,12 +82,18 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 def examples(text: str) -> list[list[str]]:
     """The arguments of every `aquiline ...` in lines of shell, also behind a pipe and before a redirection."""
     found = []
-    for line in text.splitlines():
-        if re.match(r"\s*(aquiline |[a-z]+ .*\| aquiline )", line):
-            words = shlex.split(re.sub(r"\s#.*", "", line))
+    for line in commands_of(text):
+        if re.match(EXAMPLE, line):
+            words = shlex.split(line)
             end = words.index(">") if ">" in words else len(words)
             found.append(words[words.index("aquiline") + 1 : end])
     return found
+
+
+def commands_of(text: str) -> list[str]:
+    """The commands in lines of shell, each in one line and without its comment."""
+    lines = text.replace("\\\n", "").replace(".venv/bin/", "").splitlines()
+    return [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
 
 
 def parsed(arguments: list[str]) -> list[dict[str, Any]]:
@@ -104,6 +131,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (home / folder).mkdir()
         for name in names:
             shutil.copy(ROOT / "results" / name, home / folder)
+    for name in ("path/to/checkpoint", "path/to/draft", "DIR", "draft-own"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(home / ("draft" if "draft" in name else "target"), home / name)
+    shutil.copy(home / "prompts.jsonl", home / "in.jsonl")
     return home
 
 
@@ -111,9 +142,12 @@ def reached(*given: object, **named: object) -> None:
     raise Reached
 
 
-@pytest.mark.parametrize("name", HELPS)
-def test_the_examples_of_every_help_run(name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = examples(HELPS[name])
+SHOWN = HELPS | {name: text for name, text in PAGES.items() if examples(text)}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_example_runs(name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = examples(SHOWN[name])
     assert shown, "its help shows no example"
     own = KnownPair(home / "model.gguf", home / "draft", home / "questions.jsonl", home / "questions.jsonl")
     monkeypatch.setitem(PAIRS, "smollm2", own)
@@ -135,13 +169,13 @@ def test_the_examples_of_every_help_run(name: str, home: Path, tmp_path: Path, m
         )
 
 
-def test_the_examples_of_the_pages_are_taken() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    shown = [arguments for block in blocks for arguments in examples(block)]
-    assert len(shown) >= 10
-    for arguments in shown:
-        assert len(parsed(arguments)) == 1
+def test_every_line_of_shell_on_a_page_is_run_by_something() -> None:
+    lines = [line for text in PAGES.values() for line in commands_of(text)]
+    assert len(lines) >= 60
+    for line in lines:
+        assert re.match("|".join((EXAMPLE, *RUN_ELSEWHERE)), line), line
+        target = re.match(r"make (\w+)$", line)
+        assert target is None or f"\n{target[1]}: " in (ROOT / "Makefile").read_text("utf-8"), line
 
 
 def test_what_is_taken_is_what_was_meant() -> None:

@@ -224,6 +224,24 @@ def test_other_heads_of_modelopt_are_refused_by_field(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize("format", ["safeailab", "specforge", "speculators", "nvidia", "aquiline"])
+def test_heads_with_latent_keys_are_refused_by_their_field(
+    format: str, model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    target = read_model_config(model[0])
+    write_draft(tmp_path, target, format)
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = config["transformer_layer_config"] if format == "speculators" else config
+    section["kv_lora_rank"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_draft_config(tmp_path, model[0]).model.num_kv_heads == 2
+    section["kv_lora_rank"] = 64
+    for named in (config, config | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}):
+        (tmp_path / "config.json").write_text(json.dumps(named))
+        with pytest.raises(CheckpointError, match=r"kv_lora_rank=64: its keys are latent \(MLA\).*--draft-window"):
+            read_draft_config(tmp_path, model[0])
+
+
 @pytest.mark.parametrize("change", [{}, {"next_layer_regular": False}, {"parallel_draft_heads_num_layers": 3}], ids=str)
 def test_marks_without_effect_are_read(change: dict[str, Any], model: tuple[Path, Any], tmp_path: Path) -> None:
     write_draft(tmp_path, read_model_config(model[0]), "nvidia", eagle_config=change)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_name("mutants.toml")
-NEEDED = ("src", "csrc", "tests", "benchmarks", "results", "setup.py", "pyproject.toml")
+NEEDED = ("src", "csrc", "tests", "benchmarks", "docs", "results", "setup.py", "pyproject.toml")
 LIBRARY = Path("src", "aquiline", "_native.so")
 PATIENCE_S = 900
 """A mutant whose tests run for longer hangs them, which is noticed too."""

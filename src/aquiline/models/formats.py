@@ -19,8 +19,9 @@ from safetensors.numpy import save_file
 from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.draft_config import DraftOverrides, DraftReading, read_draft, read_draft_config
 from aquiline.models.draft_fields import draft_fields
-from aquiline.models.files import ROWS, Entry, Tensors, TensorSource, check_entries, is_gguf, refuse, resolve
+from aquiline.models.files import ROWS, Entry, TensorSource, check_entries, is_gguf, refuse, resolve
 from aquiline.models.gguf.draft import GGUFDraftTensors
+from aquiline.models.int4_files import Int4Tensors
 from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import layer_entries, layer_weights
 from aquiline.models.model_config import DraftConfig, ModelConfig
@@ -121,7 +122,7 @@ def open_draft(place: Path, target: ModelConfig | None, overrides: DraftOverride
     """Open a draft that `resolve` found; without a target, as `read_draft` reads it. Raises CheckpointError for what
     cannot be read at all."""
     reading = read_draft(place, target, overrides)
-    tensors: TensorSource = GGUFDraftTensors(place) if is_gguf(place) else Tensors(place)
+    tensors: TensorSource = GGUFDraftTensors(place) if is_gguf(place) else Int4Tensors(place)
     config, problems = reading.config, list(reading.problems)
     if not reading.vocab_is_named and MAP in tensors:
         config = replace(config, draft_vocab_size=tensors.shape(MAP)[0])

@@ -48,6 +48,8 @@ Numbering = Literal["input", "output"]
 EAGLE_SECTION = "eagle_config"
 POST_NORM = "return_hidden_post_norm"
 """ModelOpt's name, in eagle_config, of norm_output."""
+LATENT = "kv_lora_rank"
+"""The field of every head whose keys and values are up-projected from one latent (DeepSeek's, Kimi's)."""
 FC_NORM_FLAGS = ("norm_before_fc", "fc_norm")
 PRODUCER = "aquiline"
 _NOT_IN_SPECFORGES_YARN = ("attention_factor", "truncate", "mscale", "mscale_all_dim")
@@ -190,6 +192,12 @@ def find_format(raw: Raw, file: Path) -> tuple[Format, str]:
     if is_gguf(file):
         return GGUF, "general.architecture='eagle3'"
     architectures = texts(raw, file, "architectures")
+    for section in (raw, nested(raw, file, SPECULATORS.section)):
+        if section.get(LATENT) is not None:
+            raise CheckpointError(
+                f"{file}: {LATENT}={section[LATENT]!r}: its keys are latent (MLA), and drafts here keep keys and "
+                "values per head; for long contexts train a draft with a window, `aquiline train --draft-window 128`"
+            )
     if raw.get("speculators_config") or raw.get("speculators_model_type"):
         kind = raw.get("speculators_model_type", "eagle3")
         if kind != "eagle3":

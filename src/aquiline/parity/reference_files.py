@@ -93,6 +93,10 @@ def read_tensors(directory: Path) -> Tensors:
             found[name] = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
     if not found:
         raise ValueError(f"{directory}: holds neither *.safetensors nor pytorch_model.bin")
+    for name in [name.removesuffix(".int4") for name in found if name.endswith(".int4")]:
+        pairs, scales = found.pop(f"{name}.int4"), found.pop(f"{name}.scales").astype(np.float32)
+        codes = np.stack([pairs % 16, pairs // 16], axis=2).reshape(len(pairs), -1, 32).astype(np.float32) - 8
+        found[name] = (codes * scales[:, :, None]).reshape(len(pairs), -1)
     return {name: tensor if tensor.dtype.kind in "iub" else tensor.astype(np.float32) for name, tensor in found.items()}
 
 
