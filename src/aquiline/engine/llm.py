@@ -108,10 +108,12 @@ class LLM:
         engine: EngineConfig | None = None,
         capture: tuple[int, ...] | None = None,
         norm_feedback: bool | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         pair, is_plain = checkpoints(target, draft), drafting is not None and not drafting.needs_draft_model
         config = engine or EngineConfig()
-        how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback), draft_dtype)
+        overrides = DraftOverrides(capture, norm_feedback)
+        how = Loading(dtype, arithmetic, kv_dtype, device, overrides, draft_dtype, tensor_parallel_size)
         resolved = ResolvedPair.find(pair.target, draft if is_plain else pair.draft, how, Environment.read())
         self._start(resolved.load(), config, drafting)
 

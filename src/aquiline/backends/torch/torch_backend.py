@@ -100,7 +100,7 @@ class TorchBackend:
         allowed = None if masks is None else torch.from_numpy(np.asarray(masks)).to(self.device)
         kept, columns = None, list[LogprobColumns | None]()
         if decodes:
-            logits = self.decoder.logits(out.hidden[:num_tree_rows])
+            logits = self._logits(decodes, out.hidden[:num_tree_rows], masks is not None)
             drawn = self._draw_trees(decodes, base, trees, on_path, logits, allowed)
             kept = accept(trees, on_path, drawn)
             columns = self._decode_logprobs(decodes, trees, kept, logits)
@@ -209,6 +209,10 @@ class TorchBackend:
 
     # Verify
 
+    def _logits(self, slots: list[int], hidden: Tensor, is_masked: bool) -> Tensor:
+        """Logits of rows [n, H]: of all tokens where something reads or changes them, else of this rank's."""
+        return self.decoder.logits(hidden, is_masked or any(self.state.hosts[slot].needs_logits for slot in slots))
+
     def _draw_trees(
         self, slots: list[int], base: Tensor, trees: Trees, on_path: Tensor, logits: Tensor, allowed: Tensor | None
     ) -> Tensor:
@@ -229,7 +233,7 @@ class TorchBackend:
             logits = mask_tokens(logits.flatten(0, 1), masks.flatten(0, 1)).view(B, N, -1)
         owner = torch.tensor(slots, device=self.device).repeat_interleave(N)
         sampling = self.state.sampling(slots, owner, index.flatten())
-        return draw(logits.flatten(0, 1), sampling, self.all_ids).view(B, N)
+        return draw(logits.flatten(0, 1), sampling, self.all_ids, self.decoder.ranks).view(B, N)
 
     def _by_rules(self, slot: int, base: Tensor, tree: Trees, on_path: Tensor, logits: Tensor) -> Tensor:
         """Logits [N, V] of one slot's nodes as its rules change them."""
@@ -305,7 +309,7 @@ class TorchBackend:
         slots = torch.tensor([chunk.slot], device=self.device)
         token, columns = None, None
         if chunk.draws:
-            logits = self.decoder.logits(hidden[-1:])
+            logits = self._logits([chunk.slot], hidden[-1:], mask is not None)
             token = self._first_token(chunk, slots, logits, mask)
             if (k := host.admit.sampling.logprobs) is not None:
                 columns = columns_of(logits, token, k)
@@ -327,7 +331,8 @@ class TorchBackend:
         logits = self._by_rules(chunk.slot, base, tree, tree.ancestors()[0], logits)
         if mask is not None:
             logits = mask_tokens(logits, mask)
-        return draw(logits, self.state.sampling([chunk.slot], slots, base.view(1) + 1), self.all_ids)
+        sampling = self.state.sampling([chunk.slot], slots, base.view(1) + 1)
+        return draw(logits, sampling, self.all_ids, self.decoder.ranks)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobColumns]:
         """Prompt log-probabilities from a chunk's rows: row i gives that of token i + 1. What was returned before a
