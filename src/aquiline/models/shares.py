@@ -15,9 +15,10 @@ from aquiline.blocks import Array, Parts
 from aquiline.models.model_config import ModelConfig
 from aquiline.models.model_weights import DraftWeights, LayerWeights, ModelWeights
 
-OUTPUTS = 16
-"""Outputs of a linear that stay on one rank. Matrix products take outputs in blocks, and one that a boundary cuts may
-be added up in another order."""
+OUTPUTS, ACTIVATIONS = 16, 32
+"""Outputs of a linear, and outputs of an MLP's gate, that stay on one rank. Matrix products take outputs in blocks, and
+one that a boundary cuts may be added up in another order. Activations are computed in vectors, and those behind the
+last whole vector by another formula."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Share:
     def _layer(self, layer: LayerWeights, config: ModelConfig) -> LayerWeights:
         a, m, Dh = layer.attention, layer.mlp, config.head_dim
         q, kv = config.num_heads * Dh, config.num_kv_heads * Dh
-        heads, inner = self.fused(q, kv, kv, unit=Dh), self.fused(*[config.intermediate_size] * 2)
+        heads = self.fused(q, kv, kv, unit=Dh)
+        inner = self.fused(config.intermediate_size, config.intermediate_size, unit=ACTIVATIONS)
         out = self.fused(config.hidden_size)
         attention = replace(
             a, qkv=owned(a.qkv, heads), o=owned(a.o, out), qkv_bias=outputs_of(a.qkv_bias, heads),
@@ -105,8 +107,8 @@ def _problems(name: str, ranks: int, model: ModelWeights) -> Iterator[str]:
     config = model.config
     if config.num_kv_heads % ranks:
         yield f"the {name} has num_key_value_heads={config.num_kv_heads}, which must be a multiple of the ranks"
-    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
-    sizes |= {"vocab_size": config.vocab_size, "tokens in its head": model.head[0].shape[0]}
-    for field, size in sizes.items():
-        if size < ranks * OUTPUTS:
-            yield f"the {name} has {field}={size}, and each rank takes at least {OUTPUTS}"
+    vocabulary = ("vocab_size", config.vocab_size, OUTPUTS), ("tokens in its head", model.head[0].shape[0], OUTPUTS)
+    inner = "intermediate_size", config.intermediate_size, ACTIVATIONS
+    for field, size, unit in (("hidden_size", config.hidden_size, OUTPUTS), inner, *vocabulary):
+        if size < ranks * unit:
+            yield f"the {name} has {field}={size}, and each rank takes at least {unit}"

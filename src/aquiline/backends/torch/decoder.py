@@ -23,6 +23,7 @@ from aquiline.models.load import read_target
 from aquiline.models.model_config import Experts, ModelConfig, RopeConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.models.rope import rotary
+from aquiline.models.shares import ACTIVATIONS
 from aquiline.ops.torch_arrays import array_of, tensor_of
 
 
@@ -163,7 +164,7 @@ class DecoderLayer(nn.Module):
     def activate(self, gate_up: Tensor) -> Tensor:
         """This model's activation [..., I] of gate and up [..., 2 I], or of this rank's outputs of both."""
         own = ops.activate(gate_up, self.config.activation, self.config.activation_limit)
-        return self.ranks.gather(own, self.config.intermediate_size)
+        return self.ranks.gather(own, self.config.intermediate_size, ACTIVATIONS)
 
     def mixture(self, x: Tensor, config: Experts) -> Tensor:
         """The weighted sum of the experts that the router chooses for each row of x [..., H], in the router's order."""

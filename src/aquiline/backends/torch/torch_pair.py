@@ -84,6 +84,9 @@ class TorchPair:
         how: dict[str, object] = {"isa": "torch", "threads": torch.get_num_threads(), "device": self.device}
         return how | {"torch": torch.__version__}
 
+    def close(self) -> None:
+        """One process has nothing to end."""
+
 
 def round_linears(module: Decoder | DraftHead, dtype: str) -> None:
     """Replace every linear weight by the float32 weight that its int8 or int4 codes stand for."""
