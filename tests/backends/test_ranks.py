@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_boundary_within_16_outputs_may_change_bits() -> None:
     for n, k in ((64, 64), (128, 64), (64, 128), (4096, 512)):
         weight, x = gaussian(n, k), gaussian(1, k, seed=1)
         at = [n * r // 3 for r in range(4)]
-        parts = [ops.linear(x, weight[a:b].clone()) for a, b in zip(at, at[1:], strict=False)]
+        parts = [ops.linear(x, weight[a:b].clone()) for a, b in pairwise(at)]
         found.append(torch.equal(torch.cat(parts, -1), ops.linear(x, weight)))
     assert not all(found)
 
@@ -183,8 +184,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def steps(pair: TorchPair) -> list[Any]:
-    """The outcomes of a prompt in two chunks and of decode steps, with every log-probability of the vocabulary, and what
-    the target scores, as bits."""
+    """The outcomes of a prompt in two chunks and of decode steps, with every log-probability of the vocabulary, and
+    what the target scores, as bits."""
     V = pair.target.vocab_size
     sizes = Sizes(2, 16, 16, 6, 64)
     backend = pair.open(sizes)

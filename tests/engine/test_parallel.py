@@ -28,7 +28,8 @@ from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.errors import RankError
 from aquiline.models.load import read_model_config
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.drafting import Chain, Drafting, Dynamic, Lookup, NoDraft, Static
+from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
+from aquiline.spec.lookup import Lookup
 
 pytestmark = pytest.mark.rare
 
@@ -53,7 +54,7 @@ DRAFTINGS: dict[str, Drafting] = {
 def write_pair(place: Path, kv_heads: int = 6, heads: int = 12) -> Path:
     write_target(
         place / "target", num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=96,
-        hidden_size=64, tie_word_embeddings=True,
+        hidden_size=8 * heads, tie_word_embeddings=True,
     )  # fmt: skip
     config = read_model_config(place / "target")
     write_draft(place / "draft", config, num_attention_heads=6, num_key_value_heads=kv_heads)
@@ -187,7 +188,7 @@ def test_a_rank_that_is_killed_ends_all_by_name(running: LLM) -> None:
 
 def test_a_rank_that_hangs_ends_all_by_name(running: LLM) -> None:
     process_of(running, 1).suspend()
-    check_error(running, r"^rank 1 has not answered for 8 s")
+    check_error(running, r"^rank 1 has not answered for 8.5 s")
 
 
 def test_a_rank_that_is_late_is_waited_for_up_to_the_limit(running: LLM) -> None:

@@ -35,7 +35,7 @@ from aquiline.models.shares import Share, refuse_ranks
 from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32
 
-START_S, LIMIT_S, GRACE_S = 120.0, 6.0, 2.0
+START_S, LIMIT_S, GRACE_S = 120.0, 7.0, 1.5
 """Seconds that a rank has to start and to load when rank 0 has done so; that ranks wait for each other in a step; that
 those which have waited so long have to end, before one that has not is taken to hang."""
 GAVE_UP = 3
