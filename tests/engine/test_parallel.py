@@ -35,7 +35,7 @@ pytestmark = pytest.mark.rare
 
 V = 160
 PROMPTS = [[7, 8, 9, 7, 8, 9, 7, 8], list(range(3, 40)), [5], list(range(3, 36)) + [7, 7], [11, 12] * 9]
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True, seed=0)
 SAMPLINGS = {
     "greedy": GREEDY,
     "sampled": replace(GREEDY, temperature=0.9, seed=4),
@@ -90,15 +90,15 @@ def everything(models: LoadedModels) -> dict[str, Any]:
         for name, drafting in DRAFTINGS.items():
             sampling = list(SAMPLINGS.values())
             found[f"mixed {name}"] = facts(llm.run(PROMPTS, sampling, drafting=drafting))
-        for name, sampling in SAMPLINGS.items():
-            found[name] = facts(llm.run(PROMPTS[:3], sampling, drafting=Chain(3)))
+        for name in ("filtered", "logprobs"):
+            found[name] = facts(llm.run(PROMPTS[:3], SAMPLINGS[name], drafting=Dynamic(2, 3, 8)))
         for prompt, drafting in zip(PROMPTS, DRAFTINGS.values(), strict=False):
             llm.engine.add(llm.request(f"{drafting.name}", prompt, SAMPLINGS["sampled"], drafting))
         together = [(d.request_id, d.token_ids) for _ in range(200) if llm.engine.is_busy for d in llm.engine.step()]
         found["draftings together"] = together
         documents = [np.array(prompt, np.int32) for prompt in PROMPTS[:3]]
         found["scored"] = [part.tobytes() for part in llm.engine.backend.score(documents)]
-    few = EngineConfig(max_batch=3, page_size=16, num_pages=26, max_context=64, calibration=False, row_budget=20)
+    few = EngineConfig(max_batch=3, page_size=16, num_pages=9, max_context=64, calibration=False, row_budget=20)
     with LLM.from_models(models, few) as llm:
         runs = [llm.run(PROMPTS, list(SAMPLINGS.values()), drafting=Chain(3)) for _ in range(2)]
         found["few pages"] = [facts(run) for run in runs]
