@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from aquiline.config import EngineConfig, Environment, SamplingParams
 from aquiline.engine.llm import LLM, Result
 from aquiline.engine.model import LoadedModels, Loading, load_models
 from aquiline.errors import RankError
+from aquiline.models.draft_config import DraftOverrides
 from aquiline.models.load import read_model_config
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
@@ -54,7 +56,7 @@ DRAFTINGS: dict[str, Drafting] = {
 def write_pair(place: Path, kv_heads: int = 6, heads: int = 12) -> Path:
     write_target(
         place / "target", num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=96,
-        hidden_size=8 * heads, tie_word_embeddings=True,
+        hidden_size=8 * heads, tie_word_embeddings=True, num_hidden_layers=3,
     )  # fmt: skip
     config = read_model_config(place / "target")
     write_draft(place / "draft", config, num_attention_heads=6, num_key_value_heads=kv_heads)
@@ -67,7 +69,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(pair: Path, num_ranks: int, dtype: str = "float32") -> LoadedModels:
-    how = Loading(dtype, device="torch", tensor_parallel_size=num_ranks)
+    overrides = DraftOverrides(capture=(0, 1, 2))
+    how = Loading(dtype, device="torch", tensor_parallel_size=num_ranks, overrides=overrides)
     return load_models(pair / "target", pair / "draft", how, Environment.read())
 
 
@@ -153,7 +156,7 @@ def running(pair: Path) -> Iterator[LLM]:
     """An LLM on three ranks in the middle of two texts."""
     with LLM(
         pair / "target", pair / "draft", dtype="float32", device="torch", tensor_parallel_size=3,
-        engine=engine_config(), drafting=Chain(3),
+        engine=engine_config(), drafting=Chain(3), capture=(0, 1, 2),
     ) as llm:  # fmt: skip
         for name in ("a", "b"):
             llm.engine.add(llm.request(name, PROMPTS[1], replace(SAMPLINGS["sampled"], max_tokens=200)))
@@ -256,15 +259,17 @@ def test_the_native_library_runs_on_one_rank(pair: Path) -> None:
         LLM(pair / "target", tensor_parallel_size=2)
 
 
-def test_commands_take_ranks(pair: Path) -> None:
-    """The same answer by the command, which says how many ranks there were."""
-    texts = []
+def test_a_command_on_two_ranks_writes_what_it_writes_on_one() -> None:
+    found = []
     for num in ("1", "2"):
-        command = [
-            sys.executable, "-m", "aquiline.cli.main", "generate", "--target", str(pair / "target"), "--draft",
-            str(pair / "draft"), "--dtype", "float32", "--device", "torch", "--tensor-parallel-size", num, "--max-tokens",
-            "8", "--json", "--ignore-eos", "--prompt-ids", "5 6 7",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        options = ["--device", "torch", "--tensor-parallel-size", num, "--max-tokens", "12", "--temperature", "0.8"]
+        run = "from aquiline.cli.main import app; app()"
+        command = [sys.executable, "-c", run, "generate", "--prompt", "def f(x):", "--target", "bundled", "--seed", "3"]
+        done = subprocess.run(
+            [*command, *options, "--json"], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
+        found.append(json.loads(done.stdout))
+    one, two = found
+    assert one["outputs"] == two["outputs"] and len(one["outputs"][0]["token_ids"]) == 12
+    assert (two["system"]["ranks"], two["system"]["parallel_mode"]) == (2, "gather") and "ranks" not in one["system"]

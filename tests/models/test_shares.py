@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_the_rows_of_all_ranks_are_those_of_the_file(tmp_path: Path, num_ranks: 
         split.add(name)
         bounds = starts.get(name, (0, len(values)))
         taken = [0] * num_ranks
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in pairwise(bounds):
             unit = 16 if name not in ("gate_up", "gate_up_bias") else 32
             sizes = [part.stop - part.start for part in Share(0, num_ranks).parts(end - first, unit)]
             joined = []

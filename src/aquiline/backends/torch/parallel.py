@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from aquiline.backends.base import Backend, Drafts, Pending, Scored, Sizes, StepInput, StepOutput, TokenMasks
 from aquiline.backends.choose import LoadPair

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, Work
 from torch.nn.functional import pad
 
 from aquiline.models.shares import OUTPUTS, Share
@@ -42,7 +43,7 @@ class Ranks:
         rows = tokens.flatten()
         every = self.stacked(table[(rows - own.start).clamp(0, len(table) - 1)])
         owner = torch.bucketize(rows, torch.tensor(ends, device=rows.device), right=True)
-        return every[owner, torch.arange(len(rows), device=rows.device)].unflatten(0, tokens.shape)
+        return every[owner, torch.arange(len(rows), device=rows.device)].view(*tokens.shape, -1)
 
     def columns(self, logits: Tensor, ids: Tensor, is_whole: bool) -> tuple[Tensor, Tensor, Ranks]:
         """Logits to draw from, the ids of their columns, and the ranks among which the best is to be found.
@@ -67,12 +68,11 @@ class Parted(RuntimeError):
 class LinkedRanks(Ranks):
     """One of several ranks, linked by torch.distributed. num_gathers, num_bytes: what it has sent."""
 
-    def __init__(self, share: Share, store: torch.distributed.Store, limit: timedelta, idle: timedelta) -> None:
+    def __init__(self, share: Share, store: Store, limit: timedelta, idle: timedelta) -> None:
         """limit: the longest that a rank waits for the others while it computes; idle: that it waits for orders."""
         self.share, self.num_gathers, self.num_bytes = share, 0, 0
         self._limit, self._idle = limit, idle
-        link = torch.distributed.PrefixStore("ranks", store)
-        self._group = torch.distributed.ProcessGroupGloo(link, share.rank, share.ranks, limit)
+        self._group: Any = ProcessGroupGloo(PrefixStore("ranks", store), share.rank, share.ranks, limit)
 
     def stacked(self, x: Tensor) -> Tensor:  # noqa: D102
         every = x.new_empty(self.share.ranks * x.numel())
@@ -100,11 +100,11 @@ class LinkedRanks(Ranks):
         return pickle.loads(torch.cat((words, rest)).numpy().tobytes()[4 : 4 + int(words[0])])
 
     def _broadcast(self, words: Tensor, limit: timedelta) -> None:
-        options = torch.distributed.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, limit
         self._meet(self._group.broadcast([words], options))
 
-    def _meet(self, work: torch.distributed.Work) -> None:
+    def _meet(self, work: Work) -> None:
         try:
             work.wait()
         except RuntimeError as error:
