@@ -101,9 +101,10 @@ def everything(models: LoadedModels) -> dict[str, Any]:
         found["draftings together"] = together
         documents = [np.array(prompt, np.int32) for prompt in PROMPTS[:3]]
         found["scored"] = [part.tobytes() for part in llm.engine.backend.score(documents)]
-    few = EngineConfig(max_batch=3, page_size=16, num_pages=9, max_context=64, calibration=False, row_budget=20)
+    few = EngineConfig(max_batch=3, page_size=16, num_pages=12, max_context=128, calibration=False, row_budget=20)
     with LLM.from_models(models, few) as llm:
-        runs = [llm.run(PROMPTS, list(SAMPLINGS.values()), drafting=Chain(3)) for _ in range(2)]
+        longer = [replace(sampling, max_tokens=80) for sampling in SAMPLINGS.values()]
+        runs = [llm.run(PROMPTS, longer, drafting=Chain(3)) for _ in range(2)]
         found["few pages"] = [facts(run) for run in runs]
         found["preemptions and hits"] = llm.engine.meter.num_preemptions, runs[1].summary.counters.num_prefix_hits
     return found
